@@ -1,0 +1,5 @@
+"""Tailrace: a durable stream server."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,121 @@
+"""Every bound of the server, with its unit in its name.
+
+The class is the table: each field carries its unit and its explanation, and the flags, the ``TAILRACE_*``
+variables, ``docs/settings.md`` and ``/v1/server/_details`` are all made from it (see ``settings.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+KIB = 1024
+MIB = 1024 * KIB
+DAY_MS = 24 * 60 * 60 * 1000
+
+Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]
+BytesOrNone = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]
+Millis = Annotated[int, Meta(ge=1, extra={"unit": "ms"})]
+Count = Annotated[int, Meta(ge=1, extra={"unit": "count"})]
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the server accepts, holds and waits for, at most."""
+
+    # Requests.
+    append_body_bytes: Annotated[Bytes, Meta(description="Largest body of one append or create.")] = 10 * MIB
+    header_bytes: Annotated[Bytes, Meta(description="Largest request line and header block together.")] = (
+        64 * KIB
+    )
+    name_bytes: Annotated[Bytes, Meta(description="Longest stream name, in UTF-8.")] = 1024
+    key_bytes: Annotated[Bytes, Meta(description="Longest routing key.")] = 1024
+    stream_seq_bytes: Annotated[Bytes, Meta(description="Longest Stream-Seq value.")] = 1024
+    producer_id_bytes: Annotated[Bytes, Meta(description="Longest Producer-Id value.")] = 256
+    json_depth: Annotated[Count, Meta(description="Deepest nesting of a JSON message.")] = 512
+    timestamp_ahead_ms: Annotated[
+        Millis, Meta(description="How far a Stream-Timestamp may lie ahead of the server's clock.")
+    ] = 300_000
+
+    # Answers.
+    read_page_bytes: Annotated[
+        Bytes, Meta(description="Payload of one read answer; one larger entry still fits.")
+    ] = MIB
+    read_page_entries: Annotated[Count, Meta(description="Entries in one read answer.")] = 10_000
+    list_page: Annotated[
+        Count, Meta(description="Streams in one page of a listing, unless asked otherwise.")
+    ] = 100
+    list_page_max: Annotated[Count, Meta(description="Most streams one page of a listing may ask for.")] = (
+        1000
+    )
+
+    # Time.
+    request_ms: Annotated[
+        Millis, Meta(description="Time for one request before it is answered with 408.")
+    ] = 5000
+    append_ms: Annotated[Millis, Meta(description="Time an append may wait for its commit.")] = 3000
+    header_ms: Annotated[Millis, Meta(description="Time a client has to send a request's headers.")] = 10_000
+    body_idle_ms: Annotated[Millis, Meta(description="Longest silence inside a request body.")] = 30_000
+    idle_ms: Annotated[Millis, Meta(description="Time a kept-alive connection may stay silent.")] = 75_000
+    drain_ms: Annotated[Millis, Meta(description="Time running requests have to finish on shutdown.")] = (
+        10_000
+    )
+
+    # Live readers.
+    long_poll_default_ms: Annotated[
+        Millis, Meta(description="Wait of a long-poll that names no timeout.")
+    ] = 4000
+    long_poll_max_ms: Annotated[Millis, Meta(description="Longest wait of a long-poll.")] = 4500
+    sse_rotation_ms: Annotated[Millis, Meta(description="Life of one server-sent-events answer.")] = 60_000
+    sse_keep_alive_ms: Annotated[Millis, Meta(description="Silence after which an SSE comment is sent.")] = (
+        15_000
+    )
+    ws_ping_ms: Annotated[Millis, Meta(description="Time between pings on a WebSocket.")] = 15_000
+    ws_dead_ms: Annotated[Millis, Meta(description="Silence after which a WebSocket is given up.")] = 45_000
+    ws_message_bytes: Annotated[Bytes, Meta(description="Largest WebSocket message from a client.")] = MIB
+    ws_discard_bytes: Annotated[
+        Bytes, Meta(description="Most bytes of an over-long WebSocket message that are read and thrown away.")
+    ] = 16 * MIB
+    live_unsent_bytes: Annotated[
+        Bytes, Meta(description="Unsent bytes after which a live reader is demoted to catch-up reading.")
+    ] = MIB
+    live_connections: Annotated[
+        Count, Meta(description="Live readers at once; more are answered with 429.")
+    ] = 10_000
+    connections: Annotated[Count, Meta(description="Open connections at once.")] = 20_000
+
+    # The log.
+    append_queue_stream_bytes: Annotated[
+        Bytes, Meta(description="Appends of one stream that may wait for a commit.")
+    ] = 64 * MIB
+    append_queue_bytes: Annotated[
+        Bytes, Meta(description="Appends of all streams that may wait for a commit.")
+    ] = 256 * MIB
+    journal_file_bytes: Annotated[Bytes, Meta(description="Size at which a new journal file is begun.")] = (
+        64 * MIB
+    )
+    journal_syncs_in_flight: Annotated[Count, Meta(description="Journal syncs that may run at once.")] = 4
+    tail_memory_bytes: Annotated[
+        Bytes, Meta(description="Recent entries kept in memory before they move to the hot store.")
+    ] = 256 * MIB
+    block_cache_bytes: Annotated[
+        BytesOrNone, Meta(description="Cache of blocks read from the hot store.")
+    ] = 64 * MIB
+    streams_loaded: Annotated[
+        Count, Meta(description="Streams kept in memory; idle ones beyond are put away.")
+    ] = 50_000
+    disk_reserve_bytes: Annotated[
+        BytesOrNone, Meta(description="Free disk space below which appends are answered with 507.")
+    ] = 256 * MIB
+    tombstone_ms: Annotated[
+        Millis, Meta(description="How long a deleted name is remembered, so that offsets never repeat.")
+    ] = 30 * DAY_MS
+
+    # Subscriptions.
+    lease_default_ms: Annotated[Millis, Meta(description="Lease of a wake when none is asked for.")] = 30_000
+    lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000
+    lease_max_ms: Annotated[Millis, Meta(description="Longest lease.")] = 600_000
+    webhook_ms: Annotated[Millis, Meta(description="Time a webhook has to answer.")] = 10_000
+    webhook_answer_bytes: Annotated[Bytes, Meta(description="Most of a webhook's answer that is read.")] = (
+        64 * KIB
+    )

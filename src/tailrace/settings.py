@@ -1,0 +1,349 @@
+"""The one table of settings, and how a server's settings are put together.
+
+A setting is a field of :class:`Settings` or of :class:`~tailrace.limits.Limits`. Its flag (``--data-dir``),
+its variable (``TAILRACE_DATA_DIR``), its key in ``tailrace.toml`` (``data_dir``) and its line in the
+documentation all follow from that field. Later sources win: defaults, preset, file, environment, flags.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tailrace.limits import MIB, Limits
+
+ENV_PREFIX: Final = "TAILRACE_"
+CONFIG_NAME: Final = "tailrace.toml"
+PORT_DEFAULT: Final = 4437
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Secret = Annotated[str, Meta(extra={"secret": True})]
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names it and where it came from."""
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one server is set up. Build it with :func:`load`, or directly in tests."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port to listen on; 0 takes any free one.")] = PORT_DEFAULT
+    data_dir: Annotated[Path, Meta(description="Directory of the journal and the hot store.")] = Path(
+        "./tailrace-data"
+    )
+    preset: Annotated[
+        Literal["default", "small"],
+        Meta(description="A set of limits: small keeps caches and queues at a quarter."),
+    ] = "default"
+    config: Annotated[str, Meta(description="Settings file; ./tailrace.toml is used when it exists.")] = ""
+    public_url: Annotated[
+        str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
+    ] = ""
+    insecure: Annotated[bool, Meta(description="Allow listening beyond loopback without authentication.")] = (
+        False
+    )
+
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; turns TLS on.")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key.")] = ""
+
+    auth_jwt_secret: Annotated[
+        Secret, Meta(description="Shared secret of HS256 tokens, 32 bytes or more.")
+    ] = ""
+    auth_jwks_url: Annotated[str, Meta(description="URL of the keys that tokens are checked with.")] = ""
+    auth_jwks_file: Annotated[str, Meta(description="File of the keys that tokens are checked with.")] = ""
+    auth_issuer: Annotated[str, Meta(description="Required iss claim of tokens.")] = ""
+    auth_audience: Annotated[str, Meta(description="Required aud claim of tokens.")] = ""
+
+    cors_origins: Annotated[
+        str, Meta(description="Origins browsers may call from: * or a comma-separated list.")
+    ] = "*"
+    resource_policy: Annotated[
+        Literal["cross-origin", "same-site", "same-origin"],
+        Meta(description="Cross-Origin-Resource-Policy of every answer."),
+    ] = "cross-origin"
+    server_timing: Annotated[bool, Meta(description="Add a Server-Timing header to answers.")] = False
+
+    loopback_webhooks: Annotated[
+        Literal["auto", "yes", "no"],
+        Meta(description="Allow webhooks to this machine; auto allows them when listening on loopback only."),
+    ] = "auto"
+    webhook_allow: Annotated[
+        str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
+    ] = ""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Least severe log line that is written."),
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "json", "console"],
+        Meta(description="Form of log lines; auto is console on a terminal."),
+    ] = "auto"
+    metrics_port: Annotated[
+        Port, Meta(description="Listener of its own for /metrics; 0 serves it on the main one.")
+    ] = 0
+
+    limits: Limits = Limits()
+
+    @property
+    def auth_configured(self) -> bool:
+        """Whether requests have to carry a token."""
+        return bool(self.auth_jwt_secret or self.auth_jwks_url or self.auth_jwks_file)
+
+    @property
+    def loopback_only(self) -> bool:
+        """Whether only this machine can reach the listener."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def loopback_webhooks_allowed(self) -> bool:
+        """Whether webhooks may call this machine."""
+        return self.loopback_only if self.loopback_webhooks == "auto" else self.loopback_webhooks == "yes"
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """One row of the table, read off its field."""
+
+    name: str
+    kind: Literal["int", "str", "bool", "path", "choice"]
+    default: int | str | bool
+    help: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    secret: bool = False
+    limit: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+PRESETS: Final[dict[str, dict[str, int]]] = {
+    "default": {},
+    "small": {
+        "append_queue_stream_bytes": 16 * MIB,
+        "append_queue_bytes": 64 * MIB,
+        "tail_memory_bytes": 64 * MIB,
+        "block_cache_bytes": 16 * MIB,
+        "streams_loaded": 12_500,
+    },
+}
+
+
+def _row(field: msgspec.structs.FieldInfo, *, limit: bool) -> Setting:
+    base, *metas = get_args(field.type)
+    described = {"help": "", "unit": "", "secret": False}
+    for meta in cast("list[Meta]", metas):
+        described["help"] = meta.description or described["help"]
+        described.update(meta.extra or {})
+    choices = tuple(cast("tuple[str, ...]", get_args(base))) if get_origin(base) is Literal else ()
+    kinds: dict[Any, Any] = {int: "int", str: "str", bool: "bool", Path: "path"}
+    default = str(field.default) if base is Path else field.default
+    kind = "choice" if choices else kinds[base]
+    return Setting(
+        name=field.name, kind=kind, default=default, choices=choices, limit=limit, **cast("Any", described)
+    )
+
+
+def _table() -> dict[str, Setting]:
+    own = [_row(field, limit=False) for field in msgspec.structs.fields(Settings) if field.name != "limits"]
+    bounds = [_row(field, limit=True) for field in msgspec.structs.fields(Limits)]
+    table = {setting.name: setting for setting in own + bounds}
+    assert len(table) == len(own) + len(bounds), "a setting and a limit share a name"
+    return table
+
+
+TABLE: Final[dict[str, Setting]] = _table()
+
+_QUANTITY: Final = re.compile(r"(\d[\d_]*)\s*([A-Za-z]*)")
+_FACTORS: Final[dict[str, dict[str, int]]] = {
+    "bytes": {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30},
+    "ms": {"": 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000},
+}
+_BOOLS: Final = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def parse(setting: Setting, text: str) -> int | str | bool:
+    """Turn what a person wrote (``64MiB``, ``30s``, ``yes``) into the setting's value."""
+    if setting.kind == "bool":
+        if (value := _BOOLS.get(text.strip().lower())) is None:
+            raise SettingsError(f"{text!r} is not yes or no")
+        return value
+    if setting.kind != "int":
+        return text
+    match = _QUANTITY.fullmatch(text.strip())
+    factors = _FACTORS.get(setting.unit, {"": 1})
+    factor = factors.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        units = ", ".join(unit for unit in factors if unit)
+        raise SettingsError(f"{text!r} is not a whole number" + (f" (units: {units})" if units else ""))
+    return int(match[1]) * factor
+
+
+def load(
+    flags: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> Settings:
+    """Put the settings together from every source, or raise :class:`SettingsError`.
+
+    ``flags`` holds only what was given explicitly, by field name. ``directory`` is where ``tailrace.toml`` is
+    looked for, the current one by default.
+    """
+    layers = [_from_env(os.environ if env is None else env), _from_flags(flags or {})]
+    config = next((value for layer in reversed(layers) if (value := layer.get("config"))), ("", ""))[0]
+    layers.insert(0, _from_file(str(config), directory or Path()))
+    chosen: dict[str, tuple[object, str]] = {}
+    for layer in layers:
+        chosen.update(layer)
+    preset = str(chosen.get("preset", ("default", ""))[0])
+    for name, value in PRESETS.get(preset, {}).items():
+        chosen.setdefault(name, (value, f"preset {preset}"))
+    settings = _build(chosen)
+    _check(settings)
+    return settings
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    found: dict[str, tuple[object, str]] = {}
+    for setting in TABLE.values():
+        if (text := env.get(setting.env)) is None:
+            continue
+        try:
+            found[setting.name] = (parse(setting, text), setting.env)
+        except SettingsError as error:
+            raise SettingsError(f"{setting.env}: {error}") from None
+    return found
+
+
+def _from_flags(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+    found: dict[str, tuple[object, str]] = {}
+    for name, value in flags.items():
+        setting = TABLE[name]
+        try:
+            found[name] = (parse(setting, value) if isinstance(value, str) else value, setting.flag)
+        except SettingsError as error:
+            raise SettingsError(f"{setting.flag}: {error}") from None
+    return found
+
+
+def _from_file(config: str, directory: Path) -> dict[str, tuple[object, str]]:
+    path = Path(config) if config else directory / CONFIG_NAME
+    if not config and not path.is_file():
+        return {}
+    import tomllib
+
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"settings file {path}: {error}") from None
+    found: dict[str, tuple[object, str]] = {}
+    for name, value in document.items():
+        setting = TABLE.get(name)
+        if setting is None or name == "config":
+            raise SettingsError(f"settings file {path}: unknown setting {name!r}")
+        source = f"{name} in {path}"
+        try:
+            parsed = parse(setting, value) if isinstance(value, str) and setting.kind == "int" else value
+        except SettingsError as error:
+            raise SettingsError(f"{source}: {error}") from None
+        found[name] = (parsed, source)
+    return found
+
+
+def _build(chosen: Mapping[str, tuple[object, str]]) -> Settings:
+    own: dict[str, object] = {}
+    bounds: dict[str, object] = {}
+    for name, (value, source) in chosen.items():
+        shape: type[Struct] = Limits if TABLE[name].limit else Settings
+        # Each one alone first, so that the message can name the flag, variable or line it came from.
+        try:
+            msgspec.convert({name: value}, shape, dec_hook=_to_path)
+        except msgspec.ValidationError as error:
+            allowed = TABLE[name].choices
+            reason = f"use one of {', '.join(allowed)}" if allowed else str(error).split(" - at `")[0]
+            raise SettingsError(f"{source}: {reason}") from None
+        (bounds if TABLE[name].limit else own)[name] = value
+    limits = msgspec.convert(bounds, Limits)
+    return msgspec.structs.replace(msgspec.convert(own, Settings, dec_hook=_to_path), limits=limits)
+
+
+def _to_path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str | Path) and str(value):
+        return Path(value)
+    raise ValueError("Expected a path")
+
+
+def _check(settings: Settings) -> None:
+    """Refuse settings that are fine alone and wrong together."""
+    limits = settings.limits
+    ordered = (
+        ("long_poll_default_ms", "long_poll_max_ms"),
+        ("long_poll_max_ms", "request_ms"),
+        ("list_page", "list_page_max"),
+        ("lease_min_ms", "lease_default_ms"),
+        ("lease_default_ms", "lease_max_ms"),
+        ("ws_ping_ms", "ws_dead_ms"),
+        ("append_body_bytes", "append_queue_stream_bytes"),
+        ("append_queue_stream_bytes", "append_queue_bytes"),
+        ("live_connections", "connections"),
+    )
+    for smaller, larger in ordered:
+        low, high = cast("int", getattr(limits, smaller)), cast("int", getattr(limits, larger))
+        if low > high:
+            raise SettingsError(f"{smaller} ({low}) must not be larger than {larger} ({high})")
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise SettingsError("tls_cert and tls_key are needed together")
+    if settings.auth_jwt_secret and len(settings.auth_jwt_secret.encode()) < 32:
+        raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
+
+
+def check_exposure(settings: Settings) -> None:
+    """Refuse to give everybody on the network every right, unless that was asked for by name."""
+    if settings.loopback_only or settings.auth_configured or settings.insecure:
+        return
+    raise SettingsError(
+        f"host {settings.host} can be reached from other machines and no authentication is set up: "
+        "set auth_jwt_secret, auth_jwks_url or auth_jwks_file, or pass --insecure to let everybody in"
+    )
+
+
+def describe(settings: Settings) -> list[dict[str, object]]:
+    """Every setting with its value, for ``/v1/server/_details``. Secrets stay hidden."""
+    rows: list[dict[str, object]] = []
+    for setting in TABLE.values():
+        raw = getattr(settings.limits if setting.limit else settings, setting.name)
+        value: object = str(raw) if isinstance(raw, Path) else raw
+        row: dict[str, object] = {"name": setting.name, "value": value, "default": setting.default}
+        if setting.secret:
+            row["value"] = "(set)" if value else ""
+        if setting.unit:
+            row["unit"] = setting.unit
+        rows.append(row)
+    return rows
