@@ -1,0 +1,85 @@
+# `make run` starts a server, `make test` is what CI runs. Both install what they need on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off
+NODE := tests/conformance/node_modules
+PAGES := docs/settings.md docs/metrics.md docs/cli.md
+
+# Stamps lie beside what they vouch for, so removing an installation removes its stamp.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+NODE_STAMP := $(NODE)/.installed
+
+export PYTHON
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check bench nightly format docs lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+setup: $(RUN_STAMP) $(DEV_STAMP) $(NODE_STAMP) ## install everything that running and testing need
+
+run: $(RUN_STAMP) ## start a server; flags go into ARGS="--port 5000"
+	@exec $(BIN)/tailrace serve $(ARGS)
+
+test: check $(NODE_STAMP) ## check, then run every test
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest -m "not nightly" $(ARGS)
+
+check: $(DEV_STAMP) ## lint, formatting, types, layers, tidiness
+	@echo "==> ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@echo "==> pyright"
+	@$(BIN)/pyright --warnings
+	@echo "==> import-linter"
+	@$(BIN)/lint-imports --no-logo >$(VENV)/.layers 2>&1 || { cat $(VENV)/.layers; exit 1; }
+	@echo "==> tidy"
+	@$(BIN)/python -m pytest -q tests/test_tidy.py
+
+bench: $(DEV_STAMP) ## measure against the peers, side by side (long)
+	@$(BIN)/python -m bench $(ARGS)
+
+nightly: $(DEV_STAMP) ## the long crash and fault runs
+	@$(BIN)/python -m pytest -m nightly --timeout 0 $(ARGS)
+
+format: $(DEV_STAMP) ## format the code and mend what ruff can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(DEV_STAMP) ## write the generated pages again
+	@$(BIN)/python scripts/pages.py
+
+lock: $(DEV_STAMP) ## resolve the locked versions again (needs uv)
+	uv pip compile pyproject.toml --group build --universal --python-version 3.11 --generate-hashes \
+		--no-header --no-annotate --upgrade --output-file requirements/run.txt
+	uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes \
+		--no-header --no-annotate --constraint requirements/run.txt --output-file requirements/dev.txt
+
+clean: ## remove installations and caches, never data
+	rm -rf $(VENV) $(NODE) .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@sh scripts/need venv
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): requirements/run.txt pyproject.toml | $(BIN)/python
+	@echo "==> installing the server's packages (a minute or two, once)"
+	@$(PIP) --require-hashes -r requirements/run.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DEV_STAMP): requirements/dev.txt $(RUN_STAMP)
+	@echo "==> installing the development tools"
+	@sh scripts/need npm
+	@$(PIP) --require-hashes -r requirements/dev.txt
+	@touch $@
+
+$(NODE_STAMP): tests/conformance/package.json tests/conformance/package-lock.json
+	@sh scripts/need npm
+	@echo "==> installing the conformance suite (npm ci)"
+	@cd tests/conformance && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@

@@ -1,0 +1,20 @@
+"""The ``tailrace`` command: one file per verb, each imported only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tailrace.cli.failures import explain
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code."""
+    from tailrace.cli.app import build
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = build(arguments)(arguments)
+    except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
+        code = explain(error, as_json="--json" in arguments)
+    sys.exit(code if isinstance(code, int) else 0)

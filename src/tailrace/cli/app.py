@@ -1,0 +1,53 @@
+"""The tree of commands. Commands are named by import path, so that ``--help`` loads none of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Final
+
+from cyclopts import App, Group
+
+from tailrace import __version__
+
+_SERVER: Final = Group("Server", sort_key=1)
+_STREAMS: Final = Group("Streams", sort_key=2)
+_CARE: Final = Group("Care", sort_key=3)
+
+_HELP: Final = """A durable stream server and the tools around it.
+
+Start a server with `tailrace serve`, then in another terminal:
+
+    tailrace append orders '{"id": 1}' --json
+
+    tailrace read orders
+
+    tailrace tail orders
+
+Exit codes: 0 fine, 1 refused or not found, 2 wrong usage, 3 server not reachable.
+"""
+
+_VERBS: Final = (
+    ("serve", "Start a server.", _SERVER),
+    ("append", "Append entries to a stream.", _STREAMS),
+    ("read", "Read a stream up to its tail.", _STREAMS),
+    ("tail", "Follow a stream live.", _STREAMS),
+    ("ls", "List streams.", _STREAMS),
+    ("inspect", "Print what the files of a data directory hold.", _CARE),
+    ("doctor", "Check that this machine can run a server well.", _CARE),
+    ("token", "Create and inspect access tokens.", _CARE),
+)
+
+
+def build(arguments: Sequence[str]) -> App:
+    """The command line as one object; only the verb that `arguments` ask for is imported."""
+    app = App(
+        name="tailrace", help=_HELP, version=__version__, result_action="return_value", help_format="markdown"
+    )
+    for verb, summary, group in _VERBS:
+        if verb in arguments[:1]:
+            module = importlib.import_module(f"tailrace.cli.{verb}")
+            app.command(module.command)
+        else:
+            app.command(f"tailrace.cli.{verb}:command", name=verb, help=summary, group=group)
+    return app

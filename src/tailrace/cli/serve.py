@@ -1,0 +1,65 @@
+"""``tailrace serve``: its flags are the table of settings."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from tailrace.settings import TABLE, Setting, check_exposure, load
+
+_HELP = """Start a server and keep it running until SIGTERM or Ctrl-C, which finish what is under way first.
+
+Without flags it listens on http://127.0.0.1:4437 and keeps its data in ./tailrace-data.
+
+Examples:
+
+    tailrace serve
+
+    tailrace serve --port 5000 --data-dir /var/lib/tailrace
+
+    tailrace serve --host 0.0.0.0 --auth-jwt-secret "$SECRET"
+
+Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`) or in `tailrace.toml`
+(`data_dir`).
+A flag wins over a variable, a variable over the file. Sizes take units (`64MiB`), times too (`30s`).
+"""
+
+
+def _serve(**flags: str | bool | None) -> int:
+    settings = load({name: value for name, value in flags.items() if value is not None})
+    check_exposure(settings)
+    from tailrace.api.serve import run
+
+    return run(settings)
+
+
+def _parameter(setting: Setting, group: Group) -> inspect.Parameter:
+    default = str(setting.default).lower() if setting.kind == "bool" else str(setting.default)
+    text = setting.help + (f" [default: {default}{_unit(setting)}]" if default else "")
+    if setting.choices:
+        text += f" [one of: {', '.join(setting.choices)}]"
+    declared = Parameter(name=setting.flag, help=text, group=group, show_default=False, negative="")
+    kind: Any = bool | None if setting.kind == "bool" else str | None
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
+    )
+
+
+def _unit(setting: Setting) -> str:
+    return f" {setting.unit}" if setting.unit in {"bytes", "ms"} else ""
+
+
+def _build() -> App:
+    settings, limits = Group("Settings", sort_key=1), Group("Limits", sort_key=2)
+    parameters = [_parameter(row, limits if row.limit else settings) for row in TABLE.values()]
+    # The command line reads a function's signature, so the table is given to it as one.
+    _serve.__signature__ = inspect.Signature(parameters)
+    _serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = App(name="serve", help=_HELP, help_format="markdown", result_action="return_value")
+    app.default(_serve)
+    return app
+
+
+command = _build()
