@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off
 NODE := tests/conformance/node_modules
-PAGES := docs/settings.md docs/metrics.md docs/cli.md
+
 
 # Stamps lie beside what they vouch for, so removing an installation removes its stamp.
 RUN_STAMP := $(VENV)/.installed-run

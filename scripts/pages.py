@@ -1,0 +1,112 @@
+"""Write the pages of docs/ that are made from tables in the code; with --check, only say which are stale."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tailrace.settings import PRESETS, TABLE, Setting
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+SETTINGS_INTRO = """\
+# Settings
+
+*Made from `settings.py` and `limits.py` by `make docs`.*
+
+Every setting has one name and may be given in three places. Later ones win:
+
+1. the default, or the preset's value (`--preset small`);
+2. the settings file: `tailrace.toml` in the current directory, or the one named by `--config`;
+3. a variable: `TAILRACE_` and the name in upper case;
+4. a flag of `tailrace serve`: the name with hyphens.
+
+```toml
+# tailrace.toml
+data_dir = "/var/lib/tailrace"
+append_body_bytes = "16MiB"
+idle_ms = "2m"
+```
+
+Sizes take `B`, `KB`, `MB`, `GB`, `KiB`, `MiB`, `GiB` and are bytes without a unit. Times take `ms`, `s`, `m`, `h`, `d`
+and are milliseconds without one. Yes-or-no settings take `true`, `false`, `yes`, `no`, `on`, `off`, `1`, `0`.
+A value that cannot be used stops the server at start and is named together with where it came from.
+
+A flag can be read by every user of the machine in the process list: give secrets as variables or in the file.
+`GET /v1/server/_details` shows the settings of a running server, secrets hidden.
+"""
+
+
+def _quantity(value: object, unit: str) -> str:
+    """10485760 bytes as 10 MiB, 30000 ms as 30 s: what a person would write."""
+    steps = {
+        "bytes": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")),
+        "ms": ((86_400_000, "d"), (1000, "s")),
+    }
+    for size, name in steps.get(unit, ()):
+        if isinstance(value, int) and value >= size and value % size == 0:
+            return f"{value // size} {name}"
+    return f"{value} {unit}" if unit in steps else f"{value}"
+
+
+def _default(setting: Setting) -> str:
+    if setting.kind == "bool":
+        return "no" if not setting.default else "yes"
+    if setting.default == "":
+        return "none"
+    shown = _quantity(setting.default, setting.unit)
+    return shown if setting.kind == "int" else f"`{shown}`"
+
+
+def _rows(rows: list[Setting]) -> str:
+    lines = ["| setting | flag | variable | default | meaning |", "|---|---|---|---|---|"]
+    for row in rows:
+        choices = f" One of {', '.join(f'`{choice}`' for choice in row.choices)}." if row.choices else ""
+        lines.append(f"| `{row.name}` | `{row.flag}` | `{row.env}` | {_default(row)} | {row.help}{choices} |")
+    return "\n".join(lines) + "\n"
+
+
+def _small() -> str:
+    lines = ["| limit | default | small |", "|---|---|---|"]
+    for name, value in PRESETS["small"].items():
+        row = TABLE[name]
+        lines.append(f"| `{name}` | {_quantity(row.default, row.unit)} | {_quantity(value, row.unit)} |")
+    return "\n".join(lines) + "\n"
+
+
+def settings_page() -> str:
+    own = [row for row in TABLE.values() if not row.limit]
+    limits = [row for row in TABLE.values() if row.limit]
+    return "\n".join(
+        (
+            SETTINGS_INTRO,
+            "## Server\n",
+            _rows(own),
+            "## Limits\n",
+            _rows(limits),
+            "## Preset `small`\n",
+            _small(),
+        )
+    )
+
+
+PAGES = {"settings.md": settings_page}
+
+
+def main() -> int:
+    stale = 0
+    for name, make in PAGES.items():
+        path, text = DOCS / name, make()
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        if "--check" in sys.argv[1:]:
+            print(f"docs/{name} is stale: run make docs", file=sys.stderr)
+            stale += 1
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote docs/{name}")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

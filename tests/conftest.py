@@ -1,0 +1,61 @@
+"""Fixtures for every test: real server processes on directories of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.server import ServerProcess
+
+StartServer = Callable[..., ServerProcess]
+
+
+def _started(request: pytest.FixtureRequest, directory: Path) -> ServerProcess:
+    process = ServerProcess(directory / "data")
+    request.node.stash.setdefault(_PROCESSES, []).append(process)
+    return process.start()
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server with default settings, shared by the tests of one file."""
+    process = _started(request, tmp_path_factory.mktemp("server"))
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def start_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartServer]:
+    """Start servers with settings of their own: ``start_server("--server-timing", env={...})``."""
+    processes: list[ServerProcess] = []
+
+    def start(*args: str, data_dir: Path | None = None, env: dict[str, str] | None = None) -> ServerProcess:
+        directory = data_dir or tmp_path / f"data-{len(processes)}"
+        process = ServerProcess(directory, args=args, env=env)
+        processes.append(process)
+        request.node.stash.setdefault(_PROCESSES, []).append(process)
+        return process.start()
+
+    yield start
+    for process in processes:
+        if process.running:
+            process.stop()
+
+
+_PROCESSES: pytest.StashKey[list[ServerProcess]] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Show what the servers printed below a failure."""
+    report = yield
+    if report.failed:
+        for node in item.listchain():
+            for process in node.stash.get(_PROCESSES, []):
+                report.sections.append((f"server log ({node.name})", process.log[-20_000:]))
+    return report

@@ -1,0 +1,107 @@
+"""The house rules that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import tailrace
+from tailrace.settings import TABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE_LINES_MAX = 800
+FUNCTION_LINES_MAX = 70
+# One letter of each is in brackets, so that this file does not find itself.
+UNFINISHED = re.compile(r"TOD[O]|FIXM[E]|NotImplementedErro[r]")
+MACHINE = re.compile(r"/roo[t]/|/wor[k]/|/hom[e]/|bash_job[s]|index-ur[l]|registry[=]")
+RESOLVED = re.compile(r'"resolved":\s*"https?://')
+UNTESTED = re.compile(r"mark\.(ski[p]|xfai[l])|pytest\.(ski[p]|xfai[l])\(")
+
+
+@cache
+def _tracked() -> tuple[Path, ...]:
+    """Files git knows or would take, so that a new file is judged before it is committed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    paths = [ROOT / line for line in listed.stdout.splitlines()]
+    return tuple(path for path in paths if path.is_file())
+
+
+def _files(*suffixes: str, under: str = "") -> Iterator[Path]:
+    for path in _tracked():
+        if path.suffix in suffixes and path.is_relative_to(ROOT / under):
+            yield path
+
+
+def _matches(pattern: re.Pattern[str], paths: Iterator[Path]) -> list[str]:
+    found: list[str] = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(f"{path.relative_to(ROOT)}:{line}: {match[0]}")
+    return found
+
+
+def test_files_stay_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in _files(".py")}
+    assert [f"{path}: {count}" for path, count in lengths.items() if count > FILE_LINES_MAX] == []
+
+
+def test_functions_stay_short() -> None:
+    found: list[str] = []
+    for path in _files(".py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES_MAX:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines")
+    assert found == []
+
+
+def test_nothing_is_left_unfinished() -> None:
+    assert _matches(UNFINISHED, _files(".py", under="src")) == []
+
+
+def test_nothing_names_the_machine_it_was_written_on() -> None:
+    assert (
+        _matches(MACHINE, _files(".py", ".md", ".toml", ".json", ".js", ".c", ".txt", ".yml", ".sh", ""))
+        == []
+    )
+    assert _matches(RESOLVED, _files(".json")) == []
+
+
+def test_no_test_is_switched_off() -> None:
+    assert _matches(UNTESTED, _files(".py", under="tests")) == []
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    """A module without a docstring makes its reader guess."""
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in _files(".py", under="src")
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+def test_every_setting_is_documented() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert [name for name in TABLE if f"`{name}`" not in page] == []
+    assert [name for name, setting in TABLE.items() if not setting.help.endswith(".")] == []
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+)", text, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == tailrace.__version__
