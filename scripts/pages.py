@@ -14,7 +14,7 @@ SETTINGS_INTRO = """\
 
 *Made from `settings.py` and `limits.py` by `make docs`.*
 
-Every setting has one name and may be given in three places. Later ones win:
+Every setting has one name and may be given in several places. Later ones win:
 
 1. the default, or the preset's value (`--preset small`);
 2. the settings file: `tailrace.toml` in the current directory, or the one named by `--config`;
@@ -28,8 +28,8 @@ append_body_bytes = "16MiB"
 idle_ms = "2m"
 ```
 
-Sizes take `B`, `KB`, `MB`, `GB`, `KiB`, `MiB`, `GiB` and are bytes without a unit. Times take `ms`, `s`, `m`, `h`, `d`
-and are milliseconds without one. Yes-or-no settings take `true`, `false`, `yes`, `no`, `on`, `off`, `1`, `0`.
+Sizes take `B`, `KB`, `MB`, `GB`, `KiB`, `MiB`, `GiB` and are bytes without a unit. Times take `ms`, `s`, `m`,
+`h`, `d` and are milliseconds without one. Yes-or-no settings take `true`, `false`, `yes`, `no`, `on`, `off`, `1`, `0`.
 A value that cannot be used stops the server at start and is named together with where it came from.
 
 A flag can be read by every user of the machine in the process list: give secrets as variables or in the file.

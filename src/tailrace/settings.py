@@ -324,16 +324,6 @@ def _check(settings: Settings) -> None:
         raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
 
 
-def check_exposure(settings: Settings) -> None:
-    """Refuse to give everybody on the network every right, unless that was asked for by name."""
-    if settings.loopback_only or settings.auth_configured or settings.insecure:
-        return
-    raise SettingsError(
-        f"host {settings.host} can be reached from other machines and no authentication is set up: "
-        "set auth_jwt_secret, auth_jwks_url or auth_jwks_file, or pass --insecure to let everybody in"
-    )
-
-
 def describe(settings: Settings) -> list[dict[str, object]]:
     """Every setting with its value, for ``/v1/server/_details``. Secrets stay hidden."""
     rows: list[dict[str, object]] = []

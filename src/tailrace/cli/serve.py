@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.settings import TABLE, Setting, check_exposure, load
+from tailrace.settings import TABLE, Setting, load
 
 _HELP = """Start a server and keep it running until SIGTERM or Ctrl-C, which finish what is under way first.
 
 Without flags it listens on http://127.0.0.1:4437 and keeps its data in ./tailrace-data.
 
-Examples:
+For example:
 
     tailrace serve
 
@@ -29,9 +29,10 @@ A flag wins over a variable, a variable over the file. Sizes take units (`64MiB`
 
 def _serve(**flags: str | bool | None) -> int:
     settings = load({name: value for name, value in flags.items() if value is not None})
-    check_exposure(settings)
     from tailrace.api.serve import run
+    from tailrace.auth import bind_check
 
+    bind_check(settings)
     return run(settings)
 
 
