@@ -1,0 +1,103 @@
+"""The one error type and the one table of error codes.
+
+Every refusal in Tailrace is a `TailraceError` with a code from `CODES`. The table fixes the HTTP status;
+`api` turns it into a response, `cli` into an exit code, WebSocket endpoints into a close code. Nothing else
+in the code base chooses a status for an error.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+CODES: dict[str, int] = {
+    # 400: the request cannot be understood or breaks a rule of the protocol.
+    "invalid_request": 400,
+    "invalid_header": 400,
+    "invalid_name": 400,
+    "reserved_name": 400,
+    "invalid_offset": 400,
+    "offset_beyond_tail": 400,
+    "invalid_timeout": 400,
+    "missing_offset": 400,
+    "missing_content_type": 400,
+    "empty_body": 400,
+    "empty_array": 400,
+    "invalid_json": 400,
+    "conflicting_expiry": 400,
+    "invalid_fork": 400,
+    "unsupported_format": 400,
+    "invalid_filter": 400,
+    "key_not_allowed": 400,
+    # Identity.
+    "unauthorized": 401,
+    "forbidden": 403,
+    "stale_epoch": 403,
+    # The thing is not there, or does not take this method.
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "read_only_stream": 405,
+    "request_timeout": 408,
+    "append_timeout": 408,
+    # 409: the request is fine, the state is not.
+    "stream_exists": 409,
+    "name_retained": 409,
+    "source_deleted": 409,
+    "content_type_mismatch": 409,
+    "stream_closed": 409,
+    "seq_conflict": 409,
+    "producer_gap": 409,
+    "conflict": 409,
+    "stream_gone": 410,
+    "offset_gone": 410,
+    "payload_too_large": 413,
+    "unsupported_media_type": 415,
+    "unsupported_encoding": 415,
+    "upgrade_required": 426,
+    "overloaded": 429,
+    "internal": 500,
+    "unavailable": 503,
+    "insufficient_storage": 507,
+    # Subscriptions: the public protocol reads these in upper case.
+    "INVALID_REQUEST": 400,
+    "WEBHOOK_URL_REJECTED": 400,
+    "TOKEN_INVALID": 401,
+    "TOKEN_EXPIRED": 401,
+    "SUBSCRIPTION_NOT_FOUND": 404,
+    "SUBSCRIPTION_ALREADY_EXISTS": 409,
+    "FENCED": 409,
+    "ALREADY_CLAIMED": 409,
+    "NO_PENDING_WORK": 409,
+    "INVALID_OFFSET": 409,
+}
+
+# Refusals that go away by themselves tell the client when to come back.
+RETRY_AFTER_S: dict[str, int] = {"overloaded": 1, "unavailable": 5, "insufficient_storage": 5}
+
+
+class TailraceError(Exception):
+    """A refusal: a code from the table, a message for people, headers and fields for programs."""
+
+    def __init__(
+        self, code: str, message: str, *, headers: tuple[tuple[str, str], ...] = (), **extra: object
+    ) -> None:
+        assert code in CODES, f"unknown error code {code!r}"
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.headers = headers
+        self.extra: dict[str, object] = extra
+
+    @property
+    def status(self) -> int:
+        return CODES[self.code]
+
+    @property
+    def retry_after_s(self) -> int | None:
+        return RETRY_AFTER_S.get(self.code)
+
+    def body(self) -> bytes:
+        """The JSON body every error has, whatever the route."""
+        return orjson.dumps({"error": {"code": self.code, "message": self.message, **self.extra}})
+
+    def __repr__(self) -> str:
+        return f"TailraceError({self.code!r}, {self.message!r})"

@@ -1,0 +1,209 @@
+"""Group commit: one write and one sync for everything that arrived during the last one.
+
+There is no timer on the path. A batch is whatever was submitted while the previous batch was syncing. Syncs
+run on threads, so a slow disk never stops the loop; while the disk is slow several are kept in flight.
+Batches are acknowledged strictly in log order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tailrace.errors import TailraceError
+from tailrace.log.journal import FRAME_BYTES, JournalFile, frame
+
+# Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
+SLOW_SYNC_S = 0.001
+
+Settled = Callable[[TailraceError | None], None]
+
+
+class Batch:
+    """Records that share one sync, and what is to be called when it is done."""
+
+    __slots__ = (
+        "data",
+        "error",
+        "file",
+        "items",
+        "payloads",
+        "position",
+        "size",
+        "started",
+        "synced",
+        "waiting",
+    )
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.items: list[object] = []  # transactions, in log order
+        self.waiting: list[Settled] = []  # answers that depend on this batch being durable
+        self.data = b""
+        self.size = 0
+        self.file: JournalFile | None = None
+        self.position = 0
+        self.synced = False
+        self.error: OSError | None = None
+        self.started = 0.0
+
+
+class Committer:
+    """Turns submitted payloads into durable ones. All methods run on the loop thread except `_work`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        reserve: Callable[[int], JournalFile],
+        acknowledge: Callable[[Batch], None],
+        fail: Callable[[list[Batch], OSError], None],
+        syncs_in_flight: int,
+    ) -> None:
+        self._loop = loop
+        self._reserve = reserve
+        self._acknowledge = acknowledge
+        self._fail = fail
+        self._in_flight_max = syncs_in_flight
+        self._open = Batch()
+        self._flush_scheduled = False
+        self._in_flight: deque[Batch] = deque()
+        self._jobs: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._busy = 0
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+        self.queued_bytes = 0
+        self.sync_s = 0.0  # smoothed duration of a sync
+        self.syncs = 0
+        self.observe_sync: Callable[[float, int], None] | None = None
+
+    @property
+    def open_batch(self) -> Batch:
+        return self._open
+
+    def submit(self, payload: bytes, item: object) -> Batch:
+        """Adds one record to the open batch."""
+        batch = self._open
+        batch.payloads.append(payload)
+        batch.items.append(item)
+        size = len(payload) + FRAME_BYTES
+        batch.size += size
+        self.queued_bytes += size
+        if not self._flush_scheduled and len(self._in_flight) < self._allowed():
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+        return batch
+
+    async def drain(self) -> None:
+        """Returns when everything submitted so far is settled."""
+        while self._open.items or self._in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def stop(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _allowed(self) -> int:
+        return self._in_flight_max if self.sync_s > SLOW_SYNC_S else 1
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        batch = self._open
+        if not batch.payloads:
+            return
+        self._open = Batch()
+        try:
+            batch.file = file = self._reserve(batch.size)
+        except OSError as error:
+            batch.error = error
+            batch.synced = True
+            self._in_flight.append(batch)
+            self._settle()
+            return
+        batch.position = file.end
+        file.end += batch.size
+        batch.data = framed(batch.payloads, file.seed)
+        assert len(batch.data) == batch.size
+        batch.started = time.perf_counter()
+        self._in_flight.append(batch)
+        if len(self._threads) < len(self._in_flight):
+            name = f"commit-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+        self._jobs.put(batch)
+
+    def _work(self) -> None:
+        while (batch := self._jobs.get()) is not None:
+            try:
+                write_batch(batch)
+            except OSError as error:
+                batch.error = error
+            batch.synced = True
+            try:
+                self._loop.call_soon_threadsafe(self._settle)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits for the answer
+
+    def _settle(self) -> None:
+        """Acknowledges finished batches in order, then lets the next one go."""
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].synced:
+            batch = in_flight.popleft()
+            self.queued_bytes -= batch.size
+            if batch.error is not None:
+                self._break(batch)
+                return
+            duration = time.perf_counter() - batch.started
+            self.sync_s += (duration - self.sync_s) * 0.1
+            self.syncs += 1
+            if self.observe_sync is not None:
+                self.observe_sync(duration, len(batch.items))
+            self._acknowledge(batch)
+        if self._open.payloads:
+            if not self._flush_scheduled and len(in_flight) < self._allowed():
+                self._flush_scheduled = True
+                self._loop.call_soon(self._flush)
+        elif not in_flight:
+            self._idle.set()
+
+    def _break(self, failed: Batch) -> None:
+        """A batch could not be made durable: neither it nor anything after it happened."""
+        assert failed.error is not None
+        batches = [failed, *self._in_flight, self._open]
+        self._in_flight.clear()
+        self._open = Batch()
+        self.queued_bytes = 0
+        self._fail(batches, failed.error)
+        if not self._open.payloads:
+            self._idle.set()
+
+
+def framed(payloads: list[bytes], seed: int) -> bytes:
+    pieces: list[bytes] = []
+    for payload in payloads:
+        pieces.append(frame(payload, seed))
+        pieces.append(payload)
+    return b"".join(pieces)
+
+
+def write_batch(batch: Batch) -> None:
+    """One positioned write (more only if the kernel takes less) and one `fdatasync`, on a commit thread."""
+    file, data = batch.file, batch.data
+    assert file is not None and file.fd >= 0
+    written = os.pwrite(file.fd, data, batch.position)
+    while written < len(data):
+        more = os.pwrite(file.fd, memoryview(data)[written:], batch.position + written)
+        if more == 0:
+            raise OSError(errno.EIO, "the journal took no more bytes")
+        written += more
+    os.fdatasync(file.fd)

@@ -1,0 +1,305 @@
+"""What a request does to a stream: pure functions from state and request to operations or a refusal.
+
+Nothing here waits, does I/O or changes state. A refusal is a `TailraceError`; the order of the checks is the
+order in which the protocol lists them, and the first that fails decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tailrace.errors import TailraceError
+from tailrace.log.model import NO_LIFETIME, Lifetime, Stream, Tombstone
+from tailrace.log.records import Append, Bind, Create, Delete
+from tailrace.protocol.content_types import media_type
+
+
+class AppendRequest:
+    """An append as the protocol layer understood it: headers parsed, JSON cut."""
+
+    __slots__ = ("body", "closes", "content_type", "hint_ns", "key", "lengths", "producer", "seq")
+
+    def __init__(
+        self,
+        body: bytes,
+        content_type: str | None,
+        lengths: Sequence[int] | None = None,
+        closes: bool = False,
+        key: bytes | None = None,
+        hint_ns: int | None = None,
+        seq: bytes | None = None,
+        producer: tuple[str, int, int] | None = None,
+    ) -> None:
+        self.body = body
+        self.content_type = content_type
+        self.lengths = lengths
+        self.closes = closes
+        self.key = key
+        self.hint_ns = hint_ns
+        self.seq = seq
+        self.producer = producer
+
+    @property
+    def count(self) -> int:
+        if self.lengths is not None:
+            return len(self.lengths)
+        return 1 if self.body else 0
+
+
+class Done(NamedTuple):
+    """The request asks for what is already so: it succeeds and changes nothing."""
+
+    duplicate: bool
+
+
+class CreateRequest(NamedTuple):
+    name: str
+    content_type: str | None = None
+    lifetime: Lifetime = NO_LIFETIME
+    closed: bool = False
+    source: str | None = None  # name of the stream to fork
+    fork_position: tuple[int, int] | None = None  # (epoch, entry); None is the source's tail
+    fork_sub: int = 0
+    initial: AppendRequest | None = None
+
+
+def append_time_ns(stream: Stream, hint_ns: int | None, now_ns: int, ahead_ns: int) -> int:
+    wanted = now_ns if hint_ns is None else min(hint_ns, now_ns + ahead_ns)
+    return max(stream.last_ns, wanted)
+
+
+def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns: int) -> Append | Done:
+    """Steps 6 to 12 of the append flow. The stream exists; the request is well-formed."""
+    count = request.count
+    if stream.closed:
+        return _decide_closed(stream, request, count)
+    binds: str | None = None
+    if count:
+        assert request.content_type is not None
+        if stream.content_type is None:
+            binds = request.content_type
+        elif request.content_type != stream.content_type and media_type(request.content_type) != media_type(
+            stream.content_type
+        ):
+            raise TailraceError(
+                "content_type_mismatch", f"the stream holds {stream.content_type}, not {request.content_type}"
+            )
+    if request.producer is not None and _producer_is_duplicate(stream, request.producer):
+        return Done(duplicate=True)
+    if request.seq is not None and stream.seq is not None and request.seq <= stream.seq:
+        raise TailraceError(
+            "seq_conflict",
+            "Stream-Seq must be greater than the last accepted one",
+            headers=(
+                ("Stream-Expected-Seq", stream.seq.decode("utf-8", "replace")),
+                ("Stream-Received-Seq", request.seq.decode("utf-8", "replace")),
+            ),
+        )
+    return Append(
+        stream.number,
+        stream.tail + 1,
+        count,
+        request.body,
+        request.lengths,
+        append_time_ns(stream, request.hint_ns, now_ns, ahead_ns),
+        request.key,
+        request.producer,
+        request.seq,
+        binds,
+        request.closes,
+    )
+
+
+def _decide_closed(stream: Stream, request: AppendRequest, count: int) -> Done:
+    producer = request.producer
+    headers: list[tuple[str, str]] = [
+        ("Stream-Closed", "true"),
+        ("Stream-Next-Offset", stream.offset(stream.tail)),
+    ]
+    if producer is not None:
+        known = (stream.producers or {}).get(producer[0])
+        if known is not None and producer[1] < known.epoch:
+            raise _stale_epoch(known.epoch)
+        if producer == stream.closed_by:
+            return Done(duplicate=True)
+        if known is not None:
+            headers += [("Producer-Epoch", str(known.epoch)), ("Producer-Seq", str(known.seq))]
+    elif request.closes and not count:
+        return Done(duplicate=False)
+    raise TailraceError("stream_closed", "the stream is closed", headers=tuple(headers))
+
+
+def _producer_is_duplicate(stream: Stream, producer: tuple[str, int, int]) -> bool:
+    """Validates a producer's claim; False means it may append."""
+    producer_id, epoch, seq = producer
+    known = (stream.producers or {}).get(producer_id)
+    if known is None:
+        if seq == 0:
+            return False
+        raise _producer_gap(0, seq)
+    if epoch < known.epoch:
+        raise _stale_epoch(known.epoch)
+    if epoch > known.epoch:
+        if seq == 0:
+            return False
+        raise TailraceError(
+            "invalid_header", "a new Producer-Epoch starts with Producer-Seq 0", header="Producer-Seq"
+        )
+    if seq <= known.seq:
+        return True
+    if seq == known.seq + 1:
+        return False
+    raise _producer_gap(known.seq + 1, seq)
+
+
+def _stale_epoch(current: int) -> TailraceError:
+    return TailraceError(
+        "stale_epoch",
+        "a producer with a newer epoch has taken over",
+        headers=(("Producer-Epoch", str(current)),),
+        current_epoch=current,
+    )
+
+
+def _producer_gap(expected: int, received: int) -> TailraceError:
+    return TailraceError(
+        "producer_gap",
+        f"expected Producer-Seq {expected}, received {received}",
+        headers=(("Producer-Expected-Seq", str(expected)), ("Producer-Received-Seq", str(received))),
+        expected_seq=expected,
+        received_seq=received,
+    )
+
+
+def decide_existing(stream: Stream, request: CreateRequest, source: Stream | None) -> Bind | None:
+    """PUT on a name that exists: None if it matches, a Bind if it names a type still unset, else a refusal."""
+    if stream.gone:
+        raise TailraceError("name_retained", "the name is held by a deleted stream that still has forks")
+    wanted = request.content_type
+    if wanted is not None and stream.content_type is not None:
+        if media_type(wanted) != media_type(stream.content_type):
+            raise _differs("content type")
+    if request.lifetime != stream.asked:
+        raise _differs("lifetime")
+    if request.closed != stream.closed:
+        raise _differs("closed state")
+    if (request.source is None) != (stream.parent == 0):
+        raise _differs("fork source")
+    if request.source is not None:
+        if source is None or source.number != stream.parent:
+            raise _differs("fork source")
+        if request.fork_sub != stream.fork_sub:
+            raise _differs("fork position")
+        if request.fork_position is not None:
+            anchor = stream.fork_entry - (stream.fork_sub if stream.json else 0)
+            if resolve(source, request.fork_position, 0) != anchor:
+                raise _differs("fork position")
+    if wanted is not None and stream.content_type is None:
+        return Bind(stream.number, wanted)
+    return None
+
+
+def _differs(what: str) -> TailraceError:
+    return TailraceError("stream_exists", f"the stream exists with a different {what}")
+
+
+def decide_create(
+    request: CreateRequest, number: int, tombstone: Tombstone | None, fork: ForkPoint | None, now_ns: int
+) -> Create:
+    """A new stream, or a new life of an old name."""
+    incarnation = 0 if tombstone is None else tombstone.incarnation + 1
+    epoch = 0 if tombstone is None else tombstone.epoch + 1
+    if fork is None:
+        return Create(
+            number,
+            request.name,
+            incarnation,
+            ((epoch, 1),),
+            now_ns,
+            request.content_type,
+            request.lifetime,
+            request.lifetime,
+            closed=request.closed and request.initial is None,
+        )
+    source = fork.source
+    if request.content_type is not None and source.content_type is not None:
+        if media_type(request.content_type) != media_type(source.content_type):
+            raise TailraceError("content_type_mismatch", f"the source holds {source.content_type}")
+    return Create(
+        number,
+        request.name,
+        incarnation,
+        _fork_epochs(source, fork.entry, epoch),
+        now_ns,
+        source.content_type if source.content_type is not None else request.content_type,
+        _inherited(request.lifetime, source.lifetime),
+        request.lifetime,
+        closed=request.closed and request.initial is None and not fork.head,
+        parent=source.number,
+        fork_entry=fork.entry,
+        fork_sub=request.fork_sub,
+    )
+
+
+class ForkPoint(NamedTuple):
+    """Where a fork leaves its source; `head` is the part of the next entry it takes along."""
+
+    source: Stream
+    entry: int
+    head: bytes
+
+
+def _fork_epochs(source: Stream, entry: int, own: int) -> tuple[tuple[int, int], ...]:
+    inherited = tuple(pair for pair in source.epochs if pair[1] <= entry)
+    current = max(own, inherited[-1][0] if inherited else source.epochs[0][0])
+    if inherited and inherited[-1][0] == current:
+        return inherited
+    return (*inherited, (current, entry + 1))
+
+
+def _inherited(asked: Lifetime, source: Lifetime) -> Lifetime:
+    """What the PUT gives is used as it is; what it leaves out comes from the source."""
+    ends = asked if asked.ttl_s is not None or asked.expires_ns is not None else source
+    keeps = asked if asked.retention_s is not None or asked.retention_bytes is not None else source
+    return Lifetime(ends.ttl_s, ends.expires_ns, keeps.retention_s, keeps.retention_bytes)
+
+
+def resolve(stream: Stream, position: tuple[int, int], earliest: int) -> int:
+    """The entry number a position stands for, if the stream has (or had) it."""
+    epoch, entry = position
+    tail = stream.visible
+    if position == (0, 0):
+        entry = 0
+    elif epoch > stream.epoch or (epoch == stream.epoch and entry > tail):
+        raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
+    elif epoch < stream.epoch:
+        later = [first for number, first in stream.epochs if number > epoch]
+        written = any(number <= epoch for number, _ in stream.epochs)
+        if not written or entry > min(later[0] - 1, tail):
+            raise gone(stream, earliest)
+    if entry < earliest:
+        raise gone(stream, earliest)
+    return entry
+
+
+def gone(stream: Stream, earliest: int) -> TailraceError:
+    offset = stream.offset(earliest)
+    return TailraceError(
+        "offset_gone",
+        "the offset is no longer available",
+        headers=(("Stream-Earliest-Offset", offset),),
+        earliest_offset=offset,
+    )
+
+
+def decide_delete(stream: Stream, reason: str, now_ns: int, ancestors: Sequence[Stream]) -> list[Delete]:
+    """Deletion of a stream, and of soft-deleted ancestors that lose their last fork by it."""
+    if stream.forks:
+        return [Delete(stream.number, now_ns, reason, soft=True)]
+    ops = [Delete(stream.number, now_ns, reason, soft=False)]
+    for ancestor in ancestors:
+        if not ancestor.gone or ancestor.forks > 1:
+            break
+        ops.append(Delete(ancestor.number, now_ns, "deleted", soft=False))
+    return ops

@@ -1,0 +1,218 @@
+"""Journal files: the one place an acknowledgement depends on.
+
+A file is a 64-byte header and then records, `u32 length | u32 crc32c | payload`, until a length of zero or the
+end. The checksum starts from the file's random id, so bytes left over from another life of the same disk
+blocks never pass for records. A file is filled with zeros before it is used: overwriting allocated blocks
+makes each `fdatasync` a plain data flush (measured: 0.22 ms against 0.37 ms when the file grows).
+
+The header of each file names the file before it and where *that* one ends. So whatever a failed or torn
+write left behind the last acknowledged record is out of the log as soon as the next file exists.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import google_crc32c
+
+from tailrace.errors import TailraceError
+
+MAGIC = b"TRJRNL01"
+HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, crc, seq, id, previous seq, previous end, created ns
+HEADER_BYTES = 64
+FRAME = struct.Struct("<II")
+FRAME_BYTES = FRAME.size
+VERSION = 1
+FIRST_FILE_BYTES = 8 * 1024 * 1024
+_NAME = re.compile(r"([0-9]{16})\.jnl")
+_ZEROS = bytes(1024 * 1024)
+
+
+class JournalCorrupt(Exception):
+    """A record that was once acknowledged cannot be read back."""
+
+
+class Header(NamedTuple):
+    seq: int
+    id: int
+    previous_seq: int
+    previous_end: int
+    created_ns: int
+
+
+class JournalFile:
+    """An open file being written. Only `reserve` (loop thread) and `write` (commit threads) touch it."""
+
+    __slots__ = ("end", "fd", "header", "path", "seed", "size")
+
+    def __init__(self, path: Path, fd: int, header: Header, size: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.header = header
+        self.size = size
+        self.end = HEADER_BYTES
+        self.seed = seed_of(header.id)
+
+    @property
+    def seq(self) -> int:
+        return self.header.seq
+
+    def __del__(self) -> None:
+        # Closed when the last batch that writes to it lets go, never under a commit thread's feet.
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def file_path(directory: Path, seq: int) -> Path:
+    return directory / f"{seq:016d}.jnl"
+
+
+def list_files(directory: Path) -> list[tuple[int, Path]]:
+    """The journal's files, oldest first."""
+    found: list[tuple[int, Path]] = []
+    for path in directory.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def seed_of(file_id: int) -> int:
+    return google_crc32c.value(file_id.to_bytes(8, "little"))
+
+
+def frame(payload: bytes, seed: int) -> bytes:
+    """Length and checksum in front of a payload."""
+    return FRAME.pack(len(payload), google_crc32c.extend(seed, payload))
+
+
+def prepare_file(directory: Path, size: int) -> Path:
+    """A zero-filled file under a temporary name, ready to become the next journal file."""
+    path = directory / "next.tmp"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        remaining = size
+        while remaining > 0:
+            remaining -= os.write(fd, _ZEROS[: min(len(_ZEROS), remaining)])
+        os.fsync(fd)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    return path
+
+
+def create_file(directory: Path, prepared: Path, header: Header) -> JournalFile:
+    """Turns a prepared file into the journal file `header` describes, durably."""
+    path = file_path(directory, header.seq)
+    assert not path.exists(), f"journal file {path} exists already"
+    fd = os.open(prepared, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        raw = encode_header(header)
+        if os.pwrite(fd, raw, 0) != len(raw):
+            raise OSError(errno.EIO, "short write of a journal header")
+        os.fdatasync(fd)
+        prepared.rename(path)
+        sync_directory(directory)
+    except BaseException:
+        os.close(fd)
+        raise
+    return JournalFile(path, fd, header, size)
+
+
+def sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def encode_header(header: Header) -> bytes:
+    fields = (header.seq, header.id, header.previous_seq, header.previous_end, header.created_ns)
+    crc = google_crc32c.value(HEADER.pack(MAGIC, VERSION, 0, *fields))
+    return HEADER.pack(MAGIC, VERSION, crc, *fields).ljust(HEADER_BYTES, b"\0")
+
+
+def read_header(path: Path) -> Header | None:
+    """The header, or None if it was never completely written."""
+    with path.open("rb") as file:
+        raw = file.read(HEADER_BYTES)
+    if len(raw) < HEADER_BYTES:
+        return None
+    magic, version, crc, *fields = HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        return None
+    if crc != google_crc32c.value(HEADER.pack(MAGIC, version, 0, *fields)):
+        return None
+    if version > VERSION:
+        raise TailraceError(
+            "unavailable", f"{path.name} was written by a newer version of Tailrace (journal format {version})"
+        )
+    return Header(*fields)
+
+
+class Scan:
+    """Reads one file's records in order; afterwards `end` and `torn` say how it ended."""
+
+    def __init__(self, path: Path, header: Header, end: int | None = None) -> None:
+        self.path = path
+        self.header = header
+        self.end = HEADER_BYTES
+        self.torn = False
+        self._known_end = end
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Pairs of position and payload, up to the known end or the first bytes that are not a record."""
+        seed = seed_of(self.header.id)
+        data = self.path.read_bytes()
+        limit = len(data) if self._known_end is None else self._known_end
+        position = HEADER_BYTES
+        while position + FRAME_BYTES <= limit:
+            length, crc = FRAME.unpack_from(data, position)
+            start = position + FRAME_BYTES
+            if length == 0 and crc == 0:
+                break
+            payload = data[start : start + length]
+            if length == 0 or start + length > limit or google_crc32c.extend(seed, payload) != crc:
+                self.torn = True
+                break
+            yield position, payload
+            position = start + length
+            self.end = position
+        if self._known_end is not None and self.end != self._known_end:
+            raise JournalCorrupt(
+                f"{self.path.name}: record at byte {self.end} is damaged, but records up to byte "
+                f"{self._known_end} were acknowledged; look at it with 'tailrace inspect journal'"
+            )
+
+
+def chain(directory: Path, from_seq: int = 0) -> list[tuple[Path, Header, int | None]]:
+    """The files to replay, oldest first, each with the end its successor recorded (None for the last).
+
+    A last file whose header was never completed holds nothing that was acknowledged and is left out.
+    """
+    found: list[tuple[Path, Header]] = []
+    files = [(seq, path) for seq, path in list_files(directory) if seq >= from_seq]
+    for index, (seq, path) in enumerate(files):
+        header = read_header(path)
+        if header is None:
+            if index == len(files) - 1:
+                break
+            raise JournalCorrupt(f"{path.name}: the header is damaged; see 'tailrace inspect journal'")
+        if header.seq != seq:
+            raise JournalCorrupt(f"{path.name}: the header says it is file {header.seq}")
+        if found and header.previous_seq != found[-1][1].seq:
+            raise JournalCorrupt(f"journal file {header.previous_seq} is missing before {path.name}")
+        found.append((path, header))
+    ends: list[int | None] = [header.previous_end for _, header in found[1:]]
+    ends.append(None)
+    return [(path, header, end) for (path, header), end in zip(found, ends, strict=True)]

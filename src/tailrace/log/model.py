@@ -1,0 +1,249 @@
+"""What the log is made of: streams, blocks of entries, tombstones.
+
+A stream has three positions, always in this order: `stored <= visible <= tail`.
+`tail` is the last entry that was *assigned* a number (its commit may still be under way), `visible` the last
+one that is durable and *published* to readers, `stored` the last one the hot store holds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from tailrace.protocol import offsets
+from tailrace.protocol.content_types import is_json
+
+if TYPE_CHECKING:
+    from tailrace.log.commit import Batch
+
+FIRST_EPOCH: tuple[tuple[int, int], ...] = ((0, 1),)  # shared by nearly every stream
+
+ReadPart = bytes | memoryview
+
+
+class Block:
+    """Consecutive entries of one stream as one run of bytes, the form in which they are kept and read.
+
+    On JSON streams entries are joined by a comma, so a page is cut out of blocks without touching entries.
+    `ends[i]` is where entry `first + i` ends in `body`.
+    """
+
+    __slots__ = ("body", "ends", "file", "first", "keys", "last", "times")
+
+    def __init__(
+        self,
+        first: int,
+        body: bytes,
+        ends: array[int],
+        times: array[int],
+        keys: list[bytes | None] | None,
+        file: int = 0,
+    ) -> None:
+        self.first = first
+        self.last = first + len(ends) - 1
+        self.body = body
+        self.ends = ends
+        self.times = times
+        self.keys = keys
+        self.file = file
+
+    @property
+    def memory_bytes(self) -> int:
+        return len(self.body) + 12 * len(self.ends) + 200
+
+
+class Producer(msgspec.Struct, frozen=True, array_like=True):
+    epoch: int
+    seq: int
+
+
+class Tombstone(msgspec.Struct, frozen=True, array_like=True):
+    """What remains of a deleted name, so that its old offsets are never mistaken for new ones."""
+
+    epoch: int
+    incarnation: int
+    deleted_ns: int
+    reason: str  # "deleted" or "expired"
+
+
+class Lifetime(msgspec.Struct, frozen=True, array_like=True):
+    """The lifetime headers of a PUT, normalised."""
+
+    ttl_s: int | None = None
+    expires_ns: int | None = None
+    retention_s: int | None = None
+    retention_bytes: int | None = None
+
+
+NO_LIFETIME = Lifetime()
+
+
+class LiveReader(Protocol):
+    """Somebody who waits at a stream's tail."""
+
+    def on_published(self, stream: Stream) -> None: ...
+
+
+class Stream:
+    """One stream's state: what `decide` looks at, what `apply` changes. Owned by the loop thread."""
+
+    __slots__ = (
+        "asked",
+        "batch",
+        "blocks",
+        "closed",
+        "closed_by",
+        "content_type",
+        "created_ns",
+        "epochs",
+        "fork_entry",
+        "fork_sub",
+        "forks",
+        "gone",
+        "incarnation",
+        "json",
+        "last_ns",
+        "lifetime",
+        "live",
+        "name",
+        "number",
+        "parent",
+        "producers",
+        "producers_known",
+        "queued_bytes",
+        "readers",
+        "recent",
+        "recent_bytes",
+        "recent_file",
+        "removed",
+        "seq",
+        "size_bytes",
+        "stored",
+        "tail",
+        "touched_ns",
+        "touched_saved_ns",
+        "used",
+        "visible",
+        "visible_closed",
+    )
+
+    def __init__(self, number: int, name: str, created_ns: int) -> None:
+        self.number = number
+        self.name = name
+        self.incarnation = 0
+        self.epochs = FIRST_EPOCH
+        self.content_type: str | None = None
+        self.json = False
+        self.created_ns = created_ns
+        self.lifetime = NO_LIFETIME
+        self.asked = NO_LIFETIME  # lifetime of the creating request; a fork may have inherited another
+        self.touched_ns = created_ns
+        self.touched_saved_ns = created_ns
+        self.closed = False
+        self.closed_by: tuple[str, int, int] | None = None
+        self.tail = 0
+        self.size_bytes = 0
+        self.last_ns = 0
+        self.seq: bytes | None = None
+        self.producers: dict[str, Producer] | None = None
+        self.producers_known = True  # False once some may be in the hot store only
+        self.parent = 0
+        self.fork_entry = 0
+        self.fork_sub = 0
+        self.forks = 0
+        self.gone = False  # soft-deleted: only forks may read it
+        self.removed = False
+        # Publication and memory.
+        self.visible = -1  # -1 until the creation itself is durable
+        self.visible_closed = False
+        self.stored = 0
+        self.blocks: list[Block] | None = None
+        self.recent: list[AppendRecord] | None = None
+        self.recent_bytes = 0
+        self.recent_file = 0
+        self.batch: Batch | None = None
+        self.queued_bytes = 0
+        self.readers: list[LiveReader] | None = None
+        self.live = 0
+        self.used = 0
+
+    def bind(self, content_type: str | None) -> None:
+        self.content_type = content_type
+        self.json = is_json(content_type)
+
+    @property
+    def epoch(self) -> int:
+        return self.epochs[-1][0]
+
+    @property
+    def separator(self) -> int:
+        """Bytes between two entries of a block."""
+        return 1 if self.json else 0
+
+    def offset(self, entry: int) -> str:
+        """The offset of the position after `entry`."""
+        epochs = self.epochs
+        if len(epochs) == 1 or entry >= epochs[-1][1]:
+            return offsets.encode(epochs[-1][0], entry)
+        for epoch, first in reversed(epochs):
+            if entry >= first:
+                return offsets.encode(epoch, entry)
+        return offsets.encode(epochs[0][0], entry)
+
+    def deadline_ns(self) -> int | None:
+        """When the stream ends, if nothing renews it."""
+        if self.lifetime.expires_ns is not None:
+            return self.lifetime.expires_ns
+        if self.lifetime.ttl_s is not None:
+            return self.touched_ns + self.lifetime.ttl_s * 1_000_000_000
+        return None
+
+    def expired(self, now_ns: int) -> bool:
+        """A TTL does not run out under an open live reader; a fixed expiry does."""
+        lifetime = self.lifetime
+        if lifetime.expires_ns is not None:
+            return now_ns >= lifetime.expires_ns
+        if lifetime.ttl_s is not None:
+            return self.live == 0 and now_ns >= self.touched_ns + lifetime.ttl_s * 1_000_000_000
+        return False
+
+
+class AppendRecord(Protocol):
+    """What a published append leaves in the memory tail until it is folded into a block."""
+
+    first: int
+    count: int
+    body: bytes
+    lengths: Sequence[int] | None
+    time_ns: int
+    key: bytes | None
+
+
+def fold(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
+    """Makes one block of consecutive appends."""
+    ends: array[int] = array("I")
+    times: array[int] = array("q")
+    keys: list[bytes | None] | None = None
+    position = 0
+    for record in records:
+        lengths = record.lengths
+        if lengths is None:
+            position += len(record.body)
+            ends.append(position)
+            position += separator
+            times.append(record.time_ns)
+        else:
+            for length in lengths:
+                position += length
+                ends.append(position)
+                position += separator
+            times.extend([record.time_ns] * record.count)
+        if record.key is not None or keys is not None:
+            if keys is None:
+                keys = [None] * (len(ends) - record.count)
+            keys.extend([record.key] * record.count)
+    glue = b"," if separator else b""
+    return Block(records[0].first, glue.join([record.body for record in records]), ends, times, keys, file)

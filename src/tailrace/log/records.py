@@ -1,0 +1,222 @@
+"""Journal records: what is written, byte for byte, and read back. See docs/formats.md.
+
+A record is one transaction: one or more operations that become durable together or not at all. Numbers that
+name kinds and flags are on disk and never change.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tailrace.log.model import Lifetime
+
+APPEND, CREATE, DELETE, TOUCH, META, BIND = 1, 2, 3, 4, 5, 6
+
+CLOSES, HAS_PRODUCER, HAS_SEQ, HAS_KEY, BINDS, HAS_LENGTHS = 1, 2, 4, 8, 16, 32
+
+_APPEND_HEAD = struct.Struct("<BBQQqII")  # kind, flags, stream, first entry, time ns, count, body bytes
+_SMALL_HEAD = struct.Struct("<BI")  # kind, bytes of msgpack that follow
+_PRODUCER = struct.Struct("<HQQ")  # id bytes, epoch, seq
+_SHORT = struct.Struct("<H")
+APPEND_HEAD_BYTES = _APPEND_HEAD.size
+
+
+class Append:
+    """Entries added to a stream, with all that the same commit changes: producer, seq, type, closing."""
+
+    __slots__ = (
+        "binds",
+        "body",
+        "closes",
+        "count",
+        "first",
+        "key",
+        "lengths",
+        "producer",
+        "seq",
+        "stream",
+        "time_ns",
+    )
+
+    def __init__(
+        self,
+        stream: int,
+        first: int,
+        count: int,
+        body: bytes,
+        lengths: Sequence[int] | None,
+        time_ns: int,
+        key: bytes | None = None,
+        producer: tuple[str, int, int] | None = None,
+        seq: bytes | None = None,
+        binds: str | None = None,
+        closes: bool = False,
+    ) -> None:
+        self.stream = stream
+        self.first = first
+        self.count = count
+        self.body = body
+        self.lengths = lengths
+        self.time_ns = time_ns
+        self.key = key
+        self.producer = producer
+        self.seq = seq
+        self.binds = binds
+        self.closes = closes
+
+    def payload_bytes(self) -> int:
+        """Bytes of the entries themselves, without what joins them in the body."""
+        return len(self.body) if self.lengths is None else sum(self.lengths)
+
+    def encode(self) -> bytes:
+        flags = 0
+        parts: list[bytes] = []
+        if self.lengths is not None:
+            flags |= HAS_LENGTHS
+            parts.append(array("I", self.lengths).tobytes())
+        if self.producer is not None:
+            flags |= HAS_PRODUCER
+            name, epoch, seq = self.producer
+            raw = name.encode()
+            parts.append(_PRODUCER.pack(len(raw), epoch, seq) + raw)
+        if self.seq is not None:
+            flags |= HAS_SEQ
+            parts.append(_SHORT.pack(len(self.seq)) + self.seq)
+        if self.key is not None:
+            flags |= HAS_KEY
+            parts.append(_SHORT.pack(len(self.key)) + self.key)
+        if self.binds is not None:
+            flags |= BINDS
+            raw = self.binds.encode()
+            parts.append(_SHORT.pack(len(raw)) + raw)
+        if self.closes:
+            flags |= CLOSES
+        head = _APPEND_HEAD.pack(
+            APPEND, flags, self.stream, self.first, self.time_ns, self.count, len(self.body)
+        )
+        if not parts:
+            return head + self.body
+        return b"".join((head, *parts, self.body))
+
+
+class Create(msgspec.Struct, array_like=True):
+    stream: int
+    name: str
+    incarnation: int
+    epochs: tuple[tuple[int, int], ...]
+    created_ns: int
+    content_type: str | None
+    lifetime: Lifetime
+    asked: Lifetime
+    closed: bool = False
+    parent: int = 0
+    fork_entry: int = 0
+    fork_sub: int = 0
+
+
+class Delete(msgspec.Struct, array_like=True):
+    """`soft` keeps the data for forks; a later Delete of the same stream removes it for good."""
+
+    stream: int
+    at_ns: int
+    reason: str
+    soft: bool
+
+
+class Touch(msgspec.Struct, array_like=True):
+    stream: int
+    at_ns: int
+
+
+class Meta(msgspec.Struct, array_like=True):
+    key: str
+    value: bytes | None
+
+
+class Bind(msgspec.Struct, array_like=True):
+    stream: int
+    content_type: str
+
+
+Small = Create | Delete | Touch | Meta | Bind
+Op = Append | Small
+
+_KIND: dict[type, int] = {Create: CREATE, Delete: DELETE, Touch: TOUCH, Meta: META, Bind: BIND}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Small]] = {
+    kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KIND.items()
+}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(ops: Sequence[Op]) -> bytes:
+    """One record's payload."""
+    if len(ops) == 1 and isinstance(ops[0], Append):
+        return ops[0].encode()
+    parts: list[bytes] = []
+    for op in ops:
+        if isinstance(op, Append):
+            parts.append(op.encode())
+        else:
+            raw = _ENCODER.encode(op)
+            parts.append(_SMALL_HEAD.pack(_KIND[type(op)], len(raw)) + raw)
+    return b"".join(parts)
+
+
+def decode(payload: bytes) -> Iterator[Op]:
+    """The operations of one record. The checksum has been verified: anything odd here is a bug, not a disk."""
+    position = 0
+    while position < len(payload):
+        if payload[position] == APPEND:
+            op, position = _decode_append(payload, position)
+            yield op
+            continue
+        kind, length = _SMALL_HEAD.unpack_from(payload, position)
+        position += _SMALL_HEAD.size
+        yield _DECODERS[kind].decode(payload[position : position + length])
+        position += length
+    assert position == len(payload), "record ends inside an operation"
+
+
+def _decode_append(payload: bytes, position: int) -> tuple[Append, int]:
+    _, flags, stream, first, time_ns, count, body_bytes = _APPEND_HEAD.unpack_from(payload, position)
+    position += APPEND_HEAD_BYTES
+    lengths: Sequence[int] | None = None
+    producer: tuple[str, int, int] | None = None
+    if flags & HAS_LENGTHS:
+        lengths = array("I")
+        lengths.frombytes(payload[position : position + 4 * count])
+        position += 4 * count
+    if flags & HAS_PRODUCER:
+        id_bytes, epoch, number = _PRODUCER.unpack_from(payload, position)
+        position += _PRODUCER.size
+        producer = (payload[position : position + id_bytes].decode(), epoch, number)
+        position += id_bytes
+    seq, position = _short(payload, position, flags & HAS_SEQ)
+    key, position = _short(payload, position, flags & HAS_KEY)
+    binds, position = _short(payload, position, flags & BINDS)
+    body = payload[position : position + body_bytes]
+    return Append(
+        stream,
+        first,
+        count,
+        body,
+        lengths,
+        time_ns,
+        key,
+        producer,
+        seq,
+        None if binds is None else binds.decode(),
+        bool(flags & CLOSES),
+    ), position + body_bytes
+
+
+def _short(payload: bytes, position: int, present: int) -> tuple[bytes | None, int]:
+    if not present:
+        return None, position
+    (length,) = _SHORT.unpack_from(payload, position)
+    position += 2
+    return payload[position : position + length], position + length

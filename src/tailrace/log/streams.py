@@ -1,0 +1,273 @@
+"""All streams, and `apply`: the only way their state changes, live or at recovery.
+
+Applying an operation has two halves. `assign` happens when it is decided, so that the next decision sees it;
+`publish` when it is durable, so that readers see it. Replaying the journal does both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from sortedcontainers import SortedDict
+
+from tailrace.log.model import Producer, Stream, Tombstone, fold
+from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Touch
+
+# Appends kept one by one at the very tail before they are folded into a block.
+RECENT_COUNT_MAX = 256
+RECENT_BYTES_MAX = 64 * 1024
+UNPUBLISHED = 2**62  # a journal file number no checkpoint reaches
+
+
+class HotStore(Protocol):
+    """What the log needs from the checkpoint below it. Every method is a point look-up by an index."""
+
+    def stream_by_name(self, name: str) -> Stream | None: ...
+    def stream_by_number(self, number: int) -> Stream | None: ...
+    def tombstone(self, name: str) -> Tombstone | None: ...
+    def producer(self, number: int, producer_id: str) -> Producer | None: ...
+
+
+class Streams:
+    """The streams in memory, backed by the hot store for those that are not."""
+
+    def __init__(self, store: HotStore | None) -> None:
+        self.store = store
+        self.by_name: dict[str, Stream] = {}
+        self.by_number: dict[int, Stream] = {}
+        self.tombstones: dict[str, Tombstone] = {}
+        # Names created or removed since the checkpoint, and the journal file that says so: for these the
+        # hot store must not be asked whether the name exists.
+        self.changed_names: SortedDict[str, int] = SortedDict()
+        self.meta: dict[str, bytes] = {}
+        self.next_number = 1
+        self.memory_bytes = 0
+        self.file = 0  # journal file of what is being published
+        self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
+        self.on_loaded: Callable[[Stream], None] | None = None
+
+    # -- look-up ---------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Stream | None:
+        stream = self.by_name.get(name)
+        if stream is not None or self.store is None or name in self.changed_names:
+            return stream
+        stream = self.store.stream_by_name(name)
+        return None if stream is None else self._adopt(stream)
+
+    def get(self, number: int) -> Stream | None:
+        stream = self.by_number.get(number)
+        if stream is not None or self.store is None:
+            return stream
+        stream = self.store.stream_by_number(number)
+        return None if stream is None else self._adopt(stream)
+
+    def parent_of(self, stream: Stream) -> Stream:
+        parent = self.get(stream.parent)
+        assert parent is not None, f"the source of fork {stream.name} is missing"
+        return parent
+
+    def tombstone(self, name: str) -> Tombstone | None:
+        found = self.tombstones.get(name)
+        if found is None and self.store is not None:
+            found = self.store.tombstone(name)
+        return found
+
+    def load_producer(self, stream: Stream, producer_id: str) -> None:
+        """Makes the producer's state available to `decide`, which does no I/O."""
+        if stream.producers_known or self.store is None:
+            return
+        if stream.producers is None:
+            stream.producers = {}
+        if producer_id not in stream.producers:
+            found = self.store.producer(stream.number, producer_id)
+            if found is not None:
+                stream.producers[producer_id] = found
+
+    def _adopt(self, stream: Stream) -> Stream:
+        known = self.by_number.get(stream.number)
+        if known is not None:
+            return known
+        self.by_number[stream.number] = stream
+        self.by_name[stream.name] = stream
+        if self.on_loaded is not None:
+            self.on_loaded(stream)
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """Evicts a stream; the hot store has all of it."""
+        self.by_number.pop(stream.number, None)
+        if self.by_name.get(stream.name) is stream:
+            del self.by_name[stream.name]
+
+    # -- apply, first half: when it is decided -----------------------------------------------------------
+
+    def assign(self, op: Op) -> Stream | None:
+        if isinstance(op, Append):
+            return self._assign_append(op)
+        if isinstance(op, Create):
+            return self._assign_create(op)
+        if isinstance(op, Delete):
+            return self._assign_delete(op)
+        if isinstance(op, Meta):
+            if op.value is None:
+                self.meta.pop(op.key, None)
+            else:
+                self.meta[op.key] = op.value
+            return None
+        stream = self.get(op.stream)
+        assert stream is not None
+        if isinstance(op, Touch):
+            stream.touched_ns = max(stream.touched_ns, op.at_ns)
+            stream.touched_saved_ns = stream.touched_ns
+        else:
+            stream.bind(op.content_type)
+        return stream
+
+    def _assign_append(self, op: Append) -> Stream:
+        stream = self.by_number.get(op.stream) or self.get(op.stream)
+        assert stream is not None and op.first == stream.tail + 1, "entries out of order"
+        assert not stream.closed and op.time_ns >= stream.last_ns
+        stream.tail += op.count
+        if op.count:
+            stream.last_ns = op.time_ns
+            stream.size_bytes += op.payload_bytes()
+        if op.producer is not None:
+            producer_id, epoch, seq = op.producer
+            if stream.producers is None:
+                stream.producers = {}
+            stream.producers[producer_id] = Producer(epoch, seq)
+        if op.seq is not None:
+            stream.seq = op.seq
+        if op.binds is not None:
+            stream.bind(op.binds)
+        if op.closes:
+            stream.closed = True
+            stream.closed_by = op.producer
+        if stream.lifetime.ttl_s is not None:
+            # An append renews the window; replay must come to the same deadline as the live server.
+            stream.touched_ns = max(stream.touched_ns, op.time_ns)
+            stream.touched_saved_ns = stream.touched_ns
+        return stream
+
+    def _assign_create(self, op: Create) -> Stream:
+        assert op.stream >= self.next_number and op.name not in self.by_name
+        stream = Stream(op.stream, op.name, op.created_ns)
+        stream.incarnation = op.incarnation
+        if op.epochs != stream.epochs:
+            stream.epochs = op.epochs
+        stream.bind(op.content_type)
+        stream.lifetime = op.lifetime
+        stream.asked = op.asked
+        stream.closed = op.closed
+        stream.parent = op.parent
+        stream.fork_entry = stream.tail = stream.stored = op.fork_entry
+        stream.fork_sub = op.fork_sub
+        if op.parent:
+            parent = self.get(op.parent)
+            assert parent is not None and not parent.gone
+            parent.forks += 1
+        self.next_number = op.stream + 1
+        self.by_number[op.stream] = stream
+        self.by_name[op.name] = stream
+        self.changed_names[op.name] = UNPUBLISHED
+        self.tombstones.pop(op.name, None)
+        if self.on_loaded is not None:
+            self.on_loaded(stream)
+        return stream
+
+    def _assign_delete(self, op: Delete) -> Stream:
+        stream = self.get(op.stream)
+        assert stream is not None and not stream.removed
+        if op.soft:
+            stream.gone = True
+            return stream
+        stream.removed = True
+        if stream.parent:
+            self.parent_of(stream).forks -= 1
+        self.tombstones[stream.name] = Tombstone(stream.epoch, stream.incarnation, op.at_ns, op.reason)
+        self.changed_names[stream.name] = UNPUBLISHED
+        self.forget(stream)
+        return stream
+
+    # -- apply, second half: when it is durable ---------------------------------------------------------
+
+    def publish(self, op: Op, stream: Stream | None) -> None:
+        if stream is None or (stream.removed and not isinstance(op, Delete)):
+            return  # nothing to show, or deleted by a later operation that is durable as well
+        if isinstance(op, Append):
+            if op.count:
+                self.keep(stream, op)
+            stream.visible = op.first + op.count - 1
+            if op.closes:
+                stream.visible_closed = True
+            return
+        if isinstance(op, Create):
+            stream.visible = op.fork_entry
+            stream.visible_closed = op.closed
+            self.changed_names[op.name] = self.file
+            if op.parent:
+                self.touch_file(self.parent_of(stream))
+        elif isinstance(op, Delete) and not op.soft:
+            if stream.parent and (parent := self.by_number.get(stream.parent)) is not None:
+                self.touch_file(parent)
+            if self.by_name.get(stream.name) is None:
+                self.changed_names[stream.name] = self.file
+            self._release(stream)
+            return
+        self.touch_file(stream)
+
+    def _release(self, stream: Stream) -> None:
+        for block in stream.blocks or ():
+            self.memory_bytes -= block.memory_bytes
+        self.memory_bytes -= stream.recent_bytes + 100 * len(stream.recent or ())
+        stream.blocks = stream.recent = None
+        stream.recent_bytes = 0
+
+    def touch_file(self, stream: Stream) -> None:
+        """Notes that the current journal file has something about the stream."""
+        if stream.recent_file != self.file:
+            self.settle(stream)
+            stream.recent_file = self.file
+            self.touched.setdefault(self.file, []).append(stream)
+
+    def keep(self, stream: Stream, op: Append) -> None:
+        """Adds durable entries to the memory tail."""
+        if stream.recent_file != self.file:
+            self.touch_file(stream)
+        if stream.recent is None:
+            stream.recent = [op]
+        else:
+            stream.recent.append(op)
+        size = len(op.body)
+        stream.recent_bytes += size
+        self.memory_bytes += size + 100
+        if stream.recent_bytes >= RECENT_BYTES_MAX or len(stream.recent) >= RECENT_COUNT_MAX:
+            self.settle(stream)
+
+    def settle(self, stream: Stream) -> None:
+        """Folds the single appends at the tail into a block."""
+        recent = stream.recent
+        if not recent:
+            return
+        block = fold(recent, stream.separator, stream.recent_file)
+        self.memory_bytes += block.memory_bytes - stream.recent_bytes - 100 * len(recent)
+        if stream.blocks is None:
+            stream.blocks = [block]
+        else:
+            stream.blocks.append(block)
+        stream.recent = None
+        stream.recent_bytes = 0
+
+    def drop_through(self, stream: Stream, file: int) -> None:
+        """Frees what the hot store now has: everything published while `file` or an older one was written."""
+        if stream.recent_file <= file:
+            self.settle(stream)
+        stream.producers_known = stream.producers_known and not stream.producers
+        blocks = stream.blocks
+        while blocks and blocks[0].file <= file:
+            stream.stored = blocks[0].last
+            self.memory_bytes -= blocks.pop(0).memory_bytes
+        if not blocks:
+            stream.blocks = None

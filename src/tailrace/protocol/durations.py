@@ -1,0 +1,68 @@
+"""Durations and instants as they are written in headers and query parameters."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+from tailrace.errors import TailraceError
+
+_WINDOW = re.compile(r"(0|[1-9][0-9]{0,14})([smhd]?)")
+_WAIT = re.compile(r"([0-9]{1,12})(ms|s|m|h)?")
+_INSTANT = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2}:[0-9]{2})(?:\.([0-9]{1,9}))?([Zz]|[+-][0-9]{2}:[0-9]{2})"
+)
+_NANOS = re.compile(r"[0-9]{1,19}")
+_WINDOW_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_WAIT_UNIT_MS = {None: 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def parse_window_s(text: str, header: str) -> int:
+    """A lifetime in whole seconds: `3600`, `90s`, `5m`, `1h`, `7d`; no signs, fractions or leading zeros."""
+    match = _WINDOW.fullmatch(text)
+    if not match:
+        raise TailraceError(
+            "invalid_header", f"{header} must be whole seconds or <n>s, m, h or d", header=header
+        )
+    return int(match[1]) * _WINDOW_UNIT_S[match[2]]
+
+
+def parse_wait_ms(text: str) -> int:
+    """A long-poll wait: `<n>ms|s|m|h`, or a bare integer of seconds."""
+    match = _WAIT.fullmatch(text)
+    if not match:
+        raise TailraceError("invalid_timeout", "timeout must be <n>ms, s, m or h, or whole seconds")
+    return int(match[1]) * _WAIT_UNIT_MS[match[2]]
+
+
+def parse_instant_ns(text: str) -> int | None:
+    """RFC 3339 with any zone and up to nanoseconds, as Unix nanoseconds; None if it is not one."""
+    match = _INSTANT.fullmatch(text)
+    if not match:
+        return None
+    zone = "+00:00" if match[4] in "Zz" else match[4]
+    try:
+        moment = datetime.fromisoformat(f"{match[1]}T{match[2]}{zone}")
+    except ValueError:
+        return None
+    whole_s = (moment - _EPOCH) // timedelta(seconds=1)
+    return whole_s * 1_000_000_000 + int((match[3] or "0").ljust(9, "0"))
+
+
+def parse_timestamp_ns(text: str) -> int | None:
+    """RFC 3339 or integer Unix nanoseconds."""
+    if _NANOS.fullmatch(text):
+        value = int(text)
+        return value if value < 2**63 else None
+    return parse_instant_ns(text)
+
+
+def format_instant(ns: int) -> str:
+    """RFC 3339 in UTC with milliseconds, the way every instant leaves the server."""
+    seconds, rest = divmod(ns, 1_000_000_000)
+    try:
+        moment = _EPOCH + timedelta(seconds=seconds)
+    except OverflowError:
+        return "9999-12-31T23:59:59.999Z"
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{rest // 1_000_000:03d}Z"

@@ -1,0 +1,73 @@
+"""The one table of header names: what browsers may read, what they may send."""
+
+from __future__ import annotations
+
+# Every response header of the protocol; `Access-Control-Expose-Headers` is made from it, so none is forgotten.
+RESPONSE_HEADERS: tuple[str, ...] = (
+    "Stream-Next-Offset",
+    "Stream-End-Offset",
+    "Stream-Earliest-Offset",
+    "Stream-Cursor",
+    "Stream-Up-To-Date",
+    "Stream-Closed",
+    "Stream-TTL",
+    "Stream-Expires-At",
+    "Stream-Retention",
+    "Stream-Retention-Bytes",
+    "Stream-Expected-Seq",
+    "Stream-Received-Seq",
+    "Stream-SSE-Data-Encoding",
+    "Stream-Filter-Scan-Limit-Reached",
+    "Stream-Filter-Scan-Limit-Bytes",
+    "Stream-Filter-Scanned-Bytes",
+    "Producer-Epoch",
+    "Producer-Seq",
+    "Producer-Expected-Seq",
+    "Producer-Received-Seq",
+    "Preference-Applied",
+    "ETag",
+    "Location",
+    "Link",
+    "Allow",
+    "Retry-After",
+    "Server-Timing",
+    "X-Cache",
+    "WWW-Authenticate",
+    "Content-Type",
+    "Content-Encoding",
+    "Vary",
+)
+
+REQUEST_HEADERS: tuple[str, ...] = (
+    "Content-Type",
+    "Authorization",
+    "If-Match",
+    "If-None-Match",
+    "Idempotency-Key",
+    "Prefer",
+    "Cache-Control",
+    "Last-Event-ID",
+    "Stream-Seq",
+    "Stream-Key",
+    "Stream-Timestamp",
+    "Stream-TTL",
+    "Stream-Expires-At",
+    "Stream-Retention",
+    "Stream-Retention-Bytes",
+    "Stream-Closed",
+    "Stream-Forked-From",
+    "Stream-Fork-Offset",
+    "Stream-Fork-Sub-Offset",
+    "Producer-Id",
+    "Producer-Epoch",
+    "Producer-Seq",
+)
+
+METHODS = "GET, POST, PUT, PATCH, DELETE, HEAD, OPTIONS"
+PREFLIGHT_MAX_AGE_S = 86_400
+
+
+def line(name: str, value: str) -> bytes:
+    """One header line, CRLF included. Values beyond ASCII travel as UTF-8."""
+    assert "\r" not in value and "\n" not in value, f"line break in header {name}"
+    return f"{name}: {value}\r\n".encode()

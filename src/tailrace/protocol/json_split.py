@@ -1,0 +1,58 @@
+"""Cutting a JSON body into entries without decoding it: stored bytes are the client's own bytes."""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+import msgspec
+
+from tailrace.errors import TailraceError
+
+_ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
+_VALUE = msgspec.json.Decoder(msgspec.Raw)
+_SPACE = b" \t\n\r"
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
+    """The entries of one JSON text: an array loses one level, any other value is one entry.
+
+    msgspec checks the grammar while it cuts, but not UTF-8 inside strings, nor depth; those are ours.
+    """
+    text = body.lstrip(_SPACE)
+    try:
+        if text[:1] == b"[":
+            entries = _ELEMENTS.decode(text)
+        else:
+            entries = [_VALUE.decode(text.rstrip(_SPACE))]
+        if not body.isascii():
+            body.decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(depth_max) from None
+    if body.count(b"[") + body.count(b"{") > depth_max and _depth(body) > depth_max:
+        raise _too_deep(depth_max)
+    return entries
+
+
+def join(entries: list[msgspec.Raw]) -> tuple[bytes, list[int]]:
+    """The entries as one block body (joined by commas) and their lengths."""
+    parts = cast("list[bytes]", entries)  # Raw offers its bytes through the buffer protocol
+    return b",".join(parts), [len(part) for part in parts]
+
+
+def _depth(body: bytes) -> int:
+    deepest = depth = 0
+    for byte in _STRINGS.sub(b"", body):
+        if byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
+def _too_deep(depth_max: int) -> TailraceError:
+    return TailraceError("invalid_json", f"JSON is nested deeper than {depth_max} levels")

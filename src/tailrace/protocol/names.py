@@ -1,0 +1,57 @@
+"""Stream names: from a URL path to text, what is valid and what is reserved."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote_to_bytes
+
+from tailrace.errors import TailraceError
+
+RESERVED_LAST = frozenset(
+    {"_schema", "_profile", "_search", "_aggregate", "_routing_keys", "_index_status", "_details", "_otlp"}
+)
+RESERVED_INNER = frozenset({"pk", "touch", "_otlp"})
+
+
+def decode(raw: bytes) -> str | None:
+    """A name from its percent-encoded path; None if the bytes are not UTF-8. `%2F` is a slash."""
+    try:
+        if b"%" not in raw:
+            return raw.decode()
+        return unquote_to_bytes(raw).decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def is_valid(name: str, bytes_max: int) -> bool:
+    if not name or len(name.encode()) > bytes_max or not _printable(name):
+        return False
+    return all(segment not in ("", ".", "..") for segment in name.split("/"))
+
+
+def is_system(name: str) -> bool:
+    """Owned by the server: readable under its own rules, written only by the server."""
+    return name.startswith("__")
+
+
+def check_creatable(name: str | None, bytes_max: int) -> str:
+    """Refuses names no stream may have, so that none is created that could not be reached."""
+    if name is None or not is_valid(name, bytes_max):
+        raise TailraceError(
+            "invalid_name",
+            f"a stream name is 1 to {bytes_max} bytes of UTF-8 without control characters and without "
+            "empty, '.' or '..' segments",
+        )
+    segments = name.split("/")
+    reserved = (
+        segments[0].startswith("__")
+        or segments[0] == "hub"
+        or segments[-1] in RESERVED_LAST
+        or any(segment in RESERVED_INNER for segment in segments[1:-1])
+    )
+    if reserved:
+        raise TailraceError("reserved_name", f"the name {name!r} is reserved")
+    return name
+
+
+def _printable(name: str) -> bool:
+    return not any(char < " " or "\x7f" <= char <= "\x9f" for char in name)

@@ -1,0 +1,190 @@
+"""The hot store: SQLite as a checkpoint of the journal.
+
+One process writes it (the checkpointer), in one transaction per journal file; the server only reads. It
+knows rows and blobs; what they mean is the log's business. The tables are described in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import apsw
+
+from tailrace.errors import TailraceError
+
+VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS streams(
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, gone INTEGER NOT NULL, deadline_ns INTEGER,
+    image BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS streams_by_deadline ON streams(deadline_ns) WHERE deadline_ns IS NOT NULL;
+CREATE TABLE IF NOT EXISTS tombstones(
+    name TEXT PRIMARY KEY, deleted_ns INTEGER NOT NULL, image BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS producers(
+    number INTEGER NOT NULL, id TEXT NOT NULL, epoch INTEGER NOT NULL, seq INTEGER NOT NULL,
+    PRIMARY KEY(number, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS blocks(
+    number INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL, last_ns INTEGER NOT NULL,
+    ends BLOB NOT NULL, times BLOB NOT NULL, keys BLOB, body BLOB NOT NULL,
+    UNIQUE(number, first));
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+"""
+
+
+class BlockRow(NamedTuple):
+    first: int
+    last: int
+    ends: bytes
+    times: bytes
+    keys: bytes | None
+    body: bytes
+
+
+class HotDb:
+    """One connection. Readers each have their own; SQLite's WAL keeps them out of the writer's way."""
+
+    def __init__(self, path: Path, *, writer: bool = False) -> None:
+        flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
+        self.connection = apsw.Connection(str(path), flags=flags)
+        self.connection.set_busy_timeout(10_000)
+        execute = self.connection.execute
+        execute("PRAGMA page_size=8192")
+        execute("PRAGMA journal_mode=WAL")
+        execute("PRAGMA synchronous=FULL")
+        execute("PRAGMA mmap_size=0")
+        execute(f"PRAGMA cache_size={-16384 if writer else -4096}")
+        with self.connection:
+            for statement in _SCHEMA.split(";\n"):
+                if statement.strip():
+                    execute(statement)
+            execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
+        version = cast(int, self.fact("version", 0))
+        if version > VERSION:
+            raise TailraceError(
+                "unavailable", f"hot.db was written by a newer version of Tailrace (format {version})"
+            )
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
+        return cast(
+            "tuple[object, ...] | None",
+            self.connection.execute(query, cast("tuple[int, ...]", bindings)).fetchone(),
+        )
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def fact(self, key: str, default: object) -> object:
+        row = self._one("SELECT value FROM facts WHERE key=?", key)
+        return default if row is None else row[0]
+
+    def image_by_name(self, name: str) -> bytes | None:
+        row = self._one("SELECT image FROM streams WHERE name=?", name)
+        return None if row is None else cast(bytes, row[0])
+
+    def image_by_number(self, number: int) -> bytes | None:
+        row = self._one("SELECT image FROM streams WHERE number=?", number)
+        return None if row is None else cast(bytes, row[0])
+
+    def tombstone(self, name: str) -> bytes | None:
+        row = self._one("SELECT image FROM tombstones WHERE name=?", name)
+        return None if row is None else cast(bytes, row[0])
+
+    def producer(self, number: int, producer_id: str) -> tuple[int, int] | None:
+        row = self._one("SELECT epoch, seq FROM producers WHERE number=? AND id=?", number, producer_id)
+        return None if row is None else cast("tuple[int, int]", row)
+
+    def blocks_from(self, number: int, entry: int) -> Iterator[BlockRow]:
+        """The blocks that hold `entry` and what follows, in order; read as far as the caller goes."""
+        row = self._one(
+            "SELECT first FROM blocks WHERE number=? AND first<=? ORDER BY first DESC LIMIT 1", number, entry
+        )
+        first = entry if row is None else row[0]
+        query = "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? AND first>=? ORDER BY first"
+        for found in self.connection.execute(query, (number, cast(int, first))):
+            yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
+
+    def last_block(self, number: int) -> BlockRow | None:
+        row = self._one(
+            "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? ORDER BY first DESC LIMIT 1",
+            number,
+        )
+        return None if row is None else BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", row))
+
+    def first_entry_since(self, number: int, since_ns: int) -> BlockRow | None:
+        """The first block with an entry appended at or after the instant. Times never decrease in a stream."""
+        row = self._one(
+            "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? AND last_ns>=? "
+            "ORDER BY first LIMIT 1",
+            number,
+            since_ns,
+        )
+        return None if row is None else BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", row))
+
+    def images_after(self, name: str, prefix: str, limit: int) -> list[tuple[str, bytes]]:
+        """Stream images in name order: a range scan on the name index."""
+        rows = self.connection.execute(
+            "SELECT name, image FROM streams WHERE name>? AND name>=? ORDER BY name LIMIT ?",
+            (name, prefix, limit),
+        )
+        return [cast("tuple[str, bytes]", row) for row in rows]
+
+    def overdue(self, now_ns: int, limit: int) -> list[int]:
+        rows = self.connection.execute(
+            "SELECT number FROM streams WHERE deadline_ns<=? ORDER BY deadline_ns LIMIT ?", (now_ns, limit)
+        )
+        return [cast(int, row[0]) for row in rows]
+
+    def meta(self) -> dict[str, bytes]:
+        rows = self.connection.execute("SELECT key, value FROM meta")
+        return dict(cast("tuple[str, bytes]", row) for row in rows)
+
+    def count_streams(self) -> int:
+        row = self._one("SELECT count(*) FROM streams")
+        assert row is not None
+        return cast(int, row[0])
+
+    # -- writing (checkpointer only) ---------------------------------------------------------------------
+
+    def set_fact(self, key: str, value: int | str) -> None:
+        self.connection.execute("INSERT OR REPLACE INTO facts VALUES(?, ?)", (key, value))
+
+    def put_stream(self, number: int, name: str, gone: bool, deadline_ns: int | None, image: bytes) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO streams VALUES(?, ?, ?, ?, ?)", (number, name, int(gone), deadline_ns, image)
+        )
+
+    def delete_stream(self, number: int) -> None:
+        for table in ("streams", "producers", "blocks"):
+            self.connection.execute(f"DELETE FROM {table} WHERE number=?", (number,))
+
+    def put_tombstone(self, name: str, deleted_ns: int, image: bytes) -> None:
+        self.connection.execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, deleted_ns, image))
+
+    def delete_tombstone(self, name: str) -> None:
+        self.connection.execute("DELETE FROM tombstones WHERE name=?", (name,))
+
+    def expire_tombstones(self, before_ns: int) -> None:
+        self.connection.execute("DELETE FROM tombstones WHERE deleted_ns<?", (before_ns,))
+
+    def put_producer(self, number: int, producer_id: str, epoch: int, seq: int) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO producers VALUES(?, ?, ?, ?)", (number, producer_id, epoch, seq)
+        )
+
+    def put_block(self, number: int, row: BlockRow, last_ns: int) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO blocks VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+            (number, row.first, row.last, last_ns, row.ends, row.times, row.keys, row.body),
+        )
+
+    def put_meta(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self.connection.execute("DELETE FROM meta WHERE key=?", (key,))
+        else:
+            self.connection.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))
