@@ -1,0 +1,226 @@
+"""What an identity may do: one table, one function, every route.
+
+Each member of `Action` is a row of the route table. Routes name their row and the stream or database they
+touch; the name itself then decides whether the rules of system streams or of the hub apply, so that no route
+can forget them. Refusals come before existence is looked at.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, NoReturn
+
+from tailrace.auth.tokens import Identity
+from tailrace.errors import TailraceError
+
+READ_ONLY_METHODS: Final = "GET, HEAD, OPTIONS"
+
+# System streams that hold data from before read rules were applied, or secrets of operation.
+PRIVILEGED: Final = ("__changes__/", "__deliveries__/", "__subs__/", "__sources__/", "__audit__")
+
+
+class Access(enum.Enum):
+    """How an action touches what it names."""
+
+    NONE = 0
+    READ = 1
+    WRITE = 2
+    MANAGE = 3
+
+
+class Action(enum.Enum):
+    """A row of the route table: its routes, the scopes of which one suffices, what is done to the name."""
+
+    PUBLIC = ("health, keys, OpenAPI, console files, OPTIONS", "", Access.NONE)
+    INSPECT_SERVER = ("/metrics, /v1/server/*", "manage", Access.NONE)
+    READ_STREAM = ("GET, HEAD /v1/stream/{name}, /pk/{key}, live modes", "read", Access.READ)
+    WRITE_STREAM = ("PUT, POST /v1/stream/{name}", "write", Access.WRITE)
+    DELETE_STREAM = ("DELETE /v1/stream/{name}", "manage", Access.MANAGE)
+    LIST = ("/v1/streams", "read", Access.NONE)
+    LIST_SYSTEM = ("/v1/streams?system=true", "manage", Access.NONE)
+    QUERY_STREAM = (
+        "GET _schema, _profile, _routing_keys, _index_status, _details; _search, _aggregate",
+        "read",
+        Access.READ,
+    )
+    CONFIGURE_STREAM = ("POST _schema, _profile", "manage", Access.MANAGE)
+    TOUCH_STREAM = ("touch/meta, touch/wait, touch/templates/activate", "read", Access.READ)
+    INGEST_TRACES = ("_otlp/v1/traces, /v1/traces", "write", Access.WRITE)
+    CREATE_TRACES_STREAM = ("/v1/traces to a stream that has to be created", "manage", Access.MANAGE)
+    MANAGE_SUBSCRIPTION = ("PUT, DELETE __ds/subscriptions/{id}, /streams", "manage", Access.READ)
+    READ_SUBSCRIPTION = ("GET __ds/subscriptions/{id}", "read", Access.READ)
+    CLAIM_WAKE = ("__ds/subscriptions/{id}/claim", "read", Access.READ)
+    ANSWER_WAKE = ("/callback, /ack, /release (by the wake's own token)", "", Access.NONE)
+    PIPELINE = ("/v1/pipeline/plan, publish, heartbeat", "manage system", Access.NONE)
+    READ_DATABASE = ("GET /v1/databases/{db}/collections, docs; POST query", "read", Access.NONE)
+    WRITE_DATABASE = ("PUT, PATCH, DELETE docs; POST batch", "write", Access.NONE)
+    MANAGE_DATABASE = ("PUT /v1/databases/{db}; collections; sources", "manage", Access.NONE)
+    WATCH = ("/realtime/ws, /realtime/sse", "read", Access.NONE)
+    WATCH_WRITE = ("document writes on /realtime/ws", "write", Access.NONE)
+    REPLICATION_PULL = ("/replication pull, stream, ws", "read", Access.NONE)
+    REPLICATION_PUSH = ("/replication push", "write", Access.NONE)
+    HUB_CONNECT = ("/hub/ws, /hub/messages", "", Access.NONE)
+    HUB_ADMIN = ("admin functions of the hub", "manage", Access.NONE)
+    HUB_SHARDS = ("/hub/shards", "read", Access.NONE)
+
+    def __init__(self, routes: str, scopes: str, access: Access) -> None:
+        self.routes = routes
+        # `manage` includes `read` and `write`; `system` includes nothing and is included in nothing.
+        needed = set(scopes.split())
+        self.asked = " or ".join(scopes.split())
+        self.scopes = frozenset(needed | {"manage"} if needed & {"read", "write"} else needed)
+        self.access = access
+
+
+ON_DATABASE: Final = frozenset(
+    {
+        Action.READ_DATABASE,
+        Action.WRITE_DATABASE,
+        Action.MANAGE_DATABASE,
+        Action.WATCH,
+        Action.WATCH_WRITE,
+        Action.REPLICATION_PULL,
+        Action.REPLICATION_PUSH,
+    }
+)
+
+
+def authorise(
+    identity: Identity,
+    action: Action,
+    *,
+    stream: str | None = None,
+    source: str | None = None,
+    db: str | None = None,
+    pattern: str | None = None,
+) -> None:
+    """Returns if the identity may do this, raises `forbidden` (or `read_only_stream`) if not.
+
+    `source` is a fork's origin, which has to be readable. `pattern` is a subscription's glob, all of which
+    has to be readable.
+    """
+    if identity.anonymous and source is None and (stream is None or not stream.startswith(("__", "hub/"))):
+        # Every scope, all names, all databases: the path of a server without authentication.
+        return
+    _authorise(identity, action, stream, source, db, pattern)
+
+
+def _authorise(
+    identity: Identity,
+    action: Action,
+    stream: str | None,
+    source: str | None,
+    db: str | None,
+    pattern: str | None,
+) -> None:
+    if stream is not None and action.access in _WRITING and is_reserved(stream):
+        _check_reserved_write(identity, action, stream)
+    elif action.scopes and not (action.scopes & identity.scopes):
+        _forbid(f"this needs the scope {action.asked}", scope=action.asked)
+    elif stream is not None:
+        if action.access in _WRITING:
+            if not covers(identity, stream):
+                _forbid("the token does not cover this stream")
+        else:
+            _check_read(identity, stream)
+    if source is not None:
+        if not identity.scopes & _READ:
+            _forbid("forking needs the scope read on the source", scope="read")
+        _check_read(identity, source)
+    if pattern is not None and not covers_pattern(identity, pattern):
+        _forbid("the token does not cover the whole pattern")
+    if action in ON_DATABASE:
+        assert db is not None, f"{action} names a database"
+        _check_database(identity, db)
+
+
+_WRITING: Final = frozenset({Access.WRITE, Access.MANAGE})
+_READ: Final = frozenset({"read", "manage"})
+
+
+def is_reserved(name: str) -> bool:
+    """Owned by the server or the hub, with rules of their own that no `streams` claim changes."""
+    return name.startswith(("__", "hub/")) or name == "hub"
+
+
+def covers(identity: Identity, name: str) -> bool:
+    """Whether the `streams` claim covers a name.
+
+    A claim is a prefix of the name as text: `orders/` covers `orders/7` and neither `orders` nor
+    `orders-secret`; `orders` covers all three. Whoever means a folder writes the slash.
+    """
+    return identity.streams is None or name.startswith(identity.streams)
+
+
+def covers_pattern(identity: Identity, pattern: str) -> bool:
+    """Whether every name that a glob can match is covered: its part before the first star has to be."""
+    return identity.streams is None or pattern.partition("*")[0].startswith(identity.streams)
+
+
+def visible_prefixes(identity: Identity, prefix: str) -> tuple[str, ...]:
+    """The prefixes to scan for a listing of `prefix`: disjoint, in byte order, none if nothing is covered."""
+    if identity.streams is None:
+        return (prefix,)
+    if prefix.startswith(identity.streams):
+        return (prefix,)
+    narrower = sorted({claim for claim in identity.streams if claim.startswith(prefix)})
+    disjoint: list[str] = []
+    for claim in narrower:
+        # Sorted, a prefix comes right before what it contains.
+        if not disjoint or not claim.startswith(disjoint[-1]):
+            disjoint.append(claim)
+    return tuple(disjoint)
+
+
+def _check_read(identity: Identity, name: str) -> None:
+    if name.startswith("__"):
+        manages = "manage" in identity.scopes
+        if name.startswith(PRIVILEGED) and not manages:
+            _forbid("this system stream needs the scope manage", scope="manage")
+        if not manages and (identity.streams is not None or "read" not in identity.scopes):
+            _forbid("system streams need the scope manage, or read for all streams", scope="manage")
+    elif is_reserved(name):
+        _check_hub_read(identity, name)
+    elif not covers(identity, name):
+        _forbid("the token does not cover this stream")
+
+
+def _check_hub_read(identity: Identity, name: str) -> None:
+    """The hub's own rules: mailboxes to their owner, topics and registry to all, the rest to operators."""
+    if "manage" in identity.scopes:
+        return
+    own = identity.actor_id
+    open_to_all = name == "hub/registry" or name.startswith("hub/topic/")
+    mailbox = f"hub/mbox/{own}"
+    owned = bool(own) and (name == mailbox or name.startswith(mailbox + "/"))
+    if not (owned or open_to_all):
+        _forbid("the hub's policy does not let this identity read here")
+
+
+def _check_reserved_write(identity: Identity, action: Action, name: str) -> None:
+    appends = action in (Action.WRITE_STREAM, Action.INGEST_TRACES)
+    if appends and name.startswith("__") and "system" in identity.scopes:
+        return
+    raise TailraceError(
+        "read_only_stream",
+        "this stream is written by the server only",
+        headers=(("Allow", READ_ONLY_METHODS),),
+    )
+
+
+def _check_database(identity: Identity, db: str) -> None:
+    if identity.dbs is None:
+        allowed = "manage" in identity.scopes
+    else:
+        allowed = db in identity.dbs
+    if not allowed:
+        _forbid("the token does not cover this database")
+
+
+def _forbid(reason: str, *, scope: str = "") -> NoReturn:
+    asked = f', scope="{scope}"' if scope and " " not in scope else ""
+    raise TailraceError(
+        "forbidden",
+        reason,
+        headers=(("WWW-Authenticate", f'Bearer realm="tailrace", error="insufficient_scope"{asked}'),),
+    )
