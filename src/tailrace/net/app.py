@@ -1,0 +1,25 @@
+"""What the server expects of the application behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tailrace.errors import TailraceError
+    from tailrace.net.exchange import Exchange
+
+
+class App(Protocol):
+    """The application: answers requests, and gives refusals and responses their house form."""
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer a complete request, now or later. A `TailraceError` raised here is answered by net."""
+        ...
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        """Status, head lines and body for an error; `exchange` is None when no request could be read."""
+        ...
+
+    def common_headers(self, exchange: Exchange | None) -> bytes:
+        """Head lines, each ending in CRLF, that every response carries."""
+        ...

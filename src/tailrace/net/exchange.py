@@ -1,0 +1,149 @@
+"""One request and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from tailrace.net.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
+
+if TYPE_CHECKING:
+    from tailrace.net.connection import HttpConnection
+    from tailrace.net.outlet import Outlet
+    from tailrace.net.websocket import WebSocketConnection, WebSocketHandler
+
+# Bits of `Exchange.mode`. Zero is the common case: HTTP/1.1, kept alive, not HEAD.
+MODE_CLOSE = 1
+MODE_LEGACY = 2  # HTTP/1.0
+MODE_HEAD = 4
+MODE_UPGRADE = 8  # the client asked to leave HTTP
+MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
+
+
+class Exchange:
+    """One request and its answer; made per request, so it carries no more than it must."""
+
+    __slots__ = (
+        "answered",
+        "body",
+        "connection",
+        "deadline_at",
+        "headers",
+        "method",
+        "mode",
+        "on_deadline",
+        "on_gone",
+        "path",
+        "query",
+        "repeated",
+        "started",
+    )
+
+    method: bytes
+    path: bytes
+    query: bytes
+    started: float
+
+    def __init__(self, connection: HttpConnection, headers: dict[bytes, bytes]) -> None:
+        self.connection = connection
+        # Lower-case names. A repeated header's values are joined with ", " and its name is in `repeated`.
+        self.headers = headers
+        self.repeated: frozenset[bytes] | None = None
+        self.body = b""
+        self.mode = 0
+        # True once an answer was given, or can no longer be given because the client is gone.
+        self.answered = False
+        # Called once if the client disconnects before the answer is complete.
+        self.on_gone: Callable[[], None] | None = None
+        self.deadline_at = inf
+        self.on_deadline: Callable[[], None] | None = None
+
+    @property
+    def peer(self) -> str:
+        return self.connection.peer
+
+    @property
+    def scheme(self) -> bytes:
+        return self.connection.scheme
+
+    @property
+    def is_head(self) -> bool:
+        return self.mode & MODE_HEAD != 0
+
+    def respond(
+        self, status: int, head: bytes = b"", body: bytes | Sequence[bytes | memoryview] = b""
+    ) -> None:
+        """Answer. `head` is header lines, each ending in CRLF; net adds date, length and connection.
+
+        Answering twice, or after the client is gone, does nothing, so a late answer is harmless.
+        """
+        if self.answered:
+            return
+        self.answered = True
+        connection = self.connection
+        server = connection.server
+        if self.mode or server.draining or type(body) is not bytes or len(body) > JOIN_BYTES_MAX:
+            connection.answer_unusual(self, status, head, body)
+            return
+        size = len(body)
+        if status in BODILESS:
+            end = CRLF
+            body = b""
+        else:
+            end = LENGTH_ENDS[size] if size < LENGTH_ENDS_COUNT else b"Content-Length: %d\r\n\r\n" % size
+        prefix = server.status_heads.get(status) or server.status_head(status)
+        data = b"".join((prefix, server.common_headers(self), head, end, body))
+        server.bytes_out += len(data)
+        try:
+            connection.transport.write(data)
+        except (RuntimeError, OSError):
+            # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
+            return
+        connection.current = None
+        connection.deadline = server.idle_deadline
+        if connection.backlog:
+            connection.advance()
+
+    def open_stream(self, status: int, head: bytes) -> Outlet:
+        """Begin a streamed answer. After the client is gone the outlet is closed from the start."""
+        return self.connection.open_outlet(self, status, head)
+
+    def set_deadline(self, at: float, on_deadline: Callable[[], None]) -> None:
+        """Call `on_deadline` soon after loop time `at`, unless the answer came first.
+
+        Kept by the sweeper that serves all connections, so it may come up to half a second late.
+        """
+        self.deadline_at = at
+        self.on_deadline = on_deadline
+        self.connection.rearm()
+
+    def wants_websocket(self) -> bool:
+        """True if this is an upgrade request for a WebSocket, be it well formed or not."""
+        return self.mode & MODE_UPGRADE != 0 and b"websocket" in self.headers[b"upgrade"].lower()
+
+    def upgrade_websocket(
+        self,
+        handler: WebSocketHandler,
+        head: bytes = b"",
+        *,
+        subprotocol: bytes | None = None,
+        deflate: bool = False,
+        message_bytes: int | None = None,
+        discard_bytes: int | None = None,
+    ) -> WebSocketConnection:
+        """Leave HTTP and speak WebSocket on this connection; raises if the handshake is bad.
+
+        Limits not given are those of the server. `subprotocol` is the one chosen, if any.
+        """
+        from tailrace.net.websocket import upgrade
+
+        return upgrade(
+            self,
+            handler,
+            head,
+            subprotocol=subprotocol,
+            deflate=deflate,
+            message_bytes=message_bytes,
+            discard_bytes=discard_bytes,
+        )

@@ -1,0 +1,15 @@
+"""HTTP/1.1, as the rest of Tailrace sees it.
+
+`HttpServer` listens and hands each complete request to an `App` as an `Exchange`; the application answers with
+`Exchange.respond`, streams with an `Outlet`, or takes the connection over as a WebSocket.
+"""
+
+from __future__ import annotations
+
+from tailrace.net.app import App
+from tailrace.net.exchange import Exchange
+from tailrace.net.outlet import Outlet
+from tailrace.net.server import HttpServer
+from tailrace.net.wire import chunk
+
+__all__ = ["App", "Exchange", "HttpServer", "Outlet", "chunk"]

@@ -1,0 +1,130 @@
+"""The rules a request head must keep beyond its grammar, which llhttp checks.
+
+Most requests pass without entering this module: `connection.py` comes here only for heads that have something
+uncommon about them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from httptools import HttpParserInvalidURLError, parse_url
+
+from tailrace.errors import TailraceError
+from tailrace.net.exchange import (
+    MODE_CLOSE,
+    MODE_CONTINUE,
+    MODE_HEAD,
+    MODE_LEGACY,
+    MODE_UPGRADE,
+    Exchange,
+)
+
+if TYPE_CHECKING:
+    from httptools import HttpRequestParser
+
+# Headers that change how the connection itself behaves.
+ODD_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade"))
+# Hosts seen to be well formed; bounded, because clients choose them.
+HOSTS_KNOWN_MAX = 1024
+REPEATS_MAX = 100
+
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+(?:%25[A-Za-z0-9._~-]+)?\])(?::[0-9]{0,5})?")
+
+
+def check_head_size(exchange: Exchange, url: bytes, limit_bytes: int) -> None:
+    """The exact size of a head that came in several reads."""
+    size = len(url) + sum(len(name) + len(value) + 4 for name, value in exchange.headers.items())
+    if size > limit_bytes:
+        raise head_too_large(limit_bytes)
+
+
+def head_too_large(limit_bytes: int) -> TailraceError:
+    message = f"the header block is over {limit_bytes} bytes"
+    return TailraceError("invalid_request", message, limit_bytes=limit_bytes)
+
+
+def note_repeat(exchange: Exchange, name: bytes, value: bytes) -> None:
+    """Join the values of a repeated header, and remember that it was repeated."""
+    repeated = exchange.repeated or frozenset()
+    joined = exchange.headers[name] + b", " + value
+    # Joining is quadratic in the number of repeats, so there is a bound on the work, not only on the bytes.
+    if joined.count(b",") > REPEATS_MAX:
+        raise TailraceError("invalid_header", "a header is repeated too often", header=_text(name))
+    exchange.headers[name] = joined
+    exchange.repeated = repeated | {name}
+
+
+def examine_head(exchange: Exchange, parser: HttpRequestParser, keep_alive: bool, hosts: set[bytes | None]) -> None:
+    """Set the exchange's mode, or raise the refusal this head deserves."""
+    version = parser.get_http_version()
+    if version not in ("1.1", "1.0"):
+        raise TailraceError("invalid_request", f"HTTP/{version} is not supported; use HTTP/1.1")
+    legacy = version == "1.0"
+    mode = (MODE_LEGACY if legacy else 0) | (0 if keep_alive else MODE_CLOSE)
+    if exchange.method == b"HEAD":
+        mode |= MODE_HEAD
+    elif exchange.method == b"CONNECT":
+        raise TailraceError("invalid_request", "this server is not a proxy")
+    if exchange.path[:1] != b"/" and not (exchange.path == b"*" and exchange.method == b"OPTIONS"):
+        _adopt_absolute_target(exchange)
+    headers = exchange.headers
+    _check_host(exchange, legacy=legacy, hosts=hosts)
+    has_body = headers.get(b"content-length", b"0").strip(b"0") != b""
+    encoding = headers.get(b"transfer-encoding")
+    if encoding is not None:
+        if encoding.lower() != b"chunked" or legacy:
+            raise TailraceError(
+                "invalid_header", "the only Transfer-Encoding is chunked, on HTTP/1.1", header="transfer-encoding"
+            )
+        has_body = True
+    if not legacy:
+        if has_body and headers.get(b"expect", b"").lower() == b"100-continue":
+            mode |= MODE_CONTINUE
+        if parser.should_upgrade():
+            # The parser takes what follows an upgrade request for another protocol, so a body would be
+            # read as the next request.
+            if has_body:
+                raise TailraceError("invalid_request", "a request with a body cannot ask for an upgrade")
+            mode |= MODE_UPGRADE
+    elif parser.should_upgrade():
+        raise TailraceError("invalid_request", "an upgrade needs HTTP/1.1")
+    exchange.mode = mode
+
+
+def _check_host(exchange: Exchange, *, legacy: bool, hosts: set[bytes | None]) -> None:
+    host = exchange.headers.get(b"host")
+    if host is None:
+        if legacy:
+            return
+        raise TailraceError("invalid_header", "HTTP/1.1 requests need a Host header", header="host")
+    if exchange.repeated is not None and b"host" in exchange.repeated:
+        raise TailraceError("invalid_header", "more than one Host header", header="host")
+    if host in hosts:
+        return
+    if not _HOST.fullmatch(host):
+        raise TailraceError("invalid_header", "malformed Host header", header="host")
+    if len(hosts) < HOSTS_KNOWN_MAX:
+        hosts.add(host)
+
+
+def _adopt_absolute_target(exchange: Exchange) -> None:
+    """`GET http://host/path`: the host of the target replaces the header, as RFC 9112 3.2.2 demands."""
+    target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
+    try:
+        url = parse_url(target)
+    except HttpParserInvalidURLError:
+        raise TailraceError("invalid_request", "malformed request target") from None
+    schema: bytes | None = url.schema
+    host: bytes | None = url.host
+    if schema is None or schema.lower() not in (b"http", b"https") or not host:
+        raise TailraceError("invalid_request", "malformed request target")
+    if b":" in host:
+        host = b"[" + host + b"]"
+    exchange.headers[b"host"] = host + (b":%d" % url.port if url.port else b"")
+    exchange.path = url.path or b"/"
+
+
+def _text(name: bytes) -> str:
+    return name.decode("latin-1")

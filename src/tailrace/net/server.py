@@ -1,0 +1,216 @@
+"""The listener: accepts connections, sweeps them for deadlines, drains them at shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Protocol
+
+from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.net.app import App
+from tailrace.net.connection import HttpConnection
+from tailrace.net.wire import date_line, status_line
+
+# One coarse timer serves every deadline of every connection.
+SWEEP_S = 0.5
+# Reads longer than this are parsed in slices.
+SLICE_BYTES_MAX = 64 * 1024
+# Connections over the limit are told so; this many at once, then they are dropped without a word.
+REFUSED_AT_ONCE_MAX = 256
+ACCEPT_BACKLOG = 4096
+WRITE_HIGH_WATER_BYTES = 256 * 1024
+
+
+class Swept(Protocol):
+    """Anything the sweeper looks after."""
+
+    deadline: float
+
+    def on_sweep(self, now: float) -> None: ...
+    def drain(self) -> None: ...
+    @property
+    def transport(self) -> asyncio.Transport: ...
+
+
+class HttpServer:
+    """Serves one application on one or more sockets."""
+
+    def __init__(
+        self,
+        app: App,
+        limits: Limits,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        on_drain: Callable[[], None] | None = None,
+    ) -> None:
+        self.app = app
+        self.limits = limits
+        self.loop = asyncio.get_running_loop()
+        self.draining = False
+        # Called once when draining begins: the application ends its streams and long waits.
+        self.on_drain = on_drain
+        # Counters.
+        self.requests = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.parse_errors = 0
+        self.connections_total = 0
+        self.connections_refused = 0
+        self.body_bytes_held = 0
+        # What connections read on every request.
+        self.common_headers = app.common_headers
+        self.status_heads: dict[int, bytes] = {}
+        self.hosts_known: set[bytes | None] = set()
+        self.body_bytes_max = limits.append_body_bytes
+        self.body_digits = len(str(limits.append_body_bytes))
+        self.slice_bytes = min(SLICE_BYTES_MAX, limits.header_bytes)
+        # Coarse loop time, moved by the sweeper.
+        self.now = self.loop.time()
+        self.idle_deadline = self.now + limits.idle_ms / 1000
+        self._clock = clock
+        self._date = b""
+        self._date_s = 0
+        self._swept: set[Swept] = set()
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._listeners: list[asyncio.Server] = []
+        self._emptied: asyncio.Event = asyncio.Event()
+        self._emptied.set()
+
+    # --- life
+
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        ssl: ssl.SSLContext | None = None,
+        sock: socket.socket | None = None,
+        reuse_port: bool = False,
+    ) -> int:
+        """Listen, and return the port. May be called again for a further address."""
+        handshake_s = self.limits.header_ms / 1000 if ssl is not None else None
+        if sock is not None:
+            listener = await self.loop.create_server(
+                self._connection, sock=sock, ssl=ssl, backlog=ACCEPT_BACKLOG, ssl_handshake_timeout=handshake_s
+            )
+        else:
+            listener = await self.loop.create_server(
+                self._connection,
+                host,
+                port,
+                ssl=ssl,
+                backlog=ACCEPT_BACKLOG,
+                reuse_port=reuse_port or None,
+                ssl_handshake_timeout=handshake_s,
+            )
+        self._listeners.append(listener)
+        return int(listener.sockets[0].getsockname()[1])
+
+    async def drain(self, ms: int | None = None) -> bool:
+        """Stop accepting, finish what runs, then close. False if some had to be cut off at the end."""
+        self._stop_accepting()
+        if not self.draining:
+            self.draining = True
+            if self.on_drain is not None:
+                self.on_drain()
+            for swept in tuple(self._swept):
+                swept.drain()
+        wait_s = (self.limits.drain_ms if ms is None else ms) / 1000
+        try:
+            await asyncio.wait_for(self._emptied.wait(), wait_s)
+        except TimeoutError:
+            await self.close()
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop at once: every connection is cut."""
+        self._stop_accepting()
+        self.draining = True
+        for swept in tuple(self._swept):
+            swept.transport.abort()
+        await self._emptied.wait()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+            self._sweep_timer = None
+
+    def _stop_accepting(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    # --- connections
+
+    @property
+    def connections_open(self) -> int:
+        return len(self._swept)
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self)
+
+    def admit(self, connection: HttpConnection) -> None:
+        """A connection was accepted: look after it, or tell it that there are too many."""
+        self.connections_total += 1
+        is_full = len(self._swept) >= self.limits.connections
+        if is_full and len(self._swept) >= self.limits.connections + REFUSED_AT_ONCE_MAX:
+            self.connections_refused += 1
+            connection.transport.abort()
+            return
+        self.watch(connection)
+        connection.transport.set_write_buffer_limits(WRITE_HIGH_WATER_BYTES)
+        connection.deadline = self.idle_deadline
+        if is_full or self.draining:
+            self.connections_refused += 1
+            connection.refuse(
+                TailraceError("overloaded", "too many connections")
+                if is_full
+                else TailraceError("unavailable", "the server is stopping")
+            )
+
+    def watch(self, swept: Swept) -> None:
+        """Have the sweeper look after `swept` until `forget`."""
+        self._swept.add(swept)
+        self._emptied.clear()
+        if self._sweep_timer is None:
+            self._set_time(self.loop.time())
+            self._sweep_timer = self.loop.call_later(SWEEP_S, self._on_timer)
+
+    def forget(self, swept: Swept) -> None:
+        self._swept.discard(swept)
+        if not self._swept:
+            self._emptied.set()
+
+    # --- time
+
+    def _on_timer(self) -> None:
+        self._sweep_timer = None
+        self.sweep(self.loop.time())
+        if self._swept:
+            self._sweep_timer = self.loop.call_later(SWEEP_S, self._on_timer)
+
+    def sweep(self, now: float) -> None:
+        """Look at every connection whose deadline lies before `now`."""
+        self._set_time(now)
+        late = [swept for swept in self._swept if swept.deadline <= now]
+        for swept in late:
+            swept.on_sweep(now)
+
+    def _set_time(self, now: float) -> None:
+        self.now = now
+        self.idle_deadline = now + self.limits.idle_ms / 1000
+        date_s = self._clock.now_ns() // 1_000_000_000
+        if date_s != self._date_s:
+            self._date_s = date_s
+            self._date = date_line(date_s)
+            self.status_heads.clear()
+
+    def status_head(self, status: int) -> bytes:
+        """Status line and date, made once per second and status."""
+        head = self.status_heads.get(status)
+        if head is None:
+            head = self.status_heads[status] = status_line(status) + self._date
+        return head
