@@ -1,0 +1,341 @@
+"""The asynchronous client: the same operations under the same names, to be awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import httpx2
+
+from tailrace.client import transport, wire
+from tailrace.client.aio_producer import AsyncProducer
+from tailrace.client.encode import Data
+from tailrace.client.follow import Follower, Mode
+from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
+from tailrace.client.operations import Lister, Operations, Pager
+from tailrace.client.producing import ProducerOptions, Tuning
+from tailrace.client.retry import Retries
+from tailrace.client.steps import Effect, HangUp, NextChunk, Open, Pause, Reply, Send, Steps
+
+T = TypeVar("T")
+
+
+class AsyncPort:
+    """Carries out steps on an event loop. Holds at most one open answer."""
+
+    __slots__ = ("_chunks", "_http", "_response", "_settings")
+
+    def __init__(self, http: httpx2.AsyncClient, settings: transport.Settings) -> None:
+        self._http = http
+        self._settings = settings
+        self._response: httpx2.Response | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+
+    async def run(self, steps: Steps[T]) -> T:
+        try:
+            effect = next(steps)
+            while True:
+                try:
+                    reply = await self._perform(effect)
+                except transport.BREAKS as error:
+                    effect = steps.throw(transport.broken_from(error))
+                else:
+                    effect = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value
+
+    def another(self) -> AsyncPort:
+        """A port of its own for a follower, on the same connection pool."""
+        return AsyncPort(self._http, self._settings)
+
+    async def hang_up(self) -> None:
+        response, self._response = self._response, None
+        self._chunks = None
+        if response is not None:
+            await response.aclose()
+
+    async def _perform(self, effect: Effect) -> Reply:
+        match effect:
+            case Send():
+                response = await self._http.send(self._settings.build(self._http, effect.request))
+                return transport.answer_from(response, response.content)
+            case Pause():
+                await asyncio.sleep(effect.seconds)
+            case Open():
+                return await self._open(effect.request)
+            case NextChunk():
+                return None if self._chunks is None else await anext(self._chunks, None)
+            case HangUp():
+                await self.hang_up()
+        return None
+
+    async def _open(self, request: wire.Request) -> Reply:
+        await self.hang_up()
+        response = await self._http.send(self._settings.build(self._http, request), stream=True)
+        self._response = response
+        if response.status_code == 200:
+            self._chunks = response.aiter_bytes()
+            return transport.answer_from(response, b"")
+        body = await response.aread()
+        await self.hang_up()
+        return transport.answer_from(response, body)
+
+
+class AsyncClient:
+    """A connection pool to one server. Use it as a context manager, or `close` it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | Callable[[], str] | None = None,
+        timeout_s: float = 10.0,
+        connect_timeout_s: float = 5.0,
+        retries: Retries | None = None,
+        http: httpx2.AsyncClient | None = None,
+    ) -> None:
+        settings = transport.settings(
+            base_url, token=token, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, retries=retries
+        )
+        self._owned = http is None
+        self._http = http or httpx2.AsyncClient(limits=transport.pool_limits())
+        self._port = AsyncPort(self._http, settings)
+        self._retries = settings.retries
+
+    def stream(self, name: str, *, content_type: str | None = None) -> AsyncStream:
+        """A handle on a stream. Sends nothing; the stream need not exist."""
+        return AsyncStream(self._port, Operations(name, self._retries, content_type))
+
+    async def streams(
+        self, prefix: str = "", *, after: str = "", page_size: int = 100, system: bool = False
+    ) -> AsyncIterator[StreamDescriptor]:
+        """All streams whose name starts with the prefix, in byte order, page by page as needed."""
+        lister = Lister(self._retries, prefix=prefix, after=after, limit=page_size, system=system)
+        while (rows := await self._port.run(lister.advance())) is not None:
+            for row in rows:
+                yield row
+
+    async def close(self) -> None:
+        if self._owned:
+            await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncStream:
+    """One stream of the server."""
+
+    __slots__ = ("_operations", "_port")
+
+    def __init__(self, port: AsyncPort, operations: Operations) -> None:
+        self._port = port
+        self._operations = operations
+
+    @property
+    def name(self) -> str:
+        return self._operations.name
+
+    @property
+    def content_type(self) -> str | None:
+        """The content type as far as this handle knows it."""
+        return self._operations.content_type
+
+    async def create(
+        self,
+        *,
+        content_type: str | None = None,
+        closed: bool = False,
+        body: Data = None,
+        **lifetime: Unpack[wire.Lifetime],
+    ) -> StreamInfo:
+        """Create the stream, or confirm that it exists with this configuration (`created` is False then)."""
+        steps = self._operations.create(
+            content_type=content_type, lifetime=lifetime, closed=closed, body=body
+        )
+        return await self._port.run(steps)
+
+    async def append(
+        self,
+        data: Data,
+        *,
+        key: str | None = None,
+        seq: str | None = None,
+        timestamp: wire.Time | None = None,
+        close: bool = False,
+    ) -> AppendResult:
+        """Append; on a JSON stream a list is a batch. Returns after the commit.
+
+        It is not sent again when its fate is unknown: then the error says `outcome_unknown`.
+        """
+        return await self._port.run(
+            self._operations.append(data, key=key, seq=seq, timestamp=timestamp, close=close)
+        )
+
+    async def append_many(
+        self,
+        items: Iterable[Data],
+        *,
+        key: str | None = None,
+        timestamp: wire.Time | None = None,
+    ) -> AppendResult | None:
+        """Append item after item, in as few requests as possible on a JSON stream.
+
+        An error carries in `extra["appended"]` how many items had been committed before it.
+        """
+        return await self._port.run(self._operations.append_many(items, key=key, timestamp=timestamp))
+
+    async def close(self) -> AppendResult:
+        """Close the stream for good. Closing it again is fine."""
+        return await self._port.run(self._operations.close())
+
+    async def delete(self) -> None:
+        await self._port.run(self._operations.delete())
+
+    async def head(self) -> StreamInfo:
+        return await self._port.run(self._operations.head())
+
+    async def fork(
+        self,
+        target: str,
+        *,
+        offset: str | None = None,
+        sub_offset: int | None = None,
+        closed: bool = False,
+        body: Data = None,
+        **lifetime: Unpack[wire.Lifetime],
+    ) -> AsyncStream:
+        """Create `target` as a stream that begins with this one up to `offset` (by default, all of it)."""
+        operations = Operations(target, self._operations.retries)
+        steps = operations.create(
+            content_type=None if body is None else self._operations.content_type,
+            lifetime=lifetime,
+            closed=closed,
+            body=body,
+            fork=wire.ForkPoint(source=self.name, offset=offset, sub_offset=sub_offset),
+        )
+        await self._port.run(steps)
+        return AsyncStream(self._port, operations)
+
+    async def read(
+        self,
+        offset: str | None = None,
+        *,
+        key: str | None = None,
+        since: wire.Time | None = None,
+    ) -> Page:
+        """One page from the offset on; from the start without one."""
+        return await self._port.run(self._operations.read(offset=offset, key=key, since=since))
+
+    async def pages(
+        self,
+        offset: str | None = None,
+        *,
+        key: str | None = None,
+        since: wire.Time | None = None,
+    ) -> AsyncIterator[Page]:
+        """The pages with content up to the tail."""
+        pager = Pager(self._operations, offset=offset, key=key, since=since)
+        while (page := await self._port.run(pager.advance())) is not None:
+            yield page
+
+    async def entries(
+        self,
+        offset: str | None = None,
+        *,
+        key: str | None = None,
+        since: wire.Time | None = None,
+    ) -> AsyncIterator[Any]:
+        """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
+        async for page in self.pages(offset, key=key, since=since):
+            for entry in page.entries:
+                yield entry
+
+    def follow(
+        self,
+        offset: str = "-1",
+        *,
+        mode: Mode = "long-poll",
+        key: str | None = None,
+        since: wire.Time | None = None,
+        give_up_s: float | None = None,
+    ) -> AsyncFollow:
+        """Pages as they come, for ever, or until the stream is closed.
+
+        `offset` is `-1` (the start), `now`, or the `next_offset` of the last page that was processed. Broken
+        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page.
+        """
+        follower = Follower(
+            self.name,
+            offset=offset,
+            mode=mode,
+            key=key,
+            since=since,
+            give_up_s=give_up_s,
+            retries=self._operations.retries,
+        )
+        return AsyncFollow(self._port.another(), follower)
+
+    def producer(
+        self,
+        producer_id: str | None = None,
+        epoch: int = 0,
+        **tuning: Unpack[Tuning],
+    ) -> AsyncProducer:
+        """A writer whose batches take effect exactly once. Without an id it gets one of its own."""
+        options = ProducerOptions(producer_id=producer_id, epoch=epoch, **tuning)
+        return AsyncProducer(self._port, self._operations, options)
+
+
+class AsyncFollow:
+    """A reader that keeps up. Iterate over it; `offset` is where it stands."""
+
+    __slots__ = ("_follower", "_port")
+
+    def __init__(self, port: AsyncPort, follower: Follower) -> None:
+        self._port = port
+        self._follower = follower
+
+    @property
+    def offset(self) -> str:
+        """The position after everything handed out; also moves past entries that a key left out."""
+        return self._follower.offset
+
+    @property
+    def up_to_date(self) -> bool:
+        return self._follower.up_to_date
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream is closed and everything of it was handed out."""
+        return self._follower.closed
+
+    async def next_page(self) -> Page | None:
+        """Wait for the next page with content; None when the stream is closed."""
+        return await self._port.run(self._follower.advance())
+
+    async def __aiter__(self) -> AsyncIterator[Page]:
+        # A generator, because leaving a loop ends it, and that closes the connection.
+        try:
+            while (page := await self.next_page()) is not None:
+                yield page
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        await self._port.hang_up()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

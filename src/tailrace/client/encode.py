@@ -1,0 +1,97 @@
+"""Turning what the caller appends into bytes.
+
+The rule, for streams and producers alike: bytes go out as they are; on a JSON stream they are JSON text.
+Any other value is a JSON message, and a list is a batch of messages. A string is a JSON string on a JSON
+stream and UTF-8 text on any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import msgspec
+
+from tailrace.client.model import JSON_TYPE, is_json
+
+# Any value msgspec can encode: dicts, lists, numbers, datetimes, dataclasses, Structs...
+Data = Any
+
+_encode = msgspec.json.Encoder().encode
+_raw_list = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def implied_type(data: Data) -> str | None:
+    """The content type that the data leaves no choice about; None if it must come from the stream."""
+    return None if isinstance(data, str) or _octets(data) is not None else JSON_TYPE
+
+
+def body_of(data: Data, content_type: str) -> bytes:
+    """The body of one append."""
+    octets = _octets(data)
+    if octets is not None:
+        return octets
+    if is_json(content_type):
+        return _encode(data)
+    return _text(data, content_type)
+
+
+def parts_of(data: Data, content_type: str) -> list[bytes]:
+    """The same append as the messages it is made of, for batching with others."""
+    if not is_json(content_type):
+        return [body_of(data, content_type)]
+    octets = _octets(data)
+    if octets is not None:
+        text = octets.strip(b" \t\r\n")
+        if not text.startswith(b"["):
+            return [text]
+        return [bytes(raw) for raw in _raw_list.decode(text)]
+    if isinstance(data, (list, tuple)):
+        return [_encode(message) for message in data]  # pyright: ignore[reportUnknownVariableType]
+    return [_encode(data)]
+
+
+def join(parts: list[bytes], content_type: str) -> bytes:
+    """One body for many parts. On a byte stream a reader sees the same bytes however they were grouped."""
+    if is_json(content_type):
+        return b"[" + b",".join(parts) + b"]"
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def groups(
+    items: Iterable[Data], content_type: str, *, bytes_max: int, count_max: int
+) -> Iterator[list[bytes]]:
+    """Cut items into bodies of a bounded size. Entries of byte streams are never joined."""
+    group: list[bytes] = []
+    size = 0
+    for item in items:
+        if not is_json(content_type):
+            yield [body_of(item, content_type)]
+            continue
+        octets = _octets(item)
+        part = _encode(item) if octets is None else octets
+        if group and (size + len(part) > bytes_max or len(group) >= count_max):
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part) + 1
+    if group:
+        yield group
+
+
+def _octets(data: Data) -> bytes | None:
+    """The bytes of what the wire can carry as it is; None for a value that has to be encoded."""
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, (bytearray, memoryview)):
+        return bytes(cast("bytearray", data))
+    return None
+
+
+def _text(data: Data, content_type: str) -> bytes:
+    if isinstance(data, str):
+        return data.encode()
+    raise TypeError(
+        f"a stream of {content_type} takes bytes or str, not {type(data).__name__}; "
+        "use append_many for several entries"
+    )

@@ -1,0 +1,84 @@
+"""The one error the client raises.
+
+It carries what the server said, and it says whether the request may have taken effect: a caller that gets
+`outcome_unknown` must look before it tries again, any other error means that nothing was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tailrace.errors import TailraceError
+
+# Codes of the client's own, for what happens before or instead of an answer. They never come from a server.
+CONNECT_FAILED = "connect_failed"
+CONNECTION_LOST = "connection_lost"
+OUTCOME_UNKNOWN = "outcome_unknown"
+INVALID_ANSWER = "invalid_answer"
+PRODUCER_CONFLICT = "producer_conflict"
+
+NO_ANSWER = 0
+
+
+class ClientError(TailraceError):
+    """A request that failed: the server's code, status, message and further fields, or the client's own."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        status: int = NO_ANSWER,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, object] | None = None,
+        outcome_unknown: bool = False,
+    ) -> None:
+        # Not the initialiser of TailraceError: a newer server, or a proxy before it, may send codes that the
+        # table of this version does not have.
+        Exception.__init__(self, message)
+        self.code = code
+        self.message = message
+        self.answer_headers: dict[str, str] = dict(headers or {})
+        self.headers = tuple(self.answer_headers.items())
+        self.extra: dict[str, object] = dict(extra or {})
+        self.outcome_unknown = outcome_unknown
+        self._status = status
+
+    @property
+    def status(self) -> int:
+        """The HTTP status, or 0 if no answer arrived."""
+        return self._status
+
+    def __str__(self) -> str:
+        where = f"{self.code}, HTTP {self._status}" if self._status else self.code
+        return f"{self.message} ({where})"
+
+    def __repr__(self) -> str:
+        return f"ClientError({self.code!r}, {self.message!r}, status={self._status})"
+
+
+class _ErrorBody(msgspec.Struct):
+    error: dict[str, object]
+
+
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
+
+
+def error_from(status: int, headers: Mapping[str, str], body: bytes, *, unknown: bool = False) -> ClientError:
+    """The error an answer stands for; a body that is not ours (a proxy's page) still gives a usable one."""
+    try:
+        fields = _error_decoder.decode(body).error
+    except msgspec.MsgspecError:
+        fields = {}
+    code = fields.pop("code", None)
+    message = fields.pop("message", None)
+    return ClientError(
+        code if isinstance(code, str) else f"http_{status}",
+        message if isinstance(message, str) else f"the server answered {status}",
+        status=status,
+        headers=headers,
+        extra=fields,
+        outcome_unknown=unknown,
+    )

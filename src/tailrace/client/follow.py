@@ -1,0 +1,239 @@
+"""Following a stream: catch up with plain reads, then live, and again from the last position after a failure.
+
+A page is handed out only together with the position after it, and the position moves only when a page is
+handed out. So whatever breaks in between, nothing is skipped and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tailrace.client import wire
+from tailrace.client.error import CONNECT_FAILED, CONNECTION_LOST, INVALID_ANSWER, ClientError
+from tailrace.client.model import Page, is_json
+from tailrace.client.retry import Backoff, Retries, retry_after_s
+from tailrace.client.sse import EventParser, EventTooLargeError
+from tailrace.client.steps import (
+    BrokenError,
+    HangUp,
+    Pause,
+    Steps,
+    may_retry,
+    next_chunk,
+    open_answer,
+    send,
+)
+
+Mode = Literal["long-poll", "sse"]
+
+# The longest a server may hold a poll or stay silent on an event stream before it counts as gone. The
+# keep-alive of event streams comes every 15 s, idle polls are answered within 5 s unless configured longer.
+SILENCE_S_MAX = 45.0
+ATTEMPTS_UNLIMITED = 2**62
+
+
+class Follower:
+    """The position of one reader, and how it moves on."""
+
+    __slots__ = (
+        "_backoff",
+        "_base64",
+        "_catching_up",
+        "_content_type",
+        "_cursor",
+        "_data",
+        "_ever_answered",
+        "_fresh",
+        "_give_up_s",
+        "_key",
+        "_mode",
+        "_name",
+        "_open",
+        "_parser",
+        "_pending",
+        "_retries",
+        "_since",
+        "closed",
+        "offset",
+        "up_to_date",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        offset: str,
+        mode: Mode,
+        retries: Retries,
+        key: str | None = None,
+        since: wire.Time | None = None,
+        give_up_s: float | None = None,
+    ) -> None:
+        if mode not in ("long-poll", "sse"):
+            raise ValueError(f"mode is 'long-poll' or 'sse', not {mode!r}")
+        self.offset: str = offset
+        self.up_to_date = False
+        self.closed = False
+        self._name = name
+        self._mode = mode
+        self._key = key
+        self._since = since
+        self._retries = retries
+        self._give_up_s = give_up_s
+        self._backoff = Backoff(retries)
+        self._ever_answered = False
+        self._catching_up = True
+        self._cursor: str | None = None
+        self._content_type = ""
+        self._open = False
+        self._base64 = False
+        self._fresh = False
+        self._parser = EventParser()
+        self._data: bytes | None = None
+        self._pending: list[tuple[bytes | None, bytes]] = []
+
+    def advance(self) -> Steps[Page | None]:
+        """The next page with content, or None once the stream is closed and all of it was handed out."""
+        while not self.closed:
+            try:
+                page = yield from self._next_page()
+            except BrokenError as broken:
+                delay = self._backoff.next_delay()
+                if delay is None:
+                    yield HangUp()
+                    code = CONNECTION_LOST if broken.sent else CONNECT_FAILED
+                    raise ClientError(code, f"following {self._name} failed: {broken}") from broken
+                yield from self._restart(delay)
+                continue
+            except ClientError as error:
+                delay = self._delay_after(error)
+                if delay is None:
+                    yield HangUp()
+                    raise
+                yield from self._restart(delay)
+                continue
+            if page is not None:
+                self._accept(page)
+                if not page.is_empty:
+                    return page
+        yield HangUp()
+        return None
+
+    def _accept(self, page: Page) -> None:
+        self.offset = page.next_offset
+        self.up_to_date = page.up_to_date
+        self.closed = page.closed
+        self._since = None
+        self._cursor = page.cursor or self._cursor
+        if self._ever_answered:
+            self._backoff.reset()
+            return
+        # The first contact has the patience of any request, so that a wrong address shows. From then on the
+        # follower outlives restarts of the server, for as long as the caller wants it to.
+        self._ever_answered = True
+        give_up_s = float("inf") if self._give_up_s is None else self._give_up_s
+        self._backoff = Backoff(self._retries, attempts_max=ATTEMPTS_UNLIMITED, elapsed_s_max=give_up_s)
+
+    def _delay_after(self, error: ClientError) -> float | None:
+        """How long to wait after an error that will pass; None for one that will not."""
+        if not may_retry(error.status, repeatable=True):
+            return None
+        return self._backoff.next_delay(retry_after_s(error.answer_headers))
+
+    def _restart(self, delay: float) -> Steps[None]:
+        yield from self._hang_up()
+        yield Pause(delay)
+
+    def _hang_up(self) -> Steps[None]:
+        self._open = False
+        self._catching_up = True
+        self._pending.clear()
+        yield HangUp()
+
+    def _next_page(self) -> Steps[Page | None]:
+        if self._catching_up:
+            page = yield from self._catch_up()
+        elif self._mode == "long-poll":
+            page = yield from self._poll()
+        else:
+            page = yield from self._listen()
+        return page
+
+    def _catch_up(self) -> Steps[Page]:
+        # Also the start of every live connection: it turns `now`, `-1` and `since` into a position that
+        # survives a reconnect, and it tells the content type, which an event stream does not.
+        offset = None if self._since is not None else self.offset
+        answer = yield from send(wire.read(self._name, offset=offset, key=self._key, since=self._since))
+        wire.check(answer, 200)
+        page = wire.parse_page(answer)
+        self._content_type = page.content_type
+        self._catching_up = not page.up_to_date
+        return page
+
+    def _poll(self) -> Steps[Page]:
+        answer = yield from send(
+            wire.read(
+                self._name,
+                offset=self.offset,
+                key=self._key,
+                live="long-poll",
+                cursor=self._cursor,
+                wait_s=SILENCE_S_MAX,
+            )
+        )
+        wire.check(answer, 200, 204)
+        return wire.parse_page(answer)
+
+    def _listen(self) -> Steps[Page | None]:
+        """The next page of the event stream; None if it ended and has to be opened again."""
+        if not self._open:
+            yield from self._connect()
+        while not self._pending:
+            chunk = yield from next_chunk()
+            if chunk is None:
+                # An orderly end: the server rotates connections. Without a single event it is a fault.
+                if self._fresh:
+                    raise BrokenError("the event stream ended before its first event", sent=True)
+                yield from self._hang_up()
+                return None
+            self._read_events(chunk)
+        data, control = self._pending.pop(0)
+        return wire.parse_live(control, data, content_type=self._content_type, base64=self._base64)
+
+    def _connect(self) -> Steps[None]:
+        answer = yield from open_answer(
+            wire.read(
+                self._name,
+                offset=self.offset,
+                key=self._key,
+                live="sse",
+                cursor=self._cursor,
+                wait_s=SILENCE_S_MAX,
+            )
+        )
+        wire.check(answer, 200)
+        self._base64 = answer.headers.get("stream-sse-data-encoding", "").lower() == "base64"
+        self._parser = EventParser()
+        self._data = None
+        self._fresh = True
+        self._open = True
+        if self._base64 == _is_text(self._content_type):
+            # The stream had no type when we caught up and was given one since: catch up again to learn it.
+            raise BrokenError("the encoding of the event stream does not fit the content type", sent=True)
+
+    def _read_events(self, chunk: bytes) -> None:
+        try:
+            events = self._parser.feed(chunk)
+        except EventTooLargeError as error:
+            raise ClientError(INVALID_ANSWER, str(error)) from error
+        for event in events:
+            if event.name == b"data":
+                self._data = event.data
+            elif event.name == b"control":
+                self._pending.append((self._data, event.data))
+                self._data = None
+                self._fresh = False
+
+
+def _is_text(content_type: str) -> bool:
+    return is_json(content_type) or content_type.strip().lower().startswith("text/")

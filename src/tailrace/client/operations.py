@@ -1,0 +1,228 @@
+"""What can be done to a stream, as steps. Both shells offer these under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from tailrace.client import encode, wire
+from tailrace.client.error import ClientError
+from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
+from tailrace.client.retry import Backoff, Retries
+from tailrace.client.steps import Outcome, Steps, exchange
+
+# `append_many` cuts its requests here: far below the server's 10 MiB, large enough to make requests rare.
+BATCH_BYTES_MAX = 1024 * 1024
+BATCH_COUNT_MAX = 10_000
+
+_NOTHING = object()
+
+
+class Operations:
+    """The operations on one stream. Remembers its content type, once known, for the appends."""
+
+    __slots__ = ("content_type", "name", "retries")
+
+    def __init__(self, name: str, retries: Retries, content_type: str | None = None) -> None:
+        wire.stream_path(name)
+        self.name = name
+        self.retries = retries
+        self.content_type = content_type
+
+    def _exchange(self, request: wire.Request) -> Steps[Outcome]:
+        return exchange(request, Backoff(self.retries))
+
+    def create(
+        self,
+        *,
+        content_type: str | None,
+        lifetime: wire.Lifetime,
+        closed: bool,
+        body: encode.Data,
+        key: str | None = None,
+        timestamp: wire.Time | None = None,
+        fork: wire.ForkPoint | None = None,
+    ) -> Steps[StreamInfo]:
+        content_type = content_type or self.content_type
+        payload = b""
+        if body is not None:
+            content_type = content_type or encode.implied_type(body)
+            payload = encode.body_of(body, content_type or wire.OCTETS_TYPE)
+        request = wire.create(
+            self.name,
+            content_type=content_type,
+            lifetime=lifetime,
+            closed=closed,
+            body=payload,
+            key=key,
+            timestamp=timestamp,
+            fork=fork,
+        )
+        outcome = yield from self._exchange(request)
+        wire.check(outcome.answer, 200, 201)
+        info = wire.parse_info(self.name, outcome.answer)
+        if content_type is not None or fork is not None:
+            # Created without a type, the stream takes that of its first append: nothing to remember yet.
+            self.content_type = info.content_type
+        return info
+
+    def head(self) -> Steps[StreamInfo]:
+        outcome = yield from self._exchange(wire.head(self.name))
+        wire.check(outcome.answer, 200)
+        return wire.parse_info(self.name, outcome.answer)
+
+    def delete(self) -> Steps[None]:
+        outcome = yield from self._exchange(wire.delete(self.name))
+        if outcome.doubtful and outcome.answer.status in (404, 410):
+            # An earlier attempt whose answer got lost has done it.
+            return
+        wire.check(outcome.answer, 200, 204)
+
+    def append(
+        self,
+        data: encode.Data,
+        *,
+        key: str | None = None,
+        seq: str | None = None,
+        timestamp: wire.Time | None = None,
+        close: bool = False,
+    ) -> Steps[AppendResult]:
+        content_type = yield from self.type_for(data)
+        body = encode.body_of(data, content_type)
+        return (
+            yield from self._append(
+                body, content_type=content_type, key=key, seq=seq, timestamp=timestamp, close=close
+            )
+        )
+
+    def close(self) -> Steps[AppendResult]:
+        return (yield from self._append(b"", content_type=None, close=True))
+
+    def append_many(
+        self,
+        items: Iterable[encode.Data],
+        *,
+        key: str | None = None,
+        timestamp: wire.Time | None = None,
+    ) -> Steps[AppendResult | None]:
+        """Append item after item in as few requests as possible; the receipt of the last, None if no items.
+
+        An error in the middle carries in `extra["appended"]` how many items had been committed before it.
+        """
+        result: AppendResult | None = None
+        appended = 0
+        items = iter(items)
+        first = next(items, _NOTHING)
+        if first is _NOTHING:
+            return None
+        content_type = yield from self.type_for(first)
+        groups = encode.groups(
+            chain([first], items), content_type, bytes_max=BATCH_BYTES_MAX, count_max=BATCH_COUNT_MAX
+        )
+        for group in groups:
+            body = encode.join(group, content_type)
+            try:
+                result = yield from self._append(
+                    body, content_type=content_type, key=key, timestamp=timestamp
+                )
+            except ClientError as error:
+                error.extra["appended"] = appended
+                raise
+            appended += len(group)
+        return result
+
+    def _append(
+        self,
+        body: bytes,
+        *,
+        content_type: str | None,
+        key: str | None = None,
+        seq: str | None = None,
+        timestamp: wire.Time | None = None,
+        close: bool = False,
+    ) -> Steps[AppendResult]:
+        request = wire.append(
+            self.name, body, content_type=content_type, key=key, seq=seq, timestamp=timestamp, close=close
+        )
+        outcome = yield from self._exchange(request)
+        wire.check(outcome.answer, 200, 204, repeatable=request.repeatable)
+        if content_type is not None:
+            self.content_type = content_type
+        return wire.parse_append(outcome.answer)
+
+    def type_for(self, data: encode.Data) -> Steps[str]:
+        """The content type to append this data with; asks the server if nothing else tells."""
+        if self.content_type is not None:
+            return self.content_type
+        implied = encode.implied_type(data)
+        if implied is not None:
+            return implied
+        info = yield from self.head()
+        self.content_type = info.content_type
+        return info.content_type
+
+    def read(
+        self, *, offset: str | None, key: str | None = None, since: wire.Time | None = None
+    ) -> Steps[Page]:
+        outcome = yield from self._exchange(wire.read(self.name, offset=offset, key=key, since=since))
+        wire.check(outcome.answer, 200)
+        return wire.parse_page(outcome.answer)
+
+
+class Pager:
+    """Pages from a position up to the tail, one `advance` each."""
+
+    __slots__ = ("_done", "_key", "_offset", "_operations", "_since")
+
+    def __init__(
+        self,
+        operations: Operations,
+        *,
+        offset: str | None,
+        key: str | None,
+        since: wire.Time | None,
+    ) -> None:
+        self._operations = operations
+        self._offset = offset
+        self._key = key
+        self._since = since
+        self._done = False
+
+    def advance(self) -> Steps[Page | None]:
+        """The next page, or None when the tail has been reached."""
+        while not self._done:
+            page = yield from self._operations.read(offset=self._offset, key=self._key, since=self._since)
+            self._offset = page.next_offset
+            self._since = None
+            self._done = page.up_to_date
+            if not page.is_empty:
+                return page
+        return None
+
+
+class Lister:
+    """The list of streams, one page of names per `advance`."""
+
+    __slots__ = ("_after", "_done", "_limit", "_prefix", "_retries", "_system")
+
+    def __init__(self, retries: Retries, *, prefix: str, after: str, limit: int, system: bool) -> None:
+        self._retries = retries
+        self._prefix = prefix
+        self._after = after
+        self._limit = limit
+        self._system = system
+        self._done = False
+
+    def advance(self) -> Steps[list[StreamDescriptor] | None]:
+        if self._done:
+            return None
+        request = wire.list_streams(
+            prefix=self._prefix, after=self._after, limit=self._limit, system=self._system
+        )
+        outcome = yield from exchange(request, Backoff(self._retries))
+        wire.check(outcome.answer, 200)
+        rows, more = wire.parse_list(outcome.answer)
+        self._done = not more or not rows
+        if rows:
+            self._after = rows[-1].name
+        return rows

@@ -1,0 +1,329 @@
+"""Requests and answers of the stream protocol, as values. No I/O here.
+
+Everything the client knows about URLs, headers and statuses is in this module. The shells send a `Request`,
+hand back an `Answer`, and know nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import TypeAlias, TypedDict
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from tailrace.client.error import INVALID_ANSWER, ClientError, error_from
+from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
+
+STREAM_ROOT = "/v1/stream/"
+LIST_PATH = "/v1/streams"
+OCTETS_TYPE = "application/octet-stream"
+
+# A point in time. An integer counts Unix nanoseconds; text is RFC 3339.
+Time: TypeAlias = datetime | int | str
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to be sent. `repeatable` says that sending it twice has the effect of sending it once."""
+
+    method: str
+    path: str
+    headers: tuple[tuple[str, bytes], ...] = ()
+    body: bytes = b""
+    repeatable: bool = True
+    wait_s: float = 0.0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer. Header names are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+class Lifetime(TypedDict, total=False):
+    """How long a stream and its entries are kept: options of `create` and `fork`."""
+
+    ttl: timedelta | int | str | None
+    expires_at: datetime | str | None
+    retention: timedelta | int | str | None
+    retention_bytes: int | None
+
+
+class Producing(msgspec.Struct, frozen=True):
+    """The identity of one idempotent append."""
+
+    producer_id: str
+    epoch: int
+    seq: int
+
+
+class ForkPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a fork leaves its source; by default at the tail."""
+
+    source: str
+    offset: str | None = None
+    sub_offset: int | None = None
+
+
+def stream_path(name: str) -> str:
+    if not name:
+        raise ValueError("a stream needs a name")
+    return STREAM_ROOT + quote(name, safe="/")
+
+
+def header_value(name: str, value: str) -> bytes:
+    """UTF-8 bytes of a header value, refused here if they could not travel or could forge a header."""
+    if not value or value != value.strip(" \t") or any(ord(c) < 0x20 or ord(c) == 0x7F for c in value):
+        raise ValueError(
+            f"{name} must be non-empty, without control characters and surrounding blanks: {value!r}"
+        )
+    return value.encode()
+
+
+def time_text(value: Time | None) -> str | None:
+    """A point in time as the protocol writes it: RFC 3339, or Unix nanoseconds for an integer."""
+    if value is None:
+        return None
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise ValueError("a naive datetime does not name a point in time; give it a zone")
+        return value.isoformat()
+    return str(value)
+
+
+def _duration_text(value: timedelta | int | str | None) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, timedelta):
+        if value % timedelta(seconds=1):
+            raise ValueError(f"durations are whole seconds: {value}")
+        return str(value // timedelta(seconds=1))
+    return str(value)
+
+
+class _Headers(list[tuple[str, bytes]]):
+    """Header lines in the making; what is None is left out."""
+
+    def put(self, name: str, value: str | int | None) -> None:
+        if value is not None:
+            self.append((name, header_value(name, str(value))))
+
+
+def create(
+    name: str,
+    *,
+    content_type: str | None,
+    lifetime: Lifetime,
+    closed: bool,
+    body: bytes,
+    key: str | None = None,
+    timestamp: Time | None = None,
+    fork: ForkPoint | None = None,
+) -> Request:
+    headers = _Headers()
+    headers.put("Content-Type", content_type)
+    headers.put("Stream-TTL", _duration_text(lifetime.get("ttl")))
+    headers.put("Stream-Expires-At", time_text(lifetime.get("expires_at")))
+    headers.put("Stream-Retention", _duration_text(lifetime.get("retention")))
+    headers.put("Stream-Retention-Bytes", lifetime.get("retention_bytes"))
+    headers.put("Stream-Closed", "true" if closed else None)
+    headers.put("Stream-Key", key)
+    headers.put("Stream-Timestamp", time_text(timestamp))
+    if fork is not None:
+        headers.put("Stream-Forked-From", stream_path(fork.source))
+        headers.put("Stream-Fork-Offset", fork.offset)
+        headers.put("Stream-Fork-Sub-Offset", fork.sub_offset)
+    # PUT is repeatable: a stream that exists with this configuration is left as it is, content included.
+    return Request(method="PUT", path=stream_path(name), headers=tuple(headers), body=body)
+
+
+def append(
+    name: str,
+    body: bytes,
+    *,
+    content_type: str | None,
+    close: bool = False,
+    key: str | None = None,
+    seq: str | None = None,
+    timestamp: Time | None = None,
+    producing: Producing | None = None,
+) -> Request:
+    headers = _Headers()
+    headers.put("Content-Type", content_type)
+    headers.put("Stream-Closed", "true" if close else None)
+    headers.put("Stream-Key", key)
+    headers.put("Stream-Seq", seq)
+    headers.put("Stream-Timestamp", time_text(timestamp))
+    if producing is not None:
+        headers.put("Producer-Id", producing.producer_id)
+        headers.put("Producer-Epoch", producing.epoch)
+        headers.put("Producer-Seq", producing.seq)
+    return Request(
+        method="POST",
+        path=stream_path(name),
+        headers=tuple(headers),
+        body=body,
+        # Closing an already closed stream succeeds, so a close without content can be repeated, too.
+        repeatable=producing is not None or (close and not body),
+    )
+
+
+def head(name: str) -> Request:
+    return Request(method="HEAD", path=stream_path(name))
+
+
+def delete(name: str) -> Request:
+    return Request(method="DELETE", path=stream_path(name))
+
+
+def read(
+    name: str,
+    *,
+    offset: str | None,
+    key: str | None = None,
+    since: Time | None = None,
+    live: str | None = None,
+    cursor: str | None = None,
+    wait_s: float = 0.0,
+) -> Request:
+    parameters: list[tuple[str, str]] = []
+    if offset is not None:
+        parameters.append(("offset", offset))
+    if (since_text := time_text(since)) is not None:
+        parameters.append(("since", since_text))
+    if key is not None:
+        parameters.append(("key", key))
+    if live is not None:
+        parameters.append(("live", live))
+    if cursor is not None:
+        parameters.append(("cursor", cursor))
+    query = f"?{urlencode(parameters, quote_via=quote)}" if parameters else ""
+    return Request(method="GET", path=stream_path(name) + query, wait_s=wait_s)
+
+
+def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> Request:
+    parameters = {"limit": str(limit)}
+    if prefix:
+        parameters["prefix"] = prefix
+    if after:
+        parameters["after"] = after
+    if system:
+        parameters["system"] = "true"
+    return Request(method="GET", path=f"{LIST_PATH}?{urlencode(parameters, quote_via=quote)}")
+
+
+def check(answer: Answer, *expected: int, repeatable: bool = True) -> None:
+    """Raise the error an unexpected answer stands for."""
+    if answer.status in expected:
+        return
+    # A refusal with 4xx changed nothing; 408 and 5xx leave open what became of an append.
+    unknown = not repeatable and (answer.status == 408 or (answer.status >= 500 and answer.status != 507))
+    if answer.status < 400:
+        raise ClientError(
+            INVALID_ANSWER, f"unexpected status {answer.status}", status=answer.status, headers=answer.headers
+        )
+    raise error_from(answer.status, answer.headers, answer.body, unknown=unknown)
+
+
+def required(answer: Answer, name: str) -> str:
+    value = answer.headers.get(name)
+    if value is None:
+        raise ClientError(
+            INVALID_ANSWER,
+            f"the answer has no {name} header; is this a Tailrace server?",
+            status=answer.status,
+            headers=answer.headers,
+        )
+    return value
+
+
+def _flag(answer: Answer, name: str) -> bool:
+    return answer.headers.get(name, "").lower() == "true"
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def parse_info(name: str, answer: Answer) -> StreamInfo:
+    headers = answer.headers
+    return StreamInfo(
+        name=name,
+        content_type=headers.get("content-type", OCTETS_TYPE),
+        next_offset=required(answer, "stream-next-offset"),
+        closed=_flag(answer, "stream-closed"),
+        created=answer.status == 201,
+        earliest_offset=headers.get("stream-earliest-offset"),
+        ttl_s=_number(headers.get("stream-ttl")),
+        expires_at=headers.get("stream-expires-at"),
+        retention=headers.get("stream-retention"),
+        retention_bytes=_number(headers.get("stream-retention-bytes")),
+    )
+
+
+def parse_append(answer: Answer) -> AppendResult:
+    return AppendResult(
+        next_offset=required(answer, "stream-next-offset"),
+        closed=_flag(answer, "stream-closed"),
+        # 204 is the plain success, too; only with producer headers does it mean that nothing was added.
+        duplicate=answer.status == 204 and "producer-seq" in answer.headers,
+    )
+
+
+def parse_page(answer: Answer) -> Page:
+    """The page of a 200, or the empty page of an idle or closed long-poll (204)."""
+    headers = answer.headers
+    return Page(
+        body=answer.body,
+        content_type=headers.get("content-type", OCTETS_TYPE),
+        next_offset=required(answer, "stream-next-offset"),
+        up_to_date=_flag(answer, "stream-up-to-date"),
+        closed=_flag(answer, "stream-closed"),
+        end_offset=headers.get("stream-end-offset"),
+        earliest_offset=headers.get("stream-earliest-offset"),
+        etag=headers.get("etag"),
+        cursor=headers.get("stream-cursor"),
+    )
+
+
+class _Control(msgspec.Struct, rename="camel"):
+    stream_next_offset: str
+    stream_cursor: str | None = None
+    up_to_date: bool = False
+    stream_closed: bool = False
+
+
+_control_decoder = msgspec.json.Decoder(_Control)
+_list_decoder = msgspec.json.Decoder(list[StreamDescriptor])
+
+
+def parse_live(control: bytes, data: bytes | None, *, content_type: str, base64: bool) -> Page:
+    """The page made of a control event and of the data event before it, if there was one."""
+    try:
+        fields = _control_decoder.decode(control)
+        body = b"" if data is None else b64decode(data, validate=True) if base64 else data
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ClientError(INVALID_ANSWER, f"malformed event from the server: {error}") from error
+    return Page(
+        body=body,
+        content_type=content_type,
+        next_offset=fields.stream_next_offset,
+        up_to_date=fields.up_to_date,
+        closed=fields.stream_closed,
+        cursor=fields.stream_cursor,
+    )
+
+
+def parse_list(answer: Answer) -> tuple[list[StreamDescriptor], bool]:
+    """The rows of a page and whether there are more."""
+    try:
+        rows = _list_decoder.decode(answer.body)
+    except msgspec.MsgspecError as error:
+        raise ClientError(
+            INVALID_ANSWER, f"malformed list of streams: {error}", status=answer.status
+        ) from error
+    return rows, 'rel="next"' in answer.headers.get("link", "")
