@@ -1,0 +1,11 @@
+import { defineConfig } from "vitest/config"
+
+export default defineConfig({
+  test: {
+    include: ["suite.test.js"],
+    // The suite measures time to live and long-polls: one file, one process, nothing beside it.
+    pool: "forks",
+    fileParallelism: false,
+    watch: false,
+  },
+})
