@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tailrace.settings import PRESETS, TABLE, Setting
+from tailrace.telemetry import TABLE as METRICS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -90,7 +91,30 @@ def settings_page() -> str:
     )
 
 
-PAGES = {"settings.md": settings_page}
+METRICS_INTRO = """\
+# Metrics
+
+*Made from `telemetry.py` by `make docs`.*
+
+`GET /metrics` answers in Prometheus' text format. With authentication it needs the scope `manage`; give it a
+listener of its own with `--metrics-port` to scrape it without a token. Beside the rows below there are the usual
+numbers of the process: `process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds` and more.
+
+What to look at first: `tailrace_ready` (1 or somebody should be woken), `tailrace_sync_seconds` (the disk),
+`tailrace_append_queue_bytes` (the disk cannot keep up), `tailrace_refused_total` (what clients are told), and
+`tailrace_disk_free_bytes` (appends stop at `disk_reserve_bytes`).
+"""
+
+
+def metrics_page() -> str:
+    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    for metric in METRICS.values():
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.exposed}` | {metric.kind} | {labels} | {metric.help} |")
+    return METRICS_INTRO + "\n" + "\n".join(lines) + "\n"
+
+
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
 
 
 def main() -> int:

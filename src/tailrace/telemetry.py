@@ -1,0 +1,232 @@
+"""The metrics of a server: one table, plain numbers on the hot path, Prometheus text when somebody asks.
+
+A counter is an integer that its one owner adds to, and a gauge is a function called at scrape time, so that
+measuring costs an append nothing worth naming. Each histogram has one writing thread. The table below is also
+where ``docs/metrics.md`` comes from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, Literal
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as Family
+
+Kind = Literal["counter", "gauge", "histogram"]
+Read = Callable[[], float]
+
+SECONDS: Final = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+)
+SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+class Metric(Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> str:
+        """The name Prometheus sees."""
+        return f"tailrace_{self.name}_total" if self.kind == "counter" else f"tailrace_{self.name}"
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind="counter", help=text, labels=labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind="gauge", help=text, labels=labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name=name, kind="histogram", help=text, buckets=buckets)
+
+
+TABLE: Final[dict[str, Metric]] = {
+    metric.name: metric
+    for metric in (
+        _gauge("info", "Always 1; the label is the server's version.", "version"),
+        _gauge("ready", "1 while appends and reads are served, else 0."),
+        # The network.
+        _counter("requests", "Requests answered, by route and status.", "route", "status"),
+        _counter("refused", "Requests refused, by error code.", "code"),
+        _counter("malformed_requests", "Connections ended because what they sent was not HTTP."),
+        _counter("received_bytes", "Bytes received from clients."),
+        _counter("sent_bytes", "Bytes sent to clients."),
+        _gauge("connections", "Open connections."),
+        _gauge("live_connections", "Live readers, by mode.", "mode"),
+        _counter("live_demoted", "Live readers that were too slow and went back to catch-up reading."),
+        # Appends.
+        _counter("append_entries", "Entries made durable."),
+        _counter("append_bytes", "Payload bytes made durable."),
+        _gauge("append_queue_bytes", "Bytes waiting for a commit."),
+        _histogram("commit_records", "Journal records that shared one sync.", SIZES),
+        _histogram("sync_seconds", "Time of one write and sync of the journal.", SECONDS),
+        _counter("journal_failures", "Writes or syncs of the journal that failed."),
+        # State.
+        _gauge("streams", "Streams that exist."),
+        _gauge("streams_loaded", "Streams held in memory."),
+        _gauge("tail_memory_bytes", "Recent entries held in memory."),
+        _gauge("journal_bytes", "Size of the journal files."),
+        _gauge("checkpoint_lag_bytes", "Journal bytes that the hot store does not have yet."),
+        _counter("checkpoints", "Checkpoints written to the hot store."),
+        _gauge("disk_free_bytes", "Free space on the disk of the data directory."),
+        # Subscriptions.
+        _gauge("subscriptions", "Subscriptions that exist."),
+        _counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
+    )
+}
+
+
+class Number:
+    """A counter or a gauge without labels: add to `value`, or set `read` once and leave it alone."""
+
+    __slots__ = ("read", "value")
+
+    def __init__(self) -> None:
+        self.value: float = 0
+        self.read: Read | None = None
+
+    def current(self) -> float:
+        return self.value if self.read is None else self.read()
+
+
+class Numbers:
+    """Counters or gauges with labels. Label values must come from fixed sets, never from a client."""
+
+    __slots__ = ("reads", "values")
+
+    def __init__(self) -> None:
+        self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
+        self.reads: dict[tuple[object, ...], Read] = {}
+
+    def add(self, *labels: object) -> None:
+        self.values[labels] += 1
+
+    def current(self) -> Iterable[tuple[list[str], float]]:
+        for labels, value in list(self.values.items()):
+            yield [str(label) for label in labels], value
+        for labels, read in self.reads.items():
+            yield [str(label) for label in labels], read()
+
+
+class Distribution:
+    """A histogram with fixed bounds."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        assert list(bounds) == sorted(set(bounds))
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        running, rows = 0, list[tuple[str, float]]()
+        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((bound, running))
+        return rows
+
+
+class Telemetry:
+    """The numbers of one server; every attribute is a row of the table."""
+
+    def __init__(self, version: str = "") -> None:
+        self.info = Numbers()
+        self.ready = Number()
+        self.requests = Numbers()
+        self.refused = Numbers()
+        self.malformed_requests = Number()
+        self.received_bytes = Number()
+        self.sent_bytes = Number()
+        self.connections = Number()
+        self.live_connections = Numbers()
+        self.live_demoted = Number()
+        self.append_entries = Number()
+        self.append_bytes = Number()
+        self.append_queue_bytes = Number()
+        self.commit_records = Distribution(TABLE["commit_records"].buckets)
+        self.sync_seconds = Distribution(TABLE["sync_seconds"].buckets)
+        self.journal_failures = Number()
+        self.streams = Number()
+        self.streams_loaded = Number()
+        self.tail_memory_bytes = Number()
+        self.journal_bytes = Number()
+        self.checkpoint_lag_bytes = Number()
+        self.checkpoints = Number()
+        self.disk_free_bytes = Number()
+        self.subscriptions = Number()
+        self.webhook_deliveries = Numbers()
+        assert vars(self).keys() == TABLE.keys(), "the class and the table differ"
+        self.info.values[(version,)] = 1
+
+    def observe_sync(self, seconds: float, records: int) -> None:
+        """One commit: how long it took and how many records shared it."""
+        self.sync_seconds.observe(seconds)
+        self.commit_records.observe(records)
+
+    def render(self) -> bytes:
+        """The text of ``/metrics``, with the process's own numbers (memory, CPU, open files)."""
+        # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
+        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(_Collector(self))
+        ProcessCollector(registry=registry)
+        return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterable[Family]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for metric in TABLE.values():
+            held = getattr(self._telemetry, metric.name)
+            name = f"tailrace_{metric.name}"
+            if isinstance(held, Distribution):
+                family = HistogramMetricFamily(name, metric.help)
+                family.add_metric([], held.cumulative(), held.total)
+                yield family
+                continue
+            shape = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = shape(name, metric.help, labels=metric.labels)
+            if isinstance(held, Numbers):
+                for labels, value in held.current():
+                    family.add_metric(labels, value)
+            else:
+                assert isinstance(held, Number)
+                family.add_metric([], held.current())
+            yield family
