@@ -73,7 +73,7 @@ class Batcher(Generic[Ticket]):
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a part may enter now. One that is larger than the whole bound enters alone."""
-        return self.bytes_held == 0 or self.bytes_held + size_bytes <= self._limits.inflight_bytes_max
+        return self.bytes_held == 0 or self.bytes_held + size_bytes < self._limits.inflight_bytes_max
 
     def add(self, part: bytes, key: str | None, now_s: float) -> Ticket:
         batch = self._queue[-1] if self._queue else None

@@ -1,0 +1,150 @@
+"""A TCP proxy that cuts connections, at random or at the worst moment."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, Self
+
+Direction = Literal["request", "answer"]
+# Asked for each piece that passes: cut here, instead of passing it on?
+Decide = Callable[[Direction, bytes], bool]
+
+PIECE_BYTES = 64 * 1024
+
+
+class CuttingProxy:
+    """Forwards to a local port. `decide` may cut; so may the test, with `cut_all`."""
+
+    def __init__(self, port: int, decide: Decide | None = None) -> None:
+        self._target = ("127.0.0.1", port)
+        self._lock = threading.Lock()
+        self._pairs: set[_Pair] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self.decide: Decide = decide or _never
+        self.cuts = 0
+        self.requests = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        self._acceptor.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A closed listener does not wake the thread that waits on it; a connection does.
+        self._target = ("", 0)
+        socket.create_connection(self._listener.getsockname()).close()
+        self._acceptor.join()
+        self._listener.close()
+        self.cut_all()
+
+    def cut_all(self) -> int:
+        """Reset every open connection; how many there were."""
+        with self._lock:
+            pairs = list(self._pairs)
+        for pair in pairs:
+            pair.cut()
+        return len(pairs)
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if not self._target[1]:
+                client.close()
+                return
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:
+                client.close()
+                continue
+            pair = _Pair(self, client, server)
+            with self._lock:
+                self._pairs.add(pair)
+            pair.start()
+
+    def judge(self, direction: Direction, piece: bytes) -> bool:
+        with self._lock:
+            self.requests += direction == "request"
+            cut = self.decide(direction, piece)
+            self.cuts += cut
+        return cut
+
+    def forget(self, pair: _Pair) -> None:
+        with self._lock:
+            self._pairs.discard(pair)
+
+
+class _Pair:
+    """Both halves of one proxied connection."""
+
+    def __init__(self, proxy: CuttingProxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._server = server
+        for end in (client, server):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def start(self) -> None:
+        threading.Thread(target=self._pump, args=(self._client, self._server, "request"), daemon=True).start()
+        threading.Thread(target=self._pump, args=(self._server, self._client, "answer"), daemon=True).start()
+
+    def cut(self) -> None:
+        # The client sees a reset. The server sees an orderly end, so that what it got is what it acts on.
+        for end, linger in ((self._client, struct.pack("ii", 1, 0)), (self._server, None)):
+            try:
+                if linger is not None:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            end.close()
+        self._proxy.forget(self)
+
+    def _pump(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
+        try:
+            while piece := source.recv(PIECE_BYTES):
+                if self._proxy.judge(direction, piece):
+                    break
+                target.sendall(piece)
+        except OSError:
+            pass
+        self.cut()
+
+
+def _never(_direction: Direction, _piece: bytes) -> bool:
+    return False
+
+
+def at_random(seed: int, share: float) -> Decide:
+    """Cut a share of all pieces, requests and answers alike."""
+    chance = random.Random(seed)
+
+    def decide(_direction: Direction, _piece: bytes) -> bool:
+        return chance.random() < share
+
+    return decide
+
+
+def lose_answers(count: int, *, to: bytes = b"") -> Decide:
+    """Cut the first answers to the requests that begin with these bytes, after the server obeyed them."""
+    state = {"left": count, "armed": False}
+
+    def decide(direction: Direction, piece: bytes) -> bool:
+        if direction == "request":
+            state["armed"] = piece.startswith(to)
+        elif state["left"] and state["armed"]:
+            state["left"] -= 1
+            return True
+        return False
+
+    return decide

@@ -1,0 +1,143 @@
+"""Exactly once: what the producer does with every answer, also with those it did not get."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.steps import OFFSET, Stage, answer, header
+from tailrace.client.error import ClientError
+from tailrace.client.operations import Operations
+from tailrace.client.producing import SEQ_MAX, ProducerOptions, Sequencer
+from tailrace.client.retry import Retries
+from tailrace.client.steps import BrokenError
+from tailrace.client.wire import Answer, Request
+
+CUT = BrokenError("reset", sent=True)
+
+
+def accepted(seq: int, epoch: int = 0) -> Answer:
+    return answer(200, stream_next_offset=OFFSET, producer_epoch=str(epoch), producer_seq=str(seq))
+
+
+def duplicate(highest: int, epoch: int = 0) -> Answer:
+    return answer(204, stream_next_offset=OFFSET, producer_epoch=str(epoch), producer_seq=str(highest))
+
+
+def gap(expected: int) -> Answer:
+    body = b'{"error":{"code":"producer_gap","message":"gap"}}'
+    return answer(409, body, producer_expected_seq=str(expected), producer_received_seq=str(SEQ_MAX))
+
+
+def stale(current: int) -> Answer:
+    body = b'{"error":{"code":"stale_epoch","message":"stale","current_epoch":%d}}' % current
+    return answer(403, body, producer_epoch=str(current))
+
+
+NEWER_EPOCH = answer(400, b'{"error":{"code":"invalid_header","message":"a new epoch starts at 0"}}')
+
+
+def sequencer(producer_id: str | None = None, epoch: int = 0, *, auto_claim: bool = True) -> Sequencer:
+    options = ProducerOptions(producer_id=producer_id, epoch=epoch, auto_claim=auto_claim)
+    return Sequencer(Operations("s", Retries(), "application/json"), options)
+
+
+def numbers(requests: list[Request]) -> list[tuple[int, int]]:
+    return [
+        (int(header(r, "Producer-Epoch") or b"-1"), int(header(r, "Producer-Seq") or b"-1")) for r in requests
+    ]
+
+
+def test_batches_are_numbered() -> None:
+    stage = Stage(accepted(0), accepted(1))
+    producer = sequencer()
+    stage.run(producer.deliver([b"1", b"2"], None))
+    stage.run(producer.deliver([b"3"], "k"))
+    assert numbers(stage.requests) == [(0, 0), (0, 1)]
+    assert [request.body for request in stage.requests] == [b"[1,2]", b"[3]"]
+    assert header(stage.requests[1], "Stream-Key") == b"k"
+
+
+@pytest.mark.parametrize("fault", [CUT, answer(408), answer(500), answer(503), answer(429), answer(507)])
+def test_a_retry_carries_the_same_number(fault: Answer | BrokenError) -> None:
+    stage = Stage(fault, fault, accepted(0), accepted(1))
+    producer = sequencer()
+    stage.run(producer.deliver([b"1"], None))
+    stage.run(producer.deliver([b"2"], None))
+    assert numbers(stage.requests) == [(0, 0), (0, 0), (0, 0), (0, 1)]
+
+
+def test_a_duplicate_after_a_lost_answer_is_success() -> None:
+    result = Stage(CUT, duplicate(0)).run(sequencer().deliver([b"1"], None))
+    assert result.duplicate
+
+
+@pytest.mark.parametrize(
+    ("told", "epoch"), [(gap(0), 0), (gap(58), 1), (stale(4), 5), (NEWER_EPOCH, 0)], ids=str
+)
+def test_a_named_producer_asks_before_it_writes(told: Answer, epoch: int) -> None:
+    stage = Stage(told, accepted(0, epoch))
+    producer = sequencer("me")
+    stage.run(producer.deliver([b"1"], None))
+    assert numbers(stage.requests) == [(0, SEQ_MAX), (epoch, 0)]
+    assert producer.epoch == epoch
+
+
+def test_what_asking_reveals_is_not_swallowed() -> None:
+    closed = answer(409, b'{"error":{"code":"stream_closed","message":"closed"}}', stream_closed="true")
+    with pytest.raises(ClientError) as caught:
+        Stage(closed).run(sequencer("me").deliver([b"1"], None))
+    assert caught.value.code == "stream_closed"
+
+
+def test_a_rival_between_asking_and_writing_is_noticed() -> None:
+    # Both were told that epoch 1 is free; the other one was faster. Its success is not ours.
+    stage = Stage(gap(5), duplicate(0, 1), accepted(0, 2))
+    producer = sequencer("me")
+    stage.run(producer.deliver([b"1"], None))
+    assert numbers(stage.requests) == [(0, SEQ_MAX), (1, 0), (2, 0)]
+
+
+def test_a_rival_with_a_newer_epoch_is_overtaken_before_the_first_batch() -> None:
+    stage = Stage(gap(0), stale(3), accepted(0, 4))
+    stage.run(sequencer("me").deliver([b"1"], None))
+    assert numbers(stage.requests) == [(0, SEQ_MAX), (0, 0), (4, 0)]
+
+
+def test_a_replaced_producer_does_not_fight_back() -> None:
+    stage = Stage(accepted(0), stale(1))
+    producer = sequencer()
+    stage.run(producer.deliver([b"1"], None))
+    with pytest.raises(ClientError) as caught:
+        stage.run(producer.deliver([b"2"], None))
+    assert caught.value.code == "stale_epoch"
+    assert not caught.value.outcome_unknown
+
+
+def test_no_claim_while_the_batch_may_be_stored() -> None:
+    # A batch that may be in under the old epoch must not be written again under a new one.
+    with pytest.raises(ClientError) as caught:
+        Stage(gap(0), CUT, stale(1)).run(sequencer("me").deliver([b"1"], None))
+    assert caught.value.code == "stale_epoch"
+    assert caught.value.outcome_unknown
+
+
+def test_a_duplicate_that_is_ahead_of_us_is_not_ours() -> None:
+    with pytest.raises(ClientError) as caught:
+        Stage(CUT, duplicate(7)).run(sequencer().deliver([b"1"], None))
+    assert caught.value.outcome_unknown
+
+
+def test_without_auto_claim_the_epoch_is_the_callers() -> None:
+    stage = Stage(stale(9))
+    with pytest.raises(ClientError) as caught:
+        stage.run(sequencer("me", 7, auto_claim=False).deliver([b"1"], None))
+    assert caught.value.code == "stale_epoch"
+    assert caught.value.extra == {"current_epoch": 9}
+    assert numbers(stage.requests) == [(7, 0)]
+    with pytest.raises(ClientError) as caught:
+        Stage(duplicate(3, 7)).run(sequencer("me", 7, auto_claim=False).deliver([b"1"], None))
+    assert caught.value.code == "producer_conflict"
+
+
+def test_ids_of_their_own_differ() -> None:
+    assert sequencer().producer_id != sequencer().producer_id

@@ -1,0 +1,143 @@
+"""Requests as they go out, values as they are encoded."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.steps import OFFSET, answer, header
+from tailrace.client import encode, wire
+from tailrace.client.error import ClientError, error_from
+from tailrace.client.model import Page
+
+JSON = "application/json"
+
+
+def test_names_are_encoded_segment_by_segment() -> None:
+    assert wire.stream_path("a b/ü/c%2F?") == "/v1/stream/a%20b/%C3%BC/c%252F%3F"
+
+
+@pytest.mark.parametrize("value", ["", "a\r\nX: y", "a\n", "\x00", " a", "a\t", "\x7f"])
+def test_a_header_value_cannot_forge_a_header(value: str) -> None:
+    with pytest.raises(ValueError, match="Stream-Key"):
+        wire.append("s", b"x", content_type=JSON, key=value)
+
+
+def test_create_headers() -> None:
+    lifetime: wire.Lifetime = {"ttl": timedelta(hours=1), "retention": "7d", "retention_bytes": 5}
+    request = wire.create("s", content_type=JSON, lifetime=lifetime, closed=True, body=b"")
+    assert dict(request.headers) == {
+        "Content-Type": b"application/json",
+        "Stream-TTL": b"3600",
+        "Stream-Retention": b"7d",
+        "Stream-Retention-Bytes": b"5",
+        "Stream-Closed": b"true",
+    }
+
+
+def test_times() -> None:
+    moment = datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC)
+    assert wire.time_text(moment) == "2026-01-02T03:04:05.000006+00:00"
+    assert wire.time_text(1) == "1"
+    with pytest.raises(ValueError, match="zone"):
+        wire.time_text(datetime(2026, 1, 1))  # noqa: DTZ001 - naive on purpose
+    with pytest.raises(ValueError, match="whole seconds"):
+        wire.create("s", content_type=None, lifetime={"ttl": timedelta(seconds=1.5)}, closed=False, body=b"")
+
+
+def test_the_zone_of_a_time_survives_the_query() -> None:
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    assert wire.read("s", offset=None, since=since).path.endswith("?since=2026-01-01T00%3A00%3A00%2B00%3A00")
+
+
+def test_fork_headers() -> None:
+    fork = wire.ForkPoint(source="a b", offset=OFFSET, sub_offset=0)
+    request = wire.create("s", content_type=None, lifetime={}, closed=False, body=b"", fork=fork)
+    assert header(request, "Stream-Forked-From") == b"/v1/stream/a%20b"
+    assert header(request, "Stream-Fork-Sub-Offset") == b"0"
+
+
+def test_only_what_is_safe_is_repeatable() -> None:
+    producing = wire.Producing("p", 0, 0)
+    assert wire.append("s", b"x", content_type=JSON, producing=producing).repeatable
+    assert wire.append("s", b"", content_type=None, close=True).repeatable
+    assert not wire.append("s", b"x", content_type=JSON).repeatable
+    assert not wire.append("s", b"x", content_type=JSON, close=True).repeatable
+
+
+@pytest.mark.parametrize(
+    ("data", "body", "parts"),
+    [
+        ({"a": 1}, b'{"a":1}', [b'{"a":1}']),
+        ([1, [2]], b"[1,[2]]", [b"1", b"[2]"]),
+        ((1, 2), b"[1,2]", [b"1", b"2"]),
+        ("text", b'"text"', [b'"text"']),
+        (None, b"null", [b"null"]),
+        (2**70, b"1180591620717411303424", [b"1180591620717411303424"]),
+        (b' [1.0, {"b":  2}] ', b' [1.0, {"b":  2}] ', [b"1.0", b'{"b":  2}']),
+        (b"1e400", b"1e400", [b"1e400"]),
+        (bytearray(b"7"), b"7", [b"7"]),
+        (memoryview(b"7"), b"7", [b"7"]),
+        (msgspec.Raw(b"[1]"), b"[1]", [b"[1]"]),
+    ],
+)
+def test_json_data(data: Any, body: bytes, parts: list[bytes]) -> None:
+    assert encode.body_of(data, JSON) == body
+    assert encode.parts_of(data, JSON) == parts
+
+
+def test_byte_data() -> None:
+    assert encode.body_of("é", "text/plain") == b"\xc3\xa9"
+    assert encode.parts_of(b"[1,2]", "text/plain") == [b"[1,2]"]
+    assert encode.join([b"a", b"b"], "text/plain") == b"ab"
+    for data in ({"a": 1}, [b"a"], 1, None):
+        with pytest.raises(TypeError, match="text/plain"):
+            encode.body_of(data, "text/plain")
+
+
+def test_what_the_data_says_about_the_type() -> None:
+    assert encode.implied_type({"a": 1}) == JSON
+    assert encode.implied_type(b"") is None
+    assert encode.implied_type("x") is None
+
+
+def test_groups_are_bounded() -> None:
+    cut = list(encode.groups([1, 22, b"333", 4], JSON, bytes_max=6, count_max=2))
+    assert cut == [[b"1", b"22"], [b"333", b"4"]]
+    assert list(encode.groups([b"a", "b"], "text/plain", bytes_max=99, count_max=9)) == [[b"a"], [b"b"]]
+    assert list(encode.groups([], JSON, bytes_max=1, count_max=1)) == []
+
+
+def test_a_page_keeps_what_python_numbers_cannot() -> None:
+    body = b'[1e400,12345678901234567890123,"\\ud800", {"a":1.0}]'
+    page = Page(body=body, content_type="Application/JSON; charset=utf-8", next_offset=OFFSET)
+    assert page.entries == [float("inf"), 12345678901234567890123, "\ud800", {"a": 1.0}]
+    assert Page(body=b"[]", content_type=JSON, next_offset=OFFSET).is_empty
+    assert Page(body=b"[]", content_type="text/plain", next_offset=OFFSET).entries == [b"[]"]
+    exact = Page(body=b'[1e400, {"a" :1.0}]', content_type=JSON, next_offset=OFFSET)
+    assert exact.raw_entries == [b"1e400", b'{"a" :1.0}']
+
+
+def test_errors_carry_what_the_server_said() -> None:
+    body = b'{"error":{"code":"payload_too_large","message":"too much","limit_bytes":10}}'
+    error = error_from(413, {"x": "y"}, body)
+    assert (error.code, error.status, error.message) == ("payload_too_large", 413, "too much")
+    assert error.extra == {"limit_bytes": 10}
+    assert str(error) == "too much (payload_too_large, HTTP 413)"
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error":"no"}', b'{"error":{"code":5}}'])
+def test_a_foreign_error_is_still_an_error(body: bytes) -> None:
+    assert error_from(502, {}, body).code == "http_502"
+
+
+def test_an_answer_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ClientError, match="is this a Tailrace server"):
+        wire.parse_page(answer(200, b"<html>"))
+    with pytest.raises(ClientError, match="unexpected status 302"):
+        wire.check(answer(302), 200)
+    with pytest.raises(ClientError, match="malformed list"):
+        wire.parse_list(answer(200, b"<html>"))
