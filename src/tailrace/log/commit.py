@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tailrace.errors import TailraceError
-from tailrace.log.journal import FRAME_BYTES, JournalFile, frame
+from tailrace.log.journal import FRAME_BYTES, JournalFile, encode_header, frame
 
 # Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
 SLOW_SYNC_S = 0.001
@@ -131,9 +131,10 @@ class Committer:
             self._settle()
             return
         batch.position = file.end
-        file.end += batch.size
-        batch.data = framed(batch.payloads, file.seed)
-        assert len(batch.data) == batch.size
+        head = b"" if file.end else encode_header(file.header)
+        batch.data = head + framed(batch.payloads, file.seed)
+        assert len(batch.data) == batch.size + len(head)
+        file.end += len(batch.data)
         batch.started = time.perf_counter()
         self._in_flight.append(batch)
         if len(self._threads) < len(self._in_flight):

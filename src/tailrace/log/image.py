@@ -92,6 +92,7 @@ def decode_stream(raw: bytes) -> Stream:
     stream.forks = image.forks
     stream.gone = image.gone
     stream.producers_known = not image.has_producers
+    stream.grant_grace()
     return stream
 
 

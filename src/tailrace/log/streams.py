@@ -45,6 +45,7 @@ class Streams:
         self.memory_bytes = 0
         self.file = 0  # journal file of what is being published
         self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
+        self.removed: list[int] = []  # streams whose rows the next checkpoint deletes
         self.on_loaded: Callable[[Stream], None] | None = None
 
     # -- look-up ---------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Streams:
         assert stream is not None
         if isinstance(op, Touch):
             stream.touched_ns = max(stream.touched_ns, op.at_ns)
-            stream.touched_saved_ns = stream.touched_ns
+            stream.touched_saved_ns = max(stream.touched_saved_ns, op.at_ns)
         else:
             stream.bind(op.content_type)
         return stream
@@ -148,7 +149,7 @@ class Streams:
         if stream.lifetime.ttl_s is not None:
             # An append renews the window; replay must come to the same deadline as the live server.
             stream.touched_ns = max(stream.touched_ns, op.time_ns)
-            stream.touched_saved_ns = stream.touched_ns
+            stream.touched_saved_ns = max(stream.touched_saved_ns, op.time_ns)
         return stream
 
     def _assign_create(self, op: Create) -> Stream:
@@ -184,6 +185,7 @@ class Streams:
             stream.gone = True
             return stream
         stream.removed = True
+        self.removed.append(stream.number)
         if stream.parent:
             self.parent_of(stream).forks -= 1
         self.tombstones[stream.name] = Tombstone(stream.epoch, stream.incarnation, op.at_ns, op.reason)

@@ -1,0 +1,65 @@
+"""Answers: header lines that more than one route needs, and the one form of an error."""
+
+from __future__ import annotations
+
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.net.http1 import Exchange
+from tailrace.protocol.content_types import DEFAULT
+from tailrace.protocol.durations import format_instant
+from tailrace.protocol.headers import line
+
+NO_STORE = b"Cache-Control: no-store\r\n"
+CLOSED = b"Stream-Closed: true\r\n"
+UP_TO_DATE = b"Stream-Up-To-Date: true\r\n"
+JSON_TYPE = b"Content-Type: application/json; charset=utf-8\r\n"
+
+
+def next_offset(offset: str) -> bytes:
+    return b"Stream-Next-Offset: %b\r\n" % offset.encode("ascii")
+
+
+def end_offset(offset: str) -> bytes:
+    return b"Stream-End-Offset: %b\r\n" % offset.encode("ascii")
+
+
+def content_type(stream: Stream) -> bytes:
+    return line("Content-Type", stream.content_type or DEFAULT)
+
+
+def lifetime(stream: Stream) -> bytes:
+    """How long the stream and its entries live, as far as that is set."""
+    set_to = stream.lifetime
+    lines = b""
+    if set_to.ttl_s is not None:
+        lines += line("Stream-TTL", str(set_to.ttl_s))
+    deadline_ns = stream.deadline_ns()
+    if deadline_ns is not None:
+        lines += line("Stream-Expires-At", format_instant(deadline_ns))
+    if set_to.retention_s is not None:
+        lines += line("Stream-Retention", str(set_to.retention_s))
+    if set_to.retention_bytes is not None:
+        lines += line("Stream-Retention-Bytes", str(set_to.retention_bytes))
+    return lines
+
+
+def error(refusal: TailraceError) -> tuple[int, bytes, bytes]:
+    """Status, header lines and body of a refusal: the only place where an error becomes HTTP."""
+    head = JSON_TYPE + NO_STORE
+    if refusal.retry_after_s is not None:
+        head += line("Retry-After", str(refusal.retry_after_s))
+    for name, value in refusal.headers:
+        head += line(name, "".join(char if char.isprintable() else "?" for char in value))
+    return refusal.status, head, refusal.body()
+
+
+def refuse(exchange: Exchange, refusal: TailraceError) -> None:
+    exchange.respond(*error(refusal))
+
+
+def base_url(exchange: Exchange, public_url: str) -> str:
+    """What absolute URLs begin with: the configured base, else how the client reached us."""
+    if public_url:
+        return public_url.rstrip("/")
+    host = exchange.headers.get(b"host", b"localhost").decode("latin-1")
+    return f"{exchange.scheme.decode()}://{host}"

@@ -1,0 +1,210 @@
+"""Requests into the terms of the protocol: query strings and headers, checked and typed."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log.model import Lifetime
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import durations, offsets
+from tailrace.protocol.content_types import is_valid
+from tailrace.protocol.names import decode as decode_name
+
+INTEGER_MAX = 2**53 - 1
+_INTEGER = re.compile(rb"[0-9]{1,16}")
+_COUNT = re.compile(rb"0|[1-9][0-9]{0,15}")
+_SINGLE = frozenset(
+    {"offset", "live", "cursor", "key", "since", "filter", "format", "timeout", "timeout_ms", "limit", "after"}
+)
+# Headers that mean nothing when they come twice.
+_ONCE = frozenset(
+    {
+        b"content-type",
+        b"stream-seq",
+        b"stream-key",
+        b"stream-timestamp",
+        b"stream-ttl",
+        b"stream-expires-at",
+        b"stream-retention",
+        b"stream-retention-bytes",
+        b"stream-closed",
+        b"stream-forked-from",
+        b"stream-fork-offset",
+        b"stream-fork-sub-offset",
+        b"producer-id",
+        b"producer-epoch",
+        b"producer-seq",
+        b"authorization",
+    }
+)
+
+
+def bad_header(name: str, why: str) -> TailraceError:
+    return TailraceError("invalid_header", f"{name} {why}", header=name)
+
+
+@lru_cache(maxsize=4096)
+def parse_query(raw: bytes) -> dict[str, str]:
+    """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
+    found: dict[str, str] = {}
+    for item in raw.split(b"&"):
+        if not item:
+            continue
+        name, _, value = item.partition(b"=")
+        try:
+            key = unquote_to_bytes(name.replace(b"+", b" ")).decode()
+            text = unquote_to_bytes(value.replace(b"+", b" ")).decode()
+        except UnicodeDecodeError:
+            raise TailraceError("invalid_request", "the query string is not valid UTF-8") from None
+        if key in found and key in _SINGLE:
+            raise TailraceError(
+                "invalid_offset" if key == "offset" else "invalid_request", f"{key} is given more than once"
+            )
+        found[key] = text
+    return found
+
+
+def check_once(exchange: Exchange) -> None:
+    """Refuses a repeated header that may come only once."""
+    if exchange.repeated is not None:
+        for name in exchange.repeated & _ONCE:
+            raise bad_header(name.decode(), "is given more than once")
+
+
+def content_type_of(exchange: Exchange) -> str | None:
+    raw = exchange.headers.get(b"content-type")
+    if raw is None:
+        return None
+    try:
+        text = _KNOWN_TYPES.get(raw) or raw.decode()
+    except UnicodeDecodeError:
+        raise bad_header("Content-Type", "is not text") from None
+    if not is_valid_type(text):
+        raise bad_header("Content-Type", "is not a media type")
+    return text
+
+
+_KNOWN_TYPES = {b"application/json": "application/json", b"application/octet-stream": "application/octet-stream"}
+is_valid_type = lru_cache(maxsize=1024)(is_valid)
+
+
+def check_encoding(exchange: Exchange) -> None:
+    encoding = exchange.headers.get(b"content-encoding")
+    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
+        raise TailraceError("unsupported_encoding", "request bodies must not be compressed")
+
+
+def closes(exchange: Exchange) -> bool:
+    """`Stream-Closed: true`, in any case; every other value is as if it were absent."""
+    value = exchange.headers.get(b"stream-closed")
+    return value is not None and value.lower() == b"true"
+
+
+def stream_seq(exchange: Exchange, limits: Limits) -> bytes | None:
+    value = exchange.headers.get(b"stream-seq")
+    if value is not None and not 0 < len(value) <= limits.stream_seq_bytes:
+        raise bad_header("Stream-Seq", f"must have 1 to {limits.stream_seq_bytes} bytes")
+    return value
+
+
+def stream_key(exchange: Exchange, limits: Limits) -> bytes | None:
+    value = exchange.headers.get(b"stream-key")
+    if value is None:
+        return None
+    if not 0 < len(value) <= limits.key_bytes:
+        raise bad_header("Stream-Key", f"must have 1 to {limits.key_bytes} bytes")
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        raise bad_header("Stream-Key", "is not valid UTF-8") from None
+    return value
+
+
+def stream_timestamp_ns(exchange: Exchange) -> int | None:
+    value = exchange.headers.get(b"stream-timestamp")
+    if value is None:
+        return None
+    parsed = durations.parse_timestamp_ns(value.decode("latin-1"))
+    if parsed is None or parsed < 0:
+        raise bad_header("Stream-Timestamp", "is neither RFC 3339 nor Unix nanoseconds")
+    return parsed
+
+
+def producer(exchange: Exchange, limits: Limits) -> tuple[str, int, int] | None:
+    """All three producer headers or none."""
+    headers = exchange.headers
+    raw_id, raw_epoch, raw_seq = (
+        headers.get(b"producer-id"),
+        headers.get(b"producer-epoch"),
+        headers.get(b"producer-seq"),
+    )
+    if raw_id is None and raw_epoch is None and raw_seq is None:
+        return None
+    if raw_id is None or raw_epoch is None or raw_seq is None:
+        raise bad_header("Producer-Id", "needs Producer-Epoch and Producer-Seq beside it, and they need it")
+    if not 0 < len(raw_id) <= limits.producer_id_bytes:
+        raise bad_header("Producer-Id", f"must have 1 to {limits.producer_id_bytes} bytes")
+    try:
+        producer_id = raw_id.decode()
+    except UnicodeDecodeError:
+        raise bad_header("Producer-Id", "is not valid UTF-8") from None
+    return producer_id, _integer("Producer-Epoch", raw_epoch), _integer("Producer-Seq", raw_seq)
+
+
+def _integer(name: str, raw: bytes) -> int:
+    if not _INTEGER.fullmatch(raw) or int(raw) > INTEGER_MAX:
+        raise bad_header(name, "must be a decimal integer from 0 to 2^53-1")
+    return int(raw)
+
+
+def lifetime(exchange: Exchange) -> Lifetime:
+    headers = exchange.headers
+    raw_ttl, raw_expires = headers.get(b"stream-ttl"), headers.get(b"stream-expires-at")
+    if raw_ttl is not None and raw_expires is not None:
+        raise TailraceError("conflicting_expiry", "Stream-TTL and Stream-Expires-At exclude each other")
+    ttl_s = None if raw_ttl is None else durations.parse_window_s(raw_ttl.decode("latin-1"), "Stream-TTL")
+    expires_ns: int | None = None
+    if raw_expires is not None:
+        expires_ns = durations.parse_instant_ns(raw_expires.decode("latin-1"))
+        if expires_ns is None:
+            raise bad_header("Stream-Expires-At", "is not an RFC 3339 instant")
+    raw_retention, raw_bytes = headers.get(b"stream-retention"), headers.get(b"stream-retention-bytes")
+    retention_s: int | None = None
+    if raw_retention is not None:
+        retention_s = durations.parse_window_s(raw_retention.decode("latin-1"), "Stream-Retention")
+    if raw_bytes is not None and not _COUNT.fullmatch(raw_bytes):
+        raise bad_header("Stream-Retention-Bytes", "must be a whole number of bytes")
+    return Lifetime(ttl_s, expires_ns, retention_s, None if raw_bytes is None else int(raw_bytes))
+
+
+class ForkHeaders(NamedTuple):
+    source: str | None
+    position: tuple[int, int] | None
+    sub: int
+
+
+def fork(exchange: Exchange) -> ForkHeaders:
+    headers = exchange.headers
+    raw_source = headers.get(b"stream-forked-from")
+    raw_offset = headers.get(b"stream-fork-offset")
+    raw_sub = headers.get(b"stream-fork-sub-offset")
+    if raw_source is None:
+        if raw_offset is not None or raw_sub is not None:
+            raise TailraceError("invalid_fork", "a fork position needs Stream-Forked-From")
+        return ForkHeaders(None, None, 0)
+    raw_name = raw_source.removeprefix(b"/v1/stream/")
+    source = decode_name(raw_name)
+    if source is None or not source or source.startswith("/"):
+        raise TailraceError("invalid_fork", "Stream-Forked-From must be /v1/stream/<name> on this server")
+    if raw_sub is not None and not _COUNT.fullmatch(raw_sub):
+        raise TailraceError("invalid_fork", "Stream-Fork-Sub-Offset must be a whole number")
+    position: tuple[int, int] | None = None
+    if raw_offset is not None:
+        text = raw_offset.decode("latin-1")
+        position = (0, 0) if text == "-1" else offsets.parse_position(text)
+    return ForkHeaders(source, position, 0 if raw_sub is None else int(raw_sub))

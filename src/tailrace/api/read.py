@@ -1,0 +1,331 @@
+"""GET on a stream: catch-up pages and long-polls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.live import Live
+from tailrace.api.parse import parse_query
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.decide import resolve
+from tailrace.log.model import ReadPart, Stream
+from tailrace.log.reader import Missing, Page
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import durations, offsets
+from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.etag import none_match, slice_tag
+from tailrace.protocol.headers import line
+
+YEAR_S = 31_536_000
+LIVE_MODES = {
+    "long-poll": "long-poll",
+    "true": "long-poll",
+    "1": "long-poll",
+    "sse": "sse",
+    "ws": "ws",
+    "ws-internal": "ws",
+    "": "",
+    "false": "",
+    "0": "",
+}
+
+
+class ReadRequest(NamedTuple):
+    """A read as it was asked for, positions resolved."""
+
+    stream: Stream
+    start: int
+    at_now: bool
+    mode: str
+    shared: bool  # a long-poll that shared caches may collapse
+    fmt: str
+    key: str
+    wait_ms: int
+    cursor: str | None
+
+
+class ReadRoutes:
+    def __init__(self, context: Context, live: Live) -> None:
+        self._context = context
+        self._log = context.log
+        self._limits = context.limits
+        self._live = live
+        self._public = b"private" if context.settings.auth_configured else b"public"
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
+        authorise(identity, Action.READ_STREAM, stream=name)
+        request = self._request(exchange, name, key)
+        self._log.touch(request.stream)
+        if request.mode == "sse":
+            self._live.open_sse(exchange, request.stream, request.start, request.key, request.cursor)
+        elif request.mode == "ws":
+            self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor)
+        elif request.mode == "long-poll" and request.start >= request.stream.visible:
+            LongPoll(self, exchange, request).begin()
+        elif request.at_now and not request.mode:
+            self._answer_now(exchange, request)
+        else:
+            self.answer(exchange, request)
+
+    def _request(self, exchange: Exchange, name: str, path_key: str | None) -> ReadRequest:
+        query = parse_query(exchange.query)
+        raw_live = query.get("live", "")
+        mode = LIVE_MODES.get(raw_live)
+        if mode is None:
+            raise TailraceError("invalid_request", "live must be long-poll, sse or ws")
+        stream = self._log.readable(name)
+        if "filter" in query:
+            raise TailraceError("invalid_filter", "the stream has no searchable fields")
+        fmt = query.get("format") or ("json" if stream.json else "raw")
+        if fmt not in ("json", "raw"):
+            raise TailraceError("unsupported_format", "format must be json or raw")
+        if fmt == "json" and not stream.json:
+            raise TailraceError("unsupported_format", "only JSON streams can be read as JSON")
+        start, at_now = self._start(stream, query, mode)
+        wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
+        key = path_key if path_key is not None else query.get("key", "")
+        return ReadRequest(
+            stream, start, at_now, mode, raw_live == "long-poll", fmt, key, wait_ms, query.get("cursor")
+        )
+
+    def _start(self, stream: Stream, query: dict[str, str], mode: str) -> tuple[int, bool]:
+        offset = query.get("offset")
+        if offset is None:
+            since = query.get("since")
+            if since is not None:
+                since_ns = durations.parse_timestamp_ns(since)
+                if since_ns is None:
+                    raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
+                return self._log.reader.entry_before(stream, since_ns), False
+            if mode:
+                raise TailraceError("missing_offset", "live reads need an offset")
+            return 0, False
+        if offset == "-1":
+            return 0, False
+        if offset == "now":
+            return stream.visible, True
+        return resolve(stream, offsets.parse_position(offset), 0), False
+
+    def _wait_ms(self, query: dict[str, str]) -> int:
+        limits = self._limits
+        if (exact := query.get("timeout_ms")) is not None:
+            if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
+                raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
+            wanted = int(exact)
+        elif (text := query.get("timeout")) is not None:
+            wanted = durations.parse_wait_ms(text)
+        else:
+            wanted = limits.long_poll_default_ms
+        return min(wanted, limits.long_poll_max_ms)
+
+    # -- catch-up --------------------------------------------------------------------------------------
+
+    def answer(self, exchange: Exchange, request: ReadRequest) -> None:
+        """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
+        limits = self._limits
+        key = request.key.encode() or None
+        found = self._log.reader.try_read(
+            request.stream, request.start, limits.read_page_bytes, limits.read_page_entries, key
+        )
+        if not isinstance(found, Missing):
+            self._answer_page(exchange, request, found)
+            return
+        task = self._context.loop.create_task(self._answer_later(exchange, request, key))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer_later(self, exchange: Exchange, request: ReadRequest, key: bytes | None) -> None:
+        limits = self._limits
+        try:
+            page = await self._log.reader.read(
+                request.stream, request.start, limits.read_page_bytes, limits.read_page_entries, key
+            )
+        except Exception:
+            if request.stream.removed:
+                # Deleted under the reader's feet: its rows are gone.
+                answers.refuse(exchange, TailraceError("not_found", "the stream was deleted"))
+                return
+            answers.refuse(exchange, TailraceError("internal", "the read failed"))
+            raise
+        self._answer_page(exchange, request, page)
+
+    def _answer_now(self, exchange: Exchange, request: ReadRequest) -> None:
+        stream = request.stream
+        tail = stream.offset(stream.visible)
+        head = self._type(request) + answers.next_offset(tail) + answers.end_offset(tail)
+        head += answers.UP_TO_DATE + answers.NO_STORE
+        if stream.visible_closed:
+            head += answers.CLOSED
+        exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
+
+    def _answer_page(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
+        stream = request.stream
+        following = stream.offset(page.next_entry)
+        at_tail = page.next_entry >= stream.visible
+        closed = at_tail and stream.visible_closed
+        tag = slice_tag(stream.offset(request.start), following, request.key, request.fmt, "", closed)
+        head = answers.next_offset(following)
+        head += answers.end_offset(following if at_tail else stream.offset(stream.visible))
+        if at_tail:
+            head += answers.UP_TO_DATE
+        if closed:
+            head += answers.CLOSED
+        if request.mode:
+            head += answers.NO_STORE if request.at_now or not request.shared else self._max_age(stream, 20, False)
+            if not closed:
+                head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
+        elif at_tail and not closed:
+            head += b"Cache-Control: no-cache\r\n"
+        else:
+            head += self._max_age(stream, YEAR_S, True)
+        if not request.at_now:
+            head += b"ETag: %b\r\n" % tag.encode()
+        if not request.mode and (wanted := exchange.headers.get(b"if-none-match")) is not None:
+            if none_match(wanted.decode("latin-1"), tag):
+                exchange.respond(304, head)
+                return
+        exchange.respond(200, self._type(request) + head, body_of(page.parts, request.fmt, stream.json))
+
+    def _type(self, request: ReadRequest) -> bytes:
+        if request.fmt == "raw" and request.stream.json:
+            return b"Content-Type: application/octet-stream\r\n"
+        return answers.content_type(request.stream)
+
+    def _max_age(self, stream: Stream, seconds: int, immutable: bool) -> bytes:
+        """Cacheable, but never beyond the stream's own end."""
+        deadline_ns = stream.deadline_ns()
+        if deadline_ns is not None:
+            immutable = False
+            seconds = min(seconds, (deadline_ns - self._context.clock.now_ns()) // 1_000_000_000)
+        if stream.lifetime.retention_s is not None:
+            immutable = False
+            seconds = min(seconds, stream.lifetime.retention_s)
+        if seconds < 1:
+            return answers.NO_STORE
+        suffix = b", immutable" if immutable else b""
+        return b"Cache-Control: %b, max-age=%d%b\r\n" % (self._public, seconds, suffix)
+
+    # -- long-poll -------------------------------------------------------------------------------------
+
+    def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
+        stream = request.stream
+        offset = stream.offset(position)
+        head = answers.next_offset(offset) + answers.end_offset(stream.offset(stream.visible))
+        head += answers.UP_TO_DATE + answers.NO_STORE
+        if stream.visible_closed:
+            head += answers.CLOSED
+        else:
+            head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
+        exchange.respond(204, head)
+
+    def live_opened(self, stream: Stream) -> None:
+        self._live.admit()
+        stream.live += 1
+
+    def live_ended(self, stream: Stream) -> None:
+        self._live.dismiss()
+        stream.live -= 1
+        self._log.touch(stream)
+
+    def later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._context.loop.call_later(wait_ms / 1000, callback)
+
+    def next_match(self, request: ReadRequest, position: int) -> Page | Missing:
+        return self._log.reader.try_read(request.stream, position, 1, 1, request.key.encode() or None)
+
+
+class LongPoll:
+    """One waiting reader: a place in the stream's list and one timer."""
+
+    __slots__ = ("_exchange", "_position", "_request", "_routes", "_timer")
+
+    def __init__(self, routes: ReadRoutes, exchange: Exchange, request: ReadRequest) -> None:
+        self._routes = routes
+        self._exchange = exchange
+        self._request = request
+        self._position = request.start
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        stream = self._request.stream
+        if stream.visible_closed or self._request.wait_ms == 0:
+            self._routes.answer_idle(self._exchange, self._request, self._position)
+            return
+        self._routes.live_opened(stream)
+        if stream.readers is None:
+            stream.readers = []
+        stream.readers.append(self)
+        self._timer = self._routes.later(self._request.wait_ms, self._time_is_up)
+        self._exchange.on_gone = self._leave
+
+    def on_published(self, stream: Stream) -> None:
+        request = self._request
+        if stream.removed or stream.gone:
+            self._leave()
+            code = "stream_gone" if stream.gone and not stream.removed else "not_found"
+            answers.refuse(self._exchange, TailraceError(code, "the stream was deleted"))
+            return
+        if stream.visible > self._position:
+            if request.key:
+                # Only what is new has to be looked at; what does not match is passed over for good.
+                found = self._routes.next_match(request, self._position)
+                if not isinstance(found, Missing) and not found.count:
+                    self._position = found.next_entry
+                    if not stream.visible_closed:
+                        return
+                    self._leave()
+                    self._routes.answer_idle(self._exchange, request, self._position)
+                    return
+            self._leave()
+            self._routes.answer(self._exchange, request._replace(start=self._position))
+        elif stream.visible_closed:
+            self._leave()
+            self._routes.answer_idle(self._exchange, request, self._position)
+
+    def _time_is_up(self) -> None:
+        self._leave()
+        self._routes.answer_idle(self._exchange, self._request, self._position)
+
+    def end(self) -> None:
+        """The server stops: the client is told to come back, as if the time were up."""
+        self._time_is_up()
+
+    def _leave(self) -> None:
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        stream = self._request.stream
+        leave(stream, self)
+        self._routes.live_ended(stream)
+
+
+
+
+def leave(stream: Stream, reader: object) -> None:
+    """Takes a reader off the stream's list; an empty list is no list at all."""
+    readers = stream.readers
+    if readers is not None:
+        stream.readers = [other for other in readers if other is not reader] or None
+
+
+def body_of(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:
+    """The page as buffers to be written, not joined: large blocks are never copied."""
+    if not is_json:
+        return parts
+    body: list[ReadPart] = []
+    if fmt == "json":
+        for part in parts:
+            body.append(b"," if body else b"[")
+            body.append(part)
+        if not body:
+            return [b"[]"]
+        body.append(b"]")
+        return body
+    return parts

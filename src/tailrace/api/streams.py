@@ -1,0 +1,231 @@
+"""PUT, POST, HEAD and DELETE on a stream."""
+
+from __future__ import annotations
+
+import orjson
+
+from tailrace.api import answers, parse
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.model import Stream
+from tailrace.log.records import Append
+from tailrace.log.transaction import Transaction
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import json_split
+from tailrace.protocol.content_types import DEFAULT, is_json
+from tailrace.protocol.headers import line
+from tailrace.protocol.names import check_creatable, is_system
+
+PLAIN_HEADERS = (
+    b"stream-closed",
+    b"stream-seq",
+    b"stream-key",
+    b"stream-timestamp",
+    b"producer-id",
+    b"producer-epoch",
+    b"producer-seq",
+    b"prefer",
+    b"content-encoding",
+)
+
+
+class StreamRoutes:
+    """What changes a stream, and its metadata."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._log = context.log
+        self._limits = context.limits
+
+    # -- POST ------------------------------------------------------------------------------------------
+
+    def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.WRITE_STREAM, stream=name)
+        log = self._log
+        stream = log.streams.by_name.get(name)
+        if stream is None or stream.gone or stream.lifetime is not stream.asked:
+            stream = log.existing(name)
+        elif stream.lifetime.ttl_s is not None or stream.lifetime.expires_ns is not None:
+            stream = log.existing(name)
+        request = self._append_request(exchange, stream)
+        log.append(stream, request, answer_append, exchange)
+
+    def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
+        headers, body = exchange.headers, exchange.body
+        content_type = parse.content_type_of(exchange)
+        if headers.keys().isdisjoint(PLAIN_HEADERS) and exchange.repeated is None:
+            if not body:
+                raise TailraceError("empty_body", "there is nothing to append")
+            if content_type is None:
+                raise TailraceError("missing_content_type", "a body needs a Content-Type")
+            return self._with_body(body, content_type, stream)
+        parse.check_once(exchange)
+        parse.check_encoding(exchange)
+        producer = parse.producer(exchange, self._limits)
+        seq = parse.stream_seq(exchange, self._limits)
+        key = parse.stream_key(exchange, self._limits)
+        hint_ns = parse.stream_timestamp_ns(exchange)
+        closes = parse.closes(exchange)
+        if not body:
+            if not closes:
+                raise TailraceError("empty_body", "there is nothing to append")
+            request = AppendRequest(b"", None)
+        elif content_type is None:
+            raise TailraceError("missing_content_type", "a body needs a Content-Type")
+        else:
+            request = self._with_body(body, content_type, stream)
+        request.closes = closes
+        request.key = key
+        request.hint_ns = hint_ns
+        request.seq = seq
+        request.producer = producer
+        return request
+
+    def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
+        """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
+        if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
+            entries = json_split.split(body, self._limits.json_depth)
+            if not entries:
+                if stream is None:
+                    return AppendRequest(b"", None)
+                raise TailraceError("empty_array", "an empty array appends nothing")
+            if len(entries) == 1:
+                return AppendRequest(bytes(entries[0]), content_type)
+            joined, lengths = json_split.join(entries)
+            return AppendRequest(joined, content_type, lengths)
+        return AppendRequest(body, content_type)
+
+    # -- PUT -------------------------------------------------------------------------------------------
+
+    def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
+        if raw_name is not None and is_system(raw_name) and self._log.find(raw_name) is not None:
+            raise read_only()
+        parse.check_once(exchange)
+        name = check_creatable(raw_name, self._limits.name_bytes)
+        fork = parse.fork(exchange)
+        authorise(identity, Action.WRITE_STREAM, stream=name, source=fork.source)
+        parse.check_encoding(exchange)
+        content_type = parse.content_type_of(exchange)
+        lifetime = parse.lifetime(exchange)
+        closed = parse.closes(exchange)
+        initial: AppendRequest | None = None
+        if exchange.body:
+            source = None if fork.source is None else self._log.find(fork.source)
+            inherited = None if source is None else source.content_type
+            if self._log.find(name) is None:
+                content_type = content_type or inherited or DEFAULT
+                initial = self._with_body(exchange.body, content_type, None)
+                initial.key = parse.stream_key(exchange, self._limits)
+                initial.hint_ns = parse.stream_timestamp_ns(exchange)
+                initial.closes = closed
+                if not initial.count:
+                    initial = None
+        request = CreateRequest(name, content_type, lifetime, closed, fork.source, fork.position, fork.sub, initial)
+        # Whether it is new decides the status; the answer waits until that is durable.
+        self._log.create(request, self._answer_create, exchange)
+
+    def _answer_create(self, transaction: Transaction, error: TailraceError | None) -> None:
+        exchange = transaction.context
+        assert isinstance(exchange, Exchange)
+        if error is not None:
+            answers.refuse(exchange, error)
+            return
+        stream = transaction.subject
+        assert stream is not None
+        head = answers.content_type(stream) + answers.next_offset(stream.offset(stream.visible))
+        if stream.visible_closed:
+            head += answers.CLOSED
+        head += answers.lifetime(stream)
+        if transaction.duplicate:
+            exchange.respond(200, head + answers.NO_STORE)
+            return
+        location = answers.base_url(exchange, self._context.settings.public_url) + exchange.path.decode("latin-1")
+        exchange.respond(201, head + line("Location", location) + answers.NO_STORE)
+
+    # -- HEAD, DELETE ----------------------------------------------------------------------------------
+
+    def head(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.READ_STREAM, stream=name)
+        stream = self._log.readable(name)
+        tail = stream.offset(stream.visible)
+        head = answers.content_type(stream) + answers.next_offset(tail) + answers.end_offset(tail)
+        head += line("Stream-Earliest-Offset", stream.offset(0))
+        if stream.visible_closed:
+            head += answers.CLOSED
+        exchange.respond(200, head + answers.lifetime(stream) + answers.NO_STORE)
+
+    def delete(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        authorise(identity, Action.DELETE_STREAM, stream=name)
+        log = self._log
+        stream = log.find(name)
+        if stream is None:
+            tombstone = log.streams.tombstone(name)
+            if tombstone is not None and tombstone.reason == "deleted":
+                exchange.respond(204, answers.NO_STORE)
+                return
+            raise TailraceError("not_found", f"there is no stream {name!r}")
+        if stream.gone:
+            raise TailraceError("stream_gone", "the stream was deleted; its forks live on")
+        log.remove(stream, "deleted", _answer_delete, exchange)
+
+
+def read_only() -> TailraceError:
+    return TailraceError(
+        "read_only_stream",
+        "system streams are written by the server only",
+        headers=(("Allow", "GET, HEAD, OPTIONS"),),
+    )
+
+
+def _answer_delete(transaction: Transaction, error: TailraceError | None) -> None:
+    exchange = transaction.context
+    assert isinstance(exchange, Exchange)
+    if error is not None:
+        answers.refuse(exchange, error)
+    else:
+        exchange.respond(204, answers.NO_STORE)
+
+
+def answer_append(transaction: Transaction, error: TailraceError | None) -> None:
+    """The acknowledgement: everything it speaks of is durable."""
+    exchange = transaction.context
+    assert isinstance(exchange, Exchange)
+    if error is not None:
+        answers.refuse(exchange, error)
+        return
+    stream = transaction.subject
+    assert stream is not None
+    headers = exchange.headers
+    if not transaction.duplicate:
+        op = transaction.ops[0]
+        assert type(op) is Append
+        head = answers.next_offset(stream.offset(op.first + op.count - 1))
+        if b"producer-id" not in headers and not op.closes and b"prefer" not in headers:
+            exchange.respond(204, head)
+            return
+        count = op.count
+        producer = op.producer
+        closed = op.closes
+    else:
+        head = answers.next_offset(stream.offset(stream.visible))
+        count = 0
+        producer = None
+        closed = stream.visible_closed
+    status = 204
+    if b"producer-id" in headers:
+        known = (stream.producers or {}).get(headers[b"producer-id"].decode())
+        epoch, seq = (producer[1], producer[2]) if producer else (known.epoch, known.seq) if known else (0, 0)
+        head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (epoch, seq)
+        if count:
+            status = 200
+    if closed:
+        head += answers.CLOSED
+    if b"return=representation" in headers.get(b"prefer", b"").lower().replace(b" ", b""):
+        offset = head[len(b"Stream-Next-Offset: ") :][:26].decode()
+        body = orjson.dumps({"next_offset": offset, "count": count, "closed": closed})
+        head += b"Preference-Applied: return=representation\r\n" + answers.JSON_TYPE
+        exchange.respond(200, head, body)
+        return
+    exchange.respond(status, head)

@@ -1,0 +1,90 @@
+"""Streams that end by themselves: one timer for the next deadline, none while there is no deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import TYPE_CHECKING
+
+from tailrace.log.model import Stream
+from tailrace.log.transaction import ignore
+
+if TYPE_CHECKING:
+    from tailrace.log.log import Log
+
+# Deadlines are exact on access; removal of what nobody asks for may lag by this much.
+LAG_S = 0.25
+STORE_SWEEP_S = 60.0
+SWEEP_COUNT_MAX = 500
+
+
+class Expiry:
+    """Removes expired streams that nobody touches, so that their forks' ancestors and disk space are freed."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._deadlines: list[tuple[int, int]] = []  # (ns, stream number), a heap
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._stored_timer: asyncio.TimerHandle | None = None
+
+    def recovered(self) -> None:
+        """Takes up the deadlines of what the journal brought back."""
+        for stream in list(self._log.streams.by_number.values()):
+            stream.grant_grace()
+            self.loaded(stream)
+        self._sweep_stored()
+
+    def loaded(self, stream: Stream) -> None:
+        deadline_ns = stream.deadline_ns()
+        if deadline_ns is not None:
+            heapq.heappush(self._deadlines, (deadline_ns, stream.number))
+            self._arm()
+
+    def stop(self) -> None:
+        for timer in (self._timer, self._stored_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def _arm(self) -> None:
+        deadline_ns = self._deadlines[0][0]
+        if self._timer is not None:
+            if self._timer_ns <= deadline_ns:
+                return
+            self._timer.cancel()
+        delay_s = max(0.0, (deadline_ns - self._log.clock.now_ns()) / 1e9) + LAG_S
+        self._timer_ns = deadline_ns
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(min(delay_s, 3600.0), self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        log = self._log
+        now_ns = log.clock.now_ns()
+        budget = SWEEP_COUNT_MAX
+        while self._deadlines and self._deadlines[0][0] <= now_ns and budget:
+            budget -= 1
+            _, number = heapq.heappop(self._deadlines)
+            stream = log.streams.get(number)
+            if stream is None or stream.removed or stream.gone:
+                continue
+            if log.refusal is None and stream.expired(now_ns):
+                log.remove(stream, "expired", ignore, None)
+                continue
+            deadline_ns = stream.deadline_ns()
+            if deadline_ns is not None:
+                # Renewed, or held by a live reader: look again later.
+                heapq.heappush(self._deadlines, (max(deadline_ns, now_ns + 1_000_000_000), number))
+        if self._deadlines:
+            self._arm()
+
+    def _sweep_stored(self) -> None:
+        """Streams that are not in memory have their deadline in the hot store."""
+        log = self._log
+        if log.refusal is None:
+            for number in log.store.db.overdue(log.clock.now_ns(), SWEEP_COUNT_MAX):
+                stream = log.streams.get(number)
+                if stream is not None and not stream.gone and stream.expired(log.clock.now_ns()):
+                    log.remove(stream, "expired", ignore, None)
+        self._stored_timer = asyncio.get_running_loop().call_later(STORE_SWEEP_S, self._sweep_stored)
+

@@ -1,0 +1,453 @@
+"""The log: decides, commits, publishes. One owner per stream: everything here runs on the loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from tailrace.clock import Clock
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log import registry
+from tailrace.log.commit import Batch, Committer
+from tailrace.log.decide import (
+    AppendRequest,
+    CreateRequest,
+    Done,
+    decide_append,
+    decide_create,
+    decide_delete,
+    decide_existing,
+)
+from tailrace.log.expiry import Expiry
+from tailrace.log.forks import fork_point
+from tailrace.log.image import StoredStreams
+from tailrace.log.model import NO_LIFETIME, Stream
+from tailrace.log.reader import Reader
+from tailrace.log.records import Append, Create, Delete, Meta, Touch, encode
+from tailrace.log.recovery import Replayed, replay
+from tailrace.log.rotation import Journal
+from tailrace.log.transaction import Reply, Transaction, ignore
+
+logger = logging.getLogger("tailrace.log")
+
+
+class Observer(Protocol):
+    """Somebody who follows all streams: subscriptions, metrics."""
+
+    def on_created(self, stream: Stream) -> None: ...
+    def on_published(self, stream: Stream) -> None: ...
+    def on_removed(self, stream: Stream) -> None: ...
+
+
+class Log:
+    """Every change of every stream goes through here, and through the journal."""
+
+    def __init__(self, directory: Path, limits: Limits, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+        self.directory = directory
+        self.limits = limits
+        self.clock = clock
+        self._loop = loop
+        self._ahead_ns = limits.timestamp_ahead_ms * 1_000_000
+        self.journal_directory = directory / "journal"
+        self.journal_directory.mkdir(parents=True, exist_ok=True)
+        self.store = StoredStreams(directory / "hot.db")
+        self.recovered: Replayed = replay(self.journal_directory, self.store)
+        self.streams = self.recovered.streams
+        self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
+        self.journal = Journal(
+            self.journal_directory, limits.journal_file_bytes, self.recovered.seq, self.recovered.end
+        )
+        self.committer = Committer(
+            loop, self.journal.reserve, self._acknowledge, self._fail, limits.journal_syncs_in_flight
+        )
+        self.expiry = Expiry(self)
+        self.observers: list[Observer] = []
+        self.refusal: TailraceError | None = None  # why nothing can be written now
+        self.on_file_retired: Callable[[int, int], None] | None = None
+        self.on_failure: Callable[[OSError], None] | None = None
+        self.checkpoint_pending = False
+        self.appended_entries = 0
+        self.appended_bytes = 0
+        self.streams.on_loaded = self.expiry.loaded
+        self.expiry.recovered()
+
+    def open(self) -> None:
+        """Makes the journal writable and the system streams present."""
+        self.journal.open_first()
+        if self.streams.find(registry.NAME) is None:
+            self._create_system(registry.NAME, "application/json")
+
+    async def close(self) -> None:
+        """Everything submitted is settled; nothing more is accepted."""
+        await self.committer.drain()
+        self.refusal = TailraceError("unavailable", "the server is stopping")
+        self.expiry.stop()
+        self.committer.stop()
+        self.reader.close()
+
+    # -- finding ---------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Stream | None:
+        """The stream, soft-deleted ones included; one that has expired is gone from this very moment."""
+        stream = self.streams.find(name)
+        if stream is None or stream.lifetime is NO_LIFETIME or stream.gone:
+            return stream
+        if not stream.expired(self.clock.now_ns()):
+            return stream
+        if self.refusal is not None:
+            return None  # cannot be written down now; it is gone for everybody all the same
+        self.remove(stream, "expired", ignore, None)
+        return self.streams.find(name)
+
+    def existing(self, name: str) -> Stream:
+        """The stream to write to, or the refusal its absence calls for."""
+        stream = self.find(name)
+        if stream is None:
+            raise TailraceError("not_found", f"there is no stream {name!r}")
+        if stream.gone:
+            raise TailraceError("stream_gone", "the stream was deleted; its forks live on")
+        return stream
+
+    def readable(self, name: str) -> Stream:
+        """The stream to read from: its creation is durable."""
+        stream = self.existing(name)
+        if stream.visible < 0:
+            raise TailraceError("not_found", f"there is no stream {name!r}")
+        return stream
+
+    def touch(self, stream: Stream) -> None:
+        """Renews a sliding lifetime. Written down only when a tenth of the window has passed."""
+        ttl_s = stream.lifetime.ttl_s
+        if ttl_s is None or stream.removed:
+            return
+        now_ns = self.clock.now_ns()
+        stream.touched_ns = max(stream.touched_ns, now_ns)
+        if now_ns - stream.touched_saved_ns > ttl_s * 100_000_000 and self.refusal is None:
+            transaction = Transaction(stream, ignore, None)
+            transaction.add(self.streams, Touch(stream.number, now_ns))
+            self._submit(transaction)
+
+    # -- changing --------------------------------------------------------------------------------------
+
+    def append(self, stream: Stream, request: AppendRequest, reply: Reply, context: object) -> None:
+        """Appends, or refuses by raising. `reply` comes when the outcome is durable."""
+        self._admit(stream, len(request.body))
+        transaction = Transaction(stream, reply, context)
+        if request.producer is not None and not stream.producers_known:
+            self.streams.load_producer(stream, request.producer[0])
+        now_ns = self.clock.now_ns()
+        try:
+            op = decide_append(stream, request, now_ns, self._ahead_ns)
+        except TailraceError as refusal:
+            self._refuse(transaction, refusal)
+            return
+        if isinstance(op, Done):
+            transaction.duplicate = True
+            self._after(transaction)
+            return
+        transaction.add(self.streams, op)
+        if (op.closes or op.binds is not None) and registry.is_listed(stream.name):
+            event = registry.updated(self._registry(), stream, stream.content_type, stream.closed, now_ns)
+            transaction.add(self.streams, event)
+        self._submit(transaction)
+
+    def create(self, request: CreateRequest, reply: Reply, context: object) -> bool:
+        """Creates or confirms a stream; True if it is new. `reply` comes when that is durable."""
+        stream = self.find(request.name)
+        source = None if request.source is None else self.find(request.source)
+        now_ns = self.clock.now_ns()
+        if stream is not None:
+            self._confirm(stream, request, source, reply, context, now_ns)
+            return False
+        self._admit(None, 0 if request.initial is None else len(request.initial.body))
+        fork = None if request.source is None else fork_point(self.reader, source, request)
+        create = decide_create(
+            request, self.streams.next_number, self.streams.tombstone(request.name), fork, now_ns
+        )
+        transaction = Transaction(None, reply, context)
+        created = transaction.add(self.streams, create)
+        assert created is not None
+        transaction.subject = created
+        if fork is not None and fork.head:
+            head = AppendRequest(fork.head, created.content_type, closes=request.closed and not request.initial)
+            self._add_append(transaction, created, head, now_ns)
+        if request.initial is not None:
+            self._add_append(transaction, created, request.initial, now_ns)
+        if registry.is_listed(request.name):
+            event = registry.inserted(self._registry(), create, created.content_type, created.closed)
+            transaction.add(self.streams, event)
+        self._submit(transaction)
+        return True
+
+    def remove(self, stream: Stream, reason: str, reply: Reply, context: object) -> None:
+        """Deletes a stream; with living forks only its name goes."""
+        if self.refusal is not None:
+            raise self.refusal
+        now_ns = self.clock.now_ns()
+        ancestors: list[Stream] = []
+        owner = stream
+        while owner.parent:
+            owner = self.streams.parent_of(owner)
+            ancestors.append(owner)
+        transaction = Transaction(stream, reply, context)
+        for op in decide_delete(stream, reason, now_ns, ancestors):
+            removed = transaction.add(self.streams, op)
+            assert removed is not None
+            if registry.is_listed(removed.name) and (removed is stream):
+                event = registry.deleted(self._registry(), removed.name, reason, now_ns)
+                transaction.add(self.streams, event)
+        self._submit(transaction)
+
+    def put_meta(self, key: str, value: bytes | None, reply: Reply = ignore, context: object = None) -> None:
+        """Sets or removes one durable fact of the server itself."""
+        if self.refusal is not None:
+            raise self.refusal
+        transaction = Transaction(None, reply, context)
+        transaction.add(self.streams, Meta(key, value))
+        self._submit(transaction)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _registry(self) -> Stream:
+        stream = self.streams.find(registry.NAME)
+        assert stream is not None, "the registry stream is made when the log opens"
+        return stream
+
+    def _create_system(self, name: str, content_type: str) -> None:
+        transaction = Transaction(None, ignore, None)
+        now_ns = self.clock.now_ns()
+        request = CreateRequest(name, content_type)
+        transaction.add(self.streams, decide_create(request, self.streams.next_number, None, None, now_ns))
+        self._submit(transaction)
+
+    def _confirm(
+        self,
+        stream: Stream,
+        request: CreateRequest,
+        source: Stream | None,
+        reply: Reply,
+        context: object,
+        now_ns: int,
+    ) -> None:
+        transaction = Transaction(stream, reply, context)
+        transaction.duplicate = True
+        try:
+            bind = decide_existing(stream, request, source)
+        except TailraceError as refusal:
+            self._refuse(transaction, refusal)
+            return
+        if bind is None:
+            self._after(transaction)
+            return
+        self._admit(stream, 0)
+        transaction.add(self.streams, bind)
+        event = registry.updated(self._registry(), stream, stream.content_type, stream.closed, now_ns)
+        transaction.add(self.streams, event)
+        self._submit(transaction)
+
+    def _add_append(self, transaction: Transaction, stream: Stream, request: AppendRequest, now_ns: int) -> None:
+        op = decide_append(stream, request, now_ns, self._ahead_ns)
+        assert isinstance(op, Append), "a new stream takes its first entries"
+        transaction.add(self.streams, op)
+
+    def _admit(self, stream: Stream | None, size: int) -> None:
+        """Refuses what the queues have no room for, before anything is assigned."""
+        if self.refusal is not None:
+            raise self.refusal
+        limits = self.limits
+        if self.committer.queued_bytes + size > limits.append_queue_bytes:
+            raise TailraceError("overloaded", "the server's append queue is full")
+        if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
+            raise TailraceError("overloaded", "the stream's append queue is full")
+        if self.streams.memory_bytes > 2 * limits.tail_memory_bytes:
+            raise TailraceError("overloaded", "checkpoints are behind; memory for new entries is used up")
+
+    def _submit(self, transaction: Transaction) -> None:
+        payload = encode(transaction.ops)
+        size = transaction.size = len(payload)
+        batch = self.committer.submit(payload, transaction)
+        for stream in transaction.streams:
+            if stream is not None:
+                stream.batch = batch
+        if transaction.subject is not None:
+            transaction.subject.queued_bytes += size
+
+    def _after(self, transaction: Transaction) -> None:
+        """Answers at once, or when what the answer rests on is durable."""
+        stream = transaction.subject
+        if stream is None or stream.batch is None:
+            transaction.reply(transaction, None)
+            return
+        stream.batch.waiting.append(lambda error: transaction.reply(transaction, error))
+
+    def _refuse(self, transaction: Transaction, refusal: TailraceError) -> None:
+        stream = transaction.subject
+        if stream is None or stream.batch is None:
+            raise refusal
+        stream.batch.waiting.append(lambda error: transaction.reply(transaction, error or refusal))
+
+    def _acknowledge(self, batch: Batch) -> None:
+        """Publishes a durable batch, answers, then wakes the readers of every stream it changed."""
+        file = batch.file
+        assert file is not None
+        streams = self.streams
+        if file.seq != streams.file:
+            self._entered_file(file.seq)
+        self.journal.settled(file, batch.position + len(batch.data))
+        woken: dict[Stream, None] = {}
+        for item in batch.items:
+            assert isinstance(item, Transaction)
+            for op, stream in zip(item.ops, item.streams, strict=True):
+                streams.publish(op, stream)
+                if stream is None:
+                    continue
+                if stream.batch is batch:
+                    stream.batch = None
+                if stream.readers is not None:
+                    woken[stream] = None
+                if type(op) is Append:
+                    self.appended_entries += op.count
+                    self.appended_bytes += len(op.body)
+            if item.subject is not None:
+                item.subject.queued_bytes -= item.size
+            answer(item, None)
+        for settled in batch.waiting:
+            settled(None)
+        if self.observers:
+            self._tell_observers(batch)
+        for stream in woken:
+            wake(stream)
+        if streams.memory_bytes > self.limits.tail_memory_bytes and not self.checkpoint_pending:
+            self.retire_active_file()
+
+    def _tell_observers(self, batch: Batch) -> None:
+        changed: dict[Stream, None] = {}
+        for item in batch.items:
+            assert isinstance(item, Transaction)
+            for op, stream in zip(item.ops, item.streams, strict=True):
+                if stream is None:
+                    continue
+                if isinstance(op, Create):
+                    for observer in self.observers:
+                        observer.on_created(stream)
+                elif isinstance(op, Delete):
+                    for observer in self.observers:
+                        observer.on_removed(stream)
+                elif isinstance(op, Append):
+                    changed[stream] = None
+        for stream in changed:
+            for observer in self.observers:
+                observer.on_published(stream)
+
+    def _entered_file(self, seq: int) -> None:
+        """The first durable batch of a file: the one before it will not change any more."""
+        previous_seq, previous_end = self.journal.durable_seq, self.journal.durable_end
+        self.streams.file = seq
+        if self.on_file_retired is not None and previous_seq:
+            self.on_file_retired(previous_seq, previous_end)
+
+    def checkpointed(self, seq: int) -> None:
+        """The hot store has every record up to and including this file: memory and journal may let go."""
+        streams = self.streams
+        for file in [file for file in streams.touched if file <= seq]:
+            for stream in streams.touched.pop(file):
+                if not stream.removed:
+                    streams.drop_through(stream, seq)
+        for name in [name for name, file in streams.changed_names.items() if file <= seq]:
+            del streams.changed_names[name]
+            streams.tombstones.pop(name, None)
+        self.journal.remove_through(seq)
+        self.evict_idle(seq)
+
+    def evict_idle(self, seq: int) -> None:
+        """Forgets streams that nobody uses and the hot store has; the name index finds them again."""
+        for stream in list(self.streams.by_number.values()):
+            idle = stream.readers is None and stream.batch is None and stream.live == 0
+            if idle and stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns:
+                if stream.forks == 0 and stream.visible == stream.stored and stream.name != registry.NAME:
+                    self.streams.forget(stream)
+
+    def retire_active_file(self) -> None:
+        """Lets the next batch start a new file, so that the present one can be checkpointed."""
+        active = self.journal.active
+        if active is not None and active.end < active.size:
+            active.size = active.end
+
+    # -- failure ---------------------------------------------------------------------------------------
+
+    def _fail(self, batches: list[Batch], error: OSError) -> None:
+        """The journal could not take a batch. None of it happened: back to the last acknowledged state."""
+        logger.error("journal write failed: %s; rolling back to the last durable record", error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        self.refusal = TailraceError(
+            "insufficient_storage" if full else "unavailable",
+            "the disk is full" if full else "the journal cannot be written; the server is trying to recover",
+        )
+        self.journal.abandon()
+        self._roll_back()
+        for batch in batches:
+            for item in batch.items:
+                assert isinstance(item, Transaction)
+                answer(item, self.refusal)
+            for settled in batch.waiting:
+                settled(self.refusal)
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    def _roll_back(self) -> None:
+        """Rebuilds the state from disk and puts it into the objects that readers hold on to."""
+        rebuilt = replay(
+            self.journal_directory, self.store, (self.journal.durable_seq, self.journal.durable_end)
+        ).streams
+        rebuilt.on_loaded = self.expiry.loaded
+        rebuilt.file = self.streams.file
+        for number, stream in self.streams.by_number.items():
+            fresh = rebuilt.get(number)
+            if fresh is None:
+                stream.removed = True
+                continue
+            restore_into(stream, fresh)
+            rebuilt.by_number[number] = stream
+            rebuilt.by_name[stream.name] = stream
+        for file, touched in rebuilt.touched.items():
+            rebuilt.touched[file] = [rebuilt.by_number.get(stream.number, stream) for stream in touched]
+        vars(self.streams).update(vars(rebuilt))
+
+    def try_resume(self) -> None:
+        """Called now and then while writes are refused: opens a fresh journal file and, if that works, goes on."""
+        if self.refusal is None:
+            return
+        self.journal.open_next()
+        logger.warning("the journal can be written again")
+        self.refusal = None
+
+
+def answer(transaction: Transaction, error: TailraceError | None) -> None:
+    """One requester's trouble must not swallow the answers of those behind it in the batch."""
+    try:
+        transaction.reply(transaction, error)
+    except Exception:
+        logger.exception("an answer failed")
+
+
+def wake(stream: Stream) -> None:
+    """Tells everybody who waits at the stream's tail. They may leave or come back while being told."""
+    readers = stream.readers
+    if readers is not None:
+        for reader in tuple(readers):
+            reader.on_published(stream)
+
+
+_KEPT = frozenset({"readers", "live", "used"})
+
+
+def restore_into(stream: Stream, fresh: Stream) -> None:
+    """Gives a stream its durable state back, keeping its identity and whoever waits on it."""
+    for slot in Stream.__slots__:
+        if slot not in _KEPT:
+            setattr(stream, slot, getattr(fresh, slot))

@@ -1,0 +1,322 @@
+"""Reading: one page of entries from memory, the block cache, the hot store and a fork's ancestors, without a seam.
+
+`gather` runs on the loop thread and touches memory only. Where it comes to a block it does not have, it says
+which; `Reader.read` fetches that block on a thread and goes on. Blocks never change, so a page put together in
+several steps is still one consistent slice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from tailrace.log.image import StoredStreams, decode_block
+from tailrace.log.model import AppendRecord, Block, ReadPart, Stream
+from tailrace.log.streams import Streams
+
+
+class Page(NamedTuple):
+    """A slice `(after, next_entry]`; `parts` are runs of entries, to be joined by the stream's separator."""
+
+    parts: list[ReadPart]
+    next_entry: int
+    count: int
+
+
+class Missing(NamedTuple):
+    """The block that holds this entry of this stream has to be fetched first."""
+
+    number: int
+    entry: int
+
+
+class Budget:
+    """What is left of a page, and what is in it so far."""
+
+    __slots__ = ("bytes_left", "count", "entries_left", "key", "next_entry", "parts")
+
+    def __init__(self, after: int, bytes_max: int, entries_max: int, key: bytes | None) -> None:
+        self.parts: list[ReadPart] = []
+        self.count = 0
+        self.next_entry = after
+        self.bytes_left = bytes_max
+        self.entries_left = entries_max
+        self.key = key
+
+    @property
+    def full(self) -> bool:
+        return self.entries_left <= 0 or self.bytes_left <= 0
+
+    def page(self) -> Page:
+        return Page(self.parts, self.next_entry, self.count)
+
+
+class BlockCache:
+    """Blocks read from the hot store, least recently used out first, bounded in bytes."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+        self._firsts: dict[int, list[int]] = {}
+        self.bytes = 0
+
+    def find(self, number: int, entry: int) -> Block | None:
+        firsts = self._firsts.get(number)
+        if not firsts:
+            return None
+        index = bisect_right(firsts, entry) - 1
+        if index < 0:
+            return None
+        key = (number, firsts[index])
+        block = self._blocks[key]
+        if entry > block.last:
+            return None
+        self._blocks.move_to_end(key)
+        return block
+
+    def put(self, number: int, block: Block) -> None:
+        key = (number, block.first)
+        old = self._blocks.pop(key, None)
+        if old is None:
+            firsts = self._firsts.setdefault(number, [])
+            firsts.insert(bisect_left(firsts, block.first), block.first)
+        else:
+            self.bytes -= old.memory_bytes
+        self._blocks[key] = block
+        self.bytes += block.memory_bytes
+        while self.bytes > self._bytes_max and len(self._blocks) > 1:
+            self._evict()
+
+    def _evict(self) -> None:
+        (number, first), block = self._blocks.popitem(last=False)
+        self.bytes -= block.memory_bytes
+        firsts = self._firsts[number]
+        del firsts[bisect_left(firsts, first)]
+        if not firsts:
+            del self._firsts[number]
+
+
+class Reader:
+    """Reads pages of published entries."""
+
+    def __init__(self, streams: Streams, store: StoredStreams, cache_bytes: int) -> None:
+        self._streams = streams
+        self._store = store
+        self.cache = BlockCache(cache_bytes)
+        self._threads = ThreadPoolExecutor(2, "read")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def try_read(
+        self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
+    ) -> Page | Missing:
+        """The page if memory has it all."""
+        budget = Budget(after, bytes_max, entries_max, key)
+        missing = self._gather(stream, budget, None)
+        return budget.page() if missing is None else missing
+
+    async def read(
+        self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
+    ) -> Page:
+        """The page, from wherever its entries are."""
+        budget = Budget(after, bytes_max, entries_max, key)
+        pinned: Block | None = None
+        loop = asyncio.get_running_loop()
+        while (missing := self._gather(stream, budget, pinned)) is not None:
+            # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
+            fetched = await loop.run_in_executor(self._threads, self._fetch, missing, budget.bytes_left)
+            for block in fetched:
+                self.cache.put(missing.number, block)
+            pinned = fetched[0]
+        return budget.page()
+
+    def read_now(self, stream: Stream, after: int, bytes_max: int, entries_max: int) -> Page:
+        """As `read`, on the spot; for rare steps that must not be interleaved with others."""
+        budget = Budget(after, bytes_max, entries_max, None)
+        pinned: Block | None = None
+        while (missing := self._gather(stream, budget, pinned)) is not None:
+            pinned = self._fetch(missing, budget.bytes_left)[0]
+            self.cache.put(missing.number, pinned)
+        return budget.page()
+
+    def entry_before(self, stream: Stream, since_ns: int) -> int:
+        """The position before the first visible entry that was appended at or after the instant."""
+        levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
+        while (owner := levels[-1][0]).parent:
+            levels.append((self._streams.parent_of(owner), min(owner.fork_entry, levels[-1][1])))
+        for owner, upto in reversed(levels):
+            found = self._own_entry_since(owner, since_ns)
+            if found is not None and found <= upto:
+                return found - 1
+        return stream.visible
+
+    def _own_entry_since(self, stream: Stream, since_ns: int) -> int | None:
+        if stream.last_ns < since_ns:
+            return None
+        row = self._store.db.first_entry_since(stream.number, since_ns)
+        if row is not None:
+            block = decode_block(row)
+            return block.first + bisect_left(block.times, since_ns)
+        for block in stream.blocks or ():
+            if block.times[-1] >= since_ns:
+                return block.first + bisect_left(block.times, since_ns)
+        for record in stream.recent or ():
+            if record.time_ns >= since_ns:
+                return record.first
+        return None
+
+    def _fetch(self, missing: Missing, bytes_max: int) -> list[Block]:
+        found: list[Block] = []
+        size = 0
+        for row in self._store.db.blocks_from(missing.number, missing.entry):
+            found.append(decode_block(row))
+            size += len(row.body)
+            if size >= bytes_max:
+                break
+        first = found[0] if found else None
+        assert first is not None and first.first <= missing.entry <= first.last, (
+            f"entry {missing.entry} of stream {missing.number} is in neither memory nor the hot store"
+        )
+        return found
+
+    def _gather(self, stream: Stream, budget: Budget, pinned: Block | None) -> Missing | None:
+        # A fork shows its ancestors' entries up to where it left them: oldest ancestor first.
+        levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
+        owner = stream
+        while owner.parent and budget.next_entry < owner.fork_entry:
+            upto = min(owner.fork_entry, levels[-1][1])
+            owner = self._streams.parent_of(owner)
+            levels.append((owner, upto))
+        for owner, upto in reversed(levels):
+            while budget.next_entry < upto and not budget.full:
+                entry = budget.next_entry + 1
+                if entry <= owner.stored:
+                    block = self.cache.find(owner.number, entry)
+                    if block is None and pinned is not None and pinned.first <= entry <= pinned.last:
+                        block = pinned
+                    if block is None:
+                        return Missing(owner.number, entry)
+                    take_block(block, budget, min(upto, owner.stored), owner.separator)
+                else:
+                    take_memory(owner, budget, upto)
+        return None
+
+
+def take_memory(stream: Stream, budget: Budget, upto: int) -> None:
+    """Takes from the memory tail: whole blocks first, then single appends."""
+    blocks = stream.blocks
+    if blocks and budget.next_entry < blocks[-1].last:
+        index = bisect_left(blocks, budget.next_entry + 1, key=_last_of_block)
+        take_block(blocks[index], budget, upto, stream.separator)
+        return
+    recent = stream.recent
+    assert recent and recent[0].first <= budget.next_entry + 1, (
+        f"entry {budget.next_entry + 1} of {stream.name} is not in memory"
+    )
+    index = bisect_left(recent, budget.next_entry + 1, key=_last_of_record)
+    while index < len(recent) and budget.next_entry < upto and not budget.full:
+        take_record(recent[index], budget, upto, stream.separator)
+        index += 1
+
+
+def _last_of_block(block: Block) -> int:
+    return block.last
+
+
+def _last_of_record(record: AppendRecord) -> int:
+    return record.first + record.count - 1
+
+
+def take_block(block: Block, budget: Budget, upto: int, separator: int) -> None:
+    """Cuts as many entries out of a block as the budget allows, but at least one if the page is empty."""
+    begin = budget.next_entry + 1 - block.first
+    end = min(upto, block.last) - block.first + 1
+    assert 0 <= begin < end <= len(block.ends)
+    if budget.key is not None:
+        _take_keyed(block, budget, begin, end, separator)
+        return
+    ends = block.ends
+    start = ends[begin - 1] + separator if begin else 0
+    end = min(end, begin + budget.entries_left)
+    if ends[end - 1] - start > budget.bytes_left:
+        end = bisect_right(ends, start + budget.bytes_left, begin, end)
+        if end == begin:
+            if budget.count:
+                budget.bytes_left = 0
+                return
+            end = begin + 1
+    stop = ends[end - 1]
+    whole = begin == 0 and end == len(ends)
+    budget.parts.append(block.body if whole else memoryview(block.body)[start:stop])
+    taken = end - begin
+    budget.count += taken
+    budget.entries_left -= taken
+    budget.bytes_left -= stop - start
+    budget.next_entry += taken
+
+
+def _take_keyed(block: Block, budget: Budget, begin: int, end: int, separator: int) -> None:
+    keys, ends = block.keys, block.ends
+    if keys is None:
+        budget.next_entry = block.first + end - 1
+        return
+    for index in range(begin, end):
+        if keys[index] == budget.key:
+            start = ends[index - 1] + separator if index else 0
+            size = ends[index] - start
+            if budget.count and (size > budget.bytes_left or budget.entries_left <= 0):
+                budget.bytes_left = 0
+                return
+            budget.parts.append(memoryview(block.body)[start : ends[index]])
+            budget.count += 1
+            budget.entries_left -= 1
+            budget.bytes_left -= size
+        budget.next_entry = block.first + index
+
+
+def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int) -> None:
+    """Takes one append, or the part of a batch that is wanted."""
+    last = record.first + record.count - 1
+    if budget.key is not None and record.key != budget.key:
+        budget.next_entry = min(last, upto)
+        return
+    lengths = record.lengths
+    begin = budget.next_entry + 1 - record.first
+    end = min(upto, last) - record.first + 1
+    if begin == 0 and end == record.count and end <= budget.entries_left:
+        if len(record.body) <= budget.bytes_left or (not budget.count and record.count == 1):
+            part: ReadPart = record.body
+            taken = record.count
+            _add(budget, part, taken)
+            return
+        if record.count == 1:
+            budget.bytes_left = 0
+            return
+    assert lengths is not None
+    start = sum(lengths[:begin]) + separator * begin
+    stop = start
+    taken = 0
+    for length in lengths[begin : min(end, begin + budget.entries_left)]:
+        following = stop + length + (separator if taken else 0)
+        if following - start > budget.bytes_left and (taken or budget.count):
+            break
+        stop = following
+        taken += 1
+    if not taken:
+        budget.bytes_left = 0
+        return
+    _add(budget, memoryview(record.body)[start:stop], taken)
+    if begin + taken < end:
+        budget.bytes_left = 0  # the page ends inside this batch
+
+
+def _add(budget: Budget, part: ReadPart, taken: int) -> None:
+    budget.parts.append(part)
+    budget.count += taken
+    budget.entries_left -= taken
+    budget.bytes_left -= len(part)
+    budget.next_entry += taken

@@ -1,0 +1,53 @@
+"""Replay: the journal's records applied to the last checkpoint give the state that was acknowledged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from tailrace.log.image import StoredStreams
+from tailrace.log.journal import HEADER_BYTES, JournalCorrupt, Scan, chain
+from tailrace.log.records import decode
+from tailrace.log.streams import Streams
+
+
+class Replayed(NamedTuple):
+    streams: Streams
+    seq: int  # last file and where its acknowledged part ends
+    end: int
+    files: list[tuple[int, int]]  # every file that was replayed, with its end
+    records: int
+    torn: bool
+
+
+def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None = None) -> Replayed:
+    """Rebuilds all state. With `upto`, what lies behind that position of the journal never happened."""
+    checkpoint_seq = int(str(store.db.fact("journal_seq", 0)))
+    streams = Streams(store)
+    streams.next_number = int(str(store.db.fact("next_number", 1)))
+    streams.meta = store.db.meta()
+    seq, end, records, torn = checkpoint_seq, HEADER_BYTES, 0, False
+    files: list[tuple[int, int]] = []
+    for path, header, known_end in chain(directory, checkpoint_seq):
+        if upto is not None:
+            if header.seq > upto[0]:
+                break
+            if header.seq == upto[0]:
+                known_end = upto[1]
+        scan = Scan(path, header, known_end)
+        for position, payload in scan:
+            records += 1
+            streams.file = header.seq
+            try:
+                apply_record(streams, payload)
+            except AssertionError as error:
+                raise JournalCorrupt(f"{path.name}: record at byte {position} does not fit: {error}") from error
+        seq, end, torn = header.seq, scan.end, scan.torn
+        files.append((seq, end))
+    return Replayed(streams, seq, end, files, records, torn)
+
+
+def apply_record(streams: Streams, payload: bytes) -> None:
+    """Both halves of `apply`, one after the other: what is in the journal is durable."""
+    for op in decode(payload):
+        streams.publish(op, streams.assign(op))

@@ -1,0 +1,43 @@
+"""A unit of change: decided at once, durable at once, answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.log.records import Op
+from tailrace.log.streams import Streams
+
+
+class Transaction:
+    """Operations that share one journal record, and who is told when it is durable.
+
+    `reply(transaction, error)` is called exactly once. `context` is the caller's; `subject` the stream the
+    request was about; `done` tells an append that changed nothing from one that did.
+    """
+
+    __slots__ = ("context", "duplicate", "ops", "reply", "size", "streams", "subject")
+
+    def __init__(self, subject: Stream | None, reply: Reply, context: object) -> None:
+        self.subject = subject
+        self.reply = reply
+        self.context = context
+        self.ops: list[Op] = []
+        self.streams: list[Stream | None] = []
+        self.duplicate = False
+        self.size = 0
+
+    def add(self, streams: Streams, op: Op) -> Stream | None:
+        """Applies the operation to the assigned state; the next decision sees it."""
+        stream = streams.assign(op)
+        self.ops.append(op)
+        self.streams.append(stream)
+        return stream
+
+
+Reply = Callable[[Transaction, TailraceError | None], None]
+
+
+def ignore(transaction: Transaction, error: TailraceError | None) -> None:
+    """For changes nobody waits for. Losing one is harmless: it is decided again when it matters."""

@@ -1,0 +1,97 @@
+"""Keeps the checkpointer running, feeds it retired journal files, tells the log when they are safe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections import deque
+
+from tailrace.log.log import Log
+
+logger = logging.getLogger("tailrace.checkpoint")
+
+RETRY_S = 1.0
+# A restart need not fold a journal that replays in a blink.
+FOLD_AT_START_BYTES = 4 * 1024 * 1024
+
+
+class Checkpoints:
+    """One file at a time, oldest first. The child is started when there is work and kept."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._files: deque[tuple[int, int]] = deque()
+        self._last_seq = 0
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._child: asyncio.subprocess.Process | None = None
+        self.done = 0
+        self.failures = 0
+
+    @property
+    def files_pending(self) -> int:
+        return len(self._files)
+
+    def start(self) -> None:
+        self._log.on_file_retired = self.retired
+        replayed = self._log.recovered.files
+        if sum(end for _, end in replayed) >= FOLD_AT_START_BYTES or len(replayed) > 4:
+            for seq, end in replayed:
+                self.retired(seq, end)
+        else:
+            self._backlog = list(replayed)
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._child is not None and self._child.returncode is None:
+            self._child.kill()
+            await self._child.wait()
+
+    def retired(self, seq: int, end: int) -> None:
+        for older in [*getattr(self, "_backlog", []), (seq, end)]:
+            if older[0] > self._last_seq:
+                self._last_seq = older[0]
+                self._files.append(older)
+        self._backlog: list[tuple[int, int]] = []
+        self._log.checkpoint_pending = True
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            while self._files:
+                seq, end = self._files[0]
+                try:
+                    answer = await self._ask(seq, end)
+                except OSError as error:
+                    answer = f"failed {seq} {error}"
+                if answer == f"done {seq}":
+                    self._files.popleft()
+                    self.done += 1
+                    self._log.checkpoint_pending = bool(self._files)
+                    self._log.checkpointed(seq)
+                    continue
+                self.failures += 1
+                logger.error("checkpoint of journal file %d failed: %s", seq, answer or "the process ended")
+                await asyncio.sleep(RETRY_S)
+            self._wake.clear()
+
+    async def _ask(self, seq: int, end: int) -> str:
+        if self._child is None or self._child.returncode is not None:
+            self._child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tailrace.tier.checkpointer",
+                str(self._log.directory),
+                str(self._log.limits.tombstone_ms),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(f"{seq} {end}\n".encode())
+        await self._child.stdin.drain()
+        return (await self._child.stdout.readline()).decode().strip()

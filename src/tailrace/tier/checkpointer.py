@@ -1,0 +1,159 @@
+"""The checkpointer: a process of its own that folds retired journal files into the hot store.
+
+It replays a file with the same `apply` the server uses and writes what changed in one transaction, together
+with the number of the file. Being another process, it takes no time from the server's loop; being a fold of
+the journal, it needs nothing from the server's memory. It may be killed at any moment.
+
+Lines in: `<file> <end>`. Lines out: `done <file>` or `failed <file> <why>`. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from array import array
+from pathlib import Path
+
+from tailrace.log.image import StoredStreams, decode_block, encode_block, encode_stream, encode_tombstone
+from tailrace.log.journal import Scan, file_path, read_header
+from tailrace.log.model import Block, Stream
+from tailrace.log.recovery import apply_record
+from tailrace.log.streams import Streams
+
+BLOCK_BYTES = 256 * 1024
+MERGE_BELOW_BYTES = 64 * 1024
+
+
+def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, tombstone_ns: int) -> None:
+    """Folds one journal file into the hot store. Doing it again changes nothing."""
+    done = int(str(store.db.fact("journal_seq", 0)))
+    if seq <= done:
+        return
+    path = file_path(data_dir / "journal", seq)
+    header = read_header(path)
+    if header is None or header.previous_seq > done:
+        raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
+    streams = Streams(store)
+    streams.next_number = int(str(store.db.fact("next_number", 1)))
+    before = store.db.meta()
+    streams.meta = dict(before)
+    streams.file = seq
+    for _, payload in Scan(path, header, end):
+        apply_record(streams, payload)
+    connection = store.db.connection
+    with connection:
+        write_streams(store, streams)
+        for key in before.keys() | streams.meta.keys():
+            if before.get(key) != streams.meta.get(key):
+                store.db.put_meta(key, streams.meta.get(key))
+        store.db.expire_tombstones(time.time_ns() - tombstone_ns)
+        store.db.set_fact("next_number", streams.next_number)
+        store.db.set_fact("journal_seq", seq)
+    connection.wal_checkpoint(mode=0)
+
+
+def write_streams(store: StoredStreams, streams: Streams) -> None:
+    db = store.db
+    for number in streams.removed:
+        db.delete_stream(number)
+    for name in streams.changed_names:
+        tombstone = streams.tombstones.get(name)
+        if tombstone is not None:
+            db.put_tombstone(name, tombstone.deleted_ns, encode_tombstone(tombstone))
+        else:
+            db.delete_tombstone(name)
+    for stream in streams.touched.get(streams.file, ()):
+        if stream.removed:
+            continue
+        streams.settle(stream)
+        write_blocks(store, stream)
+        for producer_id, producer in (stream.producers or {}).items():
+            db.put_producer(stream.number, producer_id, producer.epoch, producer.seq)
+        db.put_stream(stream.number, stream.name, stream.gone, stored_deadline_ns(stream), encode_stream(stream))
+
+
+def stored_deadline_ns(stream: Stream) -> int | None:
+    """When the sweep of the hot store may look at the stream; errs towards later."""
+    if stream.gone:
+        return None
+    deadline_ns = stream.deadline_ns()
+    if deadline_ns is not None and stream.lifetime.ttl_s is not None:
+        deadline_ns += stream.lifetime.ttl_s * 100_000_000
+    return deadline_ns
+
+
+def write_blocks(store: StoredStreams, stream: Stream) -> None:
+    """Writes the stream's new blocks, joined up so that a slow stream does not end as a thousand tiny rows."""
+    pending = list(stream.blocks or ())
+    if not pending:
+        return
+    last = store.db.last_block(stream.number)
+    if last is not None and len(last.body) < MERGE_BELOW_BYTES:
+        pending.insert(0, decode_block(last))
+    group: list[Block] = []
+    size = 0
+    for block in pending:
+        if group and size + len(block.body) > BLOCK_BYTES:
+            _put(store, stream, group)
+            group, size = [], 0
+        group.append(block)
+        size += len(block.body)
+    _put(store, stream, group)
+
+
+def _put(store: StoredStreams, stream: Stream, group: list[Block]) -> None:
+    block = group[0] if len(group) == 1 else merge(group, stream.separator)
+    store.db.put_block(stream.number, encode_block(block), block.times[-1])
+
+
+def merge(blocks: list[Block], separator: int) -> Block:
+    """One block out of consecutive ones."""
+    ends: array[int] = array("I")
+    times: array[int] = array("q")
+    keyed = any(block.keys is not None for block in blocks)
+    keys: list[bytes | None] = []
+    base = 0
+    for block in blocks:
+        ends.extend([base + end for end in block.ends])
+        times.extend(block.times)
+        if keyed:
+            keys.extend(block.keys if block.keys is not None else [None] * len(block.ends))
+        base += len(block.body) + separator
+    glue = b"," if separator else b""
+    body = glue.join([block.body for block in blocks])
+    return Block(blocks[0].first, body, ends, times, keys if keyed else None)
+
+
+def _exit_with_parent(lines: list[str], ready: threading.Condition) -> None:
+    for line in sys.stdin:
+        with ready:
+            lines.append(line)
+            ready.notify()
+    os._exit(0)  # the server is gone; an unfinished transaction rolls back by itself
+
+
+def main() -> None:
+    data_dir = Path(sys.argv[1])
+    tombstone_ns = int(sys.argv[2]) * 1_000_000
+    os.nice(5)
+    store = StoredStreams(data_dir / "hot.db", writer=True)
+    lines: list[str] = []
+    ready = threading.Condition()
+    threading.Thread(target=_exit_with_parent, args=(lines, ready), daemon=True).start()
+    while True:
+        with ready:
+            while not lines:
+                ready.wait()
+            seq, end = (int(word) for word in lines.pop(0).split())
+        try:
+            checkpoint_file(data_dir, store, seq, end, tombstone_ns)
+        except Exception as error:
+            print(f"failed {seq} {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+        else:
+            print(f"done {seq}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
