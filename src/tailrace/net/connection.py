@@ -93,6 +93,7 @@ class HttpConnection(asyncio.Protocol):
         "peer",
         "scheme",
         "server",
+        "successor",
         "transport",
     )
 
@@ -105,6 +106,8 @@ class HttpConnection(asyncio.Protocol):
         # The exchange the application is working on, and its stream if it opened one.
         self.current: Exchange | None = None
         self.outlet: Outlet | None = None
+        # The protocol that took the connection over, if one did.
+        self.successor: asyncio.Protocol | None = None
         # True when something waits for the current answer: `advance` has work to do.
         self.backlog = False
         # Loop time at which the sweeper has to look at this connection.
@@ -178,7 +181,7 @@ class HttpConnection(asyncio.Protocol):
         last.mode |= MODE_CLOSE
         return True
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._ended = True
         self._stop_parsing()
         self._parser = _NO_PARSER
@@ -333,15 +336,13 @@ class HttpConnection(asyncio.Protocol):
         if data:
             self._feed_slices(data)
 
-    def take_held(self) -> bytes:
-        """The bytes after an upgrade request, for the protocol that takes over."""
-        data, self._held = self._held, b""
-        return data
-
     def _leave_parser(self, rest: bytes) -> None:
         """After an upgrade request: what follows is HTTP or not, as the application decides."""
-        if self._ended:
-            self._held = rest
+        if self.successor is not None:
+            if rest:
+                self.successor.data_received(rest)
+        elif self._ended:
+            return
         elif self.current is not None or self._queue:
             self._hold(rest)
         elif rest:
@@ -378,7 +379,9 @@ class HttpConnection(asyncio.Protocol):
             self._wire_idle = self._wire_idle + size if received == self._body_seen else 0
             self._body_seen = received
             if self._wire_idle > limit:
-                self.refuse(TailraceError("invalid_request", f"over {limit} bytes of chunk framing or trailers"))
+                self.refuse(
+                    TailraceError("invalid_request", f"over {limit} bytes of chunk framing or trailers")
+                )
                 return
         if self.current is None:
             self.rearm()
@@ -435,7 +438,10 @@ class HttpConnection(asyncio.Protocol):
 
     def _update_reading(self) -> None:
         wanted = self._lingering or not (
-            self._write_paused or self._holding or self._refusal is not None or len(self._queue) >= PIPELINE_MAX
+            self._write_paused
+            or self._holding
+            or self._refusal is not None
+            or len(self._queue) >= PIPELINE_MAX
         )
         if wanted is self._reading or self.transport.is_closing():
             return
@@ -652,19 +658,19 @@ class HttpConnection(asyncio.Protocol):
         self.deadline = self.server.now + self.server.limits.body_idle_ms / 1000
         self.transport.close()
 
-    def detach(self) -> asyncio.Transport:
-        """Give the transport away to another protocol; this connection is over."""
-        self._ended = True
-        self.current = None
+    def detach(self, successor: asyncio.Protocol) -> bytes:
+        """Give the transport to another protocol; returns the bytes that came after the request."""
         held = self._held
+        self._ended = True
+        self.successor = successor
+        self.current = None
         self._stop_parsing()
-        self._held = held
-        self._parser = _NO_PARSER
         self.server.forget(self)
+        self.transport.set_protocol(successor)
         if not self._reading:
             self._reading = True
             self.transport.resume_reading()
-        return self.transport
+        return held
 
     # --- time
 

@@ -120,7 +120,9 @@ class Exchange:
 
     def wants_websocket(self) -> bool:
         """True if this is an upgrade request for a WebSocket, be it well formed or not."""
-        return self.mode & MODE_UPGRADE != 0 and b"websocket" in self.headers[b"upgrade"].lower()
+        if not self.mode & MODE_UPGRADE:
+            return False
+        return any(token.strip() == b"websocket" for token in self.headers[b"upgrade"].lower().split(b","))
 
     def upgrade_websocket(
         self,

@@ -1,7 +1,7 @@
 """HTTP/1.1, as the rest of Tailrace sees it.
 
-`HttpServer` listens and hands each complete request to an `App` as an `Exchange`; the application answers with
-`Exchange.respond`, streams with an `Outlet`, or takes the connection over as a WebSocket.
+`HttpServer` listens and hands each complete request to an `App` as an `Exchange`; the application answers
+with `Exchange.respond`, streams with an `Outlet`, or takes the connection over as a WebSocket.
 """
 
 from __future__ import annotations

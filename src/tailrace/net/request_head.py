@@ -30,7 +30,9 @@ ODD_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgra
 HOSTS_KNOWN_MAX = 1024
 REPEATS_MAX = 100
 
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+(?:%25[A-Za-z0-9._~-]+)?\])(?::[0-9]{0,5})?")
+_HOST = re.compile(
+    rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+(?:%25[A-Za-z0-9._~-]+)?\])(?::[0-9]{0,5})?"
+)
 
 
 def check_head_size(exchange: Exchange, url: bytes, limit_bytes: int) -> None:
@@ -56,7 +58,9 @@ def note_repeat(exchange: Exchange, name: bytes, value: bytes) -> None:
     exchange.repeated = repeated | {name}
 
 
-def examine_head(exchange: Exchange, parser: HttpRequestParser, keep_alive: bool, hosts: set[bytes | None]) -> None:
+def examine_head(
+    exchange: Exchange, parser: HttpRequestParser, keep_alive: bool, hosts: set[bytes | None]
+) -> None:
     """Set the exchange's mode, or raise the refusal this head deserves."""
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
@@ -76,7 +80,9 @@ def examine_head(exchange: Exchange, parser: HttpRequestParser, keep_alive: bool
     if encoding is not None:
         if encoding.lower() != b"chunked" or legacy:
             raise TailraceError(
-                "invalid_header", "the only Transfer-Encoding is chunked, on HTTP/1.1", header="transfer-encoding"
+                "invalid_header",
+                "the only Transfer-Encoding is chunked, on HTTP/1.1",
+                header="transfer-encoding",
             )
         has_body = True
     if not legacy:
@@ -116,9 +122,9 @@ def _adopt_absolute_target(exchange: Exchange) -> None:
         url = parse_url(target)
     except HttpParserInvalidURLError:
         raise TailraceError("invalid_request", "malformed request target") from None
-    schema: bytes | None = url.schema
-    host: bytes | None = url.host
-    if schema is None or schema.lower() not in (b"http", b"https") or not host:
+    # The parser gives None for a part that is absent, whatever its stubs say.
+    schema, host = url.schema or b"", url.host or b""
+    if schema.lower() not in (b"http", b"https") or not host:
         raise TailraceError("invalid_request", "malformed request target")
     if b":" in host:
         host = b"[" + host + b"]"

@@ -95,7 +95,11 @@ class HttpServer:
         handshake_s = self.limits.header_ms / 1000 if ssl is not None else None
         if sock is not None:
             listener = await self.loop.create_server(
-                self._connection, sock=sock, ssl=ssl, backlog=ACCEPT_BACKLOG, ssl_handshake_timeout=handshake_s
+                self._connection,
+                sock=sock,
+                ssl=ssl,
+                backlog=ACCEPT_BACKLOG,
+                ssl_handshake_timeout=handshake_s,
             )
         else:
             listener = await self.loop.create_server(

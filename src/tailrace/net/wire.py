@@ -10,7 +10,8 @@ from http import HTTPStatus
 JOIN_BYTES_MAX = 16 * 1024
 
 STATUS_LINES: dict[int, bytes] = {
-    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode("ascii")) for status in HTTPStatus
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode("ascii"))
+    for status in HTTPStatus
 }
 
 # The end of a head whose body has this many bytes; small bodies are by far the most common.
