@@ -18,7 +18,7 @@ static struct {
     struct hist latency;
     uint64_t statuses[1000];
     uint64_t replies, good, bytes, reconnects, unanswered;
-    uint64_t begin_ns, end_ns, last_ns, count_target, begun;
+    uint64_t begin_ns, end_ns, last_ns, count_target, begun, turns;
     double begin_cpu;
     bool measuring, stalled;
 } run;
@@ -56,8 +56,8 @@ static void flush_out(struct connection *c) {
 
 static bool begin_request(const struct options *o, const struct protocol *p, struct connection *c, uint64_t now) {
     if (run.count_target && run.begun >= run.count_target) return false;
+    c->turn = run.turns++;
     p->next(o, c);
-    c->turn++;
     run.begun++;
     c->out_sent = 0;
     c->sent_ns = now;

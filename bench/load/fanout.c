@@ -28,7 +28,7 @@ struct reader {
 };
 static struct {
     struct hist delivery, append;
-    uint64_t sent, appended, failed, delivered, duplicates, reconnects, opened, total, not_ok;
+    uint64_t sent, appended, failed, delivered, duplicates, reconnects, opened, total;
     const struct options *o;
 } run;
 static int poller;
@@ -156,7 +156,8 @@ static void write_at_rate(struct reader *writers) {
     int timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
     struct epoll_event e = {.events = EPOLLIN | EPOLLET, .data.ptr = NULL};
     epoll_ctl(poller, EPOLL_CTL_ADD, timer, &e);
-    while (run.sent < run.total) {
+    uint64_t patience = start + (uint64_t)(2e9 * run.o->seconds); /* a server that cannot keep up ends the run late, not never */
+    while (run.sent < run.total && now_ns() < patience) {
         uint64_t due = start + run.sent * step_ns;
         if (now_ns() >= due && send_message(writers, due)) continue;
         uint64_t wake = now_ns() >= due ? now_ns() + 200000 : due;
@@ -169,9 +170,9 @@ static void write_at_rate(struct reader *writers) {
 
 static void print_report(double seconds, double cpu) {
     uint64_t expected = run.appended * (uint64_t)run.o->readers;
-    printf("{\"mode\":\"fanout\",\"readers\":%d,\"rate_per_s\":%d,\"seconds\":%.3f,\"sent\":%llu,\"appended\":%llu,\"append_errors\":%llu,"
+    printf("{\"mode\":\"fanout\",\"readers\":%d,\"rate_per_s\":%d,\"seconds\":%.3f,\"offered\":%llu,\"sent\":%llu,\"appended\":%llu,\"append_errors\":%llu,"
            "\"expected\":%llu,\"delivered\":%llu,\"duplicates\":%llu,\"reconnects\":%llu,\"load_cpu_share\":%.3f,",
-           run.o->readers, run.o->rate_per_s, seconds, (unsigned long long)run.sent, (unsigned long long)run.appended,
+           run.o->readers, run.o->rate_per_s, seconds, (unsigned long long)run.total, (unsigned long long)run.sent, (unsigned long long)run.appended,
            (unsigned long long)run.failed, (unsigned long long)expected, (unsigned long long)run.delivered,
            (unsigned long long)run.duplicates, (unsigned long long)run.reconnects, cpu / seconds);
     hist_print(&run.delivery, "delivery_us");
@@ -202,7 +203,7 @@ void run_fanout(const struct options *o) {
     write_at_rate(all + o->readers);
     uint64_t written = now_ns(), until = written + (uint64_t)(o->drain_seconds * 1e9);
     cpu = cpu_seconds() - cpu;
-    uint64_t expected = run.total * (uint64_t)o->readers;
+    uint64_t expected = run.sent * (uint64_t)o->readers;
     while (now_ns() < until && (run.delivered < expected || run.appended + run.failed < run.sent)) poll_once(20);
     print_report((double)(written - begin) / 1e9, cpu);
 }

@@ -228,15 +228,14 @@ static void append_setup(const struct options *o) {
 }
 
 static void append_next(const struct options *o, struct connection *c) {
-    static uint64_t made;
     if (o->unique) {
         char path[1024];
-        fill_path(path, sizeof path, o->path, made++);
+        fill_path(path, sizeof path, o->path, c->turn);
         c->out_length = (size_t)http_request(c->scratch, SCRATCH_BYTES, o, o->method, path, body_bytes, body_length);
         c->out = c->scratch;
         return;
     }
-    uint64_t stream = (c->id + c->turn) % (uint64_t)o->streams;
+    uint64_t stream = c->turn % (uint64_t)o->streams;
     c->out = ready[stream];
     c->out_length = ready_length[stream];
 }

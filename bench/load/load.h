@@ -85,7 +85,7 @@ void http_create_streams(const struct options *o);
 struct connection {
     int fd;
     uint32_t id;
-    uint64_t turn; /* requests begun on this connection */
+    uint64_t turn; /* number of its request, counted over all connections: streams are taken in turn */
     uint64_t sent_ns;
     const char *out;
     size_t out_length, out_sent;

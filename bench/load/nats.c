@@ -59,7 +59,7 @@ static void opened(const struct options *o, struct connection *c) {
 
 static void next(const struct options *o, struct connection *c) {
     char subject[256];
-    fill_path(subject, sizeof subject, o->path, (c->id + c->turn) % (uint64_t)o->streams);
+    fill_path(subject, sizeof subject, o->path, c->turn % (uint64_t)o->streams);
     int n = snprintf(c->scratch, SCRATCH_BYTES, "PUB %s _INBOX.b%u %zu\r\n", subject, c->id, body_length);
     memcpy(c->scratch + n, body, body_length);
     memcpy(c->scratch + n + body_length, "\r\n", 2);

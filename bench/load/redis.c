@@ -45,7 +45,7 @@ static void read_setup(const struct options *o) {
 }
 
 static void next(const struct options *o, struct connection *c) {
-    uint64_t stream = (c->id + c->turn) % (uint64_t)o->streams;
+    uint64_t stream = c->turn % (uint64_t)o->streams;
     c->out = ready[stream];
     c->out_length = ready_length[stream];
 }

@@ -1,0 +1,1 @@
+"""Benches: Tailrace beside its peers, on one machine, in one run. See README.md."""

@@ -1,0 +1,107 @@
+# pyright: strict
+"""Calls the load generator and decodes what it prints."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+
+import msgspec
+
+from bench.peers import Wire
+from bench.places import LOAD
+from bench.processes import PeerError, pinned
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Microseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+    max: float
+
+
+class Load(msgspec.Struct, frozen=True):
+    connections: int
+    streams: int
+    body_bytes: int
+    seconds: float
+    ops: int
+    ops_per_s: float
+    messages_per_s: float
+    bytes: int
+    bytes_per_s: float
+    latency_us: Latency
+    status: dict[str, int]
+    errors: int
+    reconnects: int
+    stalled: bool
+    load_cpu_share: float
+
+
+class Fanout(msgspec.Struct, frozen=True):
+    readers: int
+    rate_per_s: int
+    seconds: float
+    offered: int
+    sent: int
+    appended: int
+    append_errors: int
+    expected: int
+    delivered: int
+    duplicates: int
+    reconnects: int
+    load_cpu_share: float
+    delivery_us: Latency
+    append_us: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """The load program on its cores. Options are the program's own, with underscores."""
+
+    cpus: frozenset[int] | None
+
+    def start(self, port: int, **options: str | int | float | bool) -> subprocess.Popen[bytes]:
+        argv = [str(LOAD), "--port", str(port)]
+        for name, value in options.items():
+            flag = "--" + name.replace("_", "-")
+            if value is True:
+                argv.append(flag)
+            elif value is not False:
+                argv += [flag, str(value)]
+        return subprocess.Popen(pinned(argv, self.cpus), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def _output(self, process: subprocess.Popen[bytes], patience_s: float) -> bytes:
+        try:
+            out, err = process.communicate(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise PeerError(f"load did not end within {patience_s:.0f} s") from None
+        if process.returncode not in (0, 3) or not out:
+            raise PeerError(err.decode(errors="replace").strip() or f"load exited with {process.returncode}")
+        return out
+
+    def finish(self, process: subprocess.Popen[bytes], patience_s: float = 300.0) -> Load:
+        return msgspec.json.decode(self._output(process, patience_s), type=Load)
+
+    def run(self, port: int, **options: str | int | float | bool) -> Load:
+        return self.finish(self.start(port, **options))
+
+    def fanout(self, port: int, **options: str | int | float | bool) -> Fanout:
+        process = self.start(port, mode="fanout", **options)
+        return msgspec.json.decode(self._output(process, 300.0), type=Fanout)
+
+
+def append_options(wire: Wire, name: str = "bench") -> dict[str, str | int | float | bool]:
+    """The options that make one append in each protocol, creating the streams first where that is a step."""
+    if wire == "redis":
+        return {"mode": "redis", "path": f"{name}-%d"}
+    if wire == "nats":
+        return {"mode": "nats", "path": f"{name}.%d", "create": True}
+    return {"mode": "append", "path": f"/v1/stream/{name}-%d", "create": True}

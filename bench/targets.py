@@ -1,0 +1,101 @@
+# pyright: strict
+"""What Tailrace set out to reach, checked against the medians of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.peers import DURABLE_HTTP, US
+from bench.results import Results, Series
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    what: str
+    wanted: str
+    got: str
+    reached: bool
+
+
+def _best(series: Series, peers: tuple[str, ...]) -> tuple[str, float] | None:
+    """The strongest of these peers in this row."""
+    found = [(name, value) for name in peers if (value := series.median(name)) is not None]
+    if not found:
+        return None
+    return (
+        max(found, key=lambda pair: pair[1])
+        if series.higher_is_better
+        else min(found, key=lambda pair: pair[1])
+    )
+
+
+def _at_least(series: Series, peers: tuple[str, ...], factor: float, who: str) -> Iterator[Verdict]:
+    best, ours = _best(series, peers), series.median(US)
+    if best is None or ours is None:
+        return
+    ratio = ours / best[1]
+    yield Verdict(
+        f"{series.scenario}, {series.row}",
+        f"{factor:.2g}x {who}",
+        f"{ratio:.2f}x ({best[0]})",
+        ratio >= factor,
+    )
+
+
+def _p99_no_worse(series: Series) -> Iterator[Verdict]:
+    rivals = [v for name in (*DURABLE_HTTP, "redis") if (v := series.median(name, "p99_us")) is not None]
+    ours = series.median(US, "p99_us")
+    if rivals and ours is not None:
+        what = f"{series.scenario}, {series.row}: p99"
+        best = min(rivals)
+        yield Verdict(
+            what, f"at most {best / 1000:.2f} ms (best of theirs)", f"{ours / 1000:.2f} ms", ours <= best
+        )
+
+
+def _limit(series: Series, metric: str, limit: float, unit: str, scale: float = 1.0) -> Iterator[Verdict]:
+    ours = series.median(US, metric)
+    if ours is not None:
+        value = ours / scale
+        yield Verdict(
+            f"{series.scenario}, {series.row}: {metric}",
+            f"under {limit:g} {unit}",
+            f"{value:.3g} {unit}",
+            value < limit,
+        )
+
+
+def _of(results: Results, series: Series) -> Iterator[Verdict]:
+    ours = series.median(US)
+    if ours is None:
+        return
+    if series.group == "appends":
+        yield from _at_least(series, DURABLE_HTTP, 3.0, "best durable HTTP peer")
+        yield from _at_least(series, ("reference-memory",), 1.0, "reference server from memory")
+        yield from _at_least(series, ("redis",), 1 / 1.5, "Redis")
+        yield from _p99_no_worse(series)
+    elif series.group == "latency":
+        floor = results.floor.sync_plus_round_trip_us
+        wanted = f"at most 1.3x one fdatasync + one round trip ({floor:.0f} µs)"
+        yield Verdict(
+            "latency, 1 connection", wanted, f"{ours / floor:.2f}x ({ours:.0f} µs)", ours <= 1.3 * floor
+        )
+    elif series.group == "reads":
+        yield from _at_least(series, ("prisma-raised", "prisma"), 3.0, "best peer that pages")
+        if series.row.startswith("16 "):
+            yield Verdict(
+                f"{series.scenario}, {series.row}", "over 1 GB/s", f"{ours / 1e9:.2f} GB/s", ours > 1e9
+            )
+    elif series.group == "fanout":
+        share = series.median(US, "delivered_share") or 0.0
+        yield Verdict(f"fanout, {series.row}", "all delivered", f"{share:.2%}", share >= 1.0)
+        yield from _limit(series, "p99_us", 20.0, "ms", 1000.0)
+    elif series.group == "idle":
+        yield from _limit(series, "rss_mb", 200.0, "MB")
+        yield from _limit(series, "restart_s", 5.0, "s")
+        yield from _limit(series, "restart_after_kill_s", 5.0, "s")
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    return [verdict for series in results.series for verdict in _of(results, series)]
