@@ -97,8 +97,9 @@ METRICS_INTRO = """\
 *Made from `telemetry.py` by `make docs`.*
 
 `GET /metrics` answers in Prometheus' text format. With authentication it needs the scope `manage`; give it a
-listener of its own with `--metrics-port` to scrape it without a token. Beside the rows below there are the usual
-numbers of the process: `process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds` and more.
+listener of its own with `--metrics-port` to scrape it without a token. Beside the rows below there are the
+usual numbers of the process: `process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`
+and more.
 
 What to look at first: `tailrace_ready` (1 or somebody should be woken), `tailrace_sync_seconds` (the disk),
 `tailrace_append_queue_bytes` (the disk cannot keep up), `tailrace_refused_total` (what clients are told), and

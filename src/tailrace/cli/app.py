@@ -18,11 +18,11 @@ _HELP: Final = """A durable stream server and the tools around it.
 
 Start a server with `tailrace serve`, then in another terminal:
 
-    tailrace append orders '{"id": 1}' --json
+    tailrace append orders '{"id": 1}' --create
 
     tailrace read orders
 
-    tailrace tail orders
+    tailrace tail orders --from-start
 
 Exit codes: 0 fine, 1 refused or not found, 2 wrong usage, 3 server not reachable.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Final
 
@@ -10,13 +11,20 @@ REFUSED: Final = 1
 USAGE: Final = 2
 UNREACHABLE: Final = 3
 
-
-class UnreachableError(Exception):
-    """No server answered."""
+# What the client calls it when no answer came.
+_NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
 
 
 class RefusedError(Exception):
     """The command was understood and cannot be done."""
+
+
+class UnreachableError(Exception):
+    """No server answers."""
+
+
+class UsageError(Exception):
+    """The command was not put in a way that makes sense."""
 
 
 def explain(error: Exception, *, as_json: bool) -> int:
@@ -26,24 +34,25 @@ def explain(error: Exception, *, as_json: bool) -> int:
     from tailrace.errors import TailraceError
     from tailrace.settings import SettingsError
 
-    extra: dict[str, object] = {}
+    message, extra = str(error), dict[str, object]()
     if isinstance(error, TailraceError):
-        code, exit_code, extra = error.code, REFUSED, error.extra
-    elif isinstance(error, SettingsError):
+        code, message, extra = error.code, error.message, error.extra
+        exit_code = UNREACHABLE if code in _NO_SERVER else REFUSED
+    elif isinstance(error, SettingsError | UsageError):
         code, exit_code = "usage", USAGE
     elif isinstance(error, UnreachableError):
         code, exit_code = "unreachable", UNREACHABLE
     elif isinstance(error, RefusedError):
         code, exit_code = "refused", REFUSED
     elif isinstance(error, BrokenPipeError):
-        # The reader of our output left, as `head` does. Nothing is wrong, and nothing more can be said.
-        sys.stderr.close()
+        # The reader of our output left, as `head` does. Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     else:
         raise error
     if as_json:
-        body = {"error": {"code": code, "message": str(error), **extra}}
-        print(orjson.dumps(body).decode(), file=sys.stderr)
+        body = {"error": {"code": code, "message": message, **extra}}
+        print(orjson.dumps(body, default=str).decode(), file=sys.stderr)
     else:
-        print(f"tailrace: {error} ({code})", file=sys.stderr)
+        print(f"tailrace: {message} ({code})", file=sys.stderr)
     return exit_code

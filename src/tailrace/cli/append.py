@@ -1,0 +1,157 @@
+"""``tailrace append``: entries from arguments or standard input."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.failures import RefusedError, UsageError
+from tailrace.cli.session import DEFAULT, Session, connect, put_json
+
+if TYPE_CHECKING:
+    from tailrace.client import Client, Stream
+
+_PIECE_BYTES: Final = 1024 * 1024
+_LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+
+_HELP: Final = """Append entries to a stream, and return when they are on disk.
+
+Entries come from the arguments, or from standard input when there are none. On a JSON stream every argument
+and every input line is one message. On any other stream every argument is one entry, and so is every line
+with `--lines`; without it the input is appended as it is, in pieces of up to 1 MiB.
+
+For example:
+
+    tailrace append orders '{"id": 1}' --create
+
+    tailrace append orders < orders.ndjson
+
+    tail -f app.log | tailrace append logs/app --lines --create --content-type text/plain
+"""
+
+command = App(name="append", help=_HELP, help_format="markdown")
+
+
+@command.default
+def append(
+    name: Annotated[str, Parameter(help="The stream, for example orders or logs/app.")],
+    /,
+    *data: Annotated[str, Parameter(help="Entries; none means standard input.")],
+    create: Annotated[bool, Parameter(negative="", help="Create the stream if it does not exist.")] = False,
+    content_type: Annotated[str, Parameter(help="Type of the stream to create.")] = "application/json",
+    key: Annotated[str | None, Parameter(help="Routing key of the entries.")] = None,
+    lines: Annotated[bool, Parameter(negative="", help="Every input line is an entry.")] = False,
+    producer: Annotated[
+        str | None, Parameter(help="Producer id: what is sent again after a failure takes effect once.")
+    ] = None,
+    close: Annotated[bool, Parameter(negative="", help="Close the stream afterwards, for good.")] = False,
+    session: Session = DEFAULT,
+) -> None:
+    with connect(session) as client:
+        stream = _open(client, name, content_type if create else None)
+        cut = _Cut(json=_is_json(stream.content_type), lines=lines)
+        batches = [[text.encode() for text in data]] if data else cut.batches(sys.stdin.fileno())
+        count, next_offset = _send(stream, cut.checked(batches), key, producer)
+        if close:
+            next_offset = stream.close().next_offset
+    if count == 0 and not close:
+        raise RefusedError("there was nothing to append")
+    if session.json:
+        put_json({"stream": name, "entries": count, "next_offset": next_offset, "closed": close})
+    else:
+        print(
+            f"appended {count:,} {'entry' if count == 1 else 'entries'} to {name}, next offset {next_offset}"
+        )
+
+
+def _open(client: Client, name: str, create_as: str | None) -> Stream:
+    """A handle that knows its content type: it decides how the input is cut."""
+    from tailrace.client import ClientError
+
+    try:
+        found = client.stream(name).head()
+    except ClientError as error:
+        if error.status != 404:
+            raise
+        if create_as is None:
+            raise RefusedError(f"there is no stream {name!r}; pass --create to make it") from None
+        found = client.stream(name, content_type=create_as).create(content_type=create_as)
+    return client.stream(name, content_type=found.content_type)
+
+
+def _is_json(content_type: str | None) -> bool:
+    return content_type is not None and content_type.partition(";")[0].strip().lower() == "application/json"
+
+
+class _Cut:
+    """How input becomes entries. A batch is what was there to be read, so a slow pipe is not kept waiting."""
+
+    def __init__(self, *, json: bool, lines: bool) -> None:
+        self.json = json
+        self.lines = lines or json
+
+    def batches(self, descriptor: int) -> Iterator[list[bytes]]:
+        rest = b""
+        while piece := os.read(descriptor, _PIECE_BYTES):
+            if not self.lines:
+                yield [piece]
+                continue
+            *complete, rest = (rest + piece).split(b"\n")
+            if len(rest) > _LINE_BYTES_MAX:
+                raise UsageError(f"a line of the input is longer than {_LINE_BYTES_MAX:,} bytes")
+            # On a text stream the line keeps its end, so that reading gives back what was written.
+            yield (
+                [line for line in complete if line.strip()]
+                if self.json
+                else [line + b"\n" for line in complete]
+            )
+        if rest.strip():
+            yield [rest]
+
+    def checked(self, batches: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+        """The batches, looked at before they are sent: the server could not name the line."""
+        import msgspec
+
+        progress, count = sys.stderr.isatty(), 0
+        for batch in batches:
+            for entry in batch if self.json else ():
+                count += 1
+                try:
+                    msgspec.json.decode(entry, type=msgspec.Raw)
+                except msgspec.DecodeError as error:
+                    shown = entry[:40].decode(errors="replace")
+                    raise UsageError(f"entry {count} is not JSON: {shown!r} ({error})") from None
+            yield batch
+            if progress and count:
+                print(f"\r{count:,} entries ", end="", file=sys.stderr, flush=True)
+        if progress and count:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _send(
+    stream: Stream, batches: Iterable[list[bytes]], key: str | None, producer: str | None
+) -> tuple[int, str | None]:
+    """Append batch after batch; how many entries that were, and the offset after the last."""
+    count, next_offset = 0, None
+    if producer is None:
+        for batch in batches:
+            if batch and (result := stream.append_many(batch, key=key)) is not None:
+                count, next_offset = count + len(batch), result.next_offset
+        return count, next_offset
+    last = None
+    with stream.producer(producer) as writer:
+        for entry in itertools.chain.from_iterable(batches):
+            last = writer.append(_one_message(entry, stream), key=key)
+            count += 1
+    return count, last.result().next_offset if last else None
+
+
+def _one_message(entry: bytes, stream: Stream) -> bytes:
+    # To a producer a JSON array is a batch; here every line is one message, so an array is wrapped once more.
+    is_batch = _is_json(stream.content_type) and entry.lstrip().startswith(b"[")
+    return b"[" + entry + b"]" if is_batch else entry

@@ -1,0 +1,234 @@
+"""``tailrace doctor``: can this machine run a server well?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from cyclopts import App, Parameter
+from msgspec import Struct
+
+from tailrace.cli.failures import REFUSED
+from tailrace.cli.session import put_json
+from tailrace.settings import Settings, SettingsError, load
+
+Verdict = Literal["ok", "warn", "fail"]
+
+_HELP: Final = """Check that this machine can run a server well, with the settings `tailrace serve` would use.
+
+Looks at Python and its packages, the data directory (writable, free space, how long one fsync takes, another
+server's lock), the port, the clock and the limit of open files. The exit code is 1 if something would stop a
+server; warnings alone leave it at 0.
+
+For example:
+
+    tailrace doctor
+
+    tailrace doctor --data-dir /var/lib/tailrace --port 5000
+"""
+
+_SYNCS: Final = 32
+_SYNC_MS_SLOW: Final = 5.0
+_MODULES: Final = (
+    "apsw", "google_crc32c", "httptools", "jwt", "msgspec", "orjson", "prometheus_client", "sortedcontainers",
+    "structlog", "uvloop", "websockets", "whenever", "xxhash",
+)  # fmt: skip
+
+command = App(name="doctor", help=_HELP, help_format="markdown")
+
+
+class Finding(Struct, frozen=True):
+    """What one check came to."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+
+
+@command.default
+def doctor(
+    *,
+    data_dir: Annotated[str | None, Parameter(help="The data directory.")] = None,
+    host: Annotated[str | None, Parameter(help="The address to listen on.")] = None,
+    port: Annotated[str | None, Parameter(help="The port to listen on.")] = None,
+    json: Annotated[bool, Parameter(negative="", help="Print JSON, one object per line.")] = False,
+) -> int:
+    import msgspec
+
+    given = {"data_dir": data_dir, "host": host, "port": port}
+    failed = False
+    for finding in examine({name: value for name, value in given.items() if value is not None}):
+        failed = failed or finding.verdict == "fail"
+        if json:
+            put_json(msgspec.structs.asdict(finding))
+        else:
+            print(f"{finding.verdict:<5} {finding.check:<12} {finding.detail}", flush=True)
+    return REFUSED if failed else 0
+
+
+def examine(flags: dict[str, str]) -> Iterator[Finding]:
+    """Every check, in an order in which the first failure explains the later ones."""
+    yield _python()
+    yield _packages()
+    try:
+        settings = load(flags)
+    except SettingsError as error:
+        yield Finding("settings", "fail", str(error))
+        return
+    yield Finding("settings", "ok", f"preset {settings.preset}")
+    yield _exposure(settings)
+    checks: tuple[Callable[[Settings], Finding], ...] = (
+        _directory,
+        _lock,
+        _disk,
+        _sync,
+        _port,
+        _files,
+        _clock,
+    )
+    for check in checks:
+        yield check(settings)
+
+
+def _python() -> Finding:
+    import platform
+    import sys
+
+    version = platform.python_version()
+    verdict: Verdict = "ok" if sys.version_info >= (3, 11) else "fail"
+    return Finding("python", verdict, f"{platform.python_implementation()} {version} on {platform.machine()}")
+
+
+def _packages() -> Finding:
+    import importlib
+
+    missing: list[str] = []
+    for name in _MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}")
+    return Finding("packages", "ok", f"{len(_MODULES)} found")
+
+
+def _exposure(settings: Settings) -> Finding:
+    from tailrace.auth import bind_check
+    from tailrace.errors import TailraceError
+
+    try:
+        bind_check(settings)
+    except TailraceError as error:
+        return Finding("exposure", "fail", error.message)
+    if settings.auth_configured:
+        return Finding("exposure", "ok", "requests need a token")
+    if settings.loopback_only:
+        return Finding("exposure", "ok", "this machine only, no token needed")
+    return Finding("exposure", "warn", "everybody who can reach the port has every right (--insecure)")
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory itself, or where it would be created."""
+    path = directory.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _directory(settings: Settings) -> Finding:
+    import os
+
+    path = _nearest(settings.data_dir)
+    shown = settings.data_dir.absolute()
+    if not path.is_dir():
+        return Finding("data dir", "fail", f"{path} is not a directory")
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Finding("data dir", "fail", f"{path} cannot be written to")
+    return Finding("data dir", "ok", f"{shown}" + ("" if path == shown else " (will be created)"))
+
+
+def _lock(settings: Settings) -> Finding:
+    import fcntl
+
+    path = settings.data_dir / "lock"
+    if not path.is_file():
+        return Finding("lock", "ok", "no server uses this directory")
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return Finding("lock", "warn", "a server is running on this data directory")
+    return Finding("lock", "ok", "no server uses this directory")
+
+
+def _disk(settings: Settings) -> Finding:
+    import shutil
+
+    free = shutil.disk_usage(_nearest(settings.data_dir)).free
+    reserve = settings.limits.disk_reserve_bytes
+    detail = f"{free / 2**30:.1f} GiB free, appends stop below {reserve / 2**20:.0f} MiB"
+    if free < reserve:
+        return Finding("disk", "fail", detail)
+    return Finding("disk", "warn" if free < 4 * reserve else "ok", detail)
+
+
+def _sync(settings: Settings) -> Finding:
+    """One append waits for one of these, so this is the floor of its latency."""
+    import os
+    import tempfile
+
+    from tailrace.clock import SYSTEM_CLOCK
+
+    taken_ms: list[float] = []
+    try:
+        with tempfile.TemporaryFile(dir=_nearest(settings.data_dir)) as file:
+            for _ in range(_SYNCS):
+                os.write(file.fileno(), b"\0" * 4096)
+                before = SYSTEM_CLOCK.monotonic()
+                os.fdatasync(file.fileno())
+                taken_ms.append((SYSTEM_CLOCK.monotonic() - before) * 1000)
+    except OSError as error:
+        return Finding("fsync", "fail", str(error))
+    taken_ms.sort()
+    middle, worst = taken_ms[_SYNCS // 2], taken_ms[-1]
+    verdict: Verdict = "warn" if middle > _SYNC_MS_SLOW else "ok"
+    return Finding("fsync", verdict, f"{middle:.2f} ms in the middle, {worst:.2f} ms at worst, of {_SYNCS}")
+
+
+def _port(settings: Settings) -> Finding:
+    import socket
+
+    address = f"{settings.host}:{settings.port}"
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            return Finding("port", "fail", f"{address}: {error.strerror}")
+    return Finding("port", "ok", f"{address} is free")
+
+
+def _files(settings: Settings) -> Finding:
+    import resource
+
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.limits.connections + 200
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        detail = f"at most {hard:,}, but the limit `connections` needs {wanted:,}: raise ulimit -n"
+        return Finding("open files", "warn", detail)
+    return Finding("open files", "ok", f"room for {settings.limits.connections:,} connections")
+
+
+def _clock(settings: Settings) -> Finding:
+    """Entries are stamped with wall time; one that lies before the newest file is a clock that went back."""
+    from tailrace.clock import SYSTEM_CLOCK
+
+    now_ns = SYSTEM_CLOCK.now_ns()
+    newest_ns = max((file.stat().st_mtime_ns for file in settings.data_dir.glob("journal/*.jnl")), default=0)
+    behind_s = (newest_ns - now_ns) / 1e9
+    if behind_s > 1:
+        return Finding("clock", "warn", f"{behind_s:,.0f} s behind the newest journal file")
+    return Finding("clock", "ok", "not behind the data")

@@ -1,0 +1,73 @@
+"""``tailrace ls``: the streams of a server."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tailrace.client import StreamDescriptor
+
+_HELP: Final = """List streams in the order of their names.
+
+For example:
+
+    tailrace ls
+
+    tailrace ls logs/ --limit 20
+
+    tailrace ls --json | jq -r .name
+"""
+
+command = App(name="ls", help=_HELP, help_format="markdown")
+
+
+@command.default
+def ls(
+    prefix: Annotated[str, Parameter(help="Only names that begin with this.")] = "",
+    /,
+    *,
+    limit: Annotated[int | None, Parameter(help="At most so many.")] = None,
+    system: Annotated[bool, Parameter(negative="", help="Also the server's own streams.")] = False,
+    session: Session = DEFAULT,
+) -> None:
+    with connect(session) as client:
+        page_size = min(limit or 1000, 1000)
+        found = islice(client.streams(prefix, page_size=page_size, system=system), limit)
+        if session.json:
+            import msgspec
+
+            for stream in found:
+                put_json(msgspec.structs.asdict(stream))
+            flush()
+        else:
+            _show(found)
+
+
+def _show(streams: Iterable[StreamDescriptor]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "entries", "bytes", "content type", "state"):
+        table.add_column(column, justify="right" if column in {"entries", "bytes"} else "left", no_wrap=True)
+    for stream in streams:
+        table.add_row(
+            Text(stream.name),
+            f"{int(stream.next_offset or 0):,}",
+            f"{int(stream.total_size_bytes or 0):,}",
+            Text(stream.content_type or ""),
+            "closed" if stream.closed else "open",
+        )
+    console = Console()
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print("no streams")

@@ -1,0 +1,82 @@
+"""What every command that talks to a server shares: where it is, who asks, and how answers are printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import Group, Parameter
+
+if TYPE_CHECKING:
+    from tailrace.client import Client
+
+URL_DEFAULT: Final = "http://127.0.0.1:4437"
+_GROUP: Final = Group("Connection and output", sort_key=9)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Flags of all commands that talk to a server."""
+
+    url: Annotated[str, Parameter(env_var="TAILRACE_ENDPOINT", group=_GROUP, help="The server.")] = (
+        URL_DEFAULT
+    )
+    token: Annotated[
+        str | None,
+        Parameter(env_var="TAILRACE_TOKEN", group=_GROUP, help="Access token; better given as the variable."),
+    ] = None
+    json: Annotated[bool, Parameter(group=_GROUP, negative="", help="Print JSON, one object per line.")] = (
+        False
+    )
+
+
+DEFAULT: Final = Session()
+
+
+@contextmanager
+def connect(session: Session) -> Generator[Client]:
+    """A client that gives up soon: a person is waiting."""
+    from tailrace.cli.failures import UnreachableError, UsageError
+    from tailrace.client import Client, ClientError, Retries
+
+    retries = Retries(attempts_max=3, elapsed_s_max=10.0)
+    try:
+        client = Client(session.url, token=session.token, retries=retries)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    with client:
+        try:
+            yield client
+        except ClientError as error:
+            if error.code != "connect_failed":
+                raise
+            message = f"no server answers at {session.url}; start one with: tailrace serve"
+            raise UnreachableError(message) from None
+
+
+def put(line: bytes) -> None:
+    """Write to standard output as it is, so that bytes stay bytes in a pipe."""
+    sys.stdout.buffer.write(line)
+
+
+def flush() -> None:
+    sys.stdout.buffer.flush()
+
+
+def put_json(value: object) -> None:
+    import orjson
+
+    put(orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def one_line(message: bytes) -> bytes:
+    """A JSON message without the line breaks it may have been written with; its tokens stay as they are."""
+    if b"\n" not in message and b"\r" not in message:
+        return message
+    import msgspec
+
+    return msgspec.json.format(message, indent=-1)
