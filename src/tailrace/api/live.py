@@ -114,12 +114,14 @@ class Follower:
         "_waiting",
         "_wire",
         "ended",
+        "mode",
     )
 
     def __init__(
         self, live: Live, stream: Stream, position: int, key: str, cursor: str | None, rotate_s: float | None
     ) -> None:
         self._live = live
+        self.mode = "ws" if rotate_s is None else "sse"
         self._stream = stream
         self._position = position
         self._key = key.encode() or None
@@ -158,6 +160,7 @@ class Follower:
                 return True
             assert self._wire is not None
             if self._wire.unsent_bytes > live.unsent_bytes_max:
+                live.demoted += 1
                 return True  # `on_drain` goes on from here
             encoded = live.encoded(self._wire, stream, self._position) if self._shareable() else None
             if encoded is not None:
@@ -275,10 +278,10 @@ class WsFollower:
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
 
-    def on_message(self, data: bytes | str) -> None:
+    def on_message(self, data: bytes, is_text: bool) -> None:
         """Frames from the client are ignored."""
 
-    def on_oversize(self, head: bytes, size: int) -> None:
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         """So are long ones."""
 
     def on_drain(self) -> None:
@@ -301,16 +304,20 @@ class Live:
         self._timer: asyncio.TimerHandle | None = None
         self._encoded: dict[tuple[object, ...], bytes] = {}
         self.connections = 0
+        self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
+        self.demoted = 0
 
     # -- opening ---------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
+    def admit(self, mode: str) -> None:
         if self.connections >= self._limits.live_connections:
             raise TailraceError("overloaded", "there are too many live connections")
         self.connections += 1
+        self.open_by_mode[mode] += 1
 
-    def dismiss(self) -> None:
+    def dismiss(self, mode: str) -> None:
         self.connections -= 1
+        self.open_by_mode[mode] -= 1
 
     def open_sse(self, exchange: Exchange, stream: Stream, start: int, key: str, cursor: str | None) -> None:
         rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)
@@ -341,7 +348,7 @@ class Live:
     def _open(
         self, stream: Stream, start: int, key: str, cursor: str | None, rotation_s: float | None
     ) -> Follower:
-        self.admit()
+        self.admit("ws" if rotation_s is None else "sse")
         follower = Follower(self, stream, start, key, cursor, rotation_s)
         self._followers.add(follower)
         stream.live += 1
@@ -351,7 +358,7 @@ class Live:
 
     def closed(self, follower: Follower, stream: Stream) -> None:
         self._followers.discard(follower)
-        self.dismiss()
+        self.dismiss(follower.mode)
         stream.live -= 1
         self._log.touch(stream)
 

@@ -225,11 +225,11 @@ class ReadRoutes:
         exchange.respond(204, head)
 
     def live_opened(self, stream: Stream) -> None:
-        self._live.admit()
+        self._live.admit("long-poll")
         stream.live += 1
 
     def live_ended(self, stream: Stream) -> None:
-        self._live.dismiss()
+        self._live.dismiss("long-poll")
         stream.live -= 1
         self._log.touch(stream)
 

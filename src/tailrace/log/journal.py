@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import google_crc32c
 
@@ -29,6 +29,9 @@ FRAME = struct.Struct("<II")
 FRAME_BYTES = FRAME.size
 VERSION = 1
 FIRST_FILE_BYTES = 8 * 1024 * 1024
+# The library is not annotated.
+crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
+crc32c_extend = cast("Callable[[int, bytes], int]", google_crc32c.extend)  # pyright: ignore[reportUnknownMemberType]
 _NAME = re.compile(r"([0-9]{16})\.jnl")
 _ZEROS = bytes(1024 * 1024)
 
@@ -86,12 +89,12 @@ def list_files(directory: Path) -> list[tuple[int, Path]]:
 
 
 def seed_of(file_id: int) -> int:
-    return google_crc32c.value(file_id.to_bytes(8, "little"))
+    return crc32c(file_id.to_bytes(8, "little"))
 
 
 def frame(payload: bytes, seed: int) -> bytes:
     """Length and checksum in front of a payload."""
-    return FRAME.pack(len(payload), google_crc32c.extend(seed, payload))
+    return FRAME.pack(len(payload), crc32c_extend(seed, payload))
 
 
 def prepare_file(directory: Path, seq: int, size: int, *, zero: bool) -> Path:
@@ -132,7 +135,7 @@ def sync_directory(directory: Path) -> None:
 
 def encode_header(header: Header) -> bytes:
     fields = (header.seq, header.id, header.previous_seq, header.previous_end, header.created_ns)
-    crc = google_crc32c.value(HEADER.pack(MAGIC, VERSION, 0, *fields))
+    crc = crc32c(HEADER.pack(MAGIC, VERSION, 0, *fields))
     return HEADER.pack(MAGIC, VERSION, crc, *fields).ljust(HEADER_BYTES, b"\0")
 
 
@@ -145,7 +148,7 @@ def read_header(path: Path) -> Header | None:
     magic, version, crc, *fields = HEADER.unpack_from(raw)
     if magic != MAGIC:
         return None
-    if crc != google_crc32c.value(HEADER.pack(MAGIC, version, 0, *fields)):
+    if crc != crc32c(HEADER.pack(MAGIC, version, 0, *fields)):
         return None
     if version > VERSION:
         raise TailraceError(
@@ -176,7 +179,7 @@ class Scan:
             if length == 0 and crc == 0:
                 break
             payload = data[start : start + length]
-            if length == 0 or start + length > limit or google_crc32c.extend(seed, payload) != crc:
+            if length == 0 or start + length > limit or crc32c_extend(seed, payload) != crc:
                 self.torn = True
                 break
             yield position, payload

@@ -71,6 +71,7 @@ class Log:
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
         self.checkpoint_pending = False
+        self.failures = 0
         self.appended_entries = 0
         self.appended_bytes = 0
         self.streams.on_loaded = self.expiry.loaded
@@ -119,6 +120,13 @@ class Log:
         if stream.visible < 0:
             raise TailraceError("not_found", f"there is no stream {name!r}")
         return stream
+
+    def count_streams(self) -> int:
+        """Streams that exist, those that are not in memory included."""
+        stored = self.store.db.count_streams()
+        changed = self.streams.changed_names
+        created = sum(1 for name in changed if name in self.streams.by_name)
+        return stored + created
 
     def touch(self, stream: Stream) -> None:
         """Renews a sliding lifetime. Written down only when a tenth of the window has passed."""
@@ -383,6 +391,7 @@ class Log:
     def _fail(self, batches: list[Batch], error: OSError) -> None:
         """The journal could not take a batch. None of it happened: back to the last acknowledged state."""
         logger.error("journal write failed: %s; rolling back to the last durable record", error)
+        self.failures += 1
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         self.refusal = TailraceError(
             "insufficient_storage" if full else "unavailable",

@@ -248,7 +248,7 @@ def fold(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
             times.extend([record.time_ns] * record.count)
         if record.key is not None or keys is not None:
             if keys is None:
-                keys = [None] * (len(ends) - record.count)
+                keys = list[bytes | None]([None]) * (len(ends) - record.count)
             keys.extend([record.key] * record.count)
     glue = b"," if separator else b""
     return Block(records[0].first, glue.join([record.body for record in records]), ends, times, keys, file)

@@ -18,12 +18,15 @@ from tailrace.log.model import AppendRecord, Block, ReadPart, Stream
 from tailrace.log.streams import Streams
 
 
-class Page(NamedTuple):
+class Page:
     """A slice `(after, next_entry]`; `parts` are runs of entries, to be joined by the stream's separator."""
 
-    parts: list[ReadPart]
-    next_entry: int
-    count: int
+    __slots__ = ("count", "next_entry", "parts")
+
+    def __init__(self, parts: list[ReadPart], next_entry: int, count: int) -> None:
+        self.parts = parts
+        self.next_entry = next_entry
+        self.count = count
 
 
 class Missing(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from tailrace.log.model import Producer, Stream, Tombstone, fold
-from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Touch
+from tailrace.log.records import Append, Create, Delete, Meta, Op, Touch
 
 # Appends kept one by one at the very tail before they are folded into a block.
 RECENT_COUNT_MAX = 256

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import apsw
 
@@ -35,6 +35,17 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHO
 """
 
 
+class Rows(Protocol):
+    def __iter__(self) -> Iterator[tuple[object, ...]]: ...
+    def fetchone(self) -> tuple[object, ...] | None: ...
+
+
+class Execute(Protocol):
+    """What we use of a connection's `execute`; the library's own annotation is only partly known."""
+
+    def __call__(self, query: str, bindings: tuple[object, ...] = ()) -> Rows: ...
+
+
 class BlockRow(NamedTuple):
     first: int
     last: int
@@ -51,7 +62,7 @@ class HotDb:
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
         self.connection = apsw.Connection(str(path), flags=flags)
         self.connection.set_busy_timeout(10_000)
-        execute = self.connection.execute
+        self._execute = execute = cast(Execute, self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
         execute("PRAGMA page_size=8192")
         execute("PRAGMA journal_mode=WAL")
         execute("PRAGMA synchronous=FULL")
@@ -72,10 +83,7 @@ class HotDb:
         self.connection.close()
 
     def _one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
-        return cast(
-            "tuple[object, ...] | None",
-            self.connection.execute(query, cast("tuple[int, ...]", bindings)).fetchone(),
-        )
+        return self._execute(query, bindings).fetchone()
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -106,7 +114,7 @@ class HotDb:
         )
         first = entry if row is None else row[0]
         query = "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? AND first>=? ORDER BY first"
-        for found in self.connection.execute(query, (number, cast(int, first))):
+        for found in self._execute(query, (number, first)):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
     def last_block(self, number: int) -> BlockRow | None:
@@ -128,20 +136,20 @@ class HotDb:
 
     def images_after(self, name: str, prefix: str, limit: int) -> list[tuple[str, bytes]]:
         """Stream images in name order: a range scan on the name index."""
-        rows = self.connection.execute(
+        rows = self._execute(
             "SELECT name, image FROM streams WHERE name>? AND name>=? ORDER BY name LIMIT ?",
             (name, prefix, limit),
         )
         return [cast("tuple[str, bytes]", row) for row in rows]
 
     def overdue(self, now_ns: int, limit: int) -> list[int]:
-        rows = self.connection.execute(
+        rows = self._execute(
             "SELECT number FROM streams WHERE deadline_ns<=? ORDER BY deadline_ns LIMIT ?", (now_ns, limit)
         )
         return [cast(int, row[0]) for row in rows]
 
     def meta(self) -> dict[str, bytes]:
-        rows = self.connection.execute("SELECT key, value FROM meta")
+        rows = self._execute("SELECT key, value FROM meta")
         return dict(cast("tuple[str, bytes]", row) for row in rows)
 
     def count_streams(self) -> int:
@@ -152,39 +160,39 @@ class HotDb:
     # -- writing (checkpointer only) ---------------------------------------------------------------------
 
     def set_fact(self, key: str, value: int | str) -> None:
-        self.connection.execute("INSERT OR REPLACE INTO facts VALUES(?, ?)", (key, value))
+        self._execute("INSERT OR REPLACE INTO facts VALUES(?, ?)", (key, value))
 
     def put_stream(self, number: int, name: str, gone: bool, deadline_ns: int | None, image: bytes) -> None:
-        self.connection.execute(
+        self._execute(
             "INSERT OR REPLACE INTO streams VALUES(?, ?, ?, ?, ?)", (number, name, int(gone), deadline_ns, image)
         )
 
     def delete_stream(self, number: int) -> None:
         for table in ("streams", "producers", "blocks"):
-            self.connection.execute(f"DELETE FROM {table} WHERE number=?", (number,))
+            self._execute(f"DELETE FROM {table} WHERE number=?", (number,))
 
     def put_tombstone(self, name: str, deleted_ns: int, image: bytes) -> None:
-        self.connection.execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, deleted_ns, image))
+        self._execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, deleted_ns, image))
 
     def delete_tombstone(self, name: str) -> None:
-        self.connection.execute("DELETE FROM tombstones WHERE name=?", (name,))
+        self._execute("DELETE FROM tombstones WHERE name=?", (name,))
 
     def expire_tombstones(self, before_ns: int) -> None:
-        self.connection.execute("DELETE FROM tombstones WHERE deleted_ns<?", (before_ns,))
+        self._execute("DELETE FROM tombstones WHERE deleted_ns<?", (before_ns,))
 
     def put_producer(self, number: int, producer_id: str, epoch: int, seq: int) -> None:
-        self.connection.execute(
+        self._execute(
             "INSERT OR REPLACE INTO producers VALUES(?, ?, ?, ?)", (number, producer_id, epoch, seq)
         )
 
     def put_block(self, number: int, row: BlockRow, last_ns: int) -> None:
-        self.connection.execute(
+        self._execute(
             "INSERT OR REPLACE INTO blocks VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
             (number, row.first, row.last, last_ns, row.ends, row.times, row.keys, row.body),
         )
 
     def put_meta(self, key: str, value: bytes | None) -> None:
         if value is None:
-            self.connection.execute("DELETE FROM meta WHERE key=?", (key,))
+            self._execute("DELETE FROM meta WHERE key=?", (key,))
         else:
-            self.connection.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))
+            self._execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))

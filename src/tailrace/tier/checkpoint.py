@@ -33,6 +33,12 @@ class Checkpoints:
     def files_pending(self) -> int:
         return len(self._files)
 
+    @property
+    def lag_bytes(self) -> int:
+        """Journal bytes the hot store does not have yet, the file being written included."""
+        active = self._log.journal.active
+        return sum(end for _, end in self._files) + (0 if active is None else active.end)
+
     def start(self) -> None:
         self._log.on_file_retired = self.retired
         replayed = self._log.recovered.files

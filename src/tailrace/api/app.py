@@ -1,0 +1,172 @@
+"""The application behind the listener: one router, one policy, one form of headers and errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.health import HealthRoutes
+from tailrace.api.listing import ListingRoutes
+from tailrace.api.live import Live
+from tailrace.api.read import ReadRoutes
+from tailrace.api.streams import StreamRoutes, read_only
+from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import headers, names
+
+logger = logging.getLogger("tailrace.api")
+
+PREFIX = b"/v1/stream/"
+CONTROL = b"/v1/stream/__ds"
+STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
+NAMES_CACHED = 65_536
+
+Control = Callable[[Exchange, Identity, bytes], None]
+
+
+class TailraceApp:
+    """Routes requests. `__ds` first, then sub-resources, then the stream itself."""
+
+    def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
+        self._context = context
+        self._verifier = verifier
+        self.live = Live(context)
+        self._reads = ReadRoutes(context, self.live)
+        self._streams = StreamRoutes(context)
+        self._listing = ListingRoutes(context)
+        self.health = HealthRoutes(context)
+        self.control: Control | None = None
+        self._telemetry = context.telemetry
+        self._names: dict[bytes, str] = {}
+        self._common = common_headers(context.settings.resource_policy, "*")
+        origins = context.settings.cors_origins
+        self._origins: frozenset[str] | None = None
+        if origins != "*":
+            self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
+            self._common = common_headers(context.settings.resource_policy, None)
+
+    # -- what net asks for -------------------------------------------------------------------------------
+
+    def handle(self, exchange: Exchange) -> None:
+        method, path = exchange.method, exchange.path
+        if method == b"OPTIONS":
+            exchange.respond(204, preflight())
+            return
+        if path.startswith(PREFIX):
+            identity = self.identify(exchange)
+            if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
+                self._control(exchange, identity, path[len(CONTROL) :])
+            else:
+                self._stream(exchange, identity, method, path[len(PREFIX) :])
+            return
+        self._server_route(exchange, method, path)
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        self._telemetry.refused.add(error.code)
+        return answers.error(error)
+
+    def common_headers(self, exchange: Exchange | None) -> bytes:
+        if self._origins is None:
+            return self._common
+        origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
+        text = origin.decode("latin-1")
+        if text in self._origins:
+            return self._common + headers.line("Access-Control-Allow-Origin", text)
+        return self._common
+
+    # -- routing ---------------------------------------------------------------------------------------
+
+    def identify(self, exchange: Exchange) -> Identity:
+        if self._verifier is None:
+            return ANONYMOUS
+        return self._verifier.verify(exchange.headers.get(b"authorization"))
+
+    def _control(self, exchange: Exchange, identity: Identity, rest: bytes) -> None:
+        if self.control is None:
+            raise TailraceError("not_found", "subscriptions are not available")
+        self.control(exchange, identity, rest)
+
+    def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
+        name = self._names.get(raw)
+        if name is None:
+            decoded = names.decode(raw)
+            if method == b"PUT":
+                self._streams.create(exchange, identity, decoded)
+                return
+            if decoded is None or not names.is_valid(decoded, self._context.limits.name_bytes):
+                raise TailraceError("not_found", "no stream can have this name")
+            if self._sub_resource(exchange, identity, method, raw, decoded):
+                return
+            if len(self._names) >= NAMES_CACHED:
+                self._names.clear()
+            name = self._names[raw] = decoded
+        if method == b"POST":
+            self._streams.append(exchange, identity, name)
+        elif method == b"GET":
+            self._reads.read(exchange, identity, name)
+        elif method == b"HEAD":
+            self._streams.head(exchange, identity, name)
+        elif method == b"PUT":
+            self._streams.create(exchange, identity, name)
+        elif method == b"DELETE":
+            if names.is_system(name):
+                raise read_only()
+            self._streams.delete(exchange, identity, name)
+        else:
+            raise not_allowed(STREAM_METHODS)
+
+    def _sub_resource(
+        self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes, name: str
+    ) -> bool:
+        """`/pk/{key}` and the reserved suffixes. The key is one segment of the raw path."""
+        segments = raw.split(b"/")
+        if len(segments) >= 3 and segments[-2] == b"pk":
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            stream = names.decode(b"/".join(segments[:-2]))
+            key = names.decode(segments[-1])
+            if stream is None or key is None:
+                raise TailraceError("not_found", "the path is not valid UTF-8")
+            self._reads.read(exchange, identity, stream, key)
+            return True
+        parts = name.split("/")
+        if parts[-1] in names.RESERVED_LAST or any(part in names.RESERVED_INNER for part in parts[1:-1]):
+            raise TailraceError("not_found", "there is no such resource on this server")
+        return False
+
+    def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
+        if path == b"/v1/streams":
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            self._listing.list(exchange, self.identify(exchange))
+        elif self.health.handles(path):
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            self.health.answer(exchange, path, self.identify)
+        else:
+            raise TailraceError("not_found", "there is nothing at this path")
+
+
+def not_allowed(allow: str) -> TailraceError:
+    return TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
+
+
+def common_headers(resource_policy: str, origin: str | None) -> bytes:
+    """On every response, errors and preflights included."""
+    lines = headers.line("X-Content-Type-Options", "nosniff")
+    lines += headers.line("Cross-Origin-Resource-Policy", resource_policy)
+    lines += headers.line("Access-Control-Expose-Headers", ", ".join(headers.RESPONSE_HEADERS))
+    if origin is not None:
+        return lines + headers.line("Access-Control-Allow-Origin", origin)
+    return lines + headers.line("Vary", "Origin")
+
+
+def preflight() -> bytes:
+    return (
+        headers.line("Access-Control-Allow-Methods", headers.METHODS)
+        + headers.line("Access-Control-Allow-Headers", ", ".join(headers.REQUEST_HEADERS))
+        + headers.line("Access-Control-Max-Age", str(headers.PREFLIGHT_MAX_AGE_S))
+    )

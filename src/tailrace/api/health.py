@@ -1,0 +1,56 @@
+"""Health, readiness and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, authorise
+from tailrace.net.http1 import Exchange
+
+HEALTH = frozenset({b"/healthz", b"/health"})
+
+
+class HealthRoutes:
+    """Never behind authentication, apart from the metrics."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.stopping = False
+
+    def handles(self, path: bytes) -> bool:
+        return path in HEALTH or path in (b"/readyz", b"/metrics")
+
+    def answer(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        if path in HEALTH:
+            self._json(exchange, 200, {"status": "ok"})
+        elif path == b"/readyz":
+            self._ready(exchange)
+        else:
+            authorise(identify(exchange), Action.INSPECT_SERVER)
+            self.metrics(exchange)
+
+    def metrics(self, exchange: Exchange) -> None:
+        head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + answers.NO_STORE
+        exchange.respond(200, head, self._context.telemetry.render())
+
+    @property
+    def unready_reason(self) -> str | None:
+        if self.stopping:
+            return "the server is stopping"
+        refusal = self._context.log.refusal
+        return None if refusal is None else refusal.message
+
+    def _ready(self, exchange: Exchange) -> None:
+        reason = self.unready_reason
+        if reason is None:
+            self._json(exchange, 200, {"status": "ready", "deployment": self._context.deployment})
+            return
+        status = "stopping" if self.stopping else "degraded"
+        self._json(exchange, 503, {"status": status, "reason": reason}, b"Retry-After: 5\r\n")
+
+    def _json(self, exchange: Exchange, status: int, body: dict[str, str], head: bytes = b"") -> None:
+        exchange.respond(status, answers.JSON_TYPE + answers.NO_STORE + head, orjson.dumps(body))

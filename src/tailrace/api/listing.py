@@ -1,0 +1,74 @@
+"""GET /v1/streams."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.parse import parse_query
+from tailrace.auth import Action, Identity, authorise, covers
+from tailrace.errors import TailraceError
+from tailrace.log.listing import list_streams
+from tailrace.log.model import Stream
+from tailrace.net.http1 import Exchange
+from tailrace.protocol.content_types import DEFAULT
+from tailrace.protocol.durations import format_instant
+from tailrace.protocol.headers import line
+
+
+class ListingRoutes:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def list(self, exchange: Exchange, identity: Identity) -> None:
+        query = parse_query(exchange.query)
+        system = query.get("system", "").lower() in ("true", "1")
+        authorise(identity, Action.LIST_SYSTEM if system else Action.LIST)
+        limit = self._limit(query.get("limit"))
+        after, prefix = query.get("after", ""), query.get("prefix", "")
+        found: list[Stream] = []
+        while len(found) <= limit:
+            page = list_streams(self._context.log, after, prefix, limit + 1, system)
+            found += [stream for stream in page if identity.streams is None or covers(identity, stream.name)]
+            if len(page) <= limit:
+                break
+            after = page[-1].name
+        more = len(found) > limit
+        found = found[:limit]
+        head = answers.JSON_TYPE + answers.NO_STORE
+        if more:
+            following = {"limit": str(limit), "after": found[-1].name}
+            following.update({name: query[name] for name in ("prefix", "system") if name in query})
+            head += line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
+        exchange.respond(200, head, orjson.dumps([describe(stream) for stream in found]))
+
+    def _limit(self, text: str | None) -> int:
+        limits = self._context.limits
+        if text is None:
+            return limits.list_page
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= limits.list_page_max:
+            raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
+        return int(text)
+
+
+def describe(stream: Stream) -> dict[str, object]:
+    deadline_ns = stream.deadline_ns()
+    return {
+        "name": stream.name,
+        "content_type": stream.content_type or DEFAULT,
+        "profile": "generic",
+        "created_at": format_instant(stream.created_ns),
+        "expires_at": None if deadline_ns is None else format_instant(deadline_ns),
+        "ttl_seconds": stream.lifetime.ttl_s,
+        "closed": stream.visible_closed,
+        "epoch": stream.epoch,
+        "next_offset": str(stream.visible),
+        "sealed_through": "-1",
+        "uploaded_through": "-1",
+        "end_offset": stream.offset(stream.visible),
+        "earliest_offset": stream.offset(0),
+        "total_size_bytes": str(stream.size_bytes),
+    }

@@ -1,0 +1,138 @@
+"""Puts the server together, runs it until it is told to stop, and takes it apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from tailrace import __version__
+from tailrace.api.app import TailraceApp
+from tailrace.api.context import Context
+from tailrace.api.disk import DiskGuard
+from tailrace.auth import TokenVerifier
+from tailrace.clock import SYSTEM_CLOCK
+from tailrace.errors import TailraceError
+from tailrace.log.journal import JournalCorrupt
+from tailrace.log.log import Log
+from tailrace.logs import configure
+from tailrace.net.http1 import HttpServer
+from tailrace.net.tls import server_context
+from tailrace.settings import Settings
+from tailrace.store.directory import DataDirectory
+from tailrace.telemetry import Telemetry
+from tailrace.tier.checkpoint import Checkpoints
+
+logger = logging.getLogger("tailrace")
+
+# The commit thread must not wait 5 ms for the interpreter each time its sync returns.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def run(settings: Settings) -> int:
+    """`tailrace serve`: the exit code of a server's whole life."""
+    configure(settings.log_level, settings.log_format)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        return uvloop.run(serve(settings))
+    except (TailraceError, JournalCorrupt) as error:
+        print(f"tailrace: {error}", file=sys.stderr)
+        return 1
+
+
+async def serve(settings: Settings) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    directory = DataDirectory(settings.data_dir)
+    server = Server(settings, directory, loop)
+    try:
+        await server.start()
+        announce(server.url, settings)
+        await stop.wait()
+        logger.info("stopping")
+    finally:
+        await server.stop()
+        directory.close()
+    return 0
+
+
+class Server:
+    """All parts of one server process."""
+
+    def __init__(self, settings: Settings, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
+        self._settings = settings
+        self._telemetry = Telemetry(__version__)
+        self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop)
+        context = Context(settings, self.log, SYSTEM_CLOCK, loop, self._telemetry, directory.deployment)
+        self._verifier = TokenVerifier(settings) if settings.auth_configured else None
+        self.app = TailraceApp(context, self._verifier)
+        self._checkpoints = Checkpoints(self.log)
+        self._disk = DiskGuard(self.log, loop)
+        self._http: HttpServer | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        settings = self._settings
+        self.log.open()
+        self._disk.start()
+        self._checkpoints.start()
+        if self._verifier is not None:
+            self._verifier.start()
+        self._http = HttpServer(self.app, settings.limits, on_drain=self.app.live.end_all)
+        self._connect_telemetry(self._http)
+        tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+        try:
+            port = await self._http.start(settings.host, settings.port, ssl=tls)
+        except OSError as error:
+            raise TailraceError(
+                "unavailable", f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
+            ) from error
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Finishes what is under way: requests first, then the log, then everything else."""
+        self.app.health.stopping = True
+        if self._http is not None:
+            await self._http.drain()
+        await self.log.close()
+        await self._checkpoints.stop()
+        self._disk.stop()
+        if self._verifier is not None:
+            self._verifier.close()
+
+    def _connect_telemetry(self, http: HttpServer) -> None:
+        telemetry, log = self._telemetry, self.log
+        log.committer.observe_sync = telemetry.observe_sync
+        telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
+        telemetry.malformed_requests.read = lambda: http.parse_errors
+        telemetry.received_bytes.read = lambda: http.bytes_in
+        telemetry.sent_bytes.read = lambda: http.bytes_out
+        telemetry.connections.read = lambda: http.connections_open
+        telemetry.append_entries.read = lambda: log.appended_entries
+        telemetry.append_bytes.read = lambda: log.appended_bytes
+        telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
+        telemetry.journal_failures.read = lambda: log.failures
+        telemetry.streams.read = log.count_streams
+        telemetry.streams_loaded.read = lambda: len(log.streams.by_number)
+        telemetry.tail_memory_bytes.read = lambda: log.streams.memory_bytes
+        telemetry.journal_bytes.read = log.journal.size_bytes
+        telemetry.checkpoint_lag_bytes.read = lambda: self._checkpoints.lag_bytes
+        telemetry.checkpoints.read = lambda: self._checkpoints.done
+        telemetry.disk_free_bytes.read = lambda: self._disk.free_bytes()
+        for mode in ("long-poll", "sse", "ws"):
+            telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
+        telemetry.live_demoted.read = lambda: self.app.live.demoted
+
+
+def announce(url: str, settings: Settings) -> None:
+    """What to do next, for somebody who just started the server."""
+    print(f"tailrace ready  {url}", flush=True)
+    print(f"data directory  {os.fspath(settings.data_dir.absolute())}")
+    print(f"try             curl -X PUT -H 'Content-Type: application/json' {url}/v1/stream/hello", flush=True)

@@ -1,0 +1,67 @@
+"""The data directory: one server at a time, one format, one identity."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+
+from tailrace.errors import TailraceError
+
+VERSION = 1
+LOCK_WAIT_S = 5.0
+
+
+class DataDirectory:
+    """Holds the lock for as long as the process lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise TailraceError("unavailable", f"cannot use {path} as data directory: {error.strerror}") from error
+        self._lock_fd = self._lock()
+        self._check_version()
+        self.deployment = self._deployment()
+
+    def close(self) -> None:
+        os.close(self._lock_fd)
+
+    def _lock(self) -> int:
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            except OSError:
+                # A server that was killed a moment ago may still be letting go.
+                if time.monotonic() > deadline:
+                    os.close(fd)
+                    raise TailraceError(
+                        "unavailable", f"another server uses the data directory {self.path}"
+                    ) from None
+                time.sleep(0.05)
+
+    def _check_version(self) -> None:
+        file = self.path / "VERSION"
+        if not file.exists():
+            file.write_text(f"{VERSION}\n")
+            return
+        found = file.read_text().strip()
+        if not found.isdigit() or int(found) > VERSION:
+            raise TailraceError(
+                "unavailable",
+                f"the data directory has format {found!r}; this version of Tailrace knows {VERSION} and older",
+            )
+
+    def _deployment(self) -> str:
+        file = self.path / "deployment"
+        if not file.exists():
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(secrets.token_hex(8) + "\n")
+            temporary.rename(file)
+        return file.read_text().strip()
