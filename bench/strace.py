@@ -1,9 +1,9 @@
 # pyright: strict
 """Does each peer sync before it acknowledges? Ask the kernel.
 
-Every peer runs under strace while appends are made, first one after the other, then on 64 connections. Counted are
-the calls that make data durable (fsync, fdatasync, msync, and writes to files opened with O_SYNC or O_DSYNC), and for
-each acknowledgement seen on a socket whether such a call had finished since the acknowledgement before it.
+Every peer runs under strace while appends are made, first one after the other, then on 64 connections.
+Counted are the calls that make data durable (fsync, fdatasync, msync, writes to files opened with O_SYNC or
+O_DSYNC), and for each acknowledgement on a socket whether such a call had finished since the one before it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench.places import DATA, RESULTS
 from bench.processes import PeerError
 
 SEQUENTIAL, CONCURRENT, CONNECTIONS = 50, 640, 64
+WRITES = ("write", "writev", "pwrite64", "pwritev")
 SYNCS = ("fsync", "fdatasync", "msync", "sync_file_range")
 TRACED = (
     *SYNCS,
@@ -99,14 +100,12 @@ class Trace:
             self.events.append(call)
         elif "RWF_DSYNC" in rest or "RWF_SYNC" in rest:
             self.events.append(f"{call} RWF_DSYNC")
-        elif (
-            call in ("write", "writev", "pwrite64", "pwritev") and rest.split(",")[0] in self.synchronous_fds
-        ):
+        elif call in WRITES and rest.partition(",")[0] in self.synchronous_fds:
             self.events.append(f"{call} O_DSYNC")
 
 
 def _read(path: Path, wire: Wire, start: int) -> tuple[list[str], int]:
-    """Events from a position in the log on; openat lines are read from the beginning, for the O_DSYNC files."""
+    """Events from a position on; openat lines are read from the beginning, to know the O_DSYNC files."""
     trace = Trace(wire)
     with path.open(errors="replace") as log:
         text = log.read()
@@ -140,6 +139,7 @@ def prove(peer: Peer) -> Proof:
     log, generator, proof = directory / "trace", Generator(None), Proof(peer.name)
     prefix = (
         "strace",
+        "-D",  # the server stays our own child, so that it can be stopped
         "-f",
         "-qq",
         "-s",
@@ -171,7 +171,8 @@ def prove(peer: Peer) -> Proof:
 
 
 def lines(proofs: list[Proof]) -> list[str]:
-    heads = f"| server | synced before each acknowledgement | syncs per append, alone | appends per sync, {CONNECTIONS} connections | calls |"
+    grouped_head = f"appends per sync, {CONNECTIONS} connections"
+    heads = f"| server | synced before acknowledging | syncs per append, alone | {grouped_head} | calls |"
     out = [heads, "|---|---|---:|---:|---|"]
     for proof in proofs:
         calls = ", ".join(f"{name} x{count}" for name, count in sorted(proof.calls.items())) or "none"
