@@ -173,11 +173,16 @@ class HttpConnection(asyncio.Protocol):
             self._on_partial(size)
 
     def eof_received(self) -> bool:
-        """A client that half-closes still gets the answers it asked for; a streaming one is gone."""
-        if self.current is None or self.outlet is not None or self.scheme == b"https":
+        """Half-closed or gone? One cannot tell, so it depends on what the client is waiting for.
+
+        An answer that is being made is finished and sent. A stream, or a wait whose handler asked to be told
+        (`on_gone`), would hold the connection for long and most likely for nobody: it ends.
+        """
+        current = self.current
+        if current is None or current.on_gone is not None or self.outlet is not None or self.scheme == b"https":
             return False
         self._stop_parsing()
-        last = self._queue[-1] if self._queue else self.current
+        last = self._queue[-1] if self._queue else current
         last.mode |= MODE_CLOSE
         return True
 
@@ -389,6 +394,8 @@ class HttpConnection(asyncio.Protocol):
             self.backlog = True
 
     def _examine(self, exchange: Exchange, keep_alive: bool) -> None:
+        # The trailers of a chunked body come through on_header too; they must not reach the headers.
+        self._headers = {}
         examine_head(exchange, self._parser, keep_alive, self.server.hosts_known)
         if exchange.mode & MODE_CLOSE:
             self._last_request = True
@@ -603,7 +610,8 @@ class HttpConnection(asyncio.Protocol):
             return self.server.app.refuse(exchange, error)
         except Exception:
             logger.exception("refusing failed")
-            return 500, b"Content-Type: application/json; charset=utf-8\r\n", error.body()
+            body = TailraceError("internal", "internal error").body()
+            return 500, b"Content-Type: application/json; charset=utf-8\r\n", body
 
     def _parse_failed(self, error: HttpParserError) -> None:
         if self._last_request or self._ended:

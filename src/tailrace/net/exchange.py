@@ -54,7 +54,8 @@ class Exchange:
         self.mode = 0
         # True once an answer was given, or can no longer be given because the client is gone.
         self.answered = False
-        # Called once if the client disconnects before the answer is complete.
+        # Called once if the client disconnects before the answer is complete. Set it for waits only: with
+        # it, a client that half-closes its side counts as gone.
         self.on_gone: Callable[[], None] | None = None
         self.deadline_at = inf
         self.on_deadline: Callable[[], None] | None = None
