@@ -153,8 +153,16 @@ def covers(identity: Identity, name: str) -> bool:
 
 
 def covers_pattern(identity: Identity, pattern: str) -> bool:
-    """Whether every name that a glob can match is covered: its part before the first star has to be."""
-    return identity.streams is None or pattern.partition("*")[0].startswith(identity.streams)
+    """Whether every name that a glob can match is covered: what comes before its first star has to be.
+
+    `orders/**` also matches `orders`, which a claim `orders/` does not cover; `orders/*/**` is covered.
+    """
+    if identity.streams is None:
+        return True
+    literal, star, rest = pattern.partition("*")
+    if star and rest.startswith("*"):
+        literal = literal.removesuffix("/")
+    return literal.startswith(identity.streams)
 
 
 def visible_prefixes(identity: Identity, prefix: str) -> tuple[str, ...]:

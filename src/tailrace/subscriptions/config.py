@@ -1,0 +1,184 @@
+"""A subscription's configuration: parsed, normalised, compared by hash; and the glob of its pattern."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.protocol import names
+
+ID_BYTES_MAX: Final = 256
+DESCRIPTION_BYTES_MAX: Final = 4096
+URL_BYTES_MAX: Final = 2048
+STREAMS_MAX: Final = 10_000
+
+Kind = Literal["webhook", "pull-wake"]
+
+
+class Config(msgspec.Struct, frozen=True, array_like=True):
+    """Normalised: streams sorted and unique, defaults filled in, what the type does not use left out."""
+
+    type: Kind
+    pattern: str | None
+    streams: tuple[str, ...]
+    webhook_url: str | None
+    wake_stream: str | None
+    lease_ttl_ms: int
+    description: str | None
+
+    def hash(self) -> bytes:
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+class _WebhookBody(msgspec.Struct, forbid_unknown_fields=True):
+    url: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _ConfigBody(msgspec.Struct, forbid_unknown_fields=True):
+    type: Kind
+    pattern: str | None = None
+    streams: Annotated[list[str], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
+        default_factory=list[str]
+    )
+    webhook: _WebhookBody | None = None
+    wake_stream: str | None = None
+    lease_ttl_ms: int | None = None
+    description: str | None = None
+
+
+class _StreamsBody(msgspec.Struct, forbid_unknown_fields=True):
+    streams: Annotated[list[str], msgspec.Meta(min_length=1, max_length=STREAMS_MAX)]
+
+
+_decode_config = msgspec.json.Decoder(_ConfigBody).decode
+_decode_streams = msgspec.json.Decoder(_StreamsBody).decode
+
+
+def invalid(reason: str) -> TailraceError:
+    return TailraceError("INVALID_REQUEST", reason)
+
+
+def parse_config(body: bytes, limits: Limits) -> Config:
+    """The configuration in a PUT body. The webhook's URL is judged by the URL rules, not here."""
+    try:
+        given = _decode_config(body)
+    except msgspec.DecodeError as error:
+        raise invalid(f"not a subscription: {error}") from None
+    if given.pattern is None and not given.streams:
+        raise invalid("a subscription needs a pattern or streams")
+    if given.pattern is not None:
+        check_pattern(given.pattern, limits)
+    lease_ttl_ms = limits.lease_default_ms if given.lease_ttl_ms is None else given.lease_ttl_ms
+    if not limits.lease_min_ms <= lease_ttl_ms <= limits.lease_max_ms:
+        raise invalid(f"lease_ttl_ms is {limits.lease_min_ms} to {limits.lease_max_ms}")
+    if given.description is not None and len(given.description.encode()) > DESCRIPTION_BYTES_MAX:
+        raise invalid(f"the description is longer than {DESCRIPTION_BYTES_MAX} bytes")
+    url = wake_stream = None
+    if given.type == "webhook":
+        if given.webhook is None:
+            raise invalid("a webhook subscription needs webhook.url")
+        url = given.webhook.url
+        if len(url.encode()) > URL_BYTES_MAX:
+            raise invalid(f"webhook.url is longer than {URL_BYTES_MAX} bytes")
+    else:
+        if given.wake_stream is None:
+            raise invalid("a pull-wake subscription needs a wake_stream")
+        wake_stream = check_stream(given.wake_stream, limits)
+        if names.is_system(wake_stream) or wake_stream.startswith("hub/"):
+            raise invalid("the wake_stream is an ordinary stream, not one of the server's own")
+    return Config(
+        type=given.type,
+        pattern=given.pattern,
+        streams=normalise_streams(given.streams, limits),
+        webhook_url=url,
+        wake_stream=wake_stream,
+        lease_ttl_ms=lease_ttl_ms,
+        description=given.description,
+    )
+
+
+def parse_streams(body: bytes, limits: Limits) -> tuple[str, ...]:
+    """The names in the body of POST .../streams."""
+    try:
+        given = _decode_streams(body)
+    except msgspec.DecodeError as error:
+        raise invalid(f"not a list of streams: {error}") from None
+    return normalise_streams(given.streams, limits)
+
+
+def normalise_streams(given: list[str], limits: Limits) -> tuple[str, ...]:
+    return tuple(sorted({check_stream(name, limits) for name in given}))
+
+
+def check_stream(name: str, limits: Limits) -> str:
+    """Any name a stream can have, system streams included: those are linked when they are named."""
+    if not names.is_valid(name, limits.name_bytes):
+        raise invalid(f"{name[:100]!r} is not a stream name")
+    return name
+
+
+def check_id(subscription_id: str) -> str:
+    """One path segment that can be told apart in logs and URLs."""
+    if len(subscription_id.encode()) > ID_BYTES_MAX or "/" in subscription_id:
+        raise invalid(f"a subscription id is one path segment of at most {ID_BYTES_MAX} bytes")
+    if not names.is_valid(subscription_id, ID_BYTES_MAX):
+        raise invalid("a subscription id has no control characters and is not '.' or '..'")
+    return subscription_id
+
+
+def check_pattern(pattern: str, limits: Limits) -> None:
+    if not names.is_valid(pattern, limits.name_bytes):
+        raise invalid("a pattern has the form of a stream name; * stands for one segment, ** for any number")
+
+
+class Pattern:
+    """A compiled glob over segments: `*` is exactly one, `**` zero or more, everything else is literal."""
+
+    __slots__ = ("_segments", "prefix", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._segments = text.split("/")
+        self.prefix = literal_prefix(text)
+
+    def matches(self, name: str) -> bool:
+        """Whether the glob covers the name. Streams of the server are linked by name or not at all."""
+        if not name.startswith(self.prefix) or name.startswith(("__", "hub/")):
+            return False
+        return _match(self._segments, name.split("/"))
+
+
+def literal_prefix(pattern: str) -> str:
+    """What every matching name starts with: the scan for existing streams begins there.
+
+    `a/**` also matches `a`, so the slash before a `**` is not part of it.
+    """
+    literal: list[str] = []
+    for segment in pattern.split("/"):
+        if segment in ("*", "**"):
+            return "/".join(literal) + ("/" if literal and segment == "*" else "")
+        literal.append(segment)
+    return pattern
+
+
+def _match(pattern: list[str], name: list[str]) -> bool:
+    """Greedy, with one point to come back to: the latest `**` can make up for all earlier ones."""
+    at = seen = 0
+    star = retry = -1
+    while seen < len(name):
+        if at < len(pattern) and pattern[at] == "**":
+            star, retry = at, seen
+            at += 1
+        elif at < len(pattern) and pattern[at] in ("*", name[seen]):
+            at += 1
+            seen += 1
+        elif star >= 0:
+            retry += 1
+            at, seen = star + 1, retry
+        else:
+            return False
+    return all(segment == "**" for segment in pattern[at:])

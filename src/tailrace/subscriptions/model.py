@@ -1,0 +1,175 @@
+"""A subscription's state, the changes it goes through, and their form on disk.
+
+Offsets here are text: they compare like positions, and `-1` sorts before all of them. What is saved is one
+head per subscription and one record per link, so that an ack of one stream among many writes that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from tailrace.protocol.offsets import START
+from tailrace.subscriptions.config import Config, Pattern
+
+BEFORE_ALL: Final = "-1"
+
+HEAD_PREFIX: Final = "subscription/"
+LINK_PREFIX: Final = "subscription-link/"
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """A stream a subscription follows. `acked` is processed, up to and including."""
+
+    acked: str
+    explicit: bool
+    glob: bool
+
+    @property
+    def kind(self) -> str:
+        return "explicit" if self.explicit else "glob"
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True):
+    """Work handed out, or offered. There is at most one per subscription."""
+
+    id: str
+    generation: int
+    tails: dict[str, str]  # what was pending when it was issued: stream -> tail
+    lease_until_ms: int | None = None  # None while a pull wake waits for somebody to claim it
+    holder: str | None = None
+    # Webhooks: deliveries that failed, and when the next one is due (None once one was accepted).
+    failures: int = 0
+    attempt_at_ms: int | None = None
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """All of a subscription but its links. Without a configuration it is the tombstone of a deleted one."""
+
+    config: Config | None
+    created_ms: int
+    generation: int
+    wake: Wake | None = None
+    deleted_ms: int | None = None
+
+
+class SetHead(msgspec.Struct, frozen=True):
+    head: Head
+
+
+class SetLink(msgspec.Struct, frozen=True):
+    path: str
+    link: Link
+
+
+class DropLink(msgspec.Struct, frozen=True):
+    path: str
+
+
+Change = SetHead | SetLink | DropLink
+
+
+class Subscription:
+    """State in memory. Changes come through `apply` only; `observe` notes what the log says about tails."""
+
+    __slots__ = ("delivering", "head", "id", "links", "pattern", "pending")
+
+    def __init__(self, subscription_id: str, head: Head) -> None:
+        self.id = subscription_id
+        self.head = head
+        self.links: dict[str, Link] = {}
+        # Tails past their cursor, in the order in which they became so. Other links' tail is their cursor.
+        self.pending: dict[str, str] = {}
+        # Generation whose POST is under way: its answer decides, so the lease does not run out meanwhile.
+        self.delivering: int | None = None
+        self.pattern = _pattern_of(head)
+
+    @property
+    def config(self) -> Config:
+        assert self.head.config is not None, "a deleted subscription has no configuration"
+        return self.head.config
+
+    @property
+    def wake(self) -> Wake | None:
+        return self.head.wake
+
+    @property
+    def deleted(self) -> bool:
+        return self.head.config is None
+
+    def apply(self, change: Change) -> None:
+        if isinstance(change, SetHead):
+            assert change.head.generation >= self.head.generation, "generations never go back"
+            self.head = change.head
+            self.pattern = _pattern_of(change.head)
+        elif isinstance(change, SetLink):
+            self.links[change.path] = change.link
+            tail = self.pending.get(change.path)
+            if tail is not None and tail <= change.link.acked:
+                del self.pending[change.path]
+        else:
+            self.links.pop(change.path, None)
+            self.pending.pop(change.path, None)
+
+    def observe(self, path: str, tail: str | None) -> None:
+        """Takes note of a linked stream's tail; None if the stream does not exist."""
+        link = self.links.get(path)
+        if link is None:
+            return
+        if tail is not None and tail > link.acked:
+            self.pending[path] = tail
+        else:
+            self.pending.pop(path, None)
+
+    def tail_of(self, path: str) -> str:
+        return self.pending.get(path) or self.links[path].acked
+
+    def wants(self, path: str) -> bool:
+        """Whether a stream of this name belongs to the pattern. The wake stream never does."""
+        return self.pattern is not None and path != self.config.wake_stream and self.pattern.matches(path)
+
+
+def _pattern_of(head: Head) -> Pattern | None:
+    return None if head.config is None or head.config.pattern is None else Pattern(head.config.pattern)
+
+
+def first_cursor(tail: str, *, empty: bool) -> str:
+    """Where a stream that was created after the subscription is linked: before its first content."""
+    return tail if empty else START
+
+
+# -- on disk ----------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_link = msgspec.msgpack.Decoder(Link).decode
+
+
+def saved(subscription_id: str, changes: Iterable[Change]) -> list[tuple[str, bytes | None]]:
+    """The key-value records that make changes durable; a value of None removes the key."""
+    records: dict[str, bytes | None] = {}
+    for change in changes:
+        if isinstance(change, SetHead):
+            records[HEAD_PREFIX + subscription_id] = _encoder.encode(change.head)
+        else:
+            value = _encoder.encode(change.link) if isinstance(change, SetLink) else None
+            records[f"{LINK_PREFIX}{subscription_id}/{change.path}"] = value
+    return list(records.items())
+
+
+def restore(records: Iterable[tuple[str, bytes]]) -> dict[str, Subscription]:
+    """Subscriptions, and tombstones, from all key-value records; those of others are passed over."""
+    found: dict[str, Subscription] = {}
+    links: list[tuple[str, str, Link]] = []
+    for key, value in records:
+        if key.startswith(HEAD_PREFIX):
+            subscription_id = key[len(HEAD_PREFIX) :]
+            found[subscription_id] = Subscription(subscription_id, _decode_head(value))
+        elif key.startswith(LINK_PREFIX):
+            subscription_id, _, path = key[len(LINK_PREFIX) :].partition("/")
+            links.append((subscription_id, path, _decode_link(value)))
+    for subscription_id, path, link in links:
+        found[subscription_id].apply(SetLink(path, link))
+    return found

@@ -1,0 +1,169 @@
+"""Where webhooks may go. A URL is judged by its text, then by every address its host resolves to, each time.
+
+The addresses that were judged are the ones to connect to: a name cannot pass and then lead elsewhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.settings import Settings
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolver = Callable[[str, int], Sequence[str]]
+
+ADDRESSES_MAX: Final = 16
+# What a connection may carry without being mistaken for a second request or another host.
+_URL_TEXT: Final = re.compile(r"[!-~]+")
+_HOST_TEXT: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """The operator's choices: whether this machine may be called, and hosts that may be although private."""
+
+    loopback: bool = False
+    allowed: frozenset[tuple[str, str]] = frozenset()  # (scheme, host)
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A URL that passed the rules on its text."""
+
+    scheme: str
+    host: str  # lower case, without brackets or final dot
+    port: int
+    path: str  # with query, never empty
+    authority: str  # the Host header
+    any_address: bool  # allow-listed: whatever it resolves to
+    loopback: bool  # must resolve to this machine, and to nothing else
+
+
+def rejected(reason: str) -> TailraceError:
+    return TailraceError("WEBHOOK_URL_REJECTED", reason)
+
+
+def rules_of(settings: Settings) -> Rules:
+    """`webhook_allow` lists hosts, meant for https; `http://host` allows plain HTTP to it too."""
+    allowed: set[tuple[str, str]] = set()
+    for item in settings.webhook_allow.split(","):
+        scheme, separator, host = item.strip().lower().rpartition("://")
+        host = host.strip("/").removeprefix("[").removesuffix("]").removesuffix(".")
+        if host:
+            allowed.add(("https", host))
+            if separator and scheme == "http":
+                allowed.add(("http", host))
+    return Rules(loopback=settings.loopback_webhooks_allowed, allowed=frozenset(allowed))
+
+
+def check_url(url: str, rules: Rules) -> Target:
+    """Judges the text of a URL; names are resolved later, by `check_addresses`."""
+    if not _URL_TEXT.fullmatch(url) or "\\" in url:
+        raise rejected("the webhook URL has characters that have to be percent-encoded")
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").removesuffix("."), parts.port
+    except ValueError:
+        raise rejected("the webhook URL is malformed") from None
+    if "@" in parts.netloc:
+        raise rejected("the webhook URL must not contain user information")
+    if parts.scheme not in ("http", "https") or not host or port == 0:
+        raise rejected("the webhook URL must be https://host/...")
+    address = parse_address(host)
+    if address is None and (not _HOST_TEXT.fullmatch(host) or _looks_numeric(host)):
+        raise rejected("the webhook URL's host is neither a name nor an address")
+    any_address = (parts.scheme, host) in rules.allowed
+    loopback = (
+        not any_address
+        and parts.scheme == "http"
+        and rules.loopback
+        and (host == "localhost" or (isinstance(address, ipaddress.IPv4Address) and address.is_loopback))
+    )
+    if not any_address and not loopback:
+        if parts.scheme != "https":
+            raise rejected("the webhook URL must be https")
+        if host == "localhost" or (address is not None and not is_public(address)):
+            raise rejected("the webhook URL points to a private or reserved address")
+    return Target(
+        scheme=parts.scheme,
+        host=host,
+        port=port or (443 if parts.scheme == "https" else 80),
+        path=(parts.path or "/") + (f"?{parts.query}" if parts.query else ""),
+        authority=parts.netloc,
+        any_address=any_address,
+        loopback=loopback,
+    )
+
+
+def check_addresses(target: Target, resolved: Sequence[str]) -> list[str]:
+    """The addresses to connect to. One bad one spoils them all: the next look-up could return only that."""
+    addresses = [parse_address(text.partition("%")[0]) for text in resolved[:ADDRESSES_MAX]]
+    good: list[str] = []
+    for address in addresses:
+        if address is None:
+            raise rejected("the webhook's host did not resolve to an address")
+        if target.loopback:
+            if not address.is_loopback:
+                raise rejected("the webhook's host is not this machine")
+        elif not target.any_address and not is_public(address):
+            raise rejected("the webhook's host resolves to a private or reserved address")
+        good.append(str(address))
+    return good
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """All addresses of a host, in the system's order of preference. Blocks; OSError if there are none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    return list(dict.fromkeys(str(item[4][0]) for item in found))
+
+
+def check_target(target: Target, resolver: Resolver = resolve) -> list[str]:
+    """Resolves and judges; OSError if the name does not resolve. Blocks, so it runs off the loop."""
+    if parse_address(target.host) is not None:
+        return check_addresses(target, [target.host])
+    return check_addresses(target, resolver(target.host, target.port))
+
+
+def parse_address(host: str) -> Address | None:
+    """A literal address in its one standard spelling; zones are not addresses."""
+    if "%" in host:
+        return None
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is one of the open Internet, looking through every form that embeds IPv4."""
+    if isinstance(address, ipaddress.IPv6Address):
+        embedded = address.ipv4_mapped or address.sixtofour
+        if embedded is None and address in _NAT64:
+            embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(embedded)
+        if address.teredo is not None or address.is_site_local:
+            return False
+        if int(address) >> 32 == 0:  # ::a.b.c.d, the old compatible form
+            return False
+    return address.is_global and not (
+        address.is_multicast
+        or address.is_reserved
+        or address.is_unspecified
+        or address.is_loopback
+        or address.is_link_local
+        or address.is_private
+    )
+
+
+def _looks_numeric(host: str) -> bool:
+    """`127.1`, `0x7f000001`, `017700000001`: other spellings of IPv4, which resolvers understand."""
+    last = host.rpartition(".")[2]
+    return last.isdigit() or re.fullmatch(r"0x[0-9a-f]*", last) is not None
