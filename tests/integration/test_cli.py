@@ -1,0 +1,228 @@
+"""The command line against a real server: what it prints, and the exit codes scripts rely on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.cli import Finished, command, environment, tailrace
+from support.server import ServerProcess
+
+_numbers = itertools.count(1)
+VERBS = ("serve", "append", "read", "tail", "ls", "inspect", "doctor", "token")
+
+
+@pytest.fixture
+def name() -> str:
+    return f"cli/stream-{next(_numbers)}"
+
+
+def _on(server: ServerProcess, *args: str, stdin: bytes = b"") -> Finished:
+    return tailrace(*args, stdin=stdin, env={"TAILRACE_ENDPOINT": server.base_url})
+
+
+def test_appends_and_reads_json_messages(server: ServerProcess, name: str) -> None:
+    created = _on(server, "append", name, '{"id": 1}', "[2, 3]", "--create", "--json")
+    assert created.code == 0, created.err
+    assert created.rows[0]["entries"] == 2
+    assert _on(server, "read", name).out == '{"id": 1}\n[2, 3]\n'
+    (page,) = _on(server, "read", name, "--json").rows
+    assert page["entries"] == [{"id": 1}, [2, 3]]
+    assert page["next_offset"] == created.rows[0]["next_offset"]
+    assert page["up_to_date"]
+
+
+def test_reads_on_from_an_offset(server: ServerProcess, name: str) -> None:
+    first = _on(server, "append", name, "1", "--create", "--json").rows[0]
+    _on(server, "append", name, "2")
+    assert _on(server, "read", name, "--offset", first["next_offset"]).out == "2\n"
+
+
+def test_input_lines_are_messages(server: ServerProcess, name: str) -> None:
+    lines = b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(2500)) + b"\n[9]"
+    done = _on(server, "append", name, "--create", stdin=lines)
+    assert done.out.startswith("appended 2,501 entries"), done.err
+    messages = [json.loads(line) for line in _on(server, "read", name).out.splitlines()]
+    assert messages == [*({"n": n} for n in range(2500)), [9]]
+
+
+def test_a_producer_keeps_arrays_and_order(server: ServerProcess, name: str) -> None:
+    done = _on(server, "append", name, "--create", "--producer", "import", stdin=b"1\n[2, 3]\n4\n")
+    assert done.code == 0, done.err
+    again = _on(server, "append", name, "--producer", "import", stdin=b"5\n")
+    assert again.code == 0, again.err
+    assert _on(server, "read", name).out == "1\n[2, 3]\n4\n5\n"
+
+
+def test_bytes_pass_through_unchanged(server: ServerProcess, name: str) -> None:
+    payload = bytes(range(256)) * 5000
+    binary = ("--create", "--content-type", "application/octet-stream")
+    done = _on(server, "append", name, *binary, stdin=payload)
+    assert done.code == 0, done.err
+    assert _on(server, "read", name).raw == payload
+    rows = _on(server, "read", name, "--json").rows
+    assert rows[0]["content_type"] == "application/octet-stream"
+    assert all("base64" in row for row in rows)
+
+
+def test_text_lines_keep_their_ends(server: ServerProcess, name: str) -> None:
+    text = ("--create", "--content-type", "text/plain", "--lines", "--close", "--json")
+    done = _on(server, "append", name, *text, stdin=b"one\n\ntwo\n")
+    assert (done.rows[0]["entries"], done.rows[0]["closed"]) == (3, True)
+    assert _on(server, "read", name).out == "one\n\ntwo\n"
+    closed = _on(server, "append", name, "late")
+    assert closed.code == 1
+    assert "stream_closed" in closed.err
+
+
+def test_a_line_that_is_not_json_is_named_and_nothing_is_sent(server: ServerProcess, name: str) -> None:
+    done = _on(server, "append", name, "--create", stdin=b'{"a": 1}\nnonsense\n')
+    assert done.code == 2
+    assert "entry 2 is not JSON" in done.err
+    assert _on(server, "read", name).out == ""
+
+
+def test_lists_streams(server: ServerProcess) -> None:
+    for last in ("b", "a"):
+        _on(server, "append", f"cli-ls/{last}", "1", "2", "--create")
+    rows = _on(server, "ls", "cli-ls/", "--json").rows
+    assert [(row["name"], row["next_offset"]) for row in rows] == [("cli-ls/a", "2"), ("cli-ls/b", "2")]
+    assert [row["name"] for row in _on(server, "ls", "cli-ls/", "--limit", "1", "--json").rows] == [
+        "cli-ls/a"
+    ]
+    table = _on(server, "ls", "cli-ls/").out
+    assert "cli-ls/a" in table
+    assert "application/json" in table
+
+
+@pytest.mark.parametrize("mode", ["sse", "long-poll"])
+def test_tail_prints_what_is_appended_and_ends_with_the_stream(
+    server: ServerProcess, name: str, mode: str
+) -> None:
+    _on(server, "append", name, '"before"', "--create")
+    follow = command("tail", name, "--from-start", "--mode", mode, "--url", server.base_url)
+    with subprocess.Popen(follow, stdout=subprocess.PIPE, env=environment()) as tail:
+        assert tail.stdout is not None
+        assert tail.stdout.readline() == b'"before"\n'
+        _on(server, "append", name, '"after"', "--close")
+        assert tail.stdout.readline() == b'"after"\n'
+        assert tail.stdout.read() == b""
+        assert tail.wait(30) == 0
+
+
+def test_ctrl_c_ends_a_tail_quietly(server: ServerProcess, name: str) -> None:
+    _on(server, "append", name, "1", "--create")
+    follow = command("tail", name, "--from-start", "--url", server.base_url)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(follow, stdout=pipe, stderr=pipe, env=environment()) as tail:
+        assert tail.stdout is not None
+        assert tail.stderr is not None
+        assert tail.stdout.readline() == b"1\n"
+        tail.send_signal(signal.SIGINT)
+        assert tail.wait(30) == 0
+        assert tail.stderr.read() == b""
+
+
+def test_a_reader_that_leaves_is_no_error(server: ServerProcess, name: str) -> None:
+    _on(server, "append", name, "--create", stdin=b"12345\n" * 100_000)
+    read = command("read", name, "--url", server.base_url)
+    with subprocess.Popen(read, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert os.read(process.stdout.fileno(), 6) == b"12345\n"
+        process.stdout.close()
+        assert process.wait(30) == 0
+        assert process.stderr.read() == b""
+
+
+def test_exit_codes_tell_refusals_usage_and_silence_apart(server: ServerProcess, tmp_path: Path) -> None:
+    missing = _on(server, "read", "cli/nothing-here")
+    assert (missing.code, missing.out) == (1, "")
+    assert "not_found" in missing.err
+    assert _on(server, "tail", "cli/nothing-here").code == 1
+    assert "--create" in _on(server, "append", "cli/nothing-here", "1").err
+    assert tailrace("read").code == 2
+    assert tailrace("read", "x", "--nonsense").code == 2
+    assert tailrace("nonsense").code == 2
+    assert tailrace("ls", "--url", "nowhere").code == 2
+    silent = tailrace("ls", "--url", "http://127.0.0.1:9")
+    assert silent.code == 3
+    assert "tailrace serve" in silent.err
+    assert tailrace("inspect", "hot", "--data-dir", str(tmp_path / "none")).code == 1
+
+
+def test_errors_are_json_when_output_is(server: ServerProcess) -> None:
+    done = _on(server, "read", "cli/nothing-here", "--json")
+    assert json.loads(done.err)["error"]["code"] == "not_found"
+
+
+def test_serve_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    data = ("--data-dir", str(tmp_path / "data"))
+    assert tailrace("serve", "--port", "many", *data).code == 2
+    open_door = tailrace("serve", "--host", "0.0.0.0", "--port", "0", *data)
+    assert open_door.code == 1
+    assert "--insecure" in open_door.err
+    assert not (tmp_path / "data").exists(), "a refused start leaves nothing behind"
+
+
+def test_inspects_what_a_server_wrote(server: ServerProcess, name: str) -> None:
+    _on(server, "append", name, '{"seen": "in the journal"}', "--create")
+    directory = str(server.data_dir)
+    records = tailrace("inspect", "journal", "--data-dir", directory, "--json")
+    assert records.code == 0, records.err
+    assert name in records.out
+    assert name in tailrace("inspect", "journal", env={"TAILRACE_DATA_DIR": directory}).out
+    hot = tailrace("inspect", "hot", "--data-dir", directory, "--json")
+    assert hot.code == 0, hot.err
+    assert isinstance(hot.rows[0], dict)
+
+
+def test_doctor_finds_a_fit_machine_and_a_running_server(server: ServerProcess, tmp_path: Path) -> None:
+    fit = tailrace("doctor", "--port", "0", "--data-dir", str(tmp_path / "data"), "--json")
+    verdicts = {row["check"]: row["verdict"] for row in fit.rows}
+    assert fit.code == 0, fit.out
+    assert "fail" not in verdicts.values()
+    assert verdicts["fsync"] in {"ok", "warn"}
+    assert not (tmp_path / "data").exists(), "looking changes nothing"
+    taken = tailrace("doctor", "--port", str(server.port), "--data-dir", str(server.data_dir), "--json")
+    verdicts = {row["check"]: row["verdict"] for row in taken.rows}
+    assert taken.code == 1
+    assert (verdicts["port"], verdicts["lock"]) == ("fail", "warn")
+
+
+def test_tokens_are_made_and_read(tmp_path: Path) -> None:
+    secret = {"TAILRACE_AUTH_JWT_SECRET": "0123456789abcdef0123456789abcdef"}
+    grant = ("--sub", "ci", "--scope", "write", "--streams", "builds/", "--expires", "8h")
+    made = tailrace("token", "create", *grant, env=secret)
+    assert made.code == 0, made.err
+    read = tailrace("token", "inspect", made.out.strip(), "--json")
+    assert read.code == 0
+    assert (read.rows[0]["claims"]["sub"], read.rows[0]["scopes"]) == ("ci", ["write"])
+    assert read.rows[0]["streams"] == ["builds/"]
+    assert tailrace("token", "create", *grant).code == 2
+    assert tailrace("token", "create", "--sub", "a", "--scope", "fly", env=secret).code == 1
+    assert tailrace("token", "inspect", "nonsense").code == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_explains_every_verb_with_an_example(verb: str) -> None:
+    done = tailrace(verb, "--help")
+    assert done.code == 0
+    assert f"tailrace {verb}" in done.out.split("For example:")[1]
+
+
+def test_help_loads_no_command() -> None:
+    program = (
+        "import sys; from tailrace.cli.app import build; build(['--help']); "
+        "print([name for name in sys.modules if name.startswith(('httpx2', 'uvloop', 'tailrace.client'))])"
+    )
+    done = subprocess.run([command()[0], "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    listed = tailrace("--help").out
+    assert [verb for verb in VERBS if f" {verb} " not in listed] == []
