@@ -16,11 +16,11 @@ JSON_TYPE = b"Content-Type: application/json; charset=utf-8\r\n"
 
 
 def next_offset(offset: str) -> bytes:
-    return b"Stream-Next-Offset: %b\r\n" % offset.encode("ascii")
+    return f"Stream-Next-Offset: {offset}\r\n".encode("ascii")
 
 
 def end_offset(offset: str) -> bytes:
-    return b"Stream-End-Offset: %b\r\n" % offset.encode("ascii")
+    return f"Stream-End-Offset: {offset}\r\n".encode("ascii")
 
 
 def content_type(stream: Stream) -> bytes:

@@ -42,13 +42,14 @@ class DiskGuard:
         except OSError as error:
             logger.warning("cannot tell the free disk space: %s", error)
             return
-        if short:
-            if log.refusal is None:
-                logger.error("the disk is below its reserve; writes are refused until there is room")
-                log.refusal = TailraceError(
-                    "insufficient_storage", "the disk is below its reserve; try again when there is room"
-                )
-            return
+        if short and log.shortage is None:
+            logger.error("the disk is below its reserve; appends are refused until there is room")
+            log.shortage = TailraceError(
+                "insufficient_storage", "the disk is below its reserve; try again when there is room"
+            )
+        elif not short and log.shortage is not None:
+            logger.warning("the disk has room again")
+            log.shortage = None
         if log.refusal is None:
             return
         try:

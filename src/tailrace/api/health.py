@@ -41,7 +41,8 @@ class HealthRoutes:
     def unready_reason(self) -> str | None:
         if self.stopping:
             return "the server is stopping"
-        refusal = self._context.log.refusal
+        log = self._context.log
+        refusal = log.refusal or log.shortage
         return None if refusal is None else refusal.message
 
     def _ready(self, exchange: Exchange) -> None:

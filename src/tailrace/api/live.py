@@ -30,7 +30,9 @@ class Wire(Protocol):
 
     form: str
 
-    def encode(self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes: ...
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes: ...
     def send(self, encoded: bytes) -> None: ...
     def keep_alive(self) -> None: ...
     def end(self, code: int) -> None: ...
@@ -46,8 +48,12 @@ class SseWire:
         self._text = text
         self.form = "sse-text" if text else "sse-base64"
 
-    def encode(self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
-        event = b"" if payload is None else sse.text_event(payload) if self._text else sse.base64_event(payload)
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
+        event = (
+            b"" if payload is None else sse.text_event(payload) if self._text else sse.base64_event(payload)
+        )
         return chunk(event + sse.control_event(offset, cursor, up_to_date, closed))
 
     def send(self, encoded: bytes) -> None:
@@ -75,7 +81,9 @@ class WsWire:
     def attach(self, connection: WebSocketConnection) -> None:
         self._connection = connection
 
-    def encode(self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
         control = encode_text(sse.ws_control(offset, cursor, up_to_date, closed))
         if payload is None:
             return control
@@ -320,7 +328,7 @@ class Live:
         self.open_by_mode[mode] -= 1
 
     def open_sse(self, exchange: Exchange, stream: Stream, start: int, key: str, cursor: str | None) -> None:
-        rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)
+        rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
         follower = self._open(stream, start, key, cursor, rotation_s)
         text = is_text(stream.content_type)
         head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
@@ -386,7 +394,9 @@ class Live:
 
     def try_page(self, stream: Stream, after: int, key: bytes | None) -> Page | None:
         limits = self._limits
-        found = self._log.reader.try_read(stream, after, limits.read_page_bytes, limits.read_page_entries, key)
+        found = self._log.reader.try_read(
+            stream, after, limits.read_page_bytes, limits.read_page_entries, key
+        )
         return found if isinstance(found, Page) else None
 
     async def page(self, stream: Stream, after: int, key: bytes | None) -> Page:

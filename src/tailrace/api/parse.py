@@ -19,7 +19,19 @@ INTEGER_MAX = 2**53 - 1
 _INTEGER = re.compile(rb"[0-9]{1,16}")
 _COUNT = re.compile(rb"0|[1-9][0-9]{0,15}")
 _SINGLE = frozenset(
-    {"offset", "live", "cursor", "key", "since", "filter", "format", "timeout", "timeout_ms", "limit", "after"}
+    {
+        "offset",
+        "live",
+        "cursor",
+        "key",
+        "since",
+        "filter",
+        "format",
+        "timeout",
+        "timeout_ms",
+        "limit",
+        "after",
+    }
 )
 # Headers that mean nothing when they come twice.
 _ONCE = frozenset(
@@ -89,7 +101,10 @@ def content_type_of(exchange: Exchange) -> str | None:
     return text
 
 
-_KNOWN_TYPES = {b"application/json": "application/json", b"application/octet-stream": "application/octet-stream"}
+_KNOWN_TYPES = {
+    b"application/json": "application/json",
+    b"application/octet-stream": "application/octet-stream",
+}
 is_valid_type = lru_cache(maxsize=1024)(is_valid)
 
 

@@ -177,7 +177,9 @@ class ReadRoutes:
         if closed:
             head += answers.CLOSED
         if request.mode:
-            head += answers.NO_STORE if request.at_now or not request.shared else self._max_age(stream, 20, False)
+            head += (
+                answers.NO_STORE if request.at_now or not request.shared else self._max_age(stream, 20, False)
+            )
             if not closed:
                 head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
         elif at_tail and not closed:
@@ -304,8 +306,6 @@ class LongPoll:
         stream = self._request.stream
         leave(stream, self)
         self._routes.live_ended(stream)
-
-
 
 
 def leave(stream: Stream, reader: object) -> None:

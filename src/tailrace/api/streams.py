@@ -18,7 +18,8 @@ from tailrace.protocol.content_types import DEFAULT, is_json
 from tailrace.protocol.headers import line
 from tailrace.protocol.names import check_creatable, is_system
 
-PLAIN_HEADERS = (
+# An append with none of these is nothing but a body: most are.
+SPECIAL_HEADERS = (
     b"stream-closed",
     b"stream-seq",
     b"stream-key",
@@ -44,18 +45,13 @@ class StreamRoutes:
     def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
         log = self._log
-        stream = log.streams.by_name.get(name)
-        if stream is None or stream.gone or stream.lifetime is not stream.asked:
-            stream = log.existing(name)
-        elif stream.lifetime.ttl_s is not None or stream.lifetime.expires_ns is not None:
-            stream = log.existing(name)
-        request = self._append_request(exchange, stream)
-        log.append(stream, request, answer_append, exchange)
+        stream = log.existing(name)
+        log.append(stream, self._append_request(exchange, stream), answer_append, exchange)
 
     def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
         headers, body = exchange.headers, exchange.body
         content_type = parse.content_type_of(exchange)
-        if headers.keys().isdisjoint(PLAIN_HEADERS) and exchange.repeated is None:
+        if headers.keys().isdisjoint(SPECIAL_HEADERS) and exchange.repeated is None:
             if not body:
                 raise TailraceError("empty_body", "there is nothing to append")
             if content_type is None:
@@ -122,7 +118,9 @@ class StreamRoutes:
                 initial.closes = closed
                 if not initial.count:
                     initial = None
-        request = CreateRequest(name, content_type, lifetime, closed, fork.source, fork.position, fork.sub, initial)
+        request = CreateRequest(
+            name, content_type, lifetime, closed, fork.source, fork.position, fork.sub, initial
+        )
         # Whether it is new decides the status; the answer waits until that is durable.
         self._log.create(request, self._answer_create, exchange)
 
@@ -141,7 +139,9 @@ class StreamRoutes:
         if transaction.duplicate:
             exchange.respond(200, head + answers.NO_STORE)
             return
-        location = answers.base_url(exchange, self._context.settings.public_url) + exchange.path.decode("latin-1")
+        location = answers.base_url(exchange, self._context.settings.public_url) + exchange.path.decode(
+            "latin-1"
+        )
         exchange.respond(201, head + line("Location", location) + answers.NO_STORE)
 
     # -- HEAD, DELETE ----------------------------------------------------------------------------------
@@ -190,42 +190,48 @@ def _answer_delete(transaction: Transaction, error: TailraceError | None) -> Non
 
 def answer_append(transaction: Transaction, error: TailraceError | None) -> None:
     """The acknowledgement: everything it speaks of is durable."""
-    exchange = transaction.context
-    assert isinstance(exchange, Exchange)
+    exchange, stream = transaction.context, transaction.subject
+    assert type(exchange) is Exchange
+    assert stream is not None
     if error is not None:
         answers.refuse(exchange, error)
         return
-    stream = transaction.subject
-    assert stream is not None
-    headers = exchange.headers
-    if not transaction.duplicate:
-        op = transaction.ops[0]
-        assert type(op) is Append
-        head = answers.next_offset(stream.offset(op.first + op.count - 1))
-        if b"producer-id" not in headers and not op.closes and b"prefer" not in headers:
-            exchange.respond(204, head)
-            return
-        count = op.count
-        producer = op.producer
-        closed = op.closes
+    if transaction.duplicate:
+        _answer_special(exchange, stream, stream.visible, 0, None, stream.visible_closed)
+        return
+    op = transaction.ops[0]
+    assert type(op) is Append
+    last = op.first + op.count - 1
+    if op.producer is None and not op.closes and b"prefer" not in exchange.headers:
+        exchange.respond(204, answers.next_offset(stream.offset(last)))
     else:
-        head = answers.next_offset(stream.offset(stream.visible))
-        count = 0
-        producer = None
-        closed = stream.visible_closed
+        _answer_special(exchange, stream, last, op.count, op.producer, op.closes)
+
+
+def _answer_special(
+    exchange: Exchange,
+    stream: Stream,
+    last: int,
+    count: int,
+    producer: tuple[str, int, int] | None,
+    closed: bool,
+) -> None:
+    """Producers learn the highest sequence that was accepted, whatever this request brought."""
+    offset = stream.offset(last)
+    head = answers.next_offset(offset)
     status = 204
-    if b"producer-id" in headers:
-        known = (stream.producers or {}).get(headers[b"producer-id"].decode())
+    raw_id = exchange.headers.get(b"producer-id")
+    if raw_id is not None:
+        known = (stream.producers or {}).get(raw_id.decode())
         epoch, seq = (producer[1], producer[2]) if producer else (known.epoch, known.seq) if known else (0, 0)
         head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (epoch, seq)
         if count:
             status = 200
     if closed:
         head += answers.CLOSED
-    if b"return=representation" in headers.get(b"prefer", b"").lower().replace(b" ", b""):
-        offset = head[len(b"Stream-Next-Offset: ") :][:26].decode()
+    if b"return=representation" in exchange.headers.get(b"prefer", b"").lower().replace(b" ", b""):
         body = orjson.dumps({"next_offset": offset, "count": count, "closed": closed})
         head += b"Preference-Applied: return=representation\r\n" + answers.JSON_TYPE
         exchange.respond(200, head, body)
-        return
-    exchange.respond(status, head)
+    else:
+        exchange.respond(status, head)

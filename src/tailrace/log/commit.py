@@ -200,7 +200,8 @@ def framed(payloads: list[bytes], seed: int) -> bytes:
 def write_batch(batch: Batch) -> None:
     """One positioned write (more only if the kernel takes less) and one `fdatasync`, on a commit thread."""
     file, data = batch.file, batch.data
-    assert file is not None and file.fd >= 0
+    assert file is not None
+    assert file.fd >= 0
     written = os.pwrite(file.fd, data, batch.position)
     while written < len(data):
         more = os.pwrite(file.fd, memoryview(data)[written:], batch.position + written)

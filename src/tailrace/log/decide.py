@@ -65,8 +65,9 @@ class CreateRequest(NamedTuple):
 
 
 def append_time_ns(stream: Stream, hint_ns: int | None, now_ns: int, ahead_ns: int) -> int:
+    """A hint may lie in the past or a little ahead; time never goes backwards within a stream."""
     wanted = now_ns if hint_ns is None else min(hint_ns, now_ns + ahead_ns)
-    return max(stream.last_ns, wanted)
+    return wanted if wanted >= stream.last_ns else stream.last_ns
 
 
 def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns: int) -> Append | Done:
@@ -173,7 +174,7 @@ def _producer_gap(expected: int, received: int) -> TailraceError:
 
 
 def decide_existing(stream: Stream, request: CreateRequest, source: Stream | None) -> Bind | None:
-    """PUT on a name that exists: None if it matches, a Bind if it names a type still unset, else a refusal."""
+    """PUT on a name that exists: None if it matches, a Bind if it names an unset type, else a refusal."""
     if stream.gone:
         raise TailraceError("name_retained", "the name is held by a deleted stream that still has forks")
     wanted = request.content_type

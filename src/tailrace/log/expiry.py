@@ -19,7 +19,7 @@ SWEEP_COUNT_MAX = 500
 
 
 class Expiry:
-    """Removes expired streams that nobody touches, so that their forks' ancestors and disk space are freed."""
+    """Removes expired streams that nobody touches, so that their ancestors and their space are freed."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -87,4 +87,3 @@ class Expiry:
                 if stream is not None and not stream.gone and stream.expired(log.clock.now_ns()):
                     log.remove(stream, "expired", ignore, None)
         self._stored_timer = asyncio.get_running_loop().call_later(STORE_SWEEP_S, self._sweep_stored)
-

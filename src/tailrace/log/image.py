@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.log.model import FIRST_EPOCH, Block, Lifetime, Producer, Stream, Tombstone
+from tailrace.log.model import FIRST_EPOCH, NO_LIFETIME, Block, Lifetime, Producer, Stream, Tombstone
 from tailrace.store.hot import BlockRow, HotDb
 
 
@@ -77,7 +77,8 @@ def decode_stream(raw: bytes) -> Stream:
     stream.incarnation = image.incarnation
     stream.epochs = FIRST_EPOCH if image.epochs == FIRST_EPOCH else image.epochs
     stream.bind(image.content_type)
-    stream.lifetime = image.lifetime
+    if image.lifetime != NO_LIFETIME:
+        stream.lifetime = image.lifetime
     stream.asked = image.asked
     stream.touched_ns = stream.touched_saved_ns = image.touched_ns
     stream.closed = stream.visible_closed = image.closed
@@ -102,9 +103,7 @@ def encode_tombstone(tombstone: Tombstone) -> bytes:
 
 def encode_block(block: Block) -> BlockRow:
     keys = None if block.keys is None else _ENCODER.encode(block.keys)
-    return BlockRow(
-        block.first, block.last, block.ends.tobytes(), block.times.tobytes(), keys, block.body
-    )
+    return BlockRow(block.first, block.last, block.ends.tobytes(), block.times.tobytes(), keys, block.body)
 
 
 def decode_block(row: BlockRow) -> Block:

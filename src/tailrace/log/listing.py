@@ -15,7 +15,7 @@ def list_streams(log: Log, after: str, prefix: str, limit: int, system: bool) ->
         names, exhausted = _names_after(log, after, prefix, limit - len(found) + 1)
         for name, stored in names:
             after = name
-            if not system and (name.startswith("__") or name.startswith("hub/")):
+            if not system and (name.startswith(("__", "hub/"))):
                 continue
             stream = log.streams.by_name.get(name) or stored
             if stream is None or stream.gone or stream.visible < 0 or stream.expired(now_ns):
@@ -28,7 +28,9 @@ def list_streams(log: Log, after: str, prefix: str, limit: int, system: bool) ->
     return found
 
 
-def _names_after(log: Log, after: str, prefix: str, limit: int) -> tuple[list[tuple[str, Stream | None]], bool]:
+def _names_after(
+    log: Log, after: str, prefix: str, limit: int
+) -> tuple[list[tuple[str, Stream | None]], bool]:
     """The next names of either source; a stored stream comes with its image, one in memory without."""
     streams = log.streams
     merged: dict[str, Stream | None] = {}

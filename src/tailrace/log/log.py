@@ -17,7 +17,6 @@ from tailrace.log.commit import Batch, Committer
 from tailrace.log.decide import (
     AppendRequest,
     CreateRequest,
-    Done,
     decide_append,
     decide_create,
     decide_delete,
@@ -47,7 +46,9 @@ class Observer(Protocol):
 class Log:
     """Every change of every stream goes through here, and through the journal."""
 
-    def __init__(self, directory: Path, limits: Limits, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, directory: Path, limits: Limits, clock: Clock, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.directory = directory
         self.limits = limits
         self.clock = clock
@@ -68,6 +69,7 @@ class Log:
         self.expiry = Expiry(self)
         self.observers: list[Observer] = []
         self.refusal: TailraceError | None = None  # why nothing can be written now
+        self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
         self.checkpoint_pending = False
@@ -95,7 +97,8 @@ class Log:
 
     def find(self, name: str) -> Stream | None:
         """The stream, soft-deleted ones included; one that has expired is gone from this very moment."""
-        stream = self.streams.find(name)
+        streams = self.streams
+        stream = streams.by_name.get(name) or streams.find(name)
         if stream is None or stream.lifetime is NO_LIFETIME or stream.gone:
             return stream
         if not stream.expired(self.clock.now_ns()):
@@ -145,21 +148,33 @@ class Log:
     def append(self, stream: Stream, request: AppendRequest, reply: Reply, context: object) -> None:
         """Appends, or refuses by raising. `reply` comes when the outcome is durable."""
         self._admit(stream, len(request.body))
-        transaction = Transaction(stream, reply, context)
         if request.producer is not None and not stream.producers_known:
             self.streams.load_producer(stream, request.producer[0])
         now_ns = self.clock.now_ns()
         try:
             op = decide_append(stream, request, now_ns, self._ahead_ns)
         except TailraceError as refusal:
-            self._refuse(transaction, refusal)
+            self._refuse(Transaction(stream, reply, context), refusal)
             return
-        if isinstance(op, Done):
+        if type(op) is not Append:
+            transaction = Transaction(stream, reply, context)
             transaction.duplicate = True
             self._after(transaction)
             return
+        if op.closes or op.binds is not None:
+            self._append_and_register(stream, op, now_ns, Transaction(stream, reply, context))
+            return
+        self.streams.assign_append(op, stream)
+        payload = op.encode()
+        transaction = Transaction(stream, reply, context, (op,), (stream,))
+        transaction.size = size = len(payload)
+        stream.queued_bytes += size
+        stream.batch = self.committer.submit(payload, transaction)
+
+    def _append_and_register(self, stream: Stream, op: Append, now_ns: int, transaction: Transaction) -> None:
+        """An append that closes the stream or binds its type is news for the registry, in the same record."""
         transaction.add(self.streams, op)
-        if (op.closes or op.binds is not None) and registry.is_listed(stream.name):
+        if registry.is_listed(stream.name):
             event = registry.updated(self._registry(), stream, stream.content_type, stream.closed, now_ns)
             transaction.add(self.streams, event)
         self._submit(transaction)
@@ -182,7 +197,9 @@ class Log:
         assert created is not None
         transaction.subject = created
         if fork is not None and fork.head:
-            head = AppendRequest(fork.head, created.content_type, closes=request.closed and not request.initial)
+            head = AppendRequest(
+                fork.head, created.content_type, closes=request.closed and not request.initial
+            )
             self._add_append(transaction, created, head, now_ns)
         if request.initial is not None:
             self._add_append(transaction, created, request.initial, now_ns)
@@ -258,15 +275,17 @@ class Log:
         transaction.add(self.streams, event)
         self._submit(transaction)
 
-    def _add_append(self, transaction: Transaction, stream: Stream, request: AppendRequest, now_ns: int) -> None:
+    def _add_append(
+        self, transaction: Transaction, stream: Stream, request: AppendRequest, now_ns: int
+    ) -> None:
         op = decide_append(stream, request, now_ns, self._ahead_ns)
         assert isinstance(op, Append), "a new stream takes its first entries"
         transaction.add(self.streams, op)
 
     def _admit(self, stream: Stream | None, size: int) -> None:
         """Refuses what the queues have no room for, before anything is assigned."""
-        if self.refusal is not None:
-            raise self.refusal
+        if self.refusal is not None or self.shortage is not None:
+            raise self.refusal or self.shortage or AssertionError
         limits = self.limits
         if self.committer.queued_bytes + size > limits.append_queue_bytes:
             raise TailraceError("overloaded", "the server's append queue is full")
@@ -309,21 +328,27 @@ class Log:
         self.journal.settled(file, batch.position + len(batch.data))
         woken: dict[Stream, None] = {}
         for item in batch.items:
-            assert isinstance(item, Transaction)
+            assert type(item) is Transaction
             for op, stream in zip(item.ops, item.streams, strict=True):
-                streams.publish(op, stream)
                 if stream is None:
                     continue
+                if type(op) is Append and not stream.removed:
+                    streams.publish_append(op, stream)
+                    self.appended_entries += op.count
+                    self.appended_bytes += len(op.body)
+                else:
+                    streams.publish(op, stream)
                 if stream.batch is batch:
                     stream.batch = None
                 if stream.readers is not None:
                     woken[stream] = None
-                if type(op) is Append:
-                    self.appended_entries += op.count
-                    self.appended_bytes += len(op.body)
-            if item.subject is not None:
-                item.subject.queued_bytes -= item.size
-            answer(item, None)
+            subject = item.subject
+            if subject is not None:
+                subject.queued_bytes -= item.size
+            try:
+                item.reply(item, None)
+            except Exception:
+                logger.exception("an answer failed")  # those behind it in the batch get theirs
         for settled in batch.waiting:
             settled(None)
         if self.observers:
@@ -428,7 +453,7 @@ class Log:
         vars(self.streams).update(vars(rebuilt))
 
     def try_resume(self) -> None:
-        """Called now and then while writes are refused: opens a fresh journal file and, if that works, goes on."""
+        """Called now and then while writes are refused: if a fresh journal file can be had, goes on."""
         if self.refusal is None:
             return
         self.journal.open_next()

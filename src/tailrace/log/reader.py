@@ -1,8 +1,8 @@
-"""Reading: one page of entries from memory, the block cache, the hot store and a fork's ancestors, without a seam.
+"""Reading: one page of entries from memory, the hot store and a fork's ancestors, without a seam.
 
 `gather` runs on the loop thread and touches memory only. Where it comes to a block it does not have, it says
-which; `Reader.read` fetches that block on a thread and goes on. Blocks never change, so a page put together in
-several steps is still one consistent slice.
+which; `Reader.read` fetches that block on a thread and goes on. Blocks never change, so a page put together
+in several steps is still one consistent slice.
 """
 
 from __future__ import annotations

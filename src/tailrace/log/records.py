@@ -68,11 +68,13 @@ class Append:
         self.binds = binds
         self.closes = closes
 
-    def payload_bytes(self) -> int:
-        """Bytes of the entries themselves, without what joins them in the body."""
-        return len(self.body) if self.lengths is None else sum(self.lengths)
-
     def encode(self) -> bytes:
+        body = self.body
+        if self.lengths is self.producer is self.seq is self.key is self.binds is None and not self.closes:
+            return (
+                _APPEND_HEAD.pack(APPEND, 0, self.stream, self.first, self.time_ns, self.count, len(body))
+                + body
+            )
         flags = 0
         parts: list[bytes] = []
         if self.lengths is not None:
@@ -95,12 +97,8 @@ class Append:
             parts.append(_SHORT.pack(len(raw)) + raw)
         if self.closes:
             flags |= CLOSES
-        head = _APPEND_HEAD.pack(
-            APPEND, flags, self.stream, self.first, self.time_ns, self.count, len(self.body)
-        )
-        if not parts:
-            return head + self.body
-        return b"".join((head, *parts, self.body))
+        head = _APPEND_HEAD.pack(APPEND, flags, self.stream, self.first, self.time_ns, self.count, len(body))
+        return b"".join((head, *parts, body))
 
 
 class Create(msgspec.Struct, array_like=True):
@@ -154,8 +152,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def encode(ops: Sequence[Op]) -> bytes:
     """One record's payload."""
-    if len(ops) == 1 and isinstance(ops[0], Append):
-        return ops[0].encode()
     parts: list[bytes] = []
     for op in ops:
         if isinstance(op, Append):
@@ -167,7 +163,7 @@ def encode(ops: Sequence[Op]) -> bytes:
 
 
 def decode(payload: bytes) -> Iterator[Op]:
-    """The operations of one record. The checksum has been verified: anything odd here is a bug, not a disk."""
+    """The operations of one record. Its checksum was right: anything odd here is a bug, not a disk."""
     position = 0
     while position < len(payload):
         if payload[position] == APPEND:

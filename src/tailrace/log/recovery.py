@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.log.image import StoredStreams
-from tailrace.log.journal import HEADER_BYTES, JournalCorrupt, Scan, chain
+from tailrace.log.journal import HEADER_BYTES, JournalCorruptError, Scan, chain
 from tailrace.log.records import decode
 from tailrace.log.streams import Streams
 
@@ -41,7 +41,9 @@ def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None =
             try:
                 apply_record(streams, payload)
             except AssertionError as error:
-                raise JournalCorrupt(f"{path.name}: record at byte {position} does not fit: {error}") from error
+                raise JournalCorruptError(
+                    f"{path.name}: record at byte {position} does not fit: {error}"
+                ) from error
         seq, end, torn = header.seq, scan.end, scan.torn
         files.append((seq, end))
     return Replayed(streams, seq, end, files, records, torn)

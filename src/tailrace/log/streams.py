@@ -11,7 +11,7 @@ from typing import Protocol
 
 from sortedcontainers import SortedDict
 
-from tailrace.log.model import Producer, Stream, Tombstone, fold
+from tailrace.log.model import NO_LIFETIME, AppendRecord, Producer, Stream, Tombstone, fold
 from tailrace.log.records import Append, Create, Delete, Meta, Op, Touch
 
 # Appends kept one by one at the very tail before they are folded into a block.
@@ -106,7 +106,10 @@ class Streams:
 
     def assign(self, op: Op) -> Stream | None:
         if isinstance(op, Append):
-            return self._assign_append(op)
+            stream = self.get(op.stream)
+            assert stream is not None
+            self.assign_append(op, stream)
+            return stream
         if isinstance(op, Create):
             return self._assign_create(op)
         if isinstance(op, Delete):
@@ -126,14 +129,15 @@ class Streams:
             stream.bind(op.content_type)
         return stream
 
-    def _assign_append(self, op: Append) -> Stream:
-        stream = self.by_number.get(op.stream) or self.get(op.stream)
-        assert stream is not None and op.first == stream.tail + 1, "entries out of order"
-        assert not stream.closed and op.time_ns >= stream.last_ns
-        stream.tail += op.count
-        if op.count:
+    def assign_append(self, op: Append, stream: Stream) -> None:
+        count = op.count
+        assert op.first == stream.tail + 1, "entries out of order"
+        assert not stream.closed
+        assert op.time_ns >= stream.last_ns
+        if count:
+            stream.tail += count
             stream.last_ns = op.time_ns
-            stream.size_bytes += op.payload_bytes()
+            stream.size_bytes += len(op.body) if op.lengths is None else sum(op.lengths)
         if op.producer is not None:
             producer_id, epoch, seq = op.producer
             if stream.producers is None:
@@ -150,16 +154,17 @@ class Streams:
             # An append renews the window; replay must come to the same deadline as the live server.
             stream.touched_ns = max(stream.touched_ns, op.time_ns)
             stream.touched_saved_ns = max(stream.touched_saved_ns, op.time_ns)
-        return stream
 
     def _assign_create(self, op: Create) -> Stream:
-        assert op.stream >= self.next_number and op.name not in self.by_name
+        assert op.stream >= self.next_number
+        assert op.name not in self.by_name
         stream = Stream(op.stream, op.name, op.created_ns)
         stream.incarnation = op.incarnation
         if op.epochs != stream.epochs:
             stream.epochs = op.epochs
         stream.bind(op.content_type)
-        stream.lifetime = op.lifetime
+        if op.lifetime != NO_LIFETIME:  # else the shared one: `find` tells it by identity
+            stream.lifetime = op.lifetime
         stream.asked = op.asked
         stream.closed = op.closed
         stream.parent = op.parent
@@ -167,7 +172,8 @@ class Streams:
         stream.fork_sub = op.fork_sub
         if op.parent:
             parent = self.get(op.parent)
-            assert parent is not None and not parent.gone
+            assert parent is not None
+            assert not parent.gone
             parent.forks += 1
         self.next_number = op.stream + 1
         self.by_number[op.stream] = stream
@@ -180,7 +186,8 @@ class Streams:
 
     def _assign_delete(self, op: Delete) -> Stream:
         stream = self.get(op.stream)
-        assert stream is not None and not stream.removed
+        assert stream is not None
+        assert not stream.removed
         if op.soft:
             stream.gone = True
             return stream
@@ -199,11 +206,7 @@ class Streams:
         if stream is None or (stream.removed and not isinstance(op, Delete)):
             return  # nothing to show, or deleted by a later operation that is durable as well
         if isinstance(op, Append):
-            if op.count:
-                self.keep(stream, op)
-            stream.visible = op.first + op.count - 1
-            if op.closes:
-                stream.visible_closed = True
+            self.publish_append(op, stream)
             return
         if isinstance(op, Create):
             stream.visible = op.fork_entry
@@ -234,19 +237,24 @@ class Streams:
             stream.recent_file = self.file
             self.touched.setdefault(self.file, []).append(stream)
 
-    def keep(self, stream: Stream, op: Append) -> None:
-        """Adds durable entries to the memory tail."""
+    def publish_append(self, op: Append, stream: Stream) -> None:
+        """Adds durable entries to the memory tail and shows them to readers."""
         if stream.recent_file != self.file:
             self.touch_file(stream)
-        if stream.recent is None:
-            stream.recent = [op]
-        else:
-            stream.recent.append(op)
-        size = len(op.body)
-        stream.recent_bytes += size
-        self.memory_bytes += size + 100
-        if stream.recent_bytes >= RECENT_BYTES_MAX or len(stream.recent) >= RECENT_COUNT_MAX:
-            self.settle(stream)
+        if op.count:
+            recent = stream.recent
+            if recent is None:
+                stream.recent = recent = list[AppendRecord]((op,))
+            else:
+                recent.append(op)
+            size = len(op.body)
+            self.memory_bytes += size + 100
+            stream.recent_bytes = held = stream.recent_bytes + size
+            if held >= RECENT_BYTES_MAX or len(recent) >= RECENT_COUNT_MAX:
+                self.settle(stream)
+            stream.visible = op.first + op.count - 1
+        if op.closes:
+            stream.visible_closed = True
 
     def settle(self, stream: Stream) -> None:
         """Folds the single appends at the tail into a block."""

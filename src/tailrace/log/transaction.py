@@ -19,20 +19,27 @@ class Transaction:
 
     __slots__ = ("context", "duplicate", "ops", "reply", "size", "streams", "subject")
 
-    def __init__(self, subject: Stream | None, reply: Reply, context: object) -> None:
+    def __init__(
+        self,
+        subject: Stream | None,
+        reply: Reply,
+        context: object,
+        ops: tuple[Op, ...] = (),
+        streams: tuple[Stream | None, ...] = (),
+    ) -> None:
         self.subject = subject
         self.reply = reply
         self.context = context
-        self.ops: list[Op] = []
-        self.streams: list[Stream | None] = []
+        self.ops = ops
+        self.streams = streams
         self.duplicate = False
         self.size = 0
 
     def add(self, streams: Streams, op: Op) -> Stream | None:
         """Applies the operation to the assigned state; the next decision sees it."""
         stream = streams.assign(op)
-        self.ops.append(op)
-        self.streams.append(stream)
+        self.ops = (*self.ops, op)
+        self.streams = (*self.streams, stream)
         return stream
 
 

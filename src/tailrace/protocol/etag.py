@@ -8,7 +8,8 @@ from urllib.parse import quote
 def slice_tag(start: str, following: str, key: str, fmt: str, filter_text: str, closed: bool) -> str:
     """The weak tag of the slice `(start, following]`; closing alone changes it."""
     tail = ":closed" if closed else ""
-    return f'W/"slice:{start}:{following}:key={quote(key, safe="")}:fmt={fmt}:filter={quote(filter_text, safe="")}{tail}"'
+    key, filter_text = quote(key, safe=""), quote(filter_text, safe="")
+    return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}:filter={filter_text}{tail}"'
 
 
 def none_match(header: str, tag: str) -> bool:

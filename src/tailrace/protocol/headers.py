@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Every response header of the protocol; `Access-Control-Expose-Headers` is made from it, so none is forgotten.
+# Every response header of the protocol; `Access-Control-Expose-Headers` is made from it.
 RESPONSE_HEADERS: tuple[str, ...] = (
     "Stream-Next-Offset",
     "Stream-End-Offset",

@@ -1,8 +1,8 @@
 """WebSocket frames (RFC 6455), server side: bytes in, events out; payloads in, frames out. No I/O.
 
 `FrameReader.feed` takes reads cut anywhere and gives events; the same bytes give the same events however they
-are cut. It never holds more than one message plus one frame header: larger messages are skipped in constant
-memory and reported, far larger ones end the connection.
+are cut. It never holds more than one message, one frame header and one control frame: larger messages are
+skipped in constant memory and reported, far larger ones end the connection.
 """
 
 from __future__ import annotations
@@ -136,12 +136,14 @@ class FrameReader:
         "_parts_bytes",
         "_payload",
         "_prefix",
+        "_prefix_bytes",
         "_skipped_bytes",
     )
 
     def __init__(self, message_bytes: int, discard_bytes: int, *, deflate: bool = False) -> None:
         self._message_bytes = message_bytes
         self._discard_bytes = max(discard_bytes, message_bytes)
+        self._prefix_bytes = min(SKIPPED_PREFIX_BYTES, message_bytes)
         self._deflate = deflate
         self._done = False
         # An unfinished frame header.
@@ -255,7 +257,7 @@ class FrameReader:
             return
         total = size + (self._skipped_bytes if self._skipped_bytes >= 0 else self._parts_bytes)
         if total > self._discard_bytes:
-            prefix = self._prefix or b"".join(self._parts)[:SKIPPED_PREFIX_BYTES]
+            prefix = self._prefix or b"".join(self._parts)[: self._prefix_bytes]
             events.append((TOO_LARGE, prefix, total))
             events.append((FAIL, b"message too large", MESSAGE_TOO_BIG))
             self._done = True
@@ -284,7 +286,7 @@ class FrameReader:
 
     def _skip(self) -> None:
         """From here on the message is thrown away as it arrives; its beginning is kept for its reader."""
-        self._prefix = b"".join(self._parts)[:SKIPPED_PREFIX_BYTES]
+        self._prefix = b"".join(self._parts)[: self._prefix_bytes]
         self._skipped_bytes = self._parts_bytes
         self._parts.clear()
         self._parts_bytes = 0
@@ -308,8 +310,8 @@ class FrameReader:
             turn = len(piece) & 3
             self._mask = self._mask[turn:] + self._mask[:turn]
             if self._skipped_bytes >= 0:
-                if len(self._prefix) < SKIPPED_PREFIX_BYTES and self._inflater is None:
-                    self._prefix += payload[: SKIPPED_PREFIX_BYTES - len(self._prefix)]
+                if len(self._prefix) < self._prefix_bytes and self._inflater is None:
+                    self._prefix += payload[: self._prefix_bytes - len(self._prefix)]
                 payload = b""
             else:
                 self._inflate(payload)

@@ -22,7 +22,9 @@ class DataDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise TailraceError("unavailable", f"cannot use {path} as data directory: {error.strerror}") from error
+            raise TailraceError(
+                "unavailable", f"cannot use {path} as data directory: {error.strerror}"
+            ) from error
         self._lock_fd = self._lock()
         self._check_version()
         self.deployment = self._deployment()
@@ -36,7 +38,6 @@ class DataDirectory:
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return fd
             except OSError:
                 # A server that was killed a moment ago may still be letting go.
                 if time.monotonic() > deadline:
@@ -45,6 +46,8 @@ class DataDirectory:
                         "unavailable", f"another server uses the data directory {self.path}"
                     ) from None
                 time.sleep(0.05)
+            else:
+                return fd
 
     def _check_version(self) -> None:
         file = self.path / "VERSION"
@@ -55,7 +58,7 @@ class DataDirectory:
         if not found.isdigit() or int(found) > VERSION:
             raise TailraceError(
                 "unavailable",
-                f"the data directory has format {found!r}; this version of Tailrace knows {VERSION} and older",
+                f"the data directory has format {found!r}; this version knows {VERSION} and older",
             )
 
     def _deployment(self) -> str:

@@ -35,6 +35,9 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHO
 """
 
 
+_BLOCK = "first, last, ends, times, keys, body"
+
+
 class Rows(Protocol):
     def __iter__(self) -> Iterator[tuple[object, ...]]: ...
     def fetchone(self) -> tuple[object, ...] | None: ...
@@ -62,7 +65,7 @@ class HotDb:
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
         self.connection = apsw.Connection(str(path), flags=flags)
         self.connection.set_busy_timeout(10_000)
-        self._execute = execute = cast(Execute, self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
+        self._execute = execute = cast("Execute", self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
         execute("PRAGMA page_size=8192")
         execute("PRAGMA journal_mode=WAL")
         execute("PRAGMA synchronous=FULL")
@@ -73,7 +76,7 @@ class HotDb:
                 if statement.strip():
                     execute(statement)
             execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
-        version = cast(int, self.fact("version", 0))
+        version = cast("int", self.fact("version", 0))
         if version > VERSION:
             raise TailraceError(
                 "unavailable", f"hot.db was written by a newer version of Tailrace (format {version})"
@@ -93,15 +96,15 @@ class HotDb:
 
     def image_by_name(self, name: str) -> bytes | None:
         row = self._one("SELECT image FROM streams WHERE name=?", name)
-        return None if row is None else cast(bytes, row[0])
+        return None if row is None else cast("bytes", row[0])
 
     def image_by_number(self, number: int) -> bytes | None:
         row = self._one("SELECT image FROM streams WHERE number=?", number)
-        return None if row is None else cast(bytes, row[0])
+        return None if row is None else cast("bytes", row[0])
 
     def tombstone(self, name: str) -> bytes | None:
         row = self._one("SELECT image FROM tombstones WHERE name=?", name)
-        return None if row is None else cast(bytes, row[0])
+        return None if row is None else cast("bytes", row[0])
 
     def producer(self, number: int, producer_id: str) -> tuple[int, int] | None:
         row = self._one("SELECT epoch, seq FROM producers WHERE number=? AND id=?", number, producer_id)
@@ -113,26 +116,33 @@ class HotDb:
             "SELECT first FROM blocks WHERE number=? AND first<=? ORDER BY first DESC LIMIT 1", number, entry
         )
         first = entry if row is None else row[0]
-        query = "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? AND first>=? ORDER BY first"
+        query = f"SELECT {_BLOCK} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
         for found in self._execute(query, (number, first)):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
     def last_block(self, number: int) -> BlockRow | None:
         row = self._one(
-            "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? ORDER BY first DESC LIMIT 1",
+            f"SELECT {_BLOCK} FROM blocks WHERE number=? ORDER BY first DESC LIMIT 1",  # noqa: S608
             number,
         )
-        return None if row is None else BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", row))
+        return (
+            None
+            if row is None
+            else BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", row))
+        )
 
     def first_entry_since(self, number: int, since_ns: int) -> BlockRow | None:
-        """The first block with an entry appended at or after the instant. Times never decrease in a stream."""
+        """The first block with an entry appended at or after the instant; times never decrease."""
         row = self._one(
-            "SELECT first, last, ends, times, keys, body FROM blocks WHERE number=? AND last_ns>=? "
-            "ORDER BY first LIMIT 1",
+            f"SELECT {_BLOCK} FROM blocks WHERE number=? AND last_ns>=? ORDER BY first LIMIT 1",  # noqa: S608
             number,
             since_ns,
         )
-        return None if row is None else BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", row))
+        return (
+            None
+            if row is None
+            else BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", row))
+        )
 
     def images_after(self, name: str, prefix: str, limit: int) -> list[tuple[str, bytes]]:
         """Stream images in name order: a range scan on the name index."""
@@ -146,7 +156,7 @@ class HotDb:
         rows = self._execute(
             "SELECT number FROM streams WHERE deadline_ns<=? ORDER BY deadline_ns LIMIT ?", (now_ns, limit)
         )
-        return [cast(int, row[0]) for row in rows]
+        return [cast("int", row[0]) for row in rows]
 
     def meta(self) -> dict[str, bytes]:
         rows = self._execute("SELECT key, value FROM meta")
@@ -155,7 +165,7 @@ class HotDb:
     def count_streams(self) -> int:
         row = self._one("SELECT count(*) FROM streams")
         assert row is not None
-        return cast(int, row[0])
+        return cast("int", row[0])
 
     # -- writing (checkpointer only) ---------------------------------------------------------------------
 
@@ -164,12 +174,13 @@ class HotDb:
 
     def put_stream(self, number: int, name: str, gone: bool, deadline_ns: int | None, image: bytes) -> None:
         self._execute(
-            "INSERT OR REPLACE INTO streams VALUES(?, ?, ?, ?, ?)", (number, name, int(gone), deadline_ns, image)
+            "INSERT OR REPLACE INTO streams VALUES(?, ?, ?, ?, ?)",
+            (number, name, int(gone), deadline_ns, image),
         )
 
     def delete_stream(self, number: int) -> None:
         for table in ("streams", "producers", "blocks"):
-            self._execute(f"DELETE FROM {table} WHERE number=?", (number,))
+            self._execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
 
     def put_tombstone(self, name: str, deleted_ns: int, image: bytes) -> None:
         self._execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, deleted_ns, image))

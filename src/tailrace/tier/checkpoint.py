@@ -97,7 +97,8 @@ class Checkpoints:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
-        assert self._child.stdin is not None and self._child.stdout is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
         self._child.stdin.write(f"{seq} {end}\n".encode())
         await self._child.stdin.drain()
         return (await self._child.stdout.readline()).decode().strip()

@@ -71,7 +71,9 @@ def write_streams(store: StoredStreams, streams: Streams) -> None:
         write_blocks(store, stream)
         for producer_id, producer in (stream.producers or {}).items():
             db.put_producer(stream.number, producer_id, producer.epoch, producer.seq)
-        db.put_stream(stream.number, stream.name, stream.gone, stored_deadline_ns(stream), encode_stream(stream))
+        db.put_stream(
+            stream.number, stream.name, stream.gone, stored_deadline_ns(stream), encode_stream(stream)
+        )
 
 
 def stored_deadline_ns(stream: Stream) -> int | None:
@@ -85,7 +87,7 @@ def stored_deadline_ns(stream: Stream) -> int | None:
 
 
 def write_blocks(store: StoredStreams, stream: Stream) -> None:
-    """Writes the stream's new blocks, joined up so that a slow stream does not end as a thousand tiny rows."""
+    """Writes the new blocks, joined up so that a slow stream does not end as a thousand tiny rows."""
     pending = list(stream.blocks or ())
     if not pending:
         return
@@ -134,6 +136,11 @@ def _exit_with_parent(lines: list[str], ready: threading.Condition) -> None:
     os._exit(0)  # the server is gone; an unfinished transaction rolls back by itself
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
@@ -149,10 +156,10 @@ def main() -> None:
             seq, end = (int(word) for word in lines.pop(0).split())
         try:
             checkpoint_file(data_dir, store, seq, end, tombstone_ns)
-        except Exception as error:
-            print(f"failed {seq} {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+        except Exception as error:  # noqa: BLE001 - told to the server, which tries again
+            say(f"failed {seq} {type(error).__name__}: {error}".replace("\n", " "))
         else:
-            print(f"done {seq}", flush=True)
+            say(f"done {seq}")
 
 
 if __name__ == "__main__":
