@@ -201,7 +201,9 @@ def test_memory_returns_to_where_it_was() -> None:
     async def round_of_abuse(here: Site) -> None:
         for _ in range(20):
             client = await here.connect()
-            await client.send(get("/hold/wait") + post("/x", b"y" * 100_000) + chunked("/z", b"a" * 50_000)[:-9])
+            await client.send(
+                get("/hold/wait") + post("/x", b"y" * 100_000) + chunked("/z", b"a" * 50_000)[:-9]
+            )
             await until(lambda: len(here.app.held) == 1)
             client.writer.transport.abort()
             await until(lambda: here.server.connections_open == 0)

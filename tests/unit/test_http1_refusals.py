@@ -29,7 +29,8 @@ MALFORMED = {
     "unknown coding": POST + b"Transfer-Encoding: gzip\r\n\r\nabc",
     "coding look-alike": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "chunked twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunked then identity": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    "chunked then identity": POST
+    + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
     "chunked in 1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "bad chunk size": POST + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\nabc\r\n0\r\n\r\n",
     "prefixed chunk size": POST + b"Transfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
@@ -65,14 +66,19 @@ MALFORMED = {
     "relative target": b"GET x HTTP/1.1\r\n" + HOST + b"\r\n",
     "foreign scheme": b"GET ftp://a/b HTTP/1.1\r\n" + HOST + b"\r\n",
     "star for GET": b"GET * HTTP/1.1\r\n" + HOST + b"\r\n",
-    "upgrade with a body": POST + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 3\r\n\r\nabc",
-    "upgrade with chunks": POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "upgrade with a body": POST
+    + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 3\r\n\r\nabc",
+    "upgrade with chunks": POST
+    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "many repeats": GET + b"X: a\r\n" * 200 + b"\r\n",
     "long header": GET + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
     "many headers": GET + b"".join(b"X-%d: a\r\n" % n for n in range(9000)) + b"\r\n",
     "long target": b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n",
     "long trailers": POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
-    "long chunk extension": POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\n",
+    "long chunk extension": POST
+    + b"Transfer-Encoding: chunked\r\n\r\n1;"
+    + b"a" * 200_000
+    + b"\r\nx\r\n0\r\n\r\n",
 }
 
 
@@ -119,7 +125,9 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
     async def main() -> None:
         async with site(append_body_bytes=1000) as here:
             client = await here.connect()
-            await client.send(post("/ok", b"x" * 1000) + get("/", "Content-Length: 1001").replace(b"GET", b"PUT"))
+            await client.send(
+                post("/ok", b"x" * 1000) + get("/", "Content-Length: 1001").replace(b"GET", b"PUT")
+            )
             assert (await client.answer()).status == 200
             refused = await client.answer()
             assert (refused.status, refused.code) == (413, "payload_too_large")

@@ -62,7 +62,11 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
         async with site() as here:
             client = await here.connect()
             await client.send(
-                get("/hold/1") + post("/2", b"two") + chunked("/3", b"th", b"ree") + get("/hold/4") + get("/5")
+                get("/hold/1")
+                + post("/2", b"two")
+                + chunked("/3", b"th", b"ree")
+                + get("/hold/4")
+                + get("/5")
             )
             await until(lambda: len(here.app.held) == 1)
             assert here.app.seen == [b"/hold/1"]

@@ -50,6 +50,10 @@ def _ignore(data: bytes | memoryview) -> None:
     """Takes the bytes of a connection that is done with reading."""
 
 
+def _http09() -> TailraceError:
+    return TailraceError("invalid_request", "HTTP/0.9 is not supported; use HTTP/1.1")
+
+
 # Stands in for the parser of a finished connection: parser and connection refer to each other, and breaking
 # the cycle frees both at once instead of at the next collection.
 _NO_PARSER = HttpRequestParser(object())
@@ -179,7 +183,12 @@ class HttpConnection(asyncio.Protocol):
         (`on_gone`), would hold the connection for long and most likely for nobody: it ends.
         """
         current = self.current
-        if current is None or current.on_gone is not None or self.outlet is not None or self.scheme == b"https":
+        if (
+            current is None
+            or current.on_gone is not None
+            or self.outlet is not None
+            or self.scheme == b"https"
+        ):
             return False
         self._stop_parsing()
         last = self._queue[-1] if self._queue else current
@@ -376,7 +385,7 @@ class HttpConnection(asyncio.Protocol):
                 self.refuse(head_too_large(limit))
                 return
             if self._parser.get_http_version() == "0.9":
-                self.refuse(TailraceError("invalid_request", "HTTP/0.9 is not supported; use HTTP/1.1"))
+                self.refuse(_http09())
                 return
         else:
             received = 0 if self._body is None else len(self._body)
@@ -623,6 +632,8 @@ class HttpConnection(asyncio.Protocol):
         elif cause is not None:
             logger.error("reading a request failed", exc_info=cause)
             self.refuse(TailraceError("internal", "internal error"))
+        elif self._parser.get_http_version() == "0.9":
+            self.refuse(_http09())
         else:
             self.refuse(TailraceError("invalid_request", f"malformed HTTP request: {error}"))
 
