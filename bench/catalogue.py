@@ -61,7 +61,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "bytes_per_s",
         "bytes/s",
         True,
-        ("tailrace", "prisma-raised", "reference-memory"),
+        ("tailrace", "prisma-raised", "reference-memory", "redis"),
         reads("bytes"),
     ),
     Scenario(

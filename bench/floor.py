@@ -49,12 +49,17 @@ def disk(directory: Path, seconds: float, cpus: frozenset[int] | None) -> tuple[
     return record, _bare("sync", file, str(BATCH_BYTES), str(seconds), cpus=cpus)
 
 
+def ping(seconds: float, server_cpus: frozenset[int] | None, load_cpus: frozenset[int] | None) -> Bare:
+    """Blocking round trips between two processes, of about the size of an append and its answer."""
+    pins = [str(min(server_cpus)), str(min(load_cpus))] if server_cpus and load_cpus else []
+    return _bare("ping", str(REQUEST_BYTES), str(REPLY_BYTES), str(seconds), *pins)
+
+
 def measure(
     directory: Path, seconds: float, server_cpus: frozenset[int] | None, load_cpus: frozenset[int] | None
 ) -> Floor:
     record, batch = disk(directory, seconds, server_cpus)
-    pins = [str(min(server_cpus)), str(min(load_cpus))] if server_cpus and load_cpus else []
-    round_trip = _bare("ping", str(REQUEST_BYTES), str(REPLY_BYTES), str(seconds), *pins)
+    round_trip = ping(seconds, server_cpus, load_cpus)
     generator = Generator(load_cpus)
     append: dict[int, Load] = {}
     answer: dict[int, Load] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import time
 from pathlib import Path
@@ -68,6 +69,22 @@ def _peer_versions() -> dict[str, str]:
     except install.UnavailableError:
         versions["nats-server"] = "not available"
     return versions
+
+
+def busy_seconds() -> float:
+    """Processor time spent on this machine by anybody, time taken by other guests included."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Processor time of this program and of all children it has waited for."""
+    total = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        total += usage.ru_utime + usage.ru_stime
+    return total
 
 
 def describe() -> Machine:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from bench import floor
@@ -45,7 +46,14 @@ TAIL: list[tuple[str, str, Cell]] = [
 ]
 COLUMNS: dict[str, list[tuple[str, str, Cell]]] = {
     "appends": [*TAIL, *ERRORS, *CPU],
-    "latency": [*TAIL, ("ops_per_s", "appends/s", _count), *ERRORS, *CPU],
+    "latency": [
+        ("over_floor", "x floor", lambda v: f"{v:.2f}"),
+        ("floor_us", "floor µs", _count),
+        *TAIL,
+        ("ops_per_s", "appends/s", _count),
+        *ERRORS,
+        *CPU,
+    ],
     "arrays": [("ops_per_s", "requests/s", _count), *TAIL, *ERRORS, *CPU],
     "reads": [
         ("page_bytes", "page bytes", _count),
@@ -120,12 +128,21 @@ def _conditions(results: Results) -> list[str]:
     conditions = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in results.conditions.items())
     after = results.disk_after
     drift = "" if after is None else f" (at the end of the run {after.latency_us.p50:,.0f} µs)"
+    others = [
+        v for series in results.series for name in series.readings for v in series.values(name, "other_cores")
+    ]
+    noise = (
+        f"median {statistics.median(others):.2f}, at most {max(others):.2f} cores"
+        if others
+        else "not measured"
+    )
     return [
         f"- {machine.date}, Tailrace at {machine.commit}, Python {machine.python}, node {machine.node}",
         f"- {machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB",
         f"- Linux {machine.kernel}, {machine.filesystem}",
         f"- one 150 B write + fdatasync: p50 {results.floor.sync_record.latency_us.p50:,.0f} µs{drift}",
         f"- {conditions}",
+        f"- processor time taken by other processes during the readings: {noise}",
         f"- peers: {versions}",
     ]
 

@@ -67,13 +67,17 @@ def chosen(options: argparse.Namespace) -> list[Scenario]:
 
 
 def one_reading(bench: Bench, scenario: Scenario, name: str, results: Results) -> None:
+    began, busy, own = time.monotonic(), machine.busy_seconds(), machine.own_seconds()
     try:
         rows = scenario.measure(bench, peers.ALL[name])
     except (PeerError, install.UnavailableError, OSError) as failure:
         results.failures.append(f"{scenario.name}, {name}: {failure}")
         say(f"  {name}: failed: {failure}")
         return
+    others = (machine.busy_seconds() - busy) - (machine.own_seconds() - own)
+    other_cores = max(0.0, others / (time.monotonic() - began))
     for label, reading in rows.items():
+        reading["other_cores"] = other_cores
         series = results.find(scenario.name, label)
         if series is None:
             series = Series(
@@ -87,7 +91,8 @@ def one_reading(bench: Bench, scenario: Scenario, name: str, results: Results) -
             )
             results.series.append(series)
         series.readings.setdefault(name, []).append(reading)
-        say(f"  {name}: {label}: {reading[scenario.metric]:,.0f} {scenario.unit}")
+        value = f"{reading[scenario.metric]:,.0f} {scenario.unit}"
+        say(f"  {name}: {label}: {value} (others used {other_cores:.2f} cores)")
 
 
 def run_scenario(bench: Bench, scenario: Scenario, only: set[str], rounds: int, results: Results) -> None:

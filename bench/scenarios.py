@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import floor
 from bench.loadgen import Fanout, Generator, Load, append_options
 from bench.peers import Peer
 from bench.places import SLOWSYNC
@@ -86,8 +87,15 @@ def appends(connections: int, streams: int) -> Callable[[Bench, Peer], Rows]:
 
 
 def latency(bench: Bench, peer: Peer) -> Rows:
+    """The floor is measured again beside each reading: disks and neighbours change from minute to minute."""
     with peer.running(bench.data(peer), bench.server_cpus) as server:
         row = timed(bench, server, connections=1, body_bytes=100, **append_options(peer.wire))
+    part = bench.seconds / 4
+    sync, _ = floor.disk(bench.directory, part, bench.server_cpus)
+    row["floor_us"] = (
+        sync.latency_us.p50 + floor.ping(part, bench.server_cpus, bench.load_cpus).latency_us.p50
+    )
+    row["over_floor"] = row["p50_us"] / row["floor_us"]
     return {"1 connection": row}
 
 
@@ -111,8 +119,8 @@ def reads(kind: str) -> Callable[[Bench, Peer], Rows]:
 
     def measure(bench: Bench, peer: Peer) -> Rows:
         messages = bench.read_mib * 1024
-        path = "/v1/stream/history-%d"
-        fill: dict[str, str | int | float | bool] = {"path": path, "create": True, "body_bytes": 1024}
+        redis = peer.wire == "redis"
+        fill = {**append_options(peer.wire, "history"), "body_bytes": 1024}
         if kind == "json":
             fill |= {
                 "content_type": "application/json",
@@ -124,11 +132,12 @@ def reads(kind: str) -> Callable[[Bench, Peer], Rows]:
             fill |= {"count": messages, "connections": 256}
         rows: Rows = {}
         with peer.running(bench.data(peer), bench.server_cpus) as server:
-            filled = bench.generator.run(server.port, mode="append", **fill)
+            filled = bench.generator.run(server.port, **fill)
             if filled.errors:
                 raise PeerError(f"filling the stream failed: {filled.status}")
             for connections in (1, 16):
-                row = timed(bench, server, mode="read", path=path, connections=connections)
+                mode, path = ("redis-page", "history-%d") if redis else ("read", "/v1/stream/history-%d")
+                row = timed(bench, server, mode=mode, path=path, connections=connections, body_bytes=1024)
                 row["page_bytes"] = row["bytes_per_s"] / row["ops_per_s"]
                 rows[f"{connections} connection{'s' if connections > 1 else ''}"] = row
         return rows

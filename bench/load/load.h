@@ -105,7 +105,7 @@ struct protocol {
 };
 #define CARRY_BYTES_MAX (4 * 1024 * 1024)
 #define SCRATCH_BYTES (64 * 1024)
-extern const struct protocol protocol_append, protocol_read, protocol_redis, protocol_redis_read, protocol_nats;
+extern const struct protocol protocol_append, protocol_read, protocol_redis, protocol_redis_read, protocol_redis_page, protocol_nats;
 void run_closed_loop(const struct options *o, const struct protocol *p);
 void run_fanout(const struct options *o);
 

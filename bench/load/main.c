@@ -13,7 +13,7 @@ static const char usage[] =
     "load --mode MODE --port N [options]   (prints one JSON object; latencies in microseconds)\n"
     "modes: append      closed-loop HTTP requests (POST by default; --method GET|PUT for others)\n"
     "       read        catch-up reads that follow Stream-Next-Offset to the tail, then start again\n"
-    "       redis       XADD;  redis-read: XREVRANGE ... COUNT 1\n"
+    "       redis       XADD;  redis-read: XREVRANGE ... COUNT 1;  redis-page: XRANGE pages to the tail\n"
     "       nats        JetStream publish, waiting for each acknowledgement\n"
     "       fanout      --readers SSE readers of one stream, one writer at --rate messages/s\n"
     "  --host A          IPv4 address (127.0.0.1)      --port N\n"
@@ -74,6 +74,7 @@ static const struct protocol *protocol_of(const char *mode) {
     if (strcmp(mode, "read") == 0) return &protocol_read;
     if (strcmp(mode, "redis") == 0) return &protocol_redis;
     if (strcmp(mode, "redis-read") == 0) return &protocol_redis_read;
+    if (strcmp(mode, "redis-page") == 0) return &protocol_redis_page;
     if (strcmp(mode, "nats") == 0) return &protocol_nats;
     die("unknown mode %s", mode);
 }

@@ -1,4 +1,4 @@
-/* Redis Streams: XADD appends, and XREVRANGE of the last entry as the read beside them. */
+/* Redis Streams: XADD appends, XREVRANGE of the last entry as the read beside them, XRANGE pages as catch-up. */
 #define _GNU_SOURCE
 #include "load.h"
 
@@ -66,6 +66,8 @@ static size_t value_length(const char *at, size_t n) {
     return used;
 }
 
+static const char *reply_start; /* of the reply that feed() found whole */
+
 static size_t feed(const struct options *o, struct connection *c, const char *bytes, size_t n, bool *done) {
     (void)o;
     const char *at = bytes;
@@ -82,6 +84,7 @@ static size_t feed(const struct options *o, struct connection *c, const char *by
         if (c->carry_length == 0) memcpy(c->carry, bytes, n), c->carry_length = n;
         return n;
     }
+    reply_start = at;
     c->status = *at == '-' ? 500 : 200;
     c->body_bytes = used;
     c->carry_length = 0;
@@ -89,5 +92,36 @@ static size_t feed(const struct options *o, struct connection *c, const char *by
     return n - (length - used);
 }
 
+/* ---- catch-up: XRANGE pages of PAGE_ENTRIES, each after the last id of the one before ---- */
+#define PAGE_ENTRIES 1000
+
+static void page_next(const struct options *o, struct connection *c) {
+    char key[256], from[OFFSET_BYTES_MAX + 1];
+    fill_path(key, sizeof key, o->path, c->id % (uint64_t)o->streams);
+    snprintf(from, sizeof from, "%s%s", c->offset[0] ? "(" : "-", c->offset);
+    int n = sprintf(c->scratch, "*6\r\n");
+    n += bulk(c->scratch + n, "XRANGE", 6);
+    n += bulk(c->scratch + n, key, strlen(key));
+    n += bulk(c->scratch + n, from, strlen(from));
+    n += bulk(c->scratch + n, "+", 1);
+    n += bulk(c->scratch + n, "COUNT", 5);
+    n += sprintf(c->scratch + n, "$4\r\n%d\r\n", PAGE_ENTRIES);
+    c->out = c->scratch;
+    c->out_length = (size_t)n;
+}
+
+static size_t page_feed(const struct options *o, struct connection *c, const char *bytes, size_t n, bool *done) {
+    size_t used = feed(o, c, bytes, n, done);
+    if (!*done || c->status != 200) return used;
+    long entries = atol(reply_start + 1);
+    const char *last = NULL, *at = memchr(reply_start, '\n', c->body_bytes) + 1;
+    for (long i = 0; i < entries; i++) last = at, at += value_length(at, (size_t)(reply_start + c->body_bytes - at));
+    c->body_bytes = (uint64_t)entries * (uint64_t)o->body_bytes; /* payload only, as with HTTP */
+    c->offset[0] = 0;
+    if (entries == PAGE_ENTRIES) sscanf(last, "*2\r\n$%*d\r\n%127[0-9-]", c->offset);
+    return used;
+}
+
 const struct protocol protocol_redis = {append_setup, NULL, next, feed};
 const struct protocol protocol_redis_read = {read_setup, NULL, next, feed};
+const struct protocol protocol_redis_page = {NULL, NULL, page_next, page_feed};
