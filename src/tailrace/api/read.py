@@ -143,9 +143,13 @@ class ReadRoutes:
     async def _answer_later(self, exchange: Exchange, request: ReadRequest, key: bytes | None) -> None:
         limits = self._limits
         try:
-            page = await self._log.reader.read(
-                request.stream, request.start, limits.read_page_bytes, limits.read_page_entries, key
-            )
+            async with asyncio.timeout(limits.request_ms / 1000):
+                page = await self._log.reader.read(
+                    request.stream, request.start, limits.read_page_bytes, limits.read_page_entries, key
+                )
+        except TimeoutError:
+            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            return
         except Exception:
             if request.stream.removed:
                 # Deleted under the reader's feet: its rows are gone.
@@ -188,10 +192,10 @@ class ReadRoutes:
             head += self._max_age(stream, YEAR_S, True)
         if not request.at_now:
             head += b"ETag: %b\r\n" % tag.encode()
-        if not request.mode and (wanted := exchange.headers.get(b"if-none-match")) is not None:
-            if none_match(wanted.decode("latin-1"), tag):
-                exchange.respond(304, head)
-                return
+        wanted = None if request.mode else exchange.headers.get(b"if-none-match")
+        if wanted is not None and none_match(wanted.decode("latin-1"), tag):
+            exchange.respond(304, head)
+            return
         exchange.respond(200, self._type(request) + head, body_of(page.parts, request.fmt, stream.json))
 
     def _type(self, request: ReadRequest) -> bytes:

@@ -33,6 +33,7 @@ class Batch:
         "error",
         "file",
         "items",
+        "opened",
         "payloads",
         "position",
         "size",
@@ -42,6 +43,7 @@ class Batch:
     )
 
     def __init__(self) -> None:
+        self.opened = 0.0  # loop time of its first record
         self.payloads: list[bytes] = []
         self.items: list[object] = []  # transactions, in log order
         self.waiting: list[Settled] = []  # answers that depend on this batch being durable
@@ -90,6 +92,8 @@ class Committer:
     def submit(self, payload: bytes, item: object) -> Batch:
         """Adds one record to the open batch."""
         batch = self._open
+        if not batch.payloads:
+            batch.opened = self._loop.time()
         batch.payloads.append(payload)
         batch.items.append(item)
         size = len(payload) + FRAME_BYTES
@@ -99,6 +103,15 @@ class Committer:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
         return batch
+
+    def older_than(self, seconds: float) -> list[Batch]:
+        """Batches that wait too long for their sync."""
+        limit = self._loop.time() - seconds
+        return [batch for batch in (*self._in_flight, self._open) if batch.items and batch.opened <= limit]
+
+    @property
+    def idle(self) -> bool:
+        return not self._in_flight and not self._open.items
 
     async def drain(self) -> None:
         """Returns when everything submitted so far is settled."""

@@ -178,9 +178,8 @@ def decide_existing(stream: Stream, request: CreateRequest, source: Stream | Non
     if stream.gone:
         raise TailraceError("name_retained", "the name is held by a deleted stream that still has forks")
     wanted = request.content_type
-    if wanted is not None and stream.content_type is not None:
-        if media_type(wanted) != media_type(stream.content_type):
-            raise _differs("content type")
+    if _types_differ(wanted, stream.content_type):
+        raise _differs("content type")
     if request.lifetime != stream.asked:
         raise _differs("lifetime")
     if request.closed != stream.closed:
@@ -199,6 +198,11 @@ def decide_existing(stream: Stream, request: CreateRequest, source: Stream | Non
     if wanted is not None and stream.content_type is None:
         return Bind(stream.number, wanted)
     return None
+
+
+def _types_differ(one: str | None, other: str | None) -> bool:
+    """An unset type says nothing, so it differs from none."""
+    return one is not None and other is not None and media_type(one) != media_type(other)
 
 
 def _differs(what: str) -> TailraceError:
@@ -224,9 +228,8 @@ def decide_create(
             closed=request.closed and request.initial is None,
         )
     source = fork.source
-    if request.content_type is not None and source.content_type is not None:
-        if media_type(request.content_type) != media_type(source.content_type):
-            raise TailraceError("content_type_mismatch", f"the source holds {source.content_type}")
+    if _types_differ(request.content_type, source.content_type):
+        raise TailraceError("content_type_mismatch", f"the source holds {source.content_type}")
     return Create(
         number,
         request.name,

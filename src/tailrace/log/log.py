@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,13 @@ from tailrace.log.rotation import Journal
 from tailrace.log.transaction import Reply, Transaction, ignore
 
 logger = logging.getLogger("tailrace.log")
+
+
+STALL_CHECK_S = 0.5
+STALLED = TailraceError(
+    "append_timeout",
+    "append timed out; append outcome is unknown, check Stream-Next-Offset before retrying",
+)
 
 
 class Observer(Protocol):
@@ -73,6 +80,7 @@ class Log:
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
         self.checkpoint_pending = False
+        self._stall_timer: asyncio.TimerHandle | None = None
         self.failures = 0
         self.appended_entries = 0
         self.appended_bytes = 0
@@ -90,6 +98,8 @@ class Log:
         await self.committer.drain()
         self.refusal = TailraceError("unavailable", "the server is stopping")
         self.expiry.stop()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         self.committer.stop()
         self.reader.close()
 
@@ -170,6 +180,8 @@ class Log:
         transaction.size = size = len(payload)
         stream.queued_bytes += size
         stream.batch = self.committer.submit(payload, transaction)
+        if self._stall_timer is None:
+            self._watch_for_stalls()
 
     def _append_and_register(self, stream: Stream, op: Append, now_ns: int, transaction: Transaction) -> None:
         """An append that closes the stream or binds its type is news for the registry, in the same record."""
@@ -230,10 +242,17 @@ class Log:
 
     def put_meta(self, key: str, value: bytes | None, reply: Reply = ignore, context: object = None) -> None:
         """Sets or removes one durable fact of the server itself."""
+        self.put_metas([(key, value)], reply, context)
+
+    def put_metas(
+        self, facts: Sequence[tuple[str, bytes | None]], reply: Reply = ignore, context: object = None
+    ) -> None:
+        """Sets or removes several facts: all of them, or none."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(None, reply, context)
-        transaction.add(self.streams, Meta(key, value))
+        for key, value in facts:
+            transaction.add(self.streams, Meta(key, value))
         self._submit(transaction)
 
     # -- inside ----------------------------------------------------------------------------------------
@@ -303,6 +322,25 @@ class Log:
                 stream.batch = batch
         if transaction.subject is not None:
             transaction.subject.queued_bytes += size
+        if self._stall_timer is None:
+            self._watch_for_stalls()
+
+    def _watch_for_stalls(self) -> None:
+        self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stalls)
+
+    def _check_stalls(self) -> None:
+        """Nobody waits for ever: a commit that takes too long is answered, though it may still succeed."""
+        self._stall_timer = None
+        for batch in self.committer.older_than(self.limits.append_ms / 1000):
+            waiting, batch.waiting = batch.waiting, []
+            for item in batch.items:
+                assert type(item) is Transaction
+                reply, item.reply = item.reply, ignore
+                reply(item, STALLED)
+            for settled in waiting:
+                settled(STALLED)
+        if not self.committer.idle:
+            self._watch_for_stalls()
 
     def _after(self, transaction: Transaction) -> None:
         """Answers at once, or when what the answer rests on is durable."""
@@ -400,10 +438,10 @@ class Log:
     def evict_idle(self, seq: int) -> None:
         """Forgets streams that nobody uses and the hot store has; the name index finds them again."""
         for stream in list(self.streams.by_number.values()):
-            idle = stream.readers is None and stream.batch is None and stream.live == 0
-            if idle and stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns:
-                if stream.forks == 0 and stream.visible == stream.stored and stream.name != registry.NAME:
-                    self.streams.forget(stream)
+            in_use = stream.readers is not None or stream.batch is not None or stream.live or stream.forks
+            saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
+            if saved and not in_use and stream.visible == stream.stored and stream.name != registry.NAME:
+                self.streams.forget(stream)
 
     def retire_active_file(self) -> None:
         """Lets the next batch start a new file, so that the present one can be checkpointed."""

@@ -180,10 +180,9 @@ class Reader:
             size += len(row.body)
             if size >= bytes_max:
                 break
-        first = found[0] if found else None
-        assert first is not None and first.first <= missing.entry <= first.last, (
-            f"entry {missing.entry} of stream {missing.number} is in neither memory nor the hot store"
-        )
+        where = f"entry {missing.entry} of stream {missing.number} is in neither memory nor the hot store"
+        assert found, where
+        assert found[0].first <= missing.entry <= found[0].last, where
         return found
 
     def _gather(self, stream: Stream, budget: Budget, pinned: Block | None) -> Missing | None:
@@ -217,9 +216,8 @@ def take_memory(stream: Stream, budget: Budget, upto: int) -> None:
         take_block(blocks[index], budget, upto, stream.separator)
         return
     recent = stream.recent
-    assert recent and recent[0].first <= budget.next_entry + 1, (
-        f"entry {budget.next_entry + 1} of {stream.name} is not in memory"
-    )
+    assert recent, f"entry {budget.next_entry + 1} of {stream.name} is not in memory"
+    assert recent[0].first <= budget.next_entry + 1
     index = bisect_left(recent, budget.next_entry + 1, key=_last_of_record)
     while index < len(recent) and budget.next_entry < upto and not budget.full:
         take_record(recent[index], budget, upto, stream.separator)

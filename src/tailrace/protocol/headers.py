@@ -69,5 +69,5 @@ PREFLIGHT_MAX_AGE_S = 86_400
 
 def line(name: str, value: str) -> bytes:
     """One header line, CRLF included. Values beyond ASCII travel as UTF-8."""
-    assert "\r" not in value and "\n" not in value, f"line break in header {name}"
+    assert not {"\r", "\n"} & set(value), f"line break in header {name}"
     return f"{name}: {value}\r\n".encode()
