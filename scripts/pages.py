@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from pathlib import Path
 
+from tailrace.cli.app import VERBS
 from tailrace.settings import PRESETS, TABLE, Setting
 from tailrace.telemetry import TABLE as METRICS
 
@@ -115,7 +118,43 @@ def metrics_page() -> str:
     return METRICS_INTRO + "\n" + "\n".join(lines) + "\n"
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
+CLI_INTRO = """\
+# The command line
+
+*Made from the commands' own help by `make docs`.*
+
+`tailrace` without anything, or any command with `--help`, explains itself. Commands that talk to a server
+take `--url` (or `TAILRACE_ENDPOINT`) and `--token` (or `TAILRACE_TOKEN`). With `--json` they print one object per
+line, errors included, for scripts.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | refused, or not found |
+| 2 | wrong usage, or a setting that cannot be used |
+| 3 | no server answers |
+"""
+
+
+def cli_page() -> str:
+    parts = [CLI_INTRO]
+    for verb in VERBS:
+        command = importlib.import_module(f"tailrace.cli.{verb}").command
+        text = command.generate_docs(heading_level=2, usage_name=f"tailrace {verb}")
+        text = text.replace(" *[default: False]*", "").replace(' *[default: ""]*', "")
+        text = re.sub(
+            r"^#+ Table of Contents\n.*?(?=^\*\*Commands)", "", text, flags=re.MULTILINE | re.DOTALL
+        )
+        if verb == "serve":
+            text = (
+                text[: text.index("**Settings**")]
+                + "The flags are the settings: see [settings.md](settings.md).\n"
+            )
+        parts.append(text)
+    return "\n".join(part.strip() + "\n" for part in parts)
+
+
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli_page}
 
 
 def main() -> int:

@@ -202,7 +202,7 @@ class Telemetry:
 
         registry = CollectorRegistry()
         registry.register(_Collector(self))
-        ProcessCollector(registry=registry)
+        ProcessCollector("", lambda: "self", "/proc", registry)
         return generate_latest(registry)
 
 

@@ -27,7 +27,7 @@ Start a server with `tailrace serve`, then in another terminal:
 Exit codes: 0 fine, 1 refused or not found, 2 wrong usage, 3 server not reachable.
 """
 
-_VERBS: Final = (
+_COMMANDS: Final = (
     ("serve", "Start a server.", _SERVER),
     ("append", "Append entries to a stream.", _STREAMS),
     ("read", "Read a stream up to its tail.", _STREAMS),
@@ -38,13 +38,15 @@ _VERBS: Final = (
     ("token", "Create and inspect access tokens.", _CARE),
 )
 
+VERBS: Final = tuple(verb for verb, _summary, _group in _COMMANDS)
+
 
 def build(arguments: Sequence[str]) -> App:
     """The command line as one object; only the verb that `arguments` ask for is imported."""
     app = App(
         name="tailrace", help=_HELP, version=__version__, result_action="return_value", help_format="markdown"
     )
-    for verb, summary, group in _VERBS:
+    for verb, summary, group in _COMMANDS:
         if verb in arguments[:1]:
             module = importlib.import_module(f"tailrace.cli.{verb}")
             app.command(module.command)

@@ -19,11 +19,11 @@ For example:
 
     tailrace serve --port 5000 --data-dir /var/lib/tailrace
 
-    tailrace serve --host 0.0.0.0 --auth-jwt-secret "$SECRET"
+    TAILRACE_AUTH_JWT_SECRET=... tailrace serve --host 0.0.0.0
 
 Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`) or in `tailrace.toml`
-(`data_dir`).
-A flag wins over a variable, a variable over the file. Sizes take units (`64MiB`), times too (`30s`).
+(`data_dir`). A flag wins over a variable, a variable over the file. Sizes take units (`64MiB`), times too
+(`30s`). Give secrets as variables: flags can be read in the process list.
 """
 
 

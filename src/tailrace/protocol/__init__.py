@@ -1,0 +1,3 @@
+"""Pure knowledge of the wire: offsets, names, headers, framing. No I/O."""
+
+from __future__ import annotations
