@@ -62,24 +62,17 @@ def by_library(server: Running, seconds: float, out: Path) -> str:
 
 
 def by_function(server: Running, seconds: float, out: Path) -> str:
-    """Own time and time with callees of each Python function, counted while a thread held the interpreter."""
+    """Own time and time with callees of each function, counted while a thread held the interpreter."""
     spy = _tool("py-spy")
     if spy is None:
         return "py-spy is not installed"
     raw = out / "py-spy.txt"
-    record = [
-        spy,
-        "record",
-        "--pid",
-        str(server.process.pid),
-        "--duration",
-        str(int(seconds)),
-        "--format",
-        "raw",
-    ]
-    subprocess.run(
-        [*record, "--rate", str(SAMPLES_PER_S), "--output", str(raw)], capture_output=True, check=False
-    )
+    raw.unlink(missing_ok=True)
+    record = [spy, "record", "--pid", str(server.process.pid), "--duration", str(int(seconds))]
+    record += ["--gil", "--format", "raw", "--rate", str(SAMPLES_PER_S), "--output", str(raw)]
+    done = subprocess.run(record, capture_output=True, text=True, check=False)
+    if not raw.exists():
+        return f"py-spy failed: {done.stderr.strip()}"
     own: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     for line in raw.read_text().splitlines():

@@ -48,6 +48,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--data", type=Path, default=DATA, help="directory for the servers' data, on the disk to measure"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for results.json and results.md")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the scenarios of an earlier run that are not run now"
+    )
     parser.add_argument("--list", action="store_true", help="list the scenarios and stop")
     return parser.parse_args(arguments)
 
@@ -114,6 +117,14 @@ def write(results: Results, out: Path) -> str:
     return text
 
 
+def keep_earlier(results: Results, scenarios: list[Scenario], out: Path) -> None:
+    """Takes over what an earlier run measured and this one does not."""
+    earlier = msgspec.json.decode((out / "results.json").read_bytes(), type=Results)
+    again = {scenario.name for scenario in scenarios}
+    results.series += [series for series in earlier.series if series.scenario not in again]
+    results.failures += [f for f in earlier.failures if f.partition(",")[0] not in again]
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     scenarios = chosen(options)
@@ -148,14 +159,18 @@ def main(arguments: list[str] | None = None) -> int:
         },
         floor.measure(bench.directory, 1.0 if quick else 3.0, bench.server_cpus, bench.load_cpus),
     )
+    out = Path(options.out)
+    if options.add and (out / "results.json").exists():
+        keep_earlier(results, scenarios, out)
     only = {name for name in str(options.peers).split(",") if name}
     for scenario in scenarios:
         run_scenario(bench, scenario, only, rounds, results)
-        write(results, Path(options.out))
+        results.series.sort(key=lambda series: [s.name for s in SCENARIOS].index(series.scenario))
+        write(results, out)
     results.disk_after, _ = floor.disk(bench.directory, 1.0, bench.server_cpus)
-    print(write(results, Path(options.out)))
+    print(write(results, out))
     shutil.rmtree(bench.directory, ignore_errors=True)
-    say(f"written to {options.out}/results.md and results.json")
+    say(f"written to {out}/results.md and results.json")
     return 1 if any(f", {peers.US}:" in failure for failure in results.failures) else 0
 
 
