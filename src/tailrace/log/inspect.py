@@ -1,0 +1,175 @@
+"""What the journal's files hold, for people: nothing is changed, and damage is reported instead of raised.
+
+Safe beside a running server: files are only read, and one that is retired meanwhile is said to be gone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.log.journal import (
+    FRAME,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    Header,
+    JournalCorruptError,
+    crc32c_extend,
+    list_files,
+    read_header,
+    seed_of,
+)
+from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Touch, decode
+
+UNREADABLE = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
+_KINDS: dict[type, str] = {Create: "create", Delete: "delete", Touch: "touch", Meta: "meta", Bind: "bind"}
+
+
+def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
+    """Each file, its records in order, and how it ends. Damaged places carry a `problem`."""
+    try:
+        files = list_files(data_dir / "journal")
+    except OSError as error:
+        yield {"problem": f"the journal directory cannot be read: {error.strerror}"}
+        return
+    headers: dict[int, Header] = {}
+    others: dict[int, dict[str, object]] = {}
+    for seq, path in files:
+        try:
+            header = read_header(path)
+        except (OSError, JournalCorruptError, TailraceError) as error:
+            others[seq] = {"file": path.name, "problem": str(error)}
+            continue
+        if header is None:
+            others[seq] = {"file": path.name, "state": "prepared, not used yet"}
+        else:
+            headers[seq] = header
+    ends = _ends(headers)
+    for seq, path in files:
+        header = headers.get(seq)
+        if header is None:
+            yield others[seq]
+        else:
+            yield from _file(path, header, ends.get(seq), last=seq == max(headers))
+
+
+def _ends(headers: dict[int, Header]) -> dict[int, int]:
+    """Where each file ends according to the files after it; 0 for those that are passed over."""
+    ends: dict[int, int] = {}
+    for seq in sorted(headers):
+        previous = headers[seq].previous_seq
+        for passed_over in range(previous + 1, seq):
+            ends[passed_over] = 0
+        ends[previous] = headers[seq].previous_end
+    return ends
+
+
+def _file(path: Path, header: Header, end: int | None, *, last: bool) -> Iterator[dict[str, object]]:
+    described: dict[str, object] = {
+        "file": path.name,
+        "seq": header.seq,
+        "id": f"{header.id:016x}",
+        "previous_seq": header.previous_seq,
+        "previous_end": header.previous_end,
+        "created_ns": header.created_ns,
+    }
+    if header.seq != int(path.stem):
+        described["problem"] = f"the header says it is file {header.seq}"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        yield {**described, "problem": f"cannot be read: {error.strerror}"}
+        return
+    described["bytes"] = len(data)
+    if end is not None:
+        described["end"] = end
+    yield described
+    if end == 0:
+        yield {"file": path.name, "state": "void: a later file continues an older one"}
+        return
+    yield from _records(path.name, data, header, end, last=last)
+
+
+def _records(
+    name: str, data: bytes, header: Header, end: int | None, *, last: bool
+) -> Iterator[dict[str, object]]:
+    seed = seed_of(header.id)
+    limit = len(data) if end is None else min(end, len(data))
+    position = HEADER_BYTES
+    count = 0
+    problem: str | None = None
+    while position + FRAME_BYTES <= limit:
+        length, crc = FRAME.unpack_from(data, position)
+        if length == 0 and crc == 0:
+            break
+        start = position + FRAME_BYTES
+        payload = data[start : start + length]
+        whole = 0 < length <= limit - start and crc32c_extend(seed, payload) == crc
+        if not whole:
+            problem = "torn or damaged record"
+            # A damaged body leaves its length intact: what follows can still be shown.
+            if not _is_record(data, start + length, limit, seed):
+                break
+            yield {"file": name, "position": position, "bytes": length, "problem": problem}
+        else:
+            count += 1
+            yield {"file": name, "position": position, "bytes": length, "ops": _ops(payload)}
+        position = start + length
+    ended: dict[str, object] = {"file": name, "records": count, "ends_at": position}
+    if end is not None and position != end:
+        problem = f"damaged at byte {position}, but records up to byte {end} were acknowledged"
+    elif problem is not None and last:
+        problem = f"torn or damaged at byte {position}; recovery drops what follows the last good record"
+    if problem is not None:
+        ended["problem"] = problem
+    yield ended
+
+
+def _is_record(data: bytes, position: int, limit: int, seed: int) -> bool:
+    if position + FRAME_BYTES > limit:
+        return False
+    length, crc = FRAME.unpack_from(data, position)
+    start = position + FRAME_BYTES
+    return 0 < length <= limit - start and crc32c_extend(seed, data[start : start + length]) == crc
+
+
+def _ops(payload: bytes) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    try:
+        found.extend(_describe(op) for op in decode(payload))
+    except UNREADABLE as error:
+        found.append({"problem": f"cannot be decoded: {type(error).__name__}: {error}"})
+    return found
+
+
+def _describe(op: Op) -> dict[str, object]:
+    if isinstance(op, Append):
+        shown: dict[str, object] = {
+            "kind": "append",
+            "stream": op.stream,
+            "first": op.first,
+            "count": op.count,
+            "bytes": len(op.body) if op.lengths is None else sum(op.lengths),
+            "time_ns": op.time_ns,
+        }
+        if op.producer is not None:
+            shown["producer"] = list(op.producer)
+        for name, raw in (("key", op.key), ("seq", op.seq)):
+            if raw is not None:
+                shown[name] = raw.decode("utf-8", "replace")
+        if op.binds is not None:
+            shown["binds"] = op.binds
+        if op.closes:
+            shown["closes"] = True
+        return shown
+    fields = msgspec.structs.asdict(op)
+    if isinstance(op, Meta):
+        fields["value"] = None if op.value is None else f"{len(op.value)} bytes"
+    described: dict[str, object] = {"kind": _KINDS[type(op)]}
+    for name, value in fields.items():
+        described[name] = msgspec.to_builtins(value)
+    return described

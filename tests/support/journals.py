@@ -1,0 +1,48 @@
+"""Journal files written by hand, for tests that need to know every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tailrace.log.journal import Header, encode_header, file_path, frame, seed_of
+from tailrace.log.model import NO_LIFETIME
+from tailrace.log.records import Append, Create, Op, encode
+
+ID = 0x1122334455667788
+
+
+def write_journal_file(
+    directory: Path,
+    seq: int,
+    records: Sequence[Sequence[Op]],
+    *,
+    previous: tuple[int, int] = (0, 0),
+    padding: int = 256,
+) -> list[int]:
+    """One file with these records and zeros behind them; where each begins and the last ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = bytearray(encode_header(Header(seq, ID + seq, *previous, created_ns=seq)))
+    positions: list[int] = []
+    for ops in records:
+        payload = encode(ops)
+        positions.append(len(data))
+        data += frame(payload, seed_of(ID + seq)) + payload
+    positions.append(len(data))
+    file_path(directory, seq).write_bytes(data + bytes(padding))
+    return positions
+
+
+def create(number: int, name: str, content_type: str | None = "text/plain") -> Create:
+    return Create(number, name, 0, ((0, 1),), 1, content_type, NO_LIFETIME, NO_LIFETIME)
+
+
+def append(number: int, first: int, body: bytes, *, closes: bool = False) -> Append:
+    return Append(number, first, 1 if body else 0, body, None, first, closes=closes)
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Damage one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
