@@ -124,8 +124,8 @@ CLI_INTRO = """\
 *Made from the commands' own help by `make docs`.*
 
 `tailrace` without anything, or any command with `--help`, explains itself. Commands that talk to a server
-take `--url` (or `TAILRACE_ENDPOINT`) and `--token` (or `TAILRACE_TOKEN`). With `--json` they print one object per
-line, errors included, for scripts.
+take `--url` (or `TAILRACE_ENDPOINT`) and `--token` (or `TAILRACE_TOKEN`). With `--json` they print one
+object per line, errors included, for scripts.
 
 | exit code | meaning |
 |---|---|

@@ -1,4 +1,4 @@
-"""The public suite and the official JavaScript client, as published, against a server with default settings."""
+"""The public suite and the official JavaScript client, as published, against a default server."""
 
 from __future__ import annotations
 
