@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tailrace.net.wire import LAST_CHUNK, chunk, unchunk
 
 if TYPE_CHECKING:
-    from tailrace.net.connection import HttpConnection
+    from tailrace.net.answering import AnsweringConnection
 
 
 class Outlet:
@@ -20,7 +20,7 @@ class Outlet:
 
     __slots__ = ("_connection", "_plain", "closed", "on_drain", "on_gone")
 
-    def __init__(self, connection: HttpConnection, *, plain: bool) -> None:
+    def __init__(self, connection: AnsweringConnection, *, plain: bool) -> None:
         self._connection = connection
         self._plain = plain
         self.closed = False

@@ -289,7 +289,7 @@ class WebSocketConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         return False
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def connection_lost(self, exc: Exception | None) -> None:
         self._lost = self._closing = True
         self.server.forget(self)
         try:
