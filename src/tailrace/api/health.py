@@ -25,13 +25,18 @@ class HealthRoutes:
         return path in HEALTH or path in (b"/readyz", b"/metrics")
 
     def answer(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        if path in HEALTH:
-            self._json(exchange, 200, {"status": "ok"})
-        elif path == b"/readyz":
-            self._ready(exchange)
-        else:
+        if path == b"/metrics":
             authorise(identify(exchange), Action.INSPECT_SERVER)
             self.metrics(exchange)
+        else:
+            self.answer_open(exchange, path)
+
+    def answer_open(self, exchange: Exchange, path: bytes) -> None:
+        """The routes that everybody may ask."""
+        if path in HEALTH:
+            self._json(exchange, 200, {"status": "ok"})
+        else:
+            self._ready(exchange)
 
     def metrics(self, exchange: Exchange) -> None:
         head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + answers.NO_STORE

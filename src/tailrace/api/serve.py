@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import ssl
 import sys
 
 import uvloop
@@ -15,6 +16,7 @@ from tailrace import __version__
 from tailrace.api.app import TailraceApp
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
+from tailrace.api.metrics import MetricsApp
 from tailrace.auth import TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
@@ -79,6 +81,7 @@ class Server:
         self._checkpoints = Checkpoints(self.log)
         self._disk = DiskGuard(self.log, loop)
         self._http: HttpServer | None = None
+        self._metrics: HttpServer | None = None
         self.url = ""
 
     async def start(self) -> None:
@@ -91,21 +94,28 @@ class Server:
         self._http = HttpServer(self.app, settings.limits, on_drain=self.app.live.end_all)
         self._connect_telemetry(self._http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
-        try:
-            port = await self._http.start(settings.host, settings.port, ssl=tls)
-        except OSError as error:
-            raise TailraceError(
-                "unavailable",
-                f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}",
-            ) from error
+        port = await self._listen(self._http, settings.port, tls)
+        if settings.metrics_port:
+            self._metrics = HttpServer(MetricsApp(self.app.health), settings.limits)
+            await self._listen(self._metrics, settings.metrics_port, tls)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+
+    async def _listen(self, http: HttpServer, port: int, tls: ssl.SSLContext | None) -> int:
+        host = self._settings.host
+        try:
+            return await http.start(host, port, ssl=tls)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
 
     async def stop(self) -> None:
         """Finishes what is under way: requests first, then the log, then everything else."""
         self.app.health.stopping = True
         if self._http is not None:
             await self._http.drain()
+        if self._metrics is not None:
+            await self._metrics.drain()
         await self.log.close()
         await self._checkpoints.stop()
         self._disk.stop()

@@ -1,0 +1,31 @@
+"""A listener of its own for the metrics, so that they can be scraped without a token."""
+
+from __future__ import annotations
+
+from tailrace.api import answers
+from tailrace.api.health import HealthRoutes
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+
+
+class MetricsApp:
+    """Health, readiness and metrics, and nothing else. Who can reach the port may read them."""
+
+    def __init__(self, health: HealthRoutes) -> None:
+        self._health = health
+
+    def handle(self, exchange: Exchange) -> None:
+        if not self._health.handles(exchange.path):
+            raise TailraceError("not_found", "this port serves /metrics, /healthz and /readyz")
+        if exchange.method not in (b"GET", b"HEAD"):
+            raise TailraceError("method_not_allowed", "only GET and HEAD", headers=(("Allow", "GET, HEAD"),))
+        if exchange.path == b"/metrics":
+            self._health.metrics(exchange)
+        else:
+            self._health.answer_open(exchange, exchange.path)
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        return answers.error(error)
+
+    def common_headers(self, exchange: Exchange | None) -> bytes:
+        return b"X-Content-Type-Options: nosniff\r\n"
