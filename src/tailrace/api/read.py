@@ -44,6 +44,7 @@ class ReadRequest(NamedTuple):
     mode: str
     shared: bool  # a long-poll that shared caches may collapse
     fmt: str
+    fmt_given: bool
     key: str
     wait_ms: int
     cursor: str | None
@@ -91,7 +92,16 @@ class ReadRoutes:
         wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
         key = path_key if path_key is not None else query.get("key", "")
         return ReadRequest(
-            stream, start, at_now, mode, raw_live == "long-poll", fmt, key, wait_ms, query.get("cursor")
+            stream,
+            start,
+            at_now,
+            mode,
+            raw_live == "long-poll",
+            fmt,
+            bool(query.get("format")),
+            key,
+            wait_ms,
+            query.get("cursor"),
         )
 
     def _start(self, stream: Stream, query: dict[str, str], mode: str) -> tuple[int, bool]:
@@ -289,7 +299,9 @@ class LongPoll:
                     self._routes.answer_idle(self._exchange, request, self._position)
                     return
             self._leave()
-            self._routes.answer(self._exchange, request._replace(start=self._position))
+            # The stream may have had no type when the wait began; the append that ended it gave it one.
+            fmt = request.fmt if request.fmt_given else "json" if stream.json else "raw"
+            self._routes.answer(self._exchange, request._replace(start=self._position, fmt=fmt))
         elif stream.visible_closed:
             self._leave()
             self._routes.answer_idle(self._exchange, request, self._position)
