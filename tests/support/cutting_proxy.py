@@ -15,6 +15,7 @@ Direction = Literal["request", "answer"]
 Decide = Callable[[Direction, bytes], bool]
 
 PIECE_BYTES = 64 * 1024
+_METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ", b"DELETE ")
 
 
 class CuttingProxy:
@@ -141,7 +142,9 @@ def lose_answers(count: int, *, to: bytes = b"") -> Decide:
 
     def decide(direction: Direction, piece: bytes) -> bool:
         if direction == "request":
-            state["armed"] = piece.startswith(to)
+            # A body may come in a piece of its own; only the head of a request says what it is.
+            if piece.startswith(_METHODS):
+                state["armed"] = piece.startswith(to)
         elif state["left"] and state["armed"]:
             state["left"] -= 1
             return True
