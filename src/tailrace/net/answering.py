@@ -61,6 +61,7 @@ class AnsweringConnection(asyncio.Protocol):
         "_write_paused",
         "_written",
         "backlog",
+        "cork",
         "current",
         "deadline",
         "outlet",
@@ -81,6 +82,9 @@ class AnsweringConnection(asyncio.Protocol):
         self.outlet: Outlet | None = None
         # True when something waits for the current answer: `advance` has work to do.
         self.backlog = False
+        # While a read is being handled: the answers to it so far. uvloop makes a system call of every write,
+        # so pipelined answers go out together.
+        self.cork: list[bytes] | None = None
         # Loop time at which the sweeper has to look at this connection.
         self.deadline = inf
         self._handle = server.app.handle
@@ -149,13 +153,25 @@ class AnsweringConnection(asyncio.Protocol):
     def unsent_bytes(self) -> int:
         return self.transport.get_write_buffer_size()
 
+    def flush(self) -> None:
+        """Write the answers held back so far."""
+        cork = self.cork
+        if cork:
+            data = cork[0] if len(cork) == 1 else b"".join(cork)
+            cork.clear()
+            try:
+                self.transport.write(data)
+            except (RuntimeError, OSError):
+                # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
+                return
+
     def write(self, data: bytes) -> None:
+        self.flush()
         self._written += len(data)
         self.server.bytes_out += len(data)
         try:
             self.transport.write(data)
         except (RuntimeError, OSError):
-            # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
             return
 
     def _head(self, exchange: Exchange | None, status: int, head: bytes, *, closing: bool) -> bytes:
@@ -186,6 +202,7 @@ class AnsweringConnection(asyncio.Protocol):
             start += length_end(size)
             self._written += len(start) + size
             self.server.bytes_out += len(start) + size
+            self.flush()
             try:
                 self.transport.writelines([start, *parts])
             except (RuntimeError, OSError):
@@ -336,6 +353,7 @@ class AnsweringConnection(asyncio.Protocol):
         self._queue.clear()
         # Unread or unsent, a client has this long before the sweeper cuts the connection.
         self.deadline = self.server.now + self.server.limits.body_idle_ms / 1000
+        self.flush()
         self.transport.close()
 
     # --- time

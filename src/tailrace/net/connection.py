@@ -91,19 +91,21 @@ class HttpConnection(AnsweringConnection):
         server = self.server
         size = len(data)
         server.bytes_in += size
-        if size > server.slice_bytes:
-            self._feed_slices(data)
-            return
+        self.cork = []
         try:
+            if size > server.slice_bytes:
+                self._feed_slices(data)
+                return
             self._feed(data)
+            if self._incoming is not None:
+                self._on_partial(size)
         except HttpParserUpgrade as upgrade:
             self._leave_parser(data[cast("int", upgrade.args[0]) :])
-            return
         except HttpParserError as error:
             self._parse_failed(error)
-            return
-        if self._incoming is not None:
-            self._on_partial(size)
+        finally:
+            self.flush()
+            self.cork = None
 
     def eof_received(self) -> bool:
         """Half-closed or gone? One cannot tell, so it depends on what the client is waiting for.

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from tailrace.net.outlet import Outlet
     from tailrace.net.websocket import WebSocketConnection, WebSocketHandler
 
+# Answers to one read that are written together; they are small, so this bounds their bytes too.
+CORKED_MAX = 16
+
 # Bits of `Exchange.mode`. Zero is the common case: HTTP/1.1, kept alive, not HEAD.
 MODE_CLOSE = 1
 MODE_LEGACY = 2  # HTTP/1.0
@@ -96,11 +99,17 @@ class Exchange:
         prefix = server.status_heads.get(status) or server.status_head(status)
         data = b"".join((prefix, server.common_headers(self), head, end, body))
         server.bytes_out += len(data)
-        try:
-            connection.transport.write(data)
-        except (RuntimeError, OSError):
-            # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
-            return
+        cork = connection.cork
+        if cork is None:
+            try:
+                connection.transport.write(data)
+            except (RuntimeError, OSError):
+                # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
+                return
+        else:
+            cork.append(data)
+            if len(cork) >= CORKED_MAX:
+                connection.flush()
         connection.current = None
         connection.deadline = server.idle_deadline
         if connection.backlog:

@@ -36,6 +36,12 @@ class Swept(Protocol):
     def transport(self) -> asyncio.Transport: ...
 
 
+class Flushed(Protocol):
+    """A connection that gathers the writes of one turn of the loop."""
+
+    def flush(self) -> None: ...
+
+
 class HttpServer:
     """Serves one application on one or more sockets."""
 
@@ -77,6 +83,7 @@ class HttpServer:
         self._swept: set[Swept] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._listeners: list[asyncio.Server] = []
+        self._unflushed: list[Flushed] = []
         self._emptied: asyncio.Event = asyncio.Event()
         self._emptied.set()
 
@@ -187,6 +194,17 @@ class HttpServer:
         self._swept.discard(swept)
         if not self._swept:
             self._emptied.set()
+
+    def flush_later(self, connection: Flushed) -> None:
+        """Have `connection.flush` called at the end of this turn of the loop."""
+        if not self._unflushed:
+            self.loop.call_soon(self._flush)
+        self._unflushed.append(connection)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
+        for connection in unflushed:
+            connection.flush()
 
     # --- time
 

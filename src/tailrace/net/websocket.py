@@ -43,6 +43,8 @@ _ACCEPT_SALT: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 CLOSE_S = 2.0
 # How long a frame may take from its first byte to its last.
 FRAME_S = 30.0
+# Frames gathered in one turn beyond this are written at once.
+GATHER_BYTES_MAX = 64 * 1024
 # Below this, deflating costs more than it saves.
 DEFLATE_BYTES_MIN = 512
 _DEFLATE_ANSWER: Final = (
@@ -86,6 +88,8 @@ class WebSocketConnection(asyncio.Protocol):
         "_frame_began",
         "_handler",
         "_lost",
+        "_out",
+        "_out_bytes",
         "_pinged_at",
         "_pong",
         "_reader",
@@ -130,6 +134,9 @@ class WebSocketConnection(asyncio.Protocol):
         self._lost = False
         self._reading = True
         self._write_paused = False
+        # Frames of this turn of the loop, written together: uvloop makes a system call of every write.
+        self._out: list[bytes] = []
+        self._out_bytes = 0
         self._pong: bytes | None = None
         self._code = ABNORMAL
         self._reason = ""
@@ -144,7 +151,7 @@ class WebSocketConnection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        return 0 if self._lost else self.transport.get_write_buffer_size()
+        return 0 if self._lost else self._out_bytes + self.transport.get_write_buffer_size()
 
     def send_text(self, payload: bytes) -> None:
         """Send UTF-8 bytes as one text message."""
@@ -177,9 +184,27 @@ class WebSocketConnection(asyncio.Protocol):
             self._write(encode_frame(opcode, payload))
 
     def _write(self, data: bytes) -> None:
-        self.server.bytes_out += len(data)
+        out = self._out
+        if not out:
+            self.server.flush_later(self)
+        out.append(data)
+        self._out_bytes += len(data)
+        if self._out_bytes >= GATHER_BYTES_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was gathered; the server calls this at the end of each turn."""
+        out = self._out
+        if not out or self._lost:
+            return
+        self.server.bytes_out += self._out_bytes
+        self._out = []
+        self._out_bytes = 0
         try:
-            self.transport.write(data)
+            if len(out) == 1:
+                self.transport.write(out[0])
+            else:
+                self.transport.writelines(out)
         except (RuntimeError, OSError):
             # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
             return
@@ -254,12 +279,14 @@ class WebSocketConnection(asyncio.Protocol):
             self._code, self._reason = code, reason
             self._write(encode_close(code))
         self.deadline = self.server.now + CLOSE_S
+        self.flush()
         self.transport.close()
 
     def _fail(self, code: int, reason: str) -> None:
         """The peer broke the protocol: tell it, and let it read that before TCP ends."""
         self.close(code, reason)
         self.deadline = self.server.now + CLOSE_S
+        self.flush()
         if self.transport.is_closing():
             return
         if not self.transport.can_write_eof():
