@@ -19,7 +19,7 @@ from tailrace.protocol.offsets import encode
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.machine import Ack, Answer, Step
-from tailrace.subscriptions.model import BEFORE_ALL, Subscription, Wake, first_cursor, restore, saved
+from tailrace.subscriptions.model import BEFORE_ALL, Head, Subscription, Wake, first_cursor, restore, saved
 
 NAMES = ["events/a", "events/b", "events/c/d", "manual/x", "other"]
 TTL_MS = 1000
@@ -59,9 +59,9 @@ class SubscriptionStates(RuleBasedStateMachine):
             description=None,
         )
         found = {name: self.log.tail(name) for name in {*existing, *config.streams}}
-        head, step = machine.create(config, self.now_ms, 0, found.items())
         self.disk: dict[str, bytes | None] = {}
-        self.sub = Subscription("s1", head)
+        self.sub = Subscription("s1", Head(config, self.now_ms, 0))
+        step = machine.create(self.sub, found.items())
         self.webhook = webhook
         self.numbers = 0
         self.issued: dict[int, str] = {}
@@ -158,7 +158,16 @@ class SubscriptionStates(RuleBasedStateMachine):
         assert wake.tails
         return wake
 
+    @precondition(lambda self: self.sub.wake is not None)
+    @rule(data=st.data(), done=st.booleans())
+    def answer_now(self, data: st.DataObject, done: bool) -> None:
+        assert self.sub.wake is not None
+        self.answer(self.sub.wake, data, done)
+
     @rule(wake=wakes, data=st.data(), done=st.booleans())
+    def answer_then(self, wake: Wake, data: st.DataObject, done: bool) -> None:
+        self.answer(wake, data, done)
+
     def answer(self, wake: Wake, data: st.DataObject, done: bool) -> None:
         acks: list[Ack] = []
         for path in data.draw(st.lists(st.sampled_from(NAMES), max_size=3)):
@@ -224,7 +233,7 @@ class SubscriptionStates(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         records = [(key, value) for key, value in self.disk.items() if value is not None]
-        again = restore(records)["s1"]
+        again = restore(records)[0]["s1"]
         assert again.head == self.sub.head
         assert again.links == self.sub.links
         self.sub = again

@@ -43,9 +43,8 @@ def apply(sub: Subscription, step: Step) -> Wake | None:
 
 
 def subscription(setup: Config, existing: dict[str, str | None] | None = None) -> Subscription:
-    head, step = machine.create(setup, NOW_MS, 0, (existing or {}).items())
-    sub = Subscription("s1", head)
-    apply(sub, step)
+    sub = Subscription("s1", Head(setup, NOW_MS, 0))
+    apply(sub, machine.create(sub, (existing or {}).items()))
     return sub
 
 
@@ -262,6 +261,7 @@ def test_acks_are_all_checked_before_any_is_applied() -> None:
         ("events/b", T2),
         ("events/b", T0),
         ("events/a", BEFORE_ALL),
+        ("events/a", ""),
     ):
         assert code_of(machine.answer, sub, answer_for(wake, good, bad), NOW_MS, "w") == "INVALID_OFFSET"
     assert sub.links["events/a"].acked == T1
@@ -415,20 +415,43 @@ def test_a_claim_after_the_lease_takes_over() -> None:
 
 def test_state_survives_saving() -> None:
     setup = config("pull", streams=("x/y/z",))
-    head, step = machine.create(setup, NOW_MS, 5, [("events/a", T0), ("x/y/z", None)])
+    sub = Subscription("s1", Head(setup, NOW_MS, 5))
+    step = machine.create(sub, [("events/a", T0), ("x/y/z", None)])
     disk = dict(saved("s1", step.changes))
-    sub = Subscription("s1", head)
+    assert list(disk)[-1] == "subscription/s1"
     apply(sub, step)
     sub.observe("events/a", T1)
     step = machine.claim(sub, "worker", NOW_MS, "w_1")
     disk.update(saved("s1", step.changes))
     apply(sub, step)
     records = [(key, value) for key, value in disk.items() if value is not None]
-    again = restore([("other", b"\xff"), *reversed(records)])
+    again, orphans = restore([("other", b"\xff"), *reversed(records)])
     assert set(again) == {"s1"}
+    assert orphans == []
     assert again["s1"].head == sub.head
     assert again["s1"].links == sub.links
-    disk.update(saved("s1", machine.delete(sub, NOW_MS).changes))
+    deletion = saved("s1", machine.delete(sub, NOW_MS).changes)
+    assert deletion[0][0] == "subscription/s1"
+    disk.update(deletion)
     records = [(key, value) for key, value in disk.items() if value is not None]
     assert [key for key, _ in records] == ["subscription/s1"]
-    assert restore(records)["s1"].deleted
+    assert restore(records)[0]["s1"].deleted
+
+
+def test_links_that_belong_to_nothing_are_found() -> None:
+    sub = subscription(config(), {"events/a": T0, "events/b/c": T0})
+    records = saved("s1", machine.create(sub, [("events/a", T0)]).changes)
+    half_made = [(key, value) for key, value in records[:-1] if value is not None]
+    assert restore(half_made) == ({}, ["subscription-link/s1/events/a"])
+    records[-1] = saved("s1", machine.delete(sub, NOW_MS).changes)[0]
+    found, orphans = restore([(key, value) for key, value in records if value is not None])
+    assert found["s1"].deleted
+    assert found["s1"].links == {}
+    assert orphans == ["subscription-link/s1/events/a"]
+
+
+def test_confirming_moves_callbacks_only() -> None:
+    sub = subscription(config())
+    apply(sub, machine.confirm(sub, "http://a.example"))
+    assert sub.head.base_url == "http://a.example"
+    assert machine.confirm(sub, "http://a.example") == Step()

@@ -24,7 +24,7 @@ CONTROL = b"/v1/stream/__ds"
 STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 NAMES_CACHED = 65_536
 
-Control = Callable[[Exchange, Identity, bytes], None]
+Control = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
 
 
 class TailraceApp:
@@ -56,11 +56,11 @@ class TailraceApp:
             exchange.respond(204, preflight())
             return
         if path.startswith(PREFIX):
-            identity = self.identify(exchange)
             if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
-                self._control(exchange, identity, path[len(CONTROL) :])
+                # Wakes are answered with tokens of their own, so who is calling is asked route by route.
+                self._control(exchange, path[len(CONTROL) :])
             else:
-                self._stream(exchange, identity, method, path[len(PREFIX) :])
+                self._stream(exchange, self.identify(exchange), method, path[len(PREFIX) :])
             return
         self._server_route(exchange, method, path)
 
@@ -84,10 +84,10 @@ class TailraceApp:
             return ANONYMOUS
         return self._verifier.verify(exchange.headers.get(b"authorization"))
 
-    def _control(self, exchange: Exchange, identity: Identity, rest: bytes) -> None:
+    def _control(self, exchange: Exchange, rest: bytes) -> None:
         if self.control is None:
             raise TailraceError("not_found", "subscriptions are not available")
-        self.control(exchange, identity, rest)
+        self.control(exchange, rest, self.identify)
 
     def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
         name = self._names.get(raw)

@@ -17,6 +17,7 @@ from tailrace.api.app import TailraceApp
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
 from tailrace.api.metrics import MetricsApp
+from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.auth import TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
@@ -27,6 +28,7 @@ from tailrace.net.http1 import HttpServer
 from tailrace.net.tls import server_context
 from tailrace.settings import Settings
 from tailrace.store.directory import DataDirectory
+from tailrace.subscriptions.service import SubscriptionService
 from tailrace.telemetry import Telemetry
 from tailrace.tier.checkpoint import Checkpoints
 
@@ -78,6 +80,8 @@ class Server:
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self._telemetry, directory.deployment)
         self._verifier = TokenVerifier(settings) if settings.auth_configured else None
         self.app = TailraceApp(context, self._verifier)
+        self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self._telemetry)
+        self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self._checkpoints = Checkpoints(self.log)
         self._disk = DiskGuard(self.log, loop)
         self._http: HttpServer | None = None
@@ -91,6 +95,7 @@ class Server:
         self._checkpoints.start()
         if self._verifier is not None:
             self._verifier.start()
+        await self._subscriptions.start()
         self._http = HttpServer(self.app, settings.limits, on_drain=self.app.live.end_all)
         self._connect_telemetry(self._http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
@@ -116,6 +121,7 @@ class Server:
             await self._http.drain()
         if self._metrics is not None:
             await self._metrics.drain()
+        await self._subscriptions.stop()
         await self.log.close()
         await self._checkpoints.stop()
         self._disk.stop()

@@ -14,7 +14,6 @@ import msgspec
 from msgspec.structs import replace
 
 from tailrace.errors import TailraceError
-from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.model import (
     BEFORE_ALL,
     Change,
@@ -45,7 +44,7 @@ class Step(msgspec.Struct, frozen=True):
 
 class Ack(msgspec.Struct, frozen=True):
     stream: str
-    offset: str  # already in the form the server writes
+    offset: str  # in the form the server writes; empty if it was malformed
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -61,30 +60,33 @@ class Answer(msgspec.Struct, frozen=True):
 # -- configuration and links ------------------------------------------------------------------------------
 
 
-def create(
-    config: Config, now_ms: int, generation: int, existing: Iterable[tuple[str, str | None]]
-) -> tuple[Head, Step]:
+def create(sub: Subscription, existing: Iterable[tuple[str, str | None]]) -> Step:
     """A new subscription over streams that exist, at their tails: nothing is replayed.
 
-    `existing` are the named streams (None for those not there yet) and all that match. `generation` continues
-    that of a deleted subscription of the same id, so that its tokens stay fenced.
+    `existing` are the named streams (None for those not there yet) and all that match. The head's generation
+    continues that of a deleted subscription of the same id, so that its tokens stay fenced. It is saved last:
+    without it there is no subscription.
     """
-    head = Head(config, now_ms, generation)
-    fresh = Subscription("", head)
-    named = set(config.streams)
-    changes: list[Change] = [SetHead(head)]
+    named = set(sub.config.streams)
+    changes: list[Change] = []
     for path, tail in existing:
-        glob = tail is not None and fresh.wants(path)
-        if path != config.wake_stream and (glob or path in named):
+        glob = tail is not None and sub.wants(path)
+        if path != sub.config.wake_stream and (glob or path in named):
             changes.append(SetLink(path, Link(tail or BEFORE_ALL, path in named, glob)))
-    return head, Step(tuple(changes))
+    return Step((*changes, SetHead(sub.head)))
+
+
+def confirm(sub: Subscription, base_url: str) -> Step:
+    """The same configuration again. Callbacks follow the client to where it now finds the server."""
+    if base_url == sub.head.base_url:
+        return Step()
+    return Step((SetHead(replace(sub.head, base_url=base_url)),))
 
 
 def delete(sub: Subscription, now_ms: int) -> Step:
-    """A tombstone remembers the generation; links go."""
-    changes: list[Change] = [DropLink(path) for path in sub.links]
-    changes.append(SetHead(Head(None, sub.head.created_ms, sub.head.generation, None, now_ms)))
-    return Step(tuple(changes))
+    """A tombstone remembers the generation; links go, after it: from then on they belong to nothing."""
+    tombstone = Head(None, sub.head.created_ms, sub.head.generation, None, now_ms)
+    return Step((SetHead(tombstone), *(DropLink(path) for path in sub.links)))
 
 
 def add_streams(sub: Subscription, tails: Mapping[str, str | None]) -> Step:
@@ -272,6 +274,8 @@ def _check_acks(sub: Subscription, acks: Sequence[Ack]) -> dict[str, str]:
     cursors: dict[str, str] = {}
     for ack in acks:
         link = sub.links.get(ack.stream)
+        if not ack.offset:
+            raise invalid_offset(ack.stream, "not an offset that this server hands out")
         if link is None:
             raise invalid_offset(ack.stream, "the stream is not linked to this subscription")
         if ack.offset < link.acked:

@@ -53,6 +53,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     wake: Wake | None = None
     deleted_ms: int | None = None
+    base_url: str = ""  # how the client that made it reached the server: callbacks go there
 
 
 class SetHead(msgspec.Struct, frozen=True):
@@ -155,13 +156,22 @@ def saved(subscription_id: str, changes: Iterable[Change]) -> list[tuple[str, by
             records[HEAD_PREFIX + subscription_id] = _encoder.encode(change.head)
         else:
             value = _encoder.encode(change.link) if isinstance(change, SetLink) else None
-            records[f"{LINK_PREFIX}{subscription_id}/{change.path}"] = value
+            records[link_key(subscription_id, change.path)] = value
     return list(records.items())
 
 
-def restore(records: Iterable[tuple[str, bytes]]) -> dict[str, Subscription]:
-    """Subscriptions, and tombstones, from all key-value records; those of others are passed over."""
+def link_key(subscription_id: str, path: str) -> str:
+    return f"{LINK_PREFIX}{subscription_id}/{path}"
+
+
+def restore(records: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Subscription], list[str]]:
+    """Subscriptions, and tombstones, from all key-value records; those of others are passed over.
+
+    Also the keys of links that belong to nothing: many links are saved in several pieces, before the head of
+    their subscription when it is made, after it when it is deleted. A crash in between leaves some behind.
+    """
     found: dict[str, Subscription] = {}
+    orphans: list[str] = []
     links: list[tuple[str, str, Link]] = []
     for key, value in records:
         if key.startswith(HEAD_PREFIX):
@@ -171,5 +181,9 @@ def restore(records: Iterable[tuple[str, bytes]]) -> dict[str, Subscription]:
             subscription_id, _, path = key[len(LINK_PREFIX) :].partition("/")
             links.append((subscription_id, path, _decode_link(value)))
     for subscription_id, path, link in links:
-        found[subscription_id].apply(SetLink(path, link))
-    return found
+        owner = found.get(subscription_id)
+        if owner is None or owner.deleted:
+            orphans.append(link_key(subscription_id, path))
+        else:
+            owner.apply(SetLink(path, link))
+    return found, orphans

@@ -1,0 +1,286 @@
+"""Subscription control, `/v1/stream/__ds/...`: who may, what is asked, what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import names, offsets
+from tailrace.subscriptions import ssrf, tokens, views
+from tailrace.subscriptions.agent import Agent, Settled
+from tailrace.subscriptions.config import STREAMS_MAX, Config, check_id, invalid, parse_config, parse_streams
+from tailrace.subscriptions.machine import Ack, Answer, Step
+from tailrace.subscriptions.service import SubscriptionService
+
+JWKS_HEAD = b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=300\r\n"
+JSON_HEAD = answers.JSON_TYPE + answers.NO_STORE
+
+Identify = Callable[[Exchange], Identity]
+Handler = Callable[[Exchange, str, Identify], None]
+
+
+class _AckBody(msgspec.Struct):
+    stream: str
+    offset: str
+
+
+class _AnswerBody(msgspec.Struct):
+    wake_id: str
+    generation: int
+    acks: Annotated[list[_AckBody], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
+        default_factory=list[_AckBody]
+    )
+    done: bool = False
+
+
+class _ClaimBody(msgspec.Struct):
+    worker: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+_decode_answer = msgspec.json.Decoder(_AnswerBody).decode
+_decode_claim = msgspec.json.Decoder(_ClaimBody).decode
+
+
+class SubscriptionRoutes:
+    """Everything under `__ds`. Wakes are answered with their own token, so each route asks who is calling."""
+
+    def __init__(self, context: Context, service: SubscriptionService) -> None:
+        self._context = context
+        self._service = service
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._whole: dict[bytes, Handler] = {
+            b"PUT": self._put,
+            b"GET": self._get,
+            b"HEAD": self._get,
+            b"DELETE": self._delete,
+        }
+        self._parts: dict[bytes, Handler] = {
+            b"streams": self._add_streams,
+            b"claim": self._claim,
+            b"callback": self._callback,
+            b"ack": self._ack,
+            b"release": self._release,
+        }
+
+    def handle(self, exchange: Exchange, rest: bytes, identify: Identify) -> None:
+        """`rest` is the raw path behind `/v1/stream/__ds`."""
+        if rest == b"/jwks.json":
+            _allow(exchange, b"GET", b"HEAD")
+            exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
+            return
+        segments = rest.split(b"/")
+        if len(segments) < 3 or segments[:2] != [b"", b"subscriptions"]:
+            raise TailraceError("not_found", "there is nothing at this path")
+        subscription_id = names.decode(segments[2])
+        if subscription_id is None:
+            raise invalid("a subscription id is valid UTF-8")
+        check_id(subscription_id)
+        if len(segments) == 3:
+            _allow(exchange, *self._whole)
+            self._whole[exchange.method](exchange, subscription_id, identify)
+        elif len(segments) == 4 and segments[3] in self._parts:
+            _allow(exchange, b"POST")
+            self._parts[segments[3]](exchange, subscription_id, identify)
+        elif len(segments) >= 5 and segments[3] == b"streams":
+            _allow(exchange, b"DELETE")
+            self._remove_stream(exchange, subscription_id, b"/".join(segments[4:]), identify)
+        else:
+            raise TailraceError("not_found", "there is nothing at this path")
+
+    # -- managing ------------------------------------------------------------------------------------------
+
+    def _put(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
+        identity = identify(exchange)
+        authorise(identity, Action.MANAGE_SUBSCRIPTION)
+        config = parse_config(exchange.body, self._context.limits)
+        authorise_all(identity, Action.MANAGE_SUBSCRIPTION, config.streams, config.pattern)
+        if config.wake_stream is not None:
+            # The server writes there on the caller's behalf: no more than the caller could.
+            authorise(identity, Action.WRITE_STREAM, stream=config.wake_stream)
+        if config.webhook_url is None:
+            self._create(exchange, subscription_id, config)
+            return
+        target = ssrf.check_url(config.webhook_url, self._service.webhooks.rules)
+        task = self._context.loop.create_task(self._resolve(exchange, subscription_id, config, target))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _resolve(
+        self, exchange: Exchange, subscription_id: str, config: Config, target: ssrf.Target
+    ) -> None:
+        """Names are judged by their addresses, now and at every delivery. An unknown one may yet appear."""
+        try:
+            try:
+                await self._context.loop.run_in_executor(None, ssrf.check_target, target)
+            except OSError:
+                pass
+            self._create(exchange, subscription_id, config)
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+
+    def _create(self, exchange: Exchange, subscription_id: str, config: Config) -> None:
+        base_url = answers.base_url(exchange, self._context.settings.public_url)
+        kid = self._service.keys.ring.current.kid
+
+        def told(agent: Agent, new: bool, error: TailraceError | None) -> None:
+            if error is not None:
+                answers.refuse(exchange, error)
+            else:
+                exchange.respond(201 if new else 200, JSON_HEAD, views.show(agent.sub, kid, base_url))
+
+        self._service.create(subscription_id, config, base_url, told)
+
+    def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
+        agent = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
+        base_url = answers.base_url(exchange, self._context.settings.public_url)
+        kid = self._service.keys.ring.current.kid
+        exchange.respond(200, JSON_HEAD, views.show(agent.sub, kid, base_url))
+
+    def _delete(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
+        identity = identify(exchange)
+        try:
+            agent = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
+        except TailraceError as refusal:
+            if refusal.code != "SUBSCRIPTION_NOT_FOUND":
+                raise
+            exchange.respond(204, answers.NO_STORE)
+            return
+
+        def told(_: Step, error: TailraceError | None) -> None:
+            # Deleted by somebody else a moment ago is deleted.
+            if error is not None and error.code != "SUBSCRIPTION_NOT_FOUND":
+                answers.refuse(exchange, error)
+            else:
+                exchange.respond(204, answers.NO_STORE)
+
+        self._service.delete(agent, told)
+
+    def _add_streams(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
+        identity = identify(exchange)
+        agent = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
+        paths = parse_streams(exchange.body, self._context.limits)
+        authorise_all(identity, Action.MANAGE_SUBSCRIPTION, paths, None)
+        self._service.add_streams(agent, paths, _answer_empty(exchange))
+
+    def _remove_stream(
+        self, exchange: Exchange, subscription_id: str, raw: bytes, identify: Identify
+    ) -> None:
+        agent = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
+        path = names.decode(raw)
+        if path is None:
+            raise invalid("a stream name is valid UTF-8")
+        self._service.remove_stream(agent, path, _answer_empty(exchange))
+
+    def _find(self, identity: Identity, action: Action, subscription_id: str) -> Agent:
+        """The subscription, if the caller may see everything it is about."""
+        authorise(identity, action)
+        agent = self._service.find(subscription_id)
+        if identity.streams is not None:
+            explicit = [path for path, link in agent.sub.links.items() if link.explicit]
+            authorise_all(identity, action, explicit, agent.config.pattern)
+        return agent
+
+    # -- working -------------------------------------------------------------------------------------------
+
+    def _claim(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
+        agent = self._find(identify(exchange), Action.CLAIM_WAKE, subscription_id)
+        if agent.config.type != "pull-wake":
+            raise invalid("webhook subscriptions are not claimed; their wakes are sent")
+        try:
+            worker = _decode_claim(exchange.body).worker
+        except msgspec.DecodeError as error:
+            raise invalid(f"not a claim: {error}") from None
+        token_key = self._service.keys.token_key
+
+        def told(step: Step, error: TailraceError | None) -> None:
+            if error is not None:
+                answers.refuse(exchange, error)
+                return
+            assert step.wake is not None, "a claim is granted with its wake"
+            now_ms = self._service.now_ms()
+            token = tokens.issue(token_key, agent.sub.id, step.wake.generation, now_ms)
+            exchange.respond(200, JSON_HEAD, views.claim_body(agent.sub, step.wake, token))
+
+        self._service.claim(agent, worker, told)
+
+    def _callback(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+        self._answer_wake(exchange, subscription_id, "webhook")
+
+    def _ack(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+        self._answer_wake(exchange, subscription_id, "pull-wake")
+
+    def _release(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+        self._answer_wake(exchange, subscription_id, "pull-wake", release=True)
+
+    def _answer_wake(
+        self, exchange: Exchange, subscription_id: str, kind: str, *, release: bool = False
+    ) -> None:
+        """The wake's own token is the permission; a missing one is refused before anything else is said."""
+        token = tokens.read_bearer(
+            self._service.keys.token_key, exchange.headers.get(b"authorization"), subscription_id
+        )
+        agent = self._service.find(subscription_id)
+        if agent.config.type != kind:
+            raise invalid(f"this is a {agent.config.type} subscription")
+        try:
+            body = _decode_answer(exchange.body)
+        except msgspec.DecodeError as error:
+            raise invalid(f"not an answer to a wake: {error}") from None
+        acks = [Ack(ack.stream, _normalise(ack.offset)) for ack in body.acks]
+        given = Answer(token.generation, body.generation, body.wake_id, acks, body.done)
+        told = _answer_empty(exchange) if release else _answer_next(exchange)
+        self._service.answer(agent, token, given, told, release=release)
+
+
+def authorise_all(
+    identity: Identity, action: Action, paths: list[str] | tuple[str, ...], pattern: str | None
+) -> None:
+    """Read on each named stream and on the whole pattern."""
+    if pattern is not None:
+        authorise(identity, action, pattern=pattern)
+    for path in paths:
+        authorise(identity, action, stream=path)
+
+
+def _normalise(offset: str) -> str:
+    """The offset as the server writes it; empty if it is none, which the decision then refuses."""
+    try:
+        return offsets.encode(*offsets.parse_position(offset))
+    except TailraceError:
+        return ""
+
+
+def _answer_empty(exchange: Exchange) -> Settled:
+    def told(_: Step, error: TailraceError | None) -> None:
+        if error is not None:
+            answers.refuse(exchange, error)
+        else:
+            exchange.respond(204, answers.NO_STORE)
+
+    return told
+
+
+def _answer_next(exchange: Exchange) -> Settled:
+    def told(step: Step, error: TailraceError | None) -> None:
+        if error is not None:
+            answers.refuse(exchange, error)
+        else:
+            body = orjson.dumps({"ok": True, "next_wake": step.wake is not None})
+            exchange.respond(200, JSON_HEAD, body)
+
+    return told
+
+
+def _allow(exchange: Exchange, *methods: bytes) -> None:
+    if exchange.method not in methods:
+        allow = ", ".join([*(method.decode() for method in methods), "OPTIONS"])
+        raise TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))

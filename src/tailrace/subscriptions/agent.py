@@ -1,0 +1,287 @@
+"""Runs one subscription: a decision at a time, each durable before the next one looks at the state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from tailrace.errors import TailraceError
+from tailrace.subscriptions import machine
+from tailrace.subscriptions.machine import Step
+from tailrace.subscriptions.model import Change, DropLink, SetLink, Subscription, Wake, first_cursor, saved
+
+JOBS_MAX: Final = 1000
+# Created and deleted streams that one commit takes in.
+EVENTS_PER_STEP: Final = 1000
+# Records of one journal transaction; a subscription with more links is saved in pieces.
+RECORDS_PER_SAVE: Final = 5000
+STALLED_S: Final = 1.0
+TIMER_S_MIN: Final = 0.01
+
+
+class Tail(NamedTuple):
+    """The end of a stream, as readers see it."""
+
+    offset: str
+    empty: bool
+
+
+Decide = Callable[[int], Step]
+Settled = Callable[[Step, TailraceError | None], None]
+Saved = Callable[[TailraceError | None], None]
+
+
+class Job(NamedTuple):
+    """A decision to make when its turn comes, and who is told once it is durable, or refused."""
+
+    decide: Decide
+    settled: Settled
+    # The server's own: not given up when it cannot be saved, but done when it can.
+    lasting: bool = False
+
+
+class Desk(Protocol):
+    """What an agent needs from the service it belongs to."""
+
+    def now_ms(self) -> int: ...
+    def new_wake_id(self) -> str: ...
+    def tail(self, path: str) -> Tail | None: ...
+    def save(self, records: Sequence[tuple[str, bytes | None]], done: Saved) -> None: ...
+    def follow(self, path: str, agent: Agent) -> None: ...
+    def unfollow(self, path: str, agent: Agent) -> None: ...
+    def send(self, agent: Agent, wake: Wake) -> None: ...
+
+
+class Agent:
+    """One subscription at work. Everything happens on the loop thread."""
+
+    __slots__ = (
+        "_desk",
+        "_events",
+        "_jobs",
+        "_loop",
+        "_scheduled",
+        "_stalled",
+        "_timer",
+        "announced",
+        "busy",
+        "closed",
+        "config",
+        "created",
+        "missed",
+        "sub",
+    )
+
+    def __init__(
+        self, sub: Subscription, desk: Desk, loop: asyncio.AbstractEventLoop, *, created: bool
+    ) -> None:
+        self.sub = sub
+        self.config = sub.config  # outlives its deletion
+        self._desk = desk
+        self._loop = loop
+        self._jobs: deque[Job] = deque()
+        self._events: deque[tuple[str, bool]] = deque()
+        self._scheduled = False
+        self._stalled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.created = created  # False until its creation is durable
+        self.busy = False  # a step is being saved
+        self.closed = False
+        self.announced: int | None = None  # generation whose wake event was written
+        # Streams that moved while their link was being saved.
+        self.missed: set[str] = set()
+
+    # -- what comes in -----------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        if len(self._jobs) >= JOBS_MAX and not job.lasting:
+            raise TailraceError("overloaded", "too many requests for this subscription are waiting")
+        self._jobs.append(job)
+        self.poke()
+
+    def note(self, path: str, *, exists: bool) -> None:
+        """A stream was created or deleted; links follow in that order."""
+        self._events.append((path, exists))
+        self.poke()
+
+    def moved(self, path: str, tail: str) -> None:
+        """A followed stream has a new tail."""
+        if path not in self.sub.links:
+            self.missed.add(path)
+            return
+        self.sub.observe(path, tail)
+        if self.sub.wake is None:
+            self.poke()
+
+    def poke(self) -> None:
+        """Looks for work soon; many pokes make one look."""
+        if not self._scheduled and not self.closed:
+            self._scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def close(self, refusal: TailraceError) -> None:
+        """Ends all activity; whoever still waits is refused."""
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._jobs:
+            self._jobs.popleft().settled(Step(), refusal)
+        self._events.clear()
+
+    # -- one step at a time --------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        self._scheduled = False
+        while not self.busy and not self.closed:
+            job = self._next_job()
+            if job is None:
+                self._arm()
+                return
+            self.run(job)
+
+    def _next_job(self) -> Job | None:
+        if self._stalled:
+            # The journal takes nothing now. Requests hear that; our own work waits.
+            return self._jobs.popleft() if self._jobs and not self._jobs[0].lasting else None
+        if self._events:
+            return self._event_job()
+        if self._jobs:
+            return self._jobs.popleft()
+        step = self._own_step()
+        return Job(_decided(step), _nobody) if step.changes else None
+
+    def _own_step(self) -> Step:
+        now_ms = self._desk.now_ms()
+        step = machine.attempt(self.sub, now_ms)
+        return step if step.changes else machine.next_wake(self.sub, now_ms, self._desk.new_wake_id())
+
+    def _event_job(self) -> Job:
+        """All that happened to different streams, as one step."""
+        batch: dict[str, bool] = {}
+        for path, exists in self._events:
+            if path in batch or len(batch) >= EVENTS_PER_STEP:
+                break
+            batch[path] = exists
+
+        def decide(_: int) -> Step:
+            changes: list[Change] = []
+            for path, exists in batch.items():
+                tail = self._desk.tail(path)
+                if not exists:
+                    changes.extend(machine.stream_deleted(self.sub, path).changes)
+                elif tail is not None:
+                    cursor = first_cursor(tail.offset, empty=tail.empty)
+                    changes.extend(machine.stream_created(self.sub, path, cursor).changes)
+            return Step(tuple(changes))
+
+        def settled(_: Step, error: TailraceError | None) -> None:
+            if error is None:
+                for _path in batch:
+                    self._events.popleft()
+
+        return Job(decide, settled)
+
+    def run(self, job: Job) -> None:
+        """Decides, saves, applies; then tells."""
+        try:
+            step = job.decide(self._desk.now_ms())
+        except TailraceError as refusal:
+            job.settled(Step(), refusal)
+            return
+        if not step.changes:
+            job.settled(step, None)
+            return
+        self.busy = True
+        fresh = [
+            change.path
+            for change in step.changes
+            if isinstance(change, SetLink) and change.path not in self.sub.links
+        ]
+        for path in fresh:
+            # From now on their movements are noticed, though they are linked only when that is durable.
+            self._desk.follow(path, self)
+        self._save(job, step, fresh, saved(self.sub.id, step.changes))
+
+    def _save(self, job: Job, step: Step, fresh: list[str], records: list[tuple[str, bytes | None]]) -> None:
+        piece, rest = records[:RECORDS_PER_SAVE], records[RECORDS_PER_SAVE:]
+
+        def done(error: TailraceError | None) -> None:
+            if error is not None:
+                self._not_saved(job, fresh, error)
+            elif rest:
+                self._save(job, step, fresh, rest)
+            else:
+                self._saved(job, step, fresh)
+
+        try:
+            self._desk.save(piece, done)
+        except TailraceError as refusal:
+            self._not_saved(job, fresh, refusal)
+
+    def _saved(self, job: Job, step: Step, fresh: list[str]) -> None:
+        self.busy = False
+        for change in step.changes:
+            self.sub.apply(change)
+            if isinstance(change, DropLink):
+                self._desk.unfollow(change.path, self)
+        moved = self.missed if len(fresh) > EVENTS_PER_STEP else self.missed.union(fresh)
+        self.missed = set()
+        for path in moved:
+            tail = self._desk.tail(path)
+            self.sub.observe(path, None if tail is None else tail.offset)
+        job.settled(step, None)
+        if step.wake is not None and not self.closed:
+            self._desk.send(self, step.wake)
+        self.poke()
+
+    def _not_saved(self, job: Job, fresh: list[str], error: TailraceError) -> None:
+        """Nothing happened. Requests are refused; the server's own work is tried again later."""
+        self.busy = False
+        self.missed.clear()
+        for path in fresh:
+            self._desk.unfollow(path, self)
+        if job.lasting:
+            self._jobs.appendleft(job)
+        else:
+            job.settled(Step(), error)
+        if not self.closed:
+            self._stalled = True
+            self._set_timer(STALLED_S)
+            self.poke()
+
+    # -- time --------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """One timer while something is due, none otherwise."""
+        if self._stalled:
+            return
+        due_ms = machine.due_at_ms(self.sub)
+        if due_ms is not None:
+            self._set_timer((due_ms - self._desk.now_ms()) / 1000)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(TIMER_S_MIN, delay_s), self._timed)
+
+    def _timed(self) -> None:
+        self._timer = None
+        self._stalled = False
+        self.poke()
+
+
+def _decided(step: Step) -> Decide:
+    def decide(_now_ms: int) -> Step:
+        return step
+
+    return decide
+
+
+def _nobody(_step: Step, _error: TailraceError | None) -> None:
+    """For the server's own work: what was not saved is decided again."""

@@ -1,0 +1,62 @@
+"""Who has to hear of what: from a stream's name to the subscriptions it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tailrace.subscriptions.agent import Agent
+
+
+class Index:
+    """Look-ups by name that cost nothing for streams nobody subscribes to."""
+
+    def __init__(self) -> None:
+        self.followers: dict[str, list[Agent]] = {}
+        self.wake_streams: dict[str, list[Agent]] = {}
+        self._globs: dict[str, list[Agent]] = {}  # by the first segment of the pattern, "" if that is a star
+
+    def add(self, agent: Agent) -> None:
+        sub = agent.sub
+        for path in sub.links:
+            self.follow(path, agent)
+        for index, key in self._places(agent):
+            index.setdefault(key, []).append(agent)
+
+    def remove(self, agent: Agent) -> None:
+        for path in list(agent.sub.links):
+            self.unfollow(path, agent)
+        for index, key in self._places(agent):
+            _remove(index, key, agent)
+
+    def follow(self, path: str, agent: Agent) -> None:
+        agents = self.followers.setdefault(path, [])
+        if agent not in agents:
+            agents.append(agent)
+
+    def unfollow(self, path: str, agent: Agent) -> None:
+        _remove(self.followers, path, agent)
+
+    def wanting(self, name: str) -> list[Agent]:
+        """The subscriptions whose pattern matches a name."""
+        candidates = [*self._globs.get(name.partition("/")[0], ()), *self._globs.get("", ())]
+        return [agent for agent in candidates if agent.sub.wants(name)]
+
+    def concerned(self, name: str) -> list[Agent]:
+        """Those that follow the stream, and those that would."""
+        return list(dict.fromkeys([*self.followers.get(name, ()), *self.wanting(name)]))
+
+    def _places(self, agent: Agent) -> Iterator[tuple[dict[str, list[Agent]], str]]:
+        config = agent.config
+        if config.pattern is not None:
+            first = config.pattern.partition("/")[0]
+            yield self._globs, "" if first in ("*", "**") else first
+        if config.wake_stream is not None:
+            yield self.wake_streams, config.wake_stream
+
+
+def _remove(index: dict[str, list[Agent]], key: str, agent: Agent) -> None:
+    agents = index.get(key)
+    if agents is not None and agent in agents:
+        agents.remove(agent)
+        if not agents:
+            del index[key]

@@ -1,0 +1,349 @@
+"""Subscriptions over the log: restored at start, told of every change, woken when there is something new."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from tailrace.clock import Clock
+from tailrace.errors import TailraceError
+from tailrace.log.decide import AppendRequest
+from tailrace.log.listing import list_streams
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Transaction
+from tailrace.settings import Settings
+from tailrace.subscriptions import machine, views
+from tailrace.subscriptions.agent import Agent, Job, Saved, Settled, Tail
+from tailrace.subscriptions.config import Config
+from tailrace.subscriptions.index import Index
+from tailrace.subscriptions.keys import ServerKeys
+from tailrace.subscriptions.machine import Answer, Step
+from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, Head, Subscription, Wake, restore
+from tailrace.subscriptions.tokens import WakeToken, expired
+from tailrace.subscriptions.webhooks import Webhooks, new_wake_id
+from tailrace.telemetry import Telemetry
+
+logger = logging.getLogger("tailrace.subscriptions")
+
+SUBSCRIPTIONS_MAX: Final = 100_000
+SCAN_PAGE: Final = 500
+
+# (agent, whether it is new, why not)
+Created = Callable[[Agent, bool, TailraceError | None], None]
+
+
+class SubscriptionService:
+    """All subscriptions of a server. It watches the log only while there are any."""
+
+    def __init__(
+        self,
+        log: Log,
+        settings: Settings,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        telemetry: Telemetry,
+    ) -> None:
+        self._log = log
+        self._tombstone_ms = settings.limits.tombstone_ms
+        self._clock = clock
+        self._loop = loop
+        self.keys = ServerKeys(log, clock)
+        self.webhooks = Webhooks(settings, self.keys, clock, loop, telemetry)
+        self._agents: dict[str, Agent] = {}
+        self._tombstones: dict[str, Head] = {}
+        self._index = Index()
+        self._creating: set[asyncio.Task[None]] = set()
+        telemetry.subscriptions.read = lambda: len(self._agents)
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Takes up every subscription where it was: wakes, leases, retries, and what happened meanwhile."""
+        self.keys.load()
+        found, orphans = restore(self._log.streams.meta.items())
+        now_ms = self.now_ms()
+        for subscription_id, sub in found.items():
+            if not sub.deleted:
+                self._adopt(Agent(sub, self, self._loop, created=True))
+            elif now_ms - (sub.head.deleted_ms or 0) > self._tombstone_ms:
+                orphans.append(HEAD_PREFIX + subscription_id)
+            else:
+                self._tombstones[subscription_id] = sub.head
+        if orphans and self._log.refusal is None:
+            self._log.put_metas([(key, None) for key in orphans])
+        await self._log.committer.drain()
+        await self._reconcile()
+        for agent in list(self._agents.values()):
+            self._announce_again(agent)
+            agent.poke()
+
+    async def stop(self) -> None:
+        """Ends what is under way; the next server goes on from what is durable."""
+        for agent in list(self._agents.values()):
+            agent.close(TailraceError("unavailable", "the server is stopping"))
+        self._watch(False)
+        for task in list(self._creating):
+            task.cancel()
+        await asyncio.gather(*self._creating, return_exceptions=True)
+        await self.webhooks.stop()
+
+    async def _reconcile(self) -> None:
+        """Compares links with the log: a crash may have come between a change and its link."""
+        patterns = [agent.sub.pattern for agent in self._agents.values()]
+        scanned: list[str] = []
+        for prefix in sorted({pattern.prefix for pattern in patterns if pattern is not None}):
+            if scanned and prefix.startswith(scanned[-1]):
+                continue
+            scanned.append(prefix)
+            for page in self._scan(prefix):
+                for stream in page:
+                    for agent in self._index.wanting(stream.name):
+                        if stream.name not in agent.sub.links:
+                            agent.note(stream.name, exists=True)
+                await asyncio.sleep(0)
+        looked_at = 0
+        for agent in list(self._agents.values()):
+            for path, link in list(agent.sub.links.items()):
+                tail = self.tail(path)
+                if (tail is None) != (link.acked == BEFORE_ALL):
+                    agent.note(path, exists=tail is not None)
+                elif tail is not None:
+                    agent.sub.observe(path, tail.offset)
+                looked_at += 1
+                if looked_at % SCAN_PAGE == 0:
+                    await asyncio.sleep(0)
+
+    def _scan(self, prefix: str) -> Iterator[list[Stream]]:
+        """Existing streams by pages, in order of their names. The server's own are not among them."""
+        after = ""
+        while True:
+            page = list_streams(self._log, after, prefix, SCAN_PAGE, system=False)
+            yield page
+            if len(page) < SCAN_PAGE:
+                return
+            after = page[-1].name
+
+    def _adopt(self, agent: Agent) -> None:
+        self._agents[agent.sub.id] = agent
+        self._index.add(agent)
+        self._watch(True)
+
+    def _dismiss(self, agent: Agent, refusal: TailraceError) -> None:
+        del self._agents[agent.sub.id]
+        self._index.remove(agent)
+        agent.close(refusal)
+        if not self._agents:
+            self._watch(False)
+
+    def _watch(self, wanted: bool) -> None:
+        watching = self in self._log.observers
+        if wanted and not watching:
+            self._log.observers.append(self)
+        elif watching and not wanted:
+            self._log.observers.remove(self)
+
+    # -- what the log tells --------------------------------------------------------------------------------
+
+    def on_created(self, stream: Stream) -> None:
+        for agent in self._index.concerned(stream.name):
+            agent.note(stream.name, exists=True)
+        for agent in self._index.wake_streams.get(stream.name, ()):
+            self._announce_again(agent)
+
+    def on_published(self, stream: Stream) -> None:
+        agents = self._index.followers.get(stream.name)
+        if agents:
+            offset = stream.offset(stream.visible)
+            for agent in agents:
+                agent.moved(stream.name, offset)
+
+    def on_removed(self, stream: Stream) -> None:
+        for agent in self._index.concerned(stream.name):
+            agent.note(stream.name, exists=False)
+
+    # -- what agents need ----------------------------------------------------------------------------------
+
+    def now_ms(self) -> int:
+        return self._clock.now_ns() // 1_000_000
+
+    def new_wake_id(self) -> str:
+        return new_wake_id()
+
+    def tail(self, path: str) -> Tail | None:
+        """Looks without loading: a subscription over many idle streams must not bring them into memory."""
+        streams = self._log.streams
+        stream = streams.by_name.get(path)
+        if stream is None and path not in streams.changed_names:
+            stream = self._log.store.stream_by_name(path)
+        if stream is None or stream.gone or stream.visible < 0 or stream.expired(self._clock.now_ns()):
+            return None
+        return Tail(stream.offset(stream.visible), empty=stream.visible == 0)
+
+    def save(self, records: Sequence[tuple[str, bytes | None]], done: Saved) -> None:
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            done(error)
+
+        self._log.put_metas(records, reply)
+
+    def follow(self, path: str, agent: Agent) -> None:
+        self._index.follow(path, agent)
+
+    def unfollow(self, path: str, agent: Agent) -> None:
+        self._index.unfollow(path, agent)
+
+    def send(self, agent: Agent, wake: Wake) -> None:
+        if agent.config.type == "webhook":
+            self.webhooks.send(agent, wake)
+        elif wake.holder is None:
+            self._announce(agent, wake)
+
+    def _announce(self, agent: Agent, wake: Wake) -> None:
+        """Writes the wake event. Without a stream to write to, the wake can still be claimed."""
+        name = agent.config.wake_stream
+        assert name is not None, "a pull-wake subscription has a wake stream"
+        body = views.wake_event(agent.sub, wake, self.now_ms())
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if error is None:
+                agent.announced = wake.generation
+            else:
+                logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, error)
+
+        try:
+            self._log.append(self._log.existing(name), AppendRequest(body, "application/json"), reply, None)
+        except TailraceError as refusal:
+            logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, refusal)
+
+    def _announce_again(self, agent: Agent) -> None:
+        """For a wake whose event may not have been written, and that nobody has claimed."""
+        wake = agent.sub.wake
+        if agent.config.type == "pull-wake" and wake is not None and wake.holder is None:
+            if agent.announced != wake.generation:
+                self._announce(agent, wake)
+
+    # -- what the routes need ------------------------------------------------------------------------------
+
+    def find(self, subscription_id: str) -> Agent:
+        agent = self._agents.get(subscription_id)
+        if agent is None or not agent.created:
+            raise not_found(subscription_id)
+        return agent
+
+    def create(self, subscription_id: str, config: Config, base_url: str, told: Created) -> None:
+        """Makes a subscription, or confirms one with the same configuration."""
+        agent = self._agents.get(subscription_id)
+        if agent is not None:
+            self._confirm(agent, config, base_url, told)
+            return
+        if len(self._agents) >= SUBSCRIPTIONS_MAX:
+            raise TailraceError("overloaded", f"there are {SUBSCRIPTIONS_MAX} subscriptions already")
+        tombstone = self._tombstones.get(subscription_id)
+        generation = 0 if tombstone is None else tombstone.generation
+        head = Head(config, self.now_ms(), generation, base_url=base_url)
+        agent = Agent(Subscription(subscription_id, head), self, self._loop, created=False)
+        agent.busy = True  # what arrives before it exists waits
+        self._adopt(agent)
+        task = self._loop.create_task(self._create(agent, told))
+        self._creating.add(task)
+        task.add_done_callback(self._creating.discard)
+
+    def _confirm(self, agent: Agent, config: Config, base_url: str, told: Created) -> None:
+        if agent.config.hash() != config.hash():
+            raise TailraceError(
+                "SUBSCRIPTION_ALREADY_EXISTS", "a subscription of this id has another configuration"
+            )
+
+        def decide(_now_ms: int) -> Step:
+            return machine.confirm(agent.sub, base_url)
+
+        def settled(_: Step, error: TailraceError | None) -> None:
+            told(agent, False, error)
+
+        agent.submit(Job(decide, settled))
+
+    async def _create(self, agent: Agent, told: Created) -> None:
+        """Finds what exists, without holding up the server while there is much of it."""
+        sub = agent.sub
+        existing: dict[str, str | None] = {}
+        for path in sub.config.streams:
+            tail = self.tail(path)
+            existing[path] = None if tail is None else tail.offset
+        if sub.pattern is not None:
+            for page in self._scan(sub.pattern.prefix):
+                for stream in page:
+                    if sub.wants(stream.name):
+                        existing[stream.name] = stream.offset(stream.visible)
+                        # Its movements count from here on, though the link is not saved yet.
+                        self.follow(stream.name, agent)
+                await asyncio.sleep(0)
+
+        def decide(_now_ms: int) -> Step:
+            return machine.create(sub, existing.items())
+
+        def settled(_: Step, error: TailraceError | None) -> None:
+            if error is None:
+                agent.created = True
+                self._tombstones.pop(sub.id, None)
+            else:
+                self._dismiss(agent, error)
+            told(agent, True, error)
+
+        agent.busy = False
+        agent.run(Job(decide, settled))
+
+    def delete(self, agent: Agent, told: Settled) -> None:
+        sub = agent.sub
+
+        def decide(now_ms: int) -> Step:
+            return machine.delete(sub, now_ms)
+
+        def settled(step: Step, error: TailraceError | None) -> None:
+            if error is None:
+                self._tombstones[sub.id] = sub.head
+                self._dismiss(agent, not_found(sub.id))
+            told(step, error)
+
+        agent.submit(Job(decide, settled))
+
+    def add_streams(self, agent: Agent, paths: Sequence[str], told: Settled) -> None:
+        def decide(_now_ms: int) -> Step:
+            tails = {path: self.tail(path) for path in paths}
+            return machine.add_streams(
+                agent.sub, {path: None if tail is None else tail.offset for path, tail in tails.items()}
+            )
+
+        agent.submit(Job(decide, told))
+
+    def remove_stream(self, agent: Agent, path: str, told: Settled) -> None:
+        def decide(_now_ms: int) -> Step:
+            return machine.remove_stream(agent.sub, path)
+
+        agent.submit(Job(decide, told))
+
+    def claim(self, agent: Agent, worker: str, told: Settled) -> None:
+        def decide(now_ms: int) -> Step:
+            return machine.claim(agent.sub, worker, now_ms, new_wake_id())
+
+        agent.submit(Job(decide, told))
+
+    def answer(self, agent: Agent, token: WakeToken, given: Answer, told: Settled, *, release: bool) -> None:
+        """A callback, ack or release. A superseded token is fenced; only a current one can be expired."""
+        decision = machine.release if release else machine.answer
+
+        def decide(now_ms: int) -> Step:
+            for ack in given.acks:
+                tail = self.tail(ack.stream)
+                agent.sub.observe(ack.stream, None if tail is None else tail.offset)
+            step = decision(agent.sub, given, now_ms, new_wake_id())
+            if now_ms >= token.expires_ms:
+                raise expired()
+            return step
+
+        agent.submit(Job(decide, told))
+
+
+def not_found(subscription_id: str) -> TailraceError:
+    return TailraceError("SUBSCRIPTION_NOT_FOUND", f"there is no subscription {subscription_id!r}")

@@ -1,0 +1,111 @@
+"""What subscriptions look like in JSON: to those who manage them, to hooks, to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import orjson
+
+from tailrace.protocol.durations import format_instant
+from tailrace.subscriptions import machine
+from tailrace.subscriptions.model import Subscription, Wake
+
+CONTROL_PATH: Final = "/v1/stream/__ds"
+# Links shown at most; the rest is only counted.
+SHOWN_STREAMS_MAX: Final = 10_000
+
+
+def show(sub: Subscription, kid: str, base_url: str) -> bytes:
+    """The body of PUT and GET. No secret is ever part of it."""
+    config = sub.config
+    streams = [
+        {"path": path, "link_type": link.kind, "acked_offset": link.acked}
+        for path, link in zip(sub.links, sub.links.values(), strict=True)
+    ]
+    webhook: dict[str, Any] | None = None
+    if config.webhook_url is not None:
+        signing = {"alg": "ed25519", "kid": kid, "jwks_url": f"{base_url}{CONTROL_PATH}/jwks.json"}
+        webhook = {"url": config.webhook_url, "signing": signing}
+    body: dict[str, Any] = {
+        "id": sub.id,
+        "subscription_id": sub.id,
+        "type": config.type,
+        "pattern": config.pattern,
+        "streams": streams[:SHOWN_STREAMS_MAX],
+        "webhook": webhook,
+        "wake_stream": config.wake_stream,
+        "lease_ttl_ms": config.lease_ttl_ms,
+        "created_at": format_instant(sub.head.created_ms * 1_000_000),
+        "status": status(sub),
+        "description": config.description,
+    }
+    if len(streams) > SHOWN_STREAMS_MAX:
+        body["streams_total"] = len(streams)
+    return orjson.dumps(body)
+
+
+def status(sub: Subscription) -> str:
+    """`failed` while a delivery that did not work waits to be tried again."""
+    wake = sub.wake
+    return "failed" if wake is not None and wake.failures and wake.attempt_at_ms is not None else "active"
+
+
+def streams_of(sub: Subscription, tails: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The links as a wake shows them; with very many links, those with work only."""
+    paths = list(sub.links) if len(sub.links) <= machine.LISTED_STREAMS_MAX else list(tails)
+    listed: list[dict[str, Any]] = []
+    for path in paths:
+        link = sub.links.get(path)
+        if link is None:
+            continue  # unlinked since the wake was issued
+        tail = max(tails.get(path, link.acked), link.acked)
+        listed.append(
+            {
+                "path": path,
+                "link_type": link.kind,
+                "acked_offset": link.acked,
+                "tail_offset": tail,
+                "has_pending": tail > link.acked,
+            }
+        )
+    return listed
+
+
+def webhook_body(sub: Subscription, wake: Wake, token: str, base_url: str) -> bytes:
+    return orjson.dumps(
+        {
+            "subscription_id": sub.id,
+            "wake_id": wake.id,
+            "generation": wake.generation,
+            "streams": streams_of(sub, wake.tails),
+            "callback_url": f"{base_url}{CONTROL_PATH}/subscriptions/{quote(sub.id, safe='')}/callback",
+            "callback_token": token,
+        }
+    )
+
+
+def claim_body(sub: Subscription, wake: Wake, token: str) -> bytes:
+    return orjson.dumps(
+        {
+            "wake_id": wake.id,
+            "generation": wake.generation,
+            "token": token,
+            "streams": streams_of(sub, wake.tails),
+            "lease_ttl_ms": sub.config.lease_ttl_ms,
+        }
+    )
+
+
+def wake_event(sub: Subscription, wake: Wake, now_ms: int) -> bytes:
+    """What is written to the wake stream."""
+    return orjson.dumps(
+        {
+            "type": "wake",
+            "subscription_id": sub.id,
+            "stream": next(iter(wake.tails)),
+            "generation": wake.generation,
+            "ts": now_ms,
+        }
+    )

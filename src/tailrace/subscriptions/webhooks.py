@@ -1,0 +1,121 @@
+"""Webhook deliveries: signed, to checked addresses, a bounded number at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import ssl
+from typing import Final
+
+from tailrace.clock import Clock
+from tailrace.errors import TailraceError
+from tailrace.settings import Settings
+from tailrace.subscriptions import deliver, machine, ssrf, tokens, views
+from tailrace.subscriptions.agent import Agent, Job
+from tailrace.subscriptions.keys import ServerKeys
+from tailrace.subscriptions.machine import Step
+from tailrace.subscriptions.model import Wake
+from tailrace.telemetry import Telemetry
+
+logger = logging.getLogger("tailrace.subscriptions")
+
+DELIVERIES_AT_ONCE: Final = 64
+
+
+class Webhooks:
+    """Sends wakes to hooks."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        keys: ServerKeys,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        telemetry: Telemetry,
+    ) -> None:
+        self._limits = settings.limits
+        self._public_url = settings.public_url.rstrip("/")
+        self._keys = keys
+        self._clock = clock
+        self._loop = loop
+        self._outcomes = telemetry.webhook_deliveries
+        self.rules = ssrf.rules_of(settings)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(DELIVERIES_AT_ONCE)
+        self._tls: ssl.SSLContext | None = None
+
+    def send(self, agent: Agent, wake: Wake) -> None:
+        agent.sub.delivering = wake.generation
+        task = self._loop.create_task(self._deliver(agent, wake))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Ends deliveries under way; the next server tries them again."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _deliver(self, agent: Agent, wake: Wake) -> None:
+        """One attempt; its outcome is a decision like any other."""
+        accepted = done = False
+        try:
+            async with self._slots:
+                response = await asyncio.wait_for(self._post(agent, wake), self._limits.webhook_ms / 1000)
+            accepted, done = response.accepted, response.done
+            trouble = "" if accepted else f"it answered {response.status}"
+        except TimeoutError:
+            trouble = "it did not answer in time"
+        except (deliver.DeliveryError, TailraceError, OSError) as error:
+            trouble = str(error)
+        self._outcomes.add("done" if done else "accepted" if accepted else "failed")
+        if agent.closed:
+            return
+        if trouble:
+            logger.warning("webhook of subscription %r failed: %s", agent.sub.id, trouble)
+
+        def decide(now_ms: int) -> Step:
+            sub = agent.sub
+            if sub.delivering == wake.generation:
+                sub.delivering = None
+            if sub.deleted:
+                return Step()
+            if accepted:
+                return machine.delivered(
+                    sub, wake.generation, done=done, now_ms=now_ms, wake_id=new_wake_id()
+                )
+            jitter = random.uniform(-1, 1)  # noqa: S311 (spreads retries, keeps no secret)
+            return machine.failed(sub, wake.generation, now_ms, jitter)
+
+        agent.submit(Job(decide, _nobody, lasting=True))
+
+    async def _post(self, agent: Agent, wake: Wake) -> deliver.Response:
+        sub = agent.sub
+        url = agent.config.webhook_url
+        assert url is not None, "a webhook subscription has a URL"
+        target = ssrf.check_url(url, self.rules)
+        addresses = await self._loop.run_in_executor(None, ssrf.check_target, target)
+        now_ms = self._clock.now_ns() // 1_000_000
+        token = tokens.issue(self._keys.token_key, sub.id, wake.generation, now_ms)
+        body = views.webhook_body(sub, wake, token, self._public_url or sub.head.base_url)
+        signature = self._keys.ring.current.sign(body, now_ms)
+        if target.scheme == "https" and self._tls is None:
+            self._tls = ssl.create_default_context()
+        return await deliver.post(
+            target,
+            addresses,
+            [("Content-Type", "application/json"), ("Webhook-Signature", signature)],
+            body,
+            answer_bytes_max=self._limits.webhook_answer_bytes,
+            tls=self._tls if target.scheme == "https" else None,
+        )
+
+
+def new_wake_id() -> str:
+    return f"w_{secrets.token_urlsafe(12)}"
+
+
+def _nobody(_step: Step, _error: TailraceError | None) -> None:
+    """The outcome of a delivery concerns nobody but the subscription."""
