@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.server import ServerProcess
+
+# A slow machine is not a failure: no example has a deadline.
+settings.register_profile(
+    "tailrace", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("tailrace")
 
 StartServer = Callable[..., ServerProcess]
 

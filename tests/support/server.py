@@ -6,6 +6,7 @@ import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,13 @@ from pathlib import Path
 START_S_MAX = 30.0
 STOP_S_MAX = 20.0
 _READY = re.compile(r"tailrace ready\s+(https?://\S+)")
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class ServerFailedError(AssertionError):
@@ -99,6 +107,10 @@ class ServerProcess:
         code = self._finish(STOP_S_MAX)
         if code != 0:
             raise ServerFailedError(f"exit code {code} after SIGTERM\n{self.log}")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def restart(self, *, kill: bool = False) -> None:
         """End the process (gently, or not) and start it again on the same port and directory."""
