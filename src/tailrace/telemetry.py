@@ -73,7 +73,7 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("info", "Always 1; the label is the server's version.", "version"),
         _gauge("ready", "1 while appends and reads are served, else 0."),
         # The network.
-        _counter("requests", "Requests answered, by route and status.", "route", "status"),
+        _counter("requests", "Requests answered, by method and status.", "method", "status"),
         _counter("refused", "Requests refused, by error code.", "code"),
         _counter("malformed_requests", "Connections ended because what they sent was not HTTP."),
         _counter("received_bytes", "Bytes received from clients."),
@@ -119,9 +119,11 @@ class Number:
 class Numbers:
     """Counters or gauges with labels. Label values must come from fixed sets, never from a client."""
 
-    __slots__ = ("reads", "values")
+    __slots__ = ("each", "reads", "values")
 
     def __init__(self) -> None:
+        # Where somebody else counts anyway: gives all rows when asked.
+        self.each: Callable[[], Iterable[tuple[list[str], float]]] | None = None
         self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
         self.reads: dict[tuple[object, ...], Read] = {}
 
@@ -133,6 +135,8 @@ class Numbers:
             yield [str(label) for label in labels], value
         for labels, read in self.reads.items():
             yield [str(label) for label in labels], read()
+        if self.each is not None:
+            yield from self.each()
 
 
 class Distribution:

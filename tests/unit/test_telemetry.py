@@ -22,13 +22,13 @@ def _samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...
 def test_counters_and_gauges_show_what_they_hold() -> None:
     telemetry = Telemetry("9.9")
     telemetry.append_entries.value += 3
-    telemetry.requests.add("append", 204)
-    telemetry.requests.add("append", 204)
+    telemetry.requests.add("POST", 204)
+    telemetry.requests.add("POST", 204)
     telemetry.streams.read = lambda: 7
     telemetry.live_connections.reads[("sse",)] = lambda: 2
     samples = _samples(telemetry)
     assert samples["tailrace_append_entries_total", ()] == 3
-    assert samples["tailrace_requests_total", (("route", "append"), ("status", "204"))] == 2
+    assert samples["tailrace_requests_total", (("method", "POST"), ("status", "204"))] == 2
     assert samples["tailrace_streams", ()] == 7
     assert samples["tailrace_live_connections", (("mode", "sse"),)] == 2
     assert samples["tailrace_info", (("version", "9.9"),)] == 1

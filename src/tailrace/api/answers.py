@@ -57,6 +57,12 @@ def refuse(exchange: Exchange, refusal: TailraceError) -> None:
     exchange.respond(*error(refusal))
 
 
+def add_phase(exchange: Exchange, name: str, seconds: float) -> None:
+    """Notes for Server-Timing how long a part of the request took."""
+    phase = f"{name};dur={seconds * 1000:.3f}"
+    exchange.phases = f"{exchange.phases}, {phase}" if exchange.phases else phase
+
+
 def base_url(exchange: Exchange, public_url: str) -> str:
     """What absolute URLs begin with: the configured base, else how the client reached us."""
     if public_url:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from tailrace.api import answers
+from tailrace.api.answers import add_phase
 from tailrace.api.context import Context
 from tailrace.api.health import HealthRoutes
 from tailrace.api.listing import ListingRoutes
@@ -47,6 +48,8 @@ class TailraceApp:
         if origins != "*":
             self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
             self._common = common_headers(context.settings.resource_policy, None)
+        self._timing = context.settings.server_timing
+        self._plain = self._origins is None and not self._timing
 
     # -- what net asks for -------------------------------------------------------------------------------
 
@@ -69,19 +72,31 @@ class TailraceApp:
         return answers.error(error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
-        if self._origins is None:
+        if self._plain:
             return self._common
+        common = self._common
+        if self._timing and exchange is not None:
+            total_ms = (self._context.loop.time() - exchange.started) * 1000
+            phases = f"{exchange.phases}, " if exchange.phases else ""
+            common += headers.line("Server-Timing", f"{phases}total;dur={total_ms:.3f}")
+        if self._origins is None:
+            return common
         origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
         text = origin.decode("latin-1")
         if text in self._origins:
-            return self._common + headers.line("Access-Control-Allow-Origin", text)
-        return self._common
+            return common + headers.line("Access-Control-Allow-Origin", text)
+        return common
 
     # -- routing ---------------------------------------------------------------------------------------
 
     def identify(self, exchange: Exchange) -> Identity:
         if self._verifier is None:
             return ANONYMOUS
+        if self._timing:
+            begun = self._context.loop.time()
+            identity = self._verifier.verify(exchange.headers.get(b"authorization"))
+            add_phase(exchange, "auth", self._context.loop.time() - begun)
+            return identity
         return self._verifier.verify(exchange.headers.get(b"authorization"))
 
     def _control(self, exchange: Exchange, rest: bytes) -> None:

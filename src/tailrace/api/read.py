@@ -152,6 +152,7 @@ class ReadRoutes:
 
     async def _answer_later(self, exchange: Exchange, request: ReadRequest, key: bytes | None) -> None:
         limits = self._limits
+        begun = self._context.loop.time()
         try:
             async with asyncio.timeout(limits.request_ms / 1000):
                 page = await self._log.reader.read(
@@ -167,6 +168,8 @@ class ReadRoutes:
                 return
             answers.refuse(exchange, TailraceError("internal", "the read failed"))
             raise
+        if self._context.settings.server_timing:
+            answers.add_phase(exchange, "hot", self._context.loop.time() - begun)
         self._answer_page(exchange, request, page)
 
     def _answer_now(self, exchange: Exchange, request: ReadRequest) -> None:
@@ -239,6 +242,10 @@ class ReadRoutes:
         else:
             head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
         exchange.respond(204, head)
+
+    def note_wait(self, exchange: Exchange) -> None:
+        if self._context.settings.server_timing:
+            answers.add_phase(exchange, "wait", self._context.loop.time() - exchange.started)
 
     def live_opened(self, stream: Stream) -> None:
         self._live.admit("long-poll")
@@ -317,6 +324,7 @@ class LongPoll:
     def _leave(self) -> None:
         if self._timer is None:
             return
+        self._routes.note_wait(self._exchange)
         self._timer.cancel()
         self._timer = None
         stream = self._request.stream

@@ -132,6 +132,9 @@ class Server:
         telemetry, log = self._telemetry, self.log
         log.committer.observe_sync = telemetry.observe_sync
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
+        telemetry.requests.each = lambda: (
+            ([method.decode(), str(status)], count) for (method, status), count in list(http.answers.items())
+        )
         telemetry.malformed_requests.read = lambda: http.parse_errors
         telemetry.received_bytes.read = lambda: http.bytes_in
         telemetry.sent_bytes.read = lambda: http.bytes_out

@@ -39,6 +39,7 @@ class StreamRoutes:
         self._context = context
         self._log = context.log
         self._limits = context.limits
+        self._answer_append = self._answer_timed if context.settings.server_timing else answer_append
 
     # -- POST ------------------------------------------------------------------------------------------
 
@@ -46,7 +47,14 @@ class StreamRoutes:
         authorise(identity, Action.WRITE_STREAM, stream=name)
         log = self._log
         stream = log.existing(name)
-        log.append(stream, self._append_request(exchange, stream), answer_append, exchange)
+        log.append(stream, self._append_request(exchange, stream), self._answer_append, exchange)
+
+    def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
+        """As `answer_append`; the time from decision to durability is the commit's."""
+        exchange = transaction.context
+        assert type(exchange) is Exchange
+        answers.add_phase(exchange, "commit", self._context.loop.time() - exchange.started)
+        answer_append(transaction, error)
 
     def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
         headers, body = exchange.headers, exchange.body

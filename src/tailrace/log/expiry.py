@@ -33,7 +33,7 @@ class Expiry:
         for stream in list(self._log.streams.by_number.values()):
             stream.grant_grace()
             self.loaded(stream)
-        self._sweep_stored()
+        self.sweep_stored()
 
     def loaded(self, stream: Stream) -> None:
         deadline_ns = stream.deadline_ns()
@@ -55,9 +55,9 @@ class Expiry:
         delay_s = max(0.0, (deadline_ns - self._log.clock.now_ns()) / 1e9) + LAG_S
         self._timer_ns = deadline_ns
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(min(delay_s, 3600.0), self._sweep)
+        self._timer = loop.call_later(min(delay_s, 3600.0), self.sweep)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         self._timer = None
         log = self._log
         now_ns = log.clock.now_ns()
@@ -78,7 +78,7 @@ class Expiry:
         if self._deadlines:
             self._arm()
 
-    def _sweep_stored(self) -> None:
+    def sweep_stored(self) -> None:
         """Streams that are not in memory have their deadline in the hot store."""
         log = self._log
         if log.refusal is None:
@@ -86,4 +86,4 @@ class Expiry:
                 stream = log.streams.get(number)
                 if stream is not None and not stream.gone and stream.expired(log.clock.now_ns()):
                     log.remove(stream, "expired", ignore, None)
-        self._stored_timer = asyncio.get_running_loop().call_later(STORE_SWEEP_S, self._sweep_stored)
+        self._stored_timer = asyncio.get_running_loop().call_later(STORE_SWEEP_S, self.sweep_stored)

@@ -171,8 +171,8 @@ class Log:
             transaction.duplicate = True
             self._after(transaction)
             return
-        if op.closes or op.binds is not None:
-            self._append_and_register(stream, op, now_ns, Transaction(stream, reply, context))
+        if op.closes or op.binds is not None or stream.lifetime is not NO_LIFETIME:
+            self._append_with_more(stream, op, now_ns, Transaction(stream, reply, context))
             return
         self.streams.assign_append(op, stream)
         payload = op.encode()
@@ -183,10 +183,13 @@ class Log:
         if self._stall_timer is None:
             self._watch_for_stalls()
 
-    def _append_and_register(self, stream: Stream, op: Append, now_ns: int, transaction: Transaction) -> None:
-        """An append that closes the stream or binds its type is news for the registry, in the same record."""
+    def _append_with_more(self, stream: Stream, op: Append, now_ns: int, transaction: Transaction) -> None:
+        """An append that closes the stream, binds its type or renews its window: one record for all of it."""
         transaction.add(self.streams, op)
-        if registry.is_listed(stream.name):
+        if stream.lifetime.ttl_s is not None:
+            # By the clock: the entry's own time may be one the client asked for.
+            transaction.add(self.streams, Touch(stream.number, now_ns))
+        if (op.closes or op.binds is not None) and registry.is_listed(stream.name):
             event = registry.updated(self._registry(), stream, stream.content_type, stream.closed, now_ns)
             transaction.add(self.streams, event)
         self._submit(transaction)
@@ -432,6 +435,8 @@ class Log:
         for name in [name for name, file in streams.changed_names.items() if file <= seq]:
             del streams.changed_names[name]
             streams.tombstones.pop(name, None)
+        for number in [number for number, file in streams.removed.items() if file <= seq]:
+            del streams.removed[number]
         self.journal.remove_through(seq)
         self.evict_idle(seq)
 

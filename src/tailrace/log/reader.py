@@ -36,6 +36,16 @@ class Missing(NamedTuple):
     entry: int
 
 
+class Pinned(NamedTuple):
+    """A block just fetched, and whose it is: a fork and its source use the same entry numbers."""
+
+    number: int
+    block: Block
+
+    def holds(self, number: int, entry: int) -> bool:
+        return number == self.number and self.block.first <= entry <= self.block.last
+
+
 class Budget:
     """What is left of a page, and what is in it so far."""
 
@@ -127,23 +137,23 @@ class Reader:
     ) -> Page:
         """The page, from wherever its entries are."""
         budget = Budget(after, bytes_max, entries_max, key)
-        pinned: Block | None = None
+        pinned: Pinned | None = None
         loop = asyncio.get_running_loop()
         while (missing := self._gather(stream, budget, pinned)) is not None:
             # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
             fetched = await loop.run_in_executor(self._threads, self._fetch, missing, budget.bytes_left)
             for block in fetched:
                 self.cache.put(missing.number, block)
-            pinned = fetched[0]
+            pinned = Pinned(missing.number, fetched[0])
         return budget.page()
 
     def read_now(self, stream: Stream, after: int, bytes_max: int, entries_max: int) -> Page:
         """As `read`, on the spot; for rare steps that must not be interleaved with others."""
         budget = Budget(after, bytes_max, entries_max, None)
-        pinned: Block | None = None
+        pinned: Pinned | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
-            pinned = self._fetch(missing, budget.bytes_left)[0]
-            self.cache.put(missing.number, pinned)
+            pinned = Pinned(missing.number, self._fetch(missing, budget.bytes_left)[0])
+            self.cache.put(missing.number, pinned.block)
         return budget.page()
 
     def entry_before(self, stream: Stream, since_ns: int) -> int:
@@ -185,7 +195,7 @@ class Reader:
         assert found[0].first <= missing.entry <= found[0].last, where
         return found
 
-    def _gather(self, stream: Stream, budget: Budget, pinned: Block | None) -> Missing | None:
+    def _gather(self, stream: Stream, budget: Budget, pinned: Pinned | None) -> Missing | None:
         # A fork shows its ancestors' entries up to where it left them: oldest ancestor first.
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
         owner = stream
@@ -198,8 +208,8 @@ class Reader:
                 entry = budget.next_entry + 1
                 if entry <= owner.stored:
                     block = self.cache.find(owner.number, entry)
-                    if block is None and pinned is not None and pinned.first <= entry <= pinned.last:
-                        block = pinned
+                    if block is None and pinned is not None and pinned.holds(owner.number, entry):
+                        block = pinned.block
                     if block is None:
                         return Missing(owner.number, entry)
                     take_block(block, budget, min(upto, owner.stored), owner.separator)

@@ -45,7 +45,8 @@ class Streams:
         self.memory_bytes = 0
         self.file = 0  # journal file of what is being published
         self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
-        self.removed: list[int] = []  # streams whose rows the next checkpoint deletes
+        # Streams removed since the checkpoint, likewise: the hot store still has their rows.
+        self.removed: dict[int, int] = {}
         self.on_loaded: Callable[[Stream], None] | None = None
 
     # -- look-up ---------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Streams:
 
     def get(self, number: int) -> Stream | None:
         stream = self.by_number.get(number)
-        if stream is not None or self.store is None:
+        if stream is not None or self.store is None or number in self.removed:
             return stream
         stream = self.store.stream_by_number(number)
         return None if stream is None else self._adopt(stream)
@@ -150,10 +151,6 @@ class Streams:
         if op.closes:
             stream.closed = True
             stream.closed_by = op.producer
-        if stream.lifetime.ttl_s is not None:
-            # An append renews the window; replay must come to the same deadline as the live server.
-            stream.touched_ns = max(stream.touched_ns, op.time_ns)
-            stream.touched_saved_ns = max(stream.touched_saved_ns, op.time_ns)
 
     def _assign_create(self, op: Create) -> Stream:
         assert op.stream >= self.next_number
@@ -192,7 +189,7 @@ class Streams:
             stream.gone = True
             return stream
         stream.removed = True
-        self.removed.append(stream.number)
+        self.removed[stream.number] = UNPUBLISHED
         if stream.parent:
             self.parent_of(stream).forks -= 1
         self.tombstones[stream.name] = Tombstone(stream.epoch, stream.incarnation, op.at_ns, op.reason)
@@ -217,6 +214,7 @@ class Streams:
         elif isinstance(op, Delete) and not op.soft:
             if stream.parent and (parent := self.by_number.get(stream.parent)) is not None:
                 self.touch_file(parent)
+            self.removed[stream.number] = self.file
             if self.by_name.get(stream.name) is None:
                 self.changed_names[stream.name] = self.file
             self._release(stream)

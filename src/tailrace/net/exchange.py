@@ -38,6 +38,7 @@ class Exchange:
         "on_deadline",
         "on_gone",
         "path",
+        "phases",
         "query",
         "repeated",
         "started",
@@ -60,6 +61,8 @@ class Exchange:
         # Called once if the client disconnects before the answer is complete. Set it for waits only: with
         # it, a client that half-closes its side counts as gone.
         self.on_gone: Callable[[], None] | None = None
+        # What took how long, in the form of Server-Timing; the application's to fill and to send.
+        self.phases = ""
         self.deadline_at = inf
         self.on_deadline: Callable[[], None] | None = None
 
@@ -87,6 +90,8 @@ class Exchange:
         self.answered = True
         connection = self.connection
         server = connection.server
+        mark = (self.method, status)
+        server.answers[mark] = server.answers.get(mark, 0) + 1
         if self.mode or server.draining or type(body) is not bytes or len(body) > JOIN_BYTES_MAX:
             connection.answer_unusual(self, status, head, body)
             return

@@ -61,6 +61,7 @@ class HttpServer:
         self.on_drain = on_drain
         # Counters.
         self.requests = 0
+        self.answers: dict[tuple[bytes, int], int] = {}  # by method and status
         self.bytes_in = 0
         self.bytes_out = 0
         self.parse_errors = 0
