@@ -246,3 +246,20 @@ def test_leaving_the_loop_closes_the_connection(
         break
     with open_client(server.base_url).stream(name).follow(mode=mode) as follow:
         assert follow.next_page().entries == [1]
+
+
+@MODES
+def test_rotation_and_idle_polls_are_not_seen(
+    start_server: Callable[..., ServerProcess], open_client: OpenClient, name: str, mode: str
+) -> None:
+    server = start_server("--sse-rotation-ms", "100", "--long-poll-default-ms", "50")
+    with Client(server.base_url) as writer, CuttingProxy(server.port) as proxy:
+        stream = writer.stream(name, content_type=JSON)
+        stream.create()
+        reading = Reading(open_client(proxy.base_url).stream(name).follow(mode=mode))
+        for number in range(5):
+            before = proxy.requests
+            stream.append(number)
+            reading.wait_for(lambda before=before: proxy.requests > before + 3)
+        stream.close()
+        assert reading.finish() == list(range(5))
