@@ -13,15 +13,17 @@ from bench.processes import PeerError, Running
 from bench.scenarios import Bench, Rows
 
 SETTLE_SECONDS = 2.0
+CREATE_PATIENCE_SECONDS = 900.0
 
 
 def _create(bench: Bench, peer: Peer, server: Running) -> Load:
     generator, count = bench.generator, bench.idle_streams
     if peer.wire == "redis":
         return generator.run(server.port, mode="redis", path="idle-%d", streams=count, count=count)
-    return generator.run(
+    load = generator.start(
         server.port, mode="append", method="PUT", path="/v1/stream/idle-%d", unique=True, count=count
     )
+    return generator.finish(load, CREATE_PATIENCE_SECONDS)
 
 
 def _last_is_there(bench: Bench, peer: Peer, server: Running) -> bool:

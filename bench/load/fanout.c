@@ -46,17 +46,20 @@ static void message_seen(struct reader *r, uint64_t number, uint64_t due_ns) {
 }
 
 static void read_line(struct reader *r) {
+    /* Hand-made and not sscanf: this runs for every delivery, and the load must not be what is measured. */
     const char *at = r->line;
     r->line[r->line_length] = 0;
-    if (strncmp(at, "data:", 5) != 0) return;
+    if (memcmp(at, "data:", 5) != 0) return;
     const char *next = strstr(at, "\"streamNextOffset\":\"");
     if (next) {
-        sscanf(next + 20, "%127[^\"]", r->offset);
+        size_t length = strcspn(next + 20, "\"");
+        if (length < OFFSET_BYTES_MAX) memcpy(r->offset, next + 20, length), r->offset[length] = 0;
         return;
     }
     while ((at = strstr(at, "{\"n\":")) != NULL) {
-        unsigned long long number, due;
-        if (sscanf(at, "{\"n\":%llu,\"t\":%llu", &number, &due) == 2) message_seen(r, number, due);
+        char *end;
+        uint64_t number = strtoull(at + 5, &end, 10);
+        if (strncmp(end, ",\"t\":", 5) == 0) message_seen(r, number, strtoull(end + 5, NULL, 10));
         at += 5;
     }
 }
