@@ -243,6 +243,7 @@ def decide_create(
         parent=source.number,
         fork_entry=fork.entry,
         fork_sub=request.fork_sub,
+        fork_ns=fork.time_ns,
     )
 
 
@@ -252,6 +253,7 @@ class ForkPoint(NamedTuple):
     source: Stream
     entry: int
     head: bytes
+    time_ns: int  # append time of the last entry it inherits, which its own must not fall behind
 
 
 def _fork_epochs(source: Stream, entry: int, own: int) -> tuple[tuple[int, int], ...]:
@@ -305,5 +307,5 @@ def decide_delete(stream: Stream, reason: str, now_ns: int, ancestors: Sequence[
     for ancestor in ancestors:
         if not ancestor.gone or ancestor.forks > 1:
             break
-        ops.append(Delete(ancestor.number, now_ns, "deleted", soft=False))
+        ops.append(Delete(ancestor.number, now_ns, ancestor.gone_reason, soft=False))
     return ops

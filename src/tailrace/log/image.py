@@ -36,6 +36,7 @@ class StreamImage(msgspec.Struct, array_like=True):
     forks: int
     gone: bool
     has_producers: bool
+    gone_reason: str
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -67,6 +68,7 @@ def encode_stream(stream: Stream) -> bytes:
             stream.forks,
             stream.gone,
             bool(stream.producers) or not stream.producers_known,
+            stream.gone_reason,
         )
     )
 
@@ -92,6 +94,7 @@ def decode_stream(raw: bytes) -> Stream:
     stream.fork_sub = image.fork_sub
     stream.forks = image.forks
     stream.gone = image.gone
+    stream.gone_reason = image.gone_reason
     stream.producers_known = not image.has_producers
     stream.grant_grace()
     return stream

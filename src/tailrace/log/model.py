@@ -103,6 +103,7 @@ class Stream:
         "fork_sub",
         "forks",
         "gone",
+        "gone_reason",
         "incarnation",
         "json",
         "last_ns",
@@ -155,6 +156,7 @@ class Stream:
         self.fork_sub = 0
         self.forks = 0
         self.gone = False  # soft-deleted: only forks may read it
+        self.gone_reason = ""  # "deleted" or "expired", once it is
         self.removed = False
         # Publication and memory.
         self.visible = -1  # -1 until the creation itself is durable

@@ -156,6 +156,22 @@ class Reader:
             self.cache.put(missing.number, pinned.block)
         return budget.page()
 
+    def time_of(self, stream: Stream, entry: int) -> int:
+        """When an entry was appended, to the stream itself or to the ancestor it is from; 0 for the start."""
+        if entry == 0:
+            return 0
+        owner = stream
+        while owner.parent and entry <= owner.fork_entry:
+            owner = self._streams.parent_of(owner)
+        if entry <= owner.stored:
+            row = next(self._store.db.blocks_from(owner.number, entry))
+            return decode_block(row).times[entry - row.first]
+        for block in owner.blocks or ():
+            if entry <= block.last:
+                return block.times[entry - block.first]
+        recent = owner.recent or []
+        return recent[bisect_left(recent, entry, key=_last_of_record)].time_ns
+
     def entry_before(self, stream: Stream, since_ns: int) -> int:
         """The position before the first visible entry that was appended at or after the instant."""
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]

@@ -114,6 +114,7 @@ class Create(msgspec.Struct, array_like=True):
     parent: int = 0
     fork_entry: int = 0
     fork_sub: int = 0
+    fork_ns: int = 0
 
 
 class Delete(msgspec.Struct, array_like=True):

@@ -167,6 +167,7 @@ class Streams:
         stream.parent = op.parent
         stream.fork_entry = stream.tail = stream.stored = op.fork_entry
         stream.fork_sub = op.fork_sub
+        stream.last_ns = op.fork_ns
         if op.parent:
             parent = self.get(op.parent)
             assert parent is not None
@@ -187,6 +188,7 @@ class Streams:
         assert not stream.removed
         if op.soft:
             stream.gone = True
+            stream.gone_reason = op.reason
             return stream
         stream.removed = True
         self.removed[stream.number] = UNPUBLISHED

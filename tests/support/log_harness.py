@@ -1,0 +1,225 @@
+"""The real log on a loop of its own, driven step by step and crashed at will."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+import uvloop
+
+from support.log_model import Append as ModelAppend
+from support.log_model import Lifetime as ModelLifetime
+from tailrace.clock import FakeClock
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.image import StoredStreams
+from tailrace.log.log import Log
+from tailrace.log.model import Lifetime, Stream
+from tailrace.log.reader import Page
+from tailrace.log.records import Append
+from tailrace.log.transaction import Transaction
+from tailrace.protocol.content_types import DEFAULT, is_json
+from tailrace.tier.checkpointer import checkpoint_file
+
+CENTURY_NS = 100 * 365 * 86_400 * 10**9
+T = TypeVar("T")
+
+
+class Pending:
+    """An answer that is on its way: entries added and whether something changed, or the refusal's code."""
+
+    def __init__(self) -> None:
+        self.settled = False
+        self.code: str | None = None
+        self.count = 0
+        self.offset = ""
+
+    def reply(self, transaction: Transaction, error: TailraceError | None) -> None:
+        assert not self.settled, "answered twice"
+        self.settled = True
+        if error is not None:
+            self.code = error.code
+            return
+        stream = transaction.subject
+        assert stream is not None
+        self.offset = stream.offset(max(stream.visible, 0))
+        if not transaction.duplicate:
+            for op in transaction.ops:
+                if isinstance(op, Append) and op.stream == stream.number:
+                    self.count += op.count
+                    self.offset = stream.offset(op.first + op.count - 1)
+
+
+class LogHarness:
+    """Opens, drives, checkpoints, closes and crashes a log."""
+
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        self._root = directory
+        self._lives = 0
+        self._limits = limits
+        self.clock = FakeClock()
+        self.start_ns = self.clock.now_ns()
+        self.loop = uvloop.new_event_loop()
+        self.directory = directory / "life-0"
+        self.retired: list[tuple[int, int]] = []
+        self._open()
+
+    def _open(self) -> None:
+        async def opened() -> Log:
+            log = Log(self.directory, self._limits, self.clock, self.loop)
+            log.open()
+            await log.committer.drain()
+            return log
+
+        self.retired = []
+        self.log = self.run(opened())
+        self.writer = StoredStreams(self.directory / "hot.db", writer=True)
+        self.retired += self.log.recovered.files
+        self.log.on_file_retired = lambda seq, end: self.retired.append((seq, end))
+
+    def run(self, awaitable: Awaitable[T]) -> T:
+        async def main() -> T:
+            return await awaitable
+
+        return self.loop.run_until_complete(main())
+
+    def settle(self) -> None:
+        self.run(self.log.committer.drain())
+
+    def reopen(self) -> None:
+        self.run(self.log.close())
+        self._open()
+
+    def crash(self, *, turns: int) -> None:
+        """What a power cut leaves: the files as they are after a few turns of the loop."""
+        for _ in range(turns):
+            self.run(asyncio.sleep(0))
+        self._lives += 1
+        copy = self._root / f"life-{self._lives}"
+        shutil.copytree(self.directory, copy)
+        self.run(self.log.close())
+        shutil.rmtree(self.directory)
+        self.directory = copy
+        self._open()
+
+    def close(self) -> None:
+        self.run(self.log.close())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def checkpoint(self, *, tell: bool) -> None:
+        """Folds the oldest retired journal file; without `tell` the log does not hear of it."""
+        if not self.retired:
+            return
+        self.settle()
+        seq, end = self.retired[0]
+        checkpoint_file(self.directory, self.writer, seq, end, CENTURY_NS)
+        if tell:
+            self.retired.pop(0)
+            self.log.checkpointed(seq)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def append(self, name: str, append: ModelAppend) -> Pending:
+        pending = Pending()
+
+        async def submit() -> None:
+            stream = self.log.existing(name)
+            unset = stream.content_type is None
+            self.log.append(stream, _request(append, cut=unset or stream.json), pending.reply, None)
+
+        return self._submitted(pending, submit())
+
+    def create(
+        self,
+        name: str,
+        content_type: str | None,
+        lifetime: ModelLifetime,
+        initial: ModelAppend,
+        fork: tuple[str, tuple[int, int] | None, int] | None,
+    ) -> Pending:
+        pending = Pending()
+        source, position, sub = fork or (None, None, 0)
+
+        async def submit() -> None:
+            found = None if source is None else self.log.find(source)
+            typed = content_type
+            first: AppendRequest | None = None
+            if initial.payloads and self.log.find(name) is None:
+                typed = content_type or (None if found is None else found.content_type) or DEFAULT
+                initial.content_type = typed
+                first = _request(initial, cut=True)
+            request = CreateRequest(
+                name, typed, Lifetime(*lifetime), initial.closes, source, position, sub, first
+            )
+            self.log.create(request, pending.reply, None)
+
+        return self._submitted(pending, submit())
+
+    def delete(self, name: str) -> Pending:
+        pending = Pending()
+
+        async def submit() -> None:
+            stream = self.log.find(name)
+            if stream is None:
+                tombstone = self.log.streams.tombstone(name)
+                if tombstone is None or tombstone.reason != "deleted":
+                    raise TailraceError("not_found", "never there, or expired")
+                pending.settled = True
+                return
+            if stream.gone:
+                raise TailraceError("stream_gone", "soft-deleted")
+            self.log.remove(stream, "deleted", pending.reply, None)
+
+        return self._submitted(pending, submit())
+
+    def _submitted(self, pending: Pending, submit: Awaitable[None]) -> Pending:
+        try:
+            self.run(submit)
+        except TailraceError as refusal:
+            pending.settled = True
+            pending.code = refusal.code
+        return pending
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Stream | None:
+        async def found() -> Stream | None:
+            return self.log.find(name)
+
+        return self.run(found())
+
+    def read(self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None) -> Page:
+        return self.run(self.log.reader.read(stream, after, bytes_max, entries_max, key))
+
+    def registry(self) -> list[tuple[str, str, bool | None, str | None]]:
+        stream = self.find("__registry__")
+        assert stream is not None
+        events: list[tuple[str, str, bool | None, str | None]] = []
+        parts = self.read(stream, 0, 2**40, 2**40, None).parts
+        for event in orjson.loads(b"[" + b",".join(parts) + b"]"):
+            operation, value = event["headers"]["operation"], event.get("value", {})
+            kind = event["headers"].get("reason", value.get("contentType"))
+            events.append((operation, event["key"], value.get("closed"), kind))
+        return events
+
+
+def _request(append: ModelAppend, *, cut: bool) -> AppendRequest:
+    """A request as the protocol layer would hand it over."""
+    batch = len(append.payloads) > 1 and is_json(append.content_type) and cut
+    body = b",".join(append.payloads)
+    return AppendRequest(
+        body,
+        append.content_type if append.payloads else None,
+        [len(payload) for payload in append.payloads] if batch else None,
+        append.closes,
+        append.key,
+        append.hint_ns,
+        append.seq,
+        append.producer,
+    )
