@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import tailrace
 from tailrace.settings import TABLE
@@ -98,6 +102,30 @@ def test_every_setting_is_documented() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert [name for name in TABLE if f"`{name}`" not in page] == []
     assert [name for name, setting in TABLE.items() if not setting.help.endswith(".")] == []
+
+
+def _locked(path: Path) -> dict[str, str]:
+    pins = re.findall(r"^([a-z0-9-]+)==([^\s;\\]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(pins)
+
+
+def test_the_locks_satisfy_what_the_project_declares() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = declared["dependency-groups"]
+    run = [*declared["project"]["dependencies"], *groups["build"]]
+    dev = run + [line for line in groups["dev"] if isinstance(line, str)]
+    wrong: list[str] = []
+    for lock, lines in (("run.txt", run), ("dev.txt", dev)):
+        pins = _locked(ROOT / "requirements" / lock)
+        for requirement in map(Requirement, lines):
+            pin = pins.get(canonicalize_name(requirement.name))
+            if pin is None or pin not in requirement.specifier:
+                wrong.append(f"{lock}: {requirement} is locked at {pin}: run make lock")
+    assert wrong == []
+    assert (
+        _locked(ROOT / "requirements" / "run.txt").items()
+        <= _locked(ROOT / "requirements" / "dev.txt").items()
+    )
 
 
 def test_the_changelog_begins_with_this_version() -> None:
