@@ -72,6 +72,7 @@ class Agent:
         "created",
         "missed",
         "sub",
+        "warned",
     )
 
     def __init__(
@@ -90,6 +91,7 @@ class Agent:
         self.busy = False  # a step is being saved
         self.closed = False
         self.announced: int | None = None  # generation whose wake event was written
+        self.warned = False  # about the wake stream
         # Streams that moved while their link was being saved.
         self.missed: set[str] = set()
 

@@ -209,20 +209,30 @@ class SubscriptionService:
         def reply(_: Transaction, error: TailraceError | None) -> None:
             if error is None:
                 agent.announced = wake.generation
+                agent.warned = False
             else:
-                logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, error)
+                self._not_announced(agent, error)
 
         try:
             self._log.append(self._log.existing(name), AppendRequest(body, "application/json"), reply, None)
         except TailraceError as refusal:
-            logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, refusal)
+            self._not_announced(agent, refusal)
+
+    def _not_announced(self, agent: Agent, error: TailraceError) -> None:
+        if error.retry_after_s is not None:
+            self._loop.call_later(error.retry_after_s, self._announce_again, agent)
+        elif not agent.warned:
+            agent.warned = True  # once, not for every wake until somebody makes the stream
+            name = agent.config.wake_stream
+            logger.warning("wake of %r not written to %r: %s", agent.sub.id, name, error)
 
     def _announce_again(self, agent: Agent) -> None:
         """For a wake whose event may not have been written, and that nobody has claimed."""
         wake = agent.sub.wake
-        if agent.config.type == "pull-wake" and wake is not None and wake.holder is None:
-            if agent.announced != wake.generation:
-                self._announce(agent, wake)
+        if agent.closed or agent.config.type != "pull-wake" or wake is None:
+            return
+        if wake.holder is None and agent.announced != wake.generation:
+            self._announce(agent, wake)
 
     # -- what the routes need ------------------------------------------------------------------------------
 
