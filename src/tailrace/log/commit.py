@@ -20,7 +20,8 @@ from tailrace.errors import TailraceError
 from tailrace.log.journal import FRAME_BYTES, JournalFile, encode_header, frame
 
 # Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
-SLOW_SYNC_S = 0.001
+INLINE = bool(int(os.environ.get("TR_INLINE","0")))
+SLOW_SYNC_S = float(os.environ.get("TR_SLOW","0.001"))
 
 Settled = Callable[[TailraceError | None], None]
 
@@ -62,7 +63,7 @@ class Committer:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        reserve: Callable[[int], JournalFile],
+        reserve: Callable[[int, bool], JournalFile | None],
         acknowledge: Callable[[Batch], None],
         fail: Callable[[list[Batch], OSError], None],
         syncs_in_flight: int,
@@ -134,15 +135,19 @@ class Committer:
         batch = self._open
         if not batch.payloads:
             return
-        self._open = Batch()
         try:
-            batch.file = file = self._reserve(batch.size)
+            file = self._reserve(batch.size, not self._in_flight)
         except OSError as error:
+            self._open = Batch()
             batch.error = error
             batch.synced = True
             self._in_flight.append(batch)
             self._settle()
             return
+        if file is None:
+            return  # a new file is due; it begins when everything in the old one is durable
+        self._open = Batch()
+        batch.file = file
         batch.position = file.end
         head = b"" if file.end else encode_header(file.header)
         batch.data = head + framed(batch.payloads, file.seed)
@@ -150,6 +155,11 @@ class Committer:
         file.end += len(batch.data)
         batch.started = time.perf_counter()
         self._in_flight.append(batch)
+        if INLINE and not (len(self._in_flight) > 1):
+            write_batch(batch)
+            batch.synced = True
+            self._settle()
+            return
         if len(self._threads) < len(self._in_flight):
             name = f"commit-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))

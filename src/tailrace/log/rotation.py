@@ -51,12 +51,16 @@ class Journal:
             self._next = None
         self._next = prepare_file(self.directory, self.seq + 1, self.file_bytes, zero=True)
 
-    def reserve(self, size: int) -> JournalFile:
-        """The file the next `size` bytes go to, with room for them."""
+    def reserve(self, size: int, settled: bool) -> JournalFile | None:
+        """The file the next `size` bytes go to, with room for them.
+
+        None if that is a new file and not everything before it is `settled`: the header of a file vouches for
+        every byte of the one before, so a crash must not be able to leave the header and take the bytes.
+        """
         active = self.active
         if active is not None and max(active.end, HEADER_BYTES) + size <= active.size:
             return active
-        return self._rotate(size)
+        return self._rotate(size) if settled else None
 
     def abandon(self) -> None:
         """After a failed write: nothing more goes to the active file, and nothing unacknowledged counts."""
@@ -88,14 +92,9 @@ class Journal:
             path = None
         if path is None:
             path = prepare_file(self.directory, self.seq + 1, max(self.file_bytes, needed), zero=False)
-        previous = self.active
-        if previous is None:
-            previous_seq, previous_end = self.durable_seq, self.durable_end
-        else:
-            previous_seq, previous_end = previous.seq, previous.end
         self.seq += 1
         file_id = int.from_bytes(os.urandom(8), "little")
-        header = Header(self.seq, file_id, previous_seq, previous_end, time.time_ns())
+        header = Header(self.seq, file_id, self.durable_seq, self.durable_end, time.time_ns())
         self.active = open_file(path, header)
         self._prepare_next()
         return self.active

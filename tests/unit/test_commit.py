@@ -1,0 +1,67 @@
+"""Group commit: the order of acknowledgements, and what a new journal file may claim about the one before."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tailrace.log.commit import Batch, Committer
+from tailrace.log.journal import JournalFile, Scan, chain
+from tailrace.log.rotation import Journal
+
+FILE_BYTES = 4096
+
+
+class Desk:
+    """A journal and a committer, and somebody who writes down what happens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.journal = Journal(directory, FILE_BYTES, 0, 0)
+        self.journal.open_first()
+        self.committer = Committer(
+            asyncio.get_running_loop(), self._reserve, self._acknowledge, self._fail, syncs_in_flight=4
+        )
+        # A slow disk: several syncs are kept in flight.
+        self.committer.sync_s = 1.0
+        self.submitted = 0
+        self.acknowledged: list[object] = []
+        self._file: JournalFile | None = None
+
+    def submit_number(self, size: int) -> None:
+        self.committer.submit(self.submitted.to_bytes(size, "little"), self.submitted)
+        self.submitted += 1
+
+    def _reserve(self, size: int, settled: bool) -> JournalFile | None:
+        file = self.journal.reserve(size, settled)
+        if file is not None and self._file is not None and file is not self._file:
+            assert (self.journal.durable_seq, self.journal.durable_end) == (self._file.seq, self._file.end), (
+                "a file was begun whose header vouches for what is not durable yet"
+            )
+        self._file = file or self._file
+        return file
+
+    def _acknowledge(self, batch: Batch) -> None:
+        assert batch.file is not None
+        self.journal.settled(batch.file, batch.position + len(batch.data))
+        self.acknowledged.extend(batch.items)
+
+    def _fail(self, batches: list[Batch], error: OSError) -> None:
+        raise error
+
+
+def test_a_file_is_begun_only_when_the_one_before_is_durable(tmp_path: Path) -> None:
+    async def scenario() -> Desk:
+        desk = Desk(tmp_path)
+        while desk.journal.seq < 6:
+            desk.submit_number(700)
+            await asyncio.sleep(0)
+        await desk.committer.drain()
+        desk.committer.stop()
+        return desk
+
+    desk = asyncio.run(scenario())
+    assert desk.acknowledged == list(range(desk.submitted))
+    read_back: list[int] = []
+    for path, header, end in chain(tmp_path):
+        read_back.extend(int.from_bytes(payload, "little") for _, payload in Scan(path, header, end))
+    assert read_back == desk.acknowledged
