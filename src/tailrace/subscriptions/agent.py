@@ -10,7 +10,16 @@ from typing import Final, NamedTuple, Protocol
 from tailrace.errors import TailraceError
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.machine import Step
-from tailrace.subscriptions.model import Change, DropLink, SetLink, Subscription, Wake, first_cursor, saved
+from tailrace.subscriptions.model import (
+    BEFORE_ALL,
+    Change,
+    DropLink,
+    SetLink,
+    Subscription,
+    Wake,
+    first_cursor,
+    saved,
+)
 
 JOBS_MAX: Final = 1000
 # Created and deleted streams that one commit takes in.
@@ -225,12 +234,14 @@ class Agent:
 
     def _saved(self, job: Job, step: Step, fresh: list[str]) -> None:
         self.busy = False
+        moved, self.missed = self.missed, set()
+        if len(fresh) <= EVENTS_PER_STEP:
+            # A cursor at the beginning has work before it. (More links come from a scan, at their tails.)
+            moved.update(fresh, self._waiting_links(step))
         for change in step.changes:
             self.sub.apply(change)
             if isinstance(change, DropLink):
                 self._desk.unfollow(change.path, self)
-        moved = self.missed if len(fresh) > EVENTS_PER_STEP else self.missed.union(fresh)
-        self.missed = set()
         for path in moved:
             tail = self._desk.tail(path)
             self.sub.observe(path, None if tail is None else tail.offset)
@@ -238,6 +249,15 @@ class Agent:
         if step.wake is not None and not self.closed:
             self._desk.send(self, step.wake)
         self.poke()
+
+    def _waiting_links(self, step: Step) -> list[str]:
+        """Links of a step whose stream had not existed before."""
+        links = self.sub.links
+        return [
+            change.path
+            for change in step.changes
+            if isinstance(change, SetLink) and change.path in links and links[change.path].acked == BEFORE_ALL
+        ]
 
     def _not_saved(self, job: Job, fresh: list[str], error: TailraceError) -> None:
         """Nothing happened. Requests are refused; the server's own work is tried again later."""
