@@ -24,6 +24,9 @@ from tailrace.subscriptions.service import SubscriptionService
 JWKS_HEAD = b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=300\r\n"
 JSON_HEAD = answers.JSON_TYPE + answers.NO_STORE
 
+# The caller waits for this; a name server that is slower has its say at the first delivery.
+RESOLVE_S_MAX = 2.0
+
 Identify = Callable[[Exchange], Identity]
 Handler = Callable[[Exchange, str, Identify], None]
 
@@ -120,8 +123,9 @@ class SubscriptionRoutes:
         """Names are judged by their addresses, now and at every delivery. An unknown one may yet appear."""
         try:
             try:
-                await self._context.loop.run_in_executor(None, ssrf.check_target, target)
-            except OSError:
+                look_up = self._context.loop.run_in_executor(None, ssrf.check_target, target)
+                await asyncio.wait_for(look_up, RESOLVE_S_MAX)
+            except (OSError, TimeoutError):
                 pass
             self._create(exchange, subscription_id, config)
         except TailraceError as refusal:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import logging
 import ssl
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +17,6 @@ from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
-import structlog
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
@@ -40,7 +40,7 @@ _ALGORITHM_OF: Final[dict[tuple[str, str | None], str]] = {
 }
 ALGORITHMS: Final = frozenset(_ALGORITHM_OF.values())
 
-_log = structlog.get_logger("tailrace.auth")
+logger = logging.getLogger("tailrace.auth")
 
 
 class KeySet:
@@ -253,9 +253,7 @@ class KeyRing:
             self._adopt(self._load())
         except (OSError, ValueError) as error:
             # The keys we have stay good: an issuer that is down must not lock everybody out.
-            _log.warning(
-                "key set not refreshed", origin=self._origin, reason=str(error), keys=self._keys.size
-            )
+            logger.warning("key set %s not refreshed, %d keys kept: %s", self._origin, self._keys.size, error)
 
     def _adopt(self, document: bytes) -> None:
         if document == self._document:
