@@ -41,7 +41,8 @@ class TailraceApp:
         self.health = HealthRoutes(context)
         self.control: Control | None = None
         self._telemetry = context.telemetry
-        self._names: dict[bytes, str] = {}
+        self._names: dict[bytes, str] = {}  # by path
+        self._append = self._streams.append
         self._common = common_headers(context.settings.resource_policy, "*")
         origins = context.settings.cors_origins
         self._origins: frozenset[str] | None = None
@@ -55,6 +56,15 @@ class TailraceApp:
 
     def handle(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path
+        name = self._names.get(path)
+        if name is not None:
+            # A stream this server has seen before: the way of nearly every request.
+            identity = ANONYMOUS if self._verifier is None else self.identify(exchange)
+            if method == b"POST":
+                self._append(exchange, identity, name)
+            else:
+                self._stream_method(exchange, identity, method, name)
+            return
         if method == b"OPTIONS":
             exchange.respond(204, preflight())
             return
@@ -105,19 +115,20 @@ class TailraceApp:
         self.control(exchange, rest, self.identify)
 
     def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        name = self._names.get(raw)
-        if name is None:
-            decoded = names.decode(raw)
-            if method == b"PUT":
-                self._streams.create(exchange, identity, decoded)
-                return
-            if decoded is None or not names.is_valid(decoded, self._context.limits.name_bytes):
-                raise TailraceError("not_found", "no stream can have this name")
-            if self._sub_resource(exchange, identity, method, raw, decoded):
-                return
-            if len(self._names) >= NAMES_CACHED:
-                self._names.clear()
-            name = self._names[raw] = decoded
+        decoded = names.decode(raw)
+        if method == b"PUT":
+            self._streams.create(exchange, identity, decoded)
+            return
+        if decoded is None or not names.is_valid(decoded, self._context.limits.name_bytes):
+            raise TailraceError("not_found", "no stream can have this name")
+        if self._sub_resource(exchange, identity, method, raw, decoded):
+            return
+        if len(self._names) >= NAMES_CACHED:
+            self._names.clear()
+        self._names[exchange.path] = decoded
+        self._stream_method(exchange, identity, method, decoded)
+
+    def _stream_method(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method == b"POST":
             self._streams.append(exchange, identity, name)
         elif method == b"GET":
@@ -130,6 +141,8 @@ class TailraceApp:
             if names.is_system(name):
                 raise read_only()
             self._streams.delete(exchange, identity, name)
+        elif method == b"OPTIONS":
+            exchange.respond(204, preflight())
         else:
             raise not_allowed(STREAM_METHODS)
 

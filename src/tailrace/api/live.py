@@ -22,7 +22,6 @@ from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 
 TICK_S = 1.0
-ENCODED_MAX = 64
 
 
 class Wire(Protocol):
@@ -114,6 +113,7 @@ class Follower:
         "_live",
         "_position",
         "_rotate_at",
+        "_shareable",
         "_silent_since",
         "_skipped",
         "_stream",
@@ -136,13 +136,13 @@ class Follower:
         self._cursor = cursor
         self._wire: Wire | None = None
         self._type_was_unset = stream.content_type is None
+        self._shareable = self._key is None and cursor is None
         self._task: asyncio.Task[None] | None = None
         self._waiting = False  # in the stream's list of readers
         self._skipped = False  # position moved without anything being sent
         self.ended = False
-        now = live.loop.time()
-        self._silent_since = now
-        self._rotate_at = None if rotate_s is None else now + rotate_s
+        self._silent_since = live.now
+        self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
     def start(self, wire: Wire) -> None:
         self._wire = wire
@@ -170,7 +170,7 @@ class Follower:
             if self._wire.unsent_bytes > live.unsent_bytes_max:
                 live.demoted += 1
                 return True  # `on_drain` goes on from here
-            encoded = live.encoded(self._wire, stream, self._position) if self._shareable() else None
+            encoded = live.encoded(self._wire, stream, self._position) if self._shareable else None
             if encoded is not None:
                 self._position = stream.visible
                 self._emit(encoded, stream.visible_closed)
@@ -181,9 +181,6 @@ class Follower:
                 self._send_page(page)
             first = False
         return True
-
-    def _shareable(self) -> bool:
-        return self._key is None and self._cursor is None
 
     def _send_page(self, page: Page) -> None:
         self._position = page.next_entry
@@ -201,13 +198,14 @@ class Follower:
         cursor = next_cursor(self._cursor, self._live.now_s())
         if self._cursor is not None:
             self._cursor = cursor if int(cursor) > self._live.interval() else None
+            self._shareable = self._key is None and self._cursor is None
         self._emit(self._wire.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date)
 
     def _emit(self, encoded: bytes, closed: bool) -> None:
         assert self._wire is not None
         self._wire.send(encoded)
         self._skipped = False
-        self._silent_since = self._live.loop.time()
+        self._silent_since = self._live.now
         if closed:
             self.finish(1000)
 
@@ -240,8 +238,20 @@ class Follower:
     # -- events ----------------------------------------------------------------------------------------
 
     def on_published(self, stream: Stream) -> None:
-        if self._task is None and not self._advance():
-            self._task = self._live.loop.create_task(self._catch_up())
+        if self._task is not None:
+            return
+        wire, live = self._wire, self._live
+        assert wire is not None
+        if self._position == live.step_from and stream is live.step_stream and self._shareable:
+            # Somebody at the same place was just served: the same bytes will do.
+            encoded = live.step.get(wire.form)
+            if encoded is not None and wire.unsent_bytes <= live.unsent_bytes_max:
+                self._position = live.step_to
+                wire.send(encoded)
+                self._silent_since = live.now
+                return
+        if not self._advance():
+            self._task = live.loop.create_task(self._catch_up())
 
     def on_drain(self) -> None:
         self.on_published(self._stream)
@@ -310,7 +320,12 @@ class Live:
         self.unsent_bytes_max = context.limits.live_unsent_bytes
         self._followers: set[Follower] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._encoded: dict[tuple[object, ...], bytes] = {}
+        self.now = self.loop.time()  # moved by the tick
+        # The last step of a stream, `(step_from, step_to]`, in every wire form that was asked for.
+        self.step_stream: Stream | None = None
+        self.step_from = -1
+        self.step_to = -1
+        self.step: dict[str, bytes] = {}
         self.connections = 0
         self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
         self.demoted = 0
@@ -361,6 +376,7 @@ class Live:
         self._followers.add(follower)
         stream.live += 1
         if self._timer is None:
+            self.now = self.loop.time()
             self._timer = self.loop.call_later(TICK_S, self._tick)
         return follower
 
@@ -377,7 +393,8 @@ class Live:
 
     def _tick(self) -> None:
         self._timer = None
-        now = self.loop.time()
+        self.now = now = self.loop.time()
+        self.step_stream = None  # what it says about the cursor grows old
         keep_alive_s = self._limits.sse_keep_alive_ms / 1000
         for follower in tuple(self._followers):
             follower.on_tick(now, keep_alive_s)
@@ -407,20 +424,24 @@ class Live:
 
     def encoded(self, wire: Wire, stream: Stream, after: int) -> bytes | None:
         """The step from `after` to the tail in one wire form, made once for all who take it now."""
+        if self.step_stream is stream and self.step_from == after and self.step_to == stream.visible:
+            found = self.step.get(wire.form)
+            if found is not None and not stream.visible_closed:
+                return found
+        page = self.try_page(stream, after, None)
+        if page is None or page.next_entry < stream.visible:
+            return None
         closed = stream.visible_closed
         cursor = next_cursor(None, self.now_s())
-        mark = (stream.number, after, stream.visible, closed, wire.form, cursor)
-        found = self._encoded.get(mark)
-        if found is None:
-            page = self.try_page(stream, after, None)
-            if page is None or page.next_entry < stream.visible:
-                return None
-            offset = stream.offset(stream.visible)
-            found = wire.encode(payload_of(stream, page), offset, cursor, True, closed)
-            if len(self._encoded) >= ENCODED_MAX:
-                self._encoded.clear()
-            self._encoded[mark] = found
-        return found
+        encoded = wire.encode(
+            payload_of(stream, page), stream.offset(stream.visible), cursor, up_to_date=True, closed=closed
+        )
+        if not closed:
+            if self.step_stream is not stream or self.step_from != after or self.step_to != stream.visible:
+                self.step_stream, self.step_from, self.step_to = stream, after, stream.visible
+                self.step = {}
+            self.step[wire.form] = encoded
+        return encoded
 
 
 def payload_of(stream: Stream, page: Page) -> bytes:

@@ -90,22 +90,18 @@ def check_once(exchange: Exchange) -> None:
 
 def content_type_of(exchange: Exchange) -> str | None:
     raw = exchange.headers.get(b"content-type")
-    if raw is None:
-        return None
+    return None if raw is None else parse_type(raw)
+
+
+@lru_cache(maxsize=1024)
+def parse_type(raw: bytes) -> str:
     try:
-        text = _KNOWN_TYPES.get(raw) or raw.decode()
+        text = raw.decode()
     except UnicodeDecodeError:
         raise bad_header("Content-Type", "is not text") from None
-    if not is_valid_type(text):
+    if not is_valid(text):
         raise bad_header("Content-Type", "is not a media type")
     return text
-
-
-_KNOWN_TYPES = {
-    b"application/json": "application/json",
-    b"application/octet-stream": "application/octet-stream",
-}
-is_valid_type = lru_cache(maxsize=1024)(is_valid)
 
 
 def check_encoding(exchange: Exchange) -> None:

@@ -9,7 +9,7 @@ from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
-from tailrace.log.model import Stream
+from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
 from tailrace.net.http1 import Exchange
@@ -19,16 +19,18 @@ from tailrace.protocol.headers import line
 from tailrace.protocol.names import check_creatable, is_system
 
 # An append with none of these is nothing but a body: most are.
-SPECIAL_HEADERS = (
-    b"stream-closed",
-    b"stream-seq",
-    b"stream-key",
-    b"stream-timestamp",
-    b"producer-id",
-    b"producer-epoch",
-    b"producer-seq",
-    b"prefer",
-    b"content-encoding",
+SPECIAL_HEADERS = frozenset(
+    (
+        b"stream-closed",
+        b"stream-seq",
+        b"stream-key",
+        b"stream-timestamp",
+        b"producer-id",
+        b"producer-epoch",
+        b"producer-seq",
+        b"prefer",
+        b"content-encoding",
+    )
 )
 
 
@@ -46,7 +48,9 @@ class StreamRoutes:
     def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
         log = self._log
-        stream = log.existing(name)
+        stream = log.streams.by_name.get(name)
+        if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
+            stream = log.existing(name)
         log.append(stream, self._append_request(exchange, stream), self._answer_append, exchange)
 
     def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
@@ -59,7 +63,7 @@ class StreamRoutes:
     def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
         headers, body = exchange.headers, exchange.body
         content_type = parse.content_type_of(exchange)
-        if headers.keys().isdisjoint(SPECIAL_HEADERS) and exchange.repeated is None:
+        if SPECIAL_HEADERS.isdisjoint(headers) and exchange.repeated is None:
             if not body:
                 raise TailraceError("empty_body", "there is nothing to append")
             if content_type is None:

@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable
 
 from tailrace.errors import TailraceError
-from tailrace.log.journal import FRAME_BYTES, JournalFile, encode_header, frame
+from tailrace.log.journal import FRAME, FRAME_BYTES, JournalFile, crc32c_extend, encode_header
 
 # Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
-INLINE = bool(int(os.environ.get("TR_INLINE","0")))
-SLOW_SYNC_S = float(os.environ.get("TR_SLOW","0.001"))
+SLOW_SYNC_S = 0.0015
 
 Settled = Callable[[TailraceError | None], None]
 
@@ -38,7 +37,7 @@ class Batch:
         "payloads",
         "position",
         "size",
-        "started",
+        "sync_s",
         "synced",
         "waiting",
     )
@@ -54,7 +53,7 @@ class Batch:
         self.position = 0
         self.synced = False
         self.error: OSError | None = None
-        self.started = 0.0
+        self.sync_s = 0.0
 
 
 class Committer:
@@ -78,7 +77,6 @@ class Committer:
         self._in_flight: deque[Batch] = deque()
         self._jobs: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._busy = 0
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self.queued_bytes = 0
@@ -100,7 +98,7 @@ class Committer:
         size = len(payload) + FRAME_BYTES
         batch.size += size
         self.queued_bytes += size
-        if not self._flush_scheduled and len(self._in_flight) < self._allowed():
+        if not self._flush_scheduled and (not self._in_flight or len(self._in_flight) < self._allowed()):
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
         return batch
@@ -153,13 +151,7 @@ class Committer:
         batch.data = head + framed(batch.payloads, file.seed)
         assert len(batch.data) == batch.size + len(head)
         file.end += len(batch.data)
-        batch.started = time.perf_counter()
         self._in_flight.append(batch)
-        if INLINE and not (len(self._in_flight) > 1):
-            write_batch(batch)
-            batch.synced = True
-            self._settle()
-            return
         if len(self._threads) < len(self._in_flight):
             name = f"commit-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
@@ -168,10 +160,12 @@ class Committer:
 
     def _work(self) -> None:
         while (batch := self._jobs.get()) is not None:
+            begun = time.perf_counter()
             try:
                 write_batch(batch)
             except OSError as error:
                 batch.error = error
+            batch.sync_s = time.perf_counter() - begun
             batch.synced = True
             try:
                 self._loop.call_soon_threadsafe(self._settle)
@@ -187,11 +181,10 @@ class Committer:
             if batch.error is not None:
                 self._break(batch)
                 return
-            duration = time.perf_counter() - batch.started
-            self.sync_s += (duration - self.sync_s) * 0.1
+            self.sync_s += (batch.sync_s - self.sync_s) * 0.1
             self.syncs += 1
             if self.observe_sync is not None:
-                self.observe_sync(duration, len(batch.items))
+                self.observe_sync(batch.sync_s, len(batch.items))
             self._acknowledge(batch)
         if self._open.payloads:
             if not self._flush_scheduled and len(in_flight) < self._allowed():
@@ -213,9 +206,11 @@ class Committer:
 
 
 def framed(payloads: list[bytes], seed: int) -> bytes:
+    """The records of a batch as they stand in the file. `frame` written out: this runs for every append."""
+    pack, checksum = FRAME.pack, crc32c_extend
     pieces: list[bytes] = []
     for payload in payloads:
-        pieces.append(frame(payload, seed))
+        pieces.append(pack(len(payload), checksum(seed, payload)))
         pieces.append(payload)
     return b"".join(pieces)
 

@@ -166,9 +166,11 @@ class AnsweringConnection(asyncio.Protocol):
                 return
 
     def write(self, data: bytes) -> None:
-        self.flush()
-        self._written += len(data)
-        self.server.bytes_out += len(data)
+        if self.cork:
+            self.flush()
+        size = len(data)
+        self._written += size
+        self.server.bytes_out += size
         try:
             self.transport.write(data)
         except (RuntimeError, OSError):
