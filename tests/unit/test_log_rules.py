@@ -133,3 +133,46 @@ def test_numbers_of_removed_streams_are_not_kept_for_ever(log: LogHarness) -> No
         answered(log, log.delete(f"brief/{number}"))
     checkpoint(log)
     assert not log.log.streams.removed
+
+
+def test_a_source_is_not_put_away_while_its_last_fork_is_leaving(log: LogHarness) -> None:
+    create(log, "source", b"1")
+    create(log, "fork", fork=("source", None, 0))
+    checkpoint(log)
+    pending = log.delete("fork")
+    log.log.evict_idle(2**62)
+    answered(log, pending)
+    source = log.find("source")
+    assert source is not None
+    assert source.forks == 0
+
+
+def test_stored_streams_that_were_removed_do_not_hide_those_that_expire_later(
+    log: LogHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.log.expiry.SWEEP_COUNT_MAX", 2)
+    for number in range(5):
+        create(log, f"brief/{number}", lifetime=(10, None))
+    create(log, "longer", lifetime=(20, None))
+    create(log, "renewed", lifetime=(30, None))
+    checkpoint(log)
+    log.reopen()
+    log.clock.advance(25)
+    for _ in range(4):
+        log.run(sweep(log))
+    log.settle()
+    assert sorted(name for kind, name, *_ in log.registry() if kind == "delete") == [
+        *(f"brief/{number}" for number in range(5)),
+        "longer",
+    ]
+
+
+@pytest.mark.parametrize("lifetime", [(2**53, None), (None, 2**63 - 1), (None, -(10**18))])
+def test_lifetimes_of_any_length_can_be_kept(log: LogHarness, lifetime: Lifetime) -> None:
+    create(log, "long", lifetime=lifetime)
+    checkpoint(log)
+    log.reopen()
+    stream = log.find("long")
+    assert (stream is None) is (lifetime[1] is not None and lifetime[1] < 0)
+    if stream is not None:
+        assert (stream.lifetime.ttl_s, stream.lifetime.expires_ns) == lifetime

@@ -27,6 +27,7 @@ class Expiry:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._stored_timer: asyncio.TimerHandle | None = None
+        self._stored_seen = (-(2**63), 0)  # deadline and number up to which the hot store was searched
 
     def recovered(self) -> None:
         """Takes up the deadlines of what the journal brought back."""
@@ -81,9 +82,24 @@ class Expiry:
     def sweep_stored(self) -> None:
         """Streams that are not in memory have their deadline in the hot store."""
         log = self._log
-        if log.refusal is None:
-            for number in log.store.db.overdue(log.clock.now_ns(), SWEEP_COUNT_MAX):
-                stream = log.streams.get(number)
-                if stream is not None and not stream.gone and stream.expired(log.clock.now_ns()):
-                    log.remove(stream, "expired", ignore, None)
-        self._stored_timer = asyncio.get_running_loop().call_later(STORE_SWEEP_S, self.sweep_stored)
+        now_ns = log.clock.now_ns()
+        delay_s = STORE_SWEEP_S
+        # Rows stay until the next checkpoint; going on behind those seen keeps them from hiding others.
+        found = (
+            log.store.db.deadlines_after(*self._stored_seen, SWEEP_COUNT_MAX) if log.refusal is None else []
+        )
+        for deadline_ns, number in found:
+            if deadline_ns > now_ns:
+                delay_s = min(delay_s, (deadline_ns - now_ns) / 1e9 + LAG_S)
+                break
+            self._stored_seen = (deadline_ns, number)
+            # If it has not expired after all, loading it put its present deadline on the heap.
+            stream = log.streams.get(number)
+            if stream is not None and not stream.gone and stream.expired(now_ns):
+                log.remove(stream, "expired", ignore, None)
+        else:
+            if found:
+                delay_s = LAG_S
+        if self._stored_timer is not None:
+            self._stored_timer.cancel()
+        self._stored_timer = asyncio.get_running_loop().call_later(delay_s, self.sweep_stored)

@@ -443,7 +443,8 @@ class Log:
     def evict_idle(self, seq: int) -> None:
         """Forgets streams that nobody uses and the hot store has; the name index finds them again."""
         for stream in list(self.streams.by_number.values()):
-            in_use = stream.readers is not None or stream.batch is not None or stream.live or stream.forks
+            in_use = stream.readers is not None or stream.batch is not None or stream.live
+            in_use = in_use or stream.forks or stream.leaving
             saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
             if saved and not in_use and stream.visible == stream.stored and stream.name != registry.NAME:
                 self.streams.forget(stream)
@@ -520,7 +521,7 @@ def wake(stream: Stream) -> None:
             reader.on_published(stream)
 
 
-_KEPT = frozenset({"readers", "live", "used"})
+_KEPT = frozenset({"readers", "live"})
 
 
 def restore_into(stream: Stream, fresh: Stream) -> None:

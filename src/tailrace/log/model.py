@@ -107,6 +107,7 @@ class Stream:
         "incarnation",
         "json",
         "last_ns",
+        "leaving",
         "lifetime",
         "live",
         "name",
@@ -126,7 +127,6 @@ class Stream:
         "tail",
         "touched_ns",
         "touched_saved_ns",
-        "used",
         "visible",
         "visible_closed",
     )
@@ -155,6 +155,7 @@ class Stream:
         self.fork_entry = 0
         self.fork_sub = 0
         self.forks = 0
+        self.leaving = 0  # forks whose deletion is decided and not yet durable
         self.gone = False  # soft-deleted: only forks may read it
         self.gone_reason = ""  # "deleted" or "expired", once it is
         self.removed = False
@@ -170,7 +171,6 @@ class Stream:
         self.queued_bytes = 0
         self.readers: list[LiveReader] | None = None
         self.live = 0
-        self.used = 0
 
     def bind(self, content_type: str | None) -> None:
         self.content_type = content_type

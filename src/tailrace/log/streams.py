@@ -193,7 +193,9 @@ class Streams:
         stream.removed = True
         self.removed[stream.number] = UNPUBLISHED
         if stream.parent:
-            self.parent_of(stream).forks -= 1
+            parent = self.parent_of(stream)
+            parent.forks -= 1
+            parent.leaving += 1
         self.tombstones[stream.name] = Tombstone(stream.epoch, stream.incarnation, op.at_ns, op.reason)
         self.changed_names[stream.name] = UNPUBLISHED
         self.forget(stream)
@@ -215,6 +217,7 @@ class Streams:
                 self.touch_file(self.parent_of(stream))
         elif isinstance(op, Delete) and not op.soft:
             if stream.parent and (parent := self.by_number.get(stream.parent)) is not None:
+                parent.leaving -= 1
                 self.touch_file(parent)
             self.removed[stream.number] = self.file
             if self.by_name.get(stream.name) is None:

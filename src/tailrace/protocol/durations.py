@@ -17,6 +17,9 @@ _NANOS = re.compile(r"[0-9]{1,19}")
 _WINDOW_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _WAIT_UNIT_MS = {None: 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+WINDOW_S_MAX = 2**53 - 1
+# Instants are kept in 64 bits. What lies beyond (the year 2262) is as far away as can be said.
+INSTANT_NS_MAX = 2**63 - 1
 
 
 def parse_window_s(text: str, header: str) -> int:
@@ -26,7 +29,10 @@ def parse_window_s(text: str, header: str) -> int:
         raise TailraceError(
             "invalid_header", f"{header} must be whole seconds or <n>s, m, h or d", header=header
         )
-    return int(match[1]) * _WINDOW_UNIT_S[match[2]]
+    window_s = int(match[1]) * _WINDOW_UNIT_S[match[2]]
+    if window_s > WINDOW_S_MAX:
+        raise TailraceError("invalid_header", f"{header} is more than can be counted", header=header)
+    return window_s
 
 
 def parse_wait_ms(text: str) -> int:
@@ -48,7 +54,8 @@ def parse_instant_ns(text: str) -> int | None:
     except ValueError:
         return None
     whole_s = (moment - _EPOCH) // timedelta(seconds=1)
-    return whole_s * 1_000_000_000 + int((match[3] or "0").ljust(9, "0"))
+    instant_ns = whole_s * 1_000_000_000 + int((match[3] or "0").ljust(9, "0"))
+    return max(-INSTANT_NS_MAX, min(instant_ns, INSTANT_NS_MAX))
 
 
 def parse_timestamp_ns(text: str) -> int | None:
@@ -61,9 +68,8 @@ def parse_timestamp_ns(text: str) -> int | None:
 
 def format_instant(ns: int) -> str:
     """RFC 3339 in UTC with milliseconds, the way every instant leaves the server."""
-    seconds, rest = divmod(ns, 1_000_000_000)
-    try:
-        moment = _EPOCH + timedelta(seconds=seconds)
-    except OverflowError:
+    if ns >= INSTANT_NS_MAX:
         return "9999-12-31T23:59:59.999Z"
+    seconds, rest = divmod(ns, 1_000_000_000)
+    moment = _EPOCH + timedelta(seconds=seconds)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{rest // 1_000_000:03d}Z"

@@ -152,11 +152,14 @@ class HotDb:
         )
         return [cast("tuple[str, bytes]", row) for row in rows]
 
-    def overdue(self, now_ns: int, limit: int) -> list[int]:
+    def deadlines_after(self, deadline_ns: int, number: int, limit: int) -> list[tuple[int, int]]:
+        """Deadlines and numbers of streams that end by themselves, soonest first, behind the one named."""
         rows = self._execute(
-            "SELECT number FROM streams WHERE deadline_ns<=? ORDER BY deadline_ns LIMIT ?", (now_ns, limit)
+            "SELECT deadline_ns, number FROM streams WHERE deadline_ns IS NOT NULL "
+            "AND (deadline_ns, number)>(?, ?) ORDER BY deadline_ns, number LIMIT ?",
+            (deadline_ns, number, limit),
         )
-        return [cast("int", row[0]) for row in rows]
+        return [cast("tuple[int, int]", row) for row in rows]
 
     def meta(self) -> dict[str, bytes]:
         rows = self._execute("SELECT key, value FROM meta")

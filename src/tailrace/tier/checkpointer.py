@@ -21,6 +21,7 @@ from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
 from tailrace.log.recovery import apply_record
 from tailrace.log.streams import Streams
+from tailrace.protocol.durations import INSTANT_NS_MAX
 
 BLOCK_BYTES = 256 * 1024
 MERGE_BELOW_BYTES = 64 * 1024
@@ -83,7 +84,7 @@ def stored_deadline_ns(stream: Stream) -> int | None:
     deadline_ns = stream.deadline_ns()
     if deadline_ns is not None and stream.lifetime.ttl_s is not None:
         deadline_ns += stream.lifetime.ttl_s * 100_000_000
-    return deadline_ns
+    return None if deadline_ns is None else min(deadline_ns, INSTANT_NS_MAX)
 
 
 def write_blocks(store: StoredStreams, stream: Stream) -> None:
