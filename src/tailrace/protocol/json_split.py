@@ -12,6 +12,8 @@ from tailrace.errors import TailraceError
 _ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 _VALUE = msgspec.json.Decoder(msgspec.Raw)
 _SPACE = b" \t\n\r"
+_GAP = re.compile(rb"[ \t\n\r,]*")
+_ESCAPES = re.compile(rb"\\(?:u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL)
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -20,12 +22,13 @@ def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
 
     msgspec checks the grammar while it cuts, but not UTF-8 inside strings, nor depth; those are ours.
     """
-    text = body.lstrip(_SPACE)
     try:
-        if text[:1] == b"[":
-            entries = _ELEMENTS.decode(text)
-        else:
-            entries = [_VALUE.decode(text.rstrip(_SPACE))]
+        try:
+            entries = _cut(body)
+        except msgspec.DecodeError:
+            if b"\\u" not in body:
+                raise
+            entries = _cut_past_surrogates(body)
         if not body.isascii():
             body.decode()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -34,6 +37,33 @@ def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
         raise _too_deep(depth_max) from None
     if body.count(b"[") + body.count(b"{") > depth_max and _depth(body) > depth_max:
         raise _too_deep(depth_max)
+    return entries
+
+
+def _cut(body: bytes) -> list[msgspec.Raw]:
+    text = body.lstrip(_SPACE)
+    if text[:1] == b"[":
+        return _ELEMENTS.decode(text)
+    return [_VALUE.decode(text.rstrip(_SPACE))]
+
+
+def _cut_past_surrogates(body: bytes) -> list[msgspec.Raw]:
+    """Half a surrogate pair, escaped, is legal JSON, and what JavaScript writes; msgspec refuses it.
+
+    So the grammar is checked, and the cuts are found, on a copy with plain escapes of the same length.
+    """
+
+    def plain(match: re.Match[bytes]) -> bytes:
+        return b"\\u0020" if len(match[0]) == 6 else match[0]
+
+    entries: list[msgspec.Raw] = []
+    text = body.lstrip(_SPACE)
+    position = len(body) - len(text) + (1 if text[:1] == b"[" else 0)
+    for copy in _cut(_ESCAPES.sub(plain, body)):
+        gap = _GAP.match(body, position)
+        start = position if gap is None else gap.end()
+        position = start + len(bytes(copy))
+        entries.append(msgspec.Raw(body[start:position]))
     return entries
 
 
