@@ -5,10 +5,16 @@ from __future__ import annotations
 import base64
 import itertools
 import re
+import ssl
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from conftest import StartServer
@@ -532,6 +538,57 @@ def test_retries_and_leases_survive_a_crash(start_server: StartServer, hook: Hoo
         # The crash came before the acceptance was durable: the same wake once more.
         following = hook.next()
     assert callback(call, following, ("s/a", tail)).body["ok"] is True
+
+
+# -- TLS --------------------------------------------------------------------------------------------------
+
+
+def certificate(directory: Path, name: str) -> Path:
+    """A certificate that vouches for itself, with its key, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.now(tz=UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path = directory / f"{name}.pem"
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM) + private)
+    return path
+
+
+@pytest.mark.parametrize("name", ["localhost", "elsewhere.example"])
+def test_certificates_are_checked_against_the_name(
+    start_server: StartServer, tmp_path: Path, name: str
+) -> None:
+    path = certificate(tmp_path, name)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(path)
+    hook = Hook(tls)
+    try:
+        # Allow-listed, since the name resolves to this machine; the certificate has to fit all the same.
+        server = start_server("--webhook-allow", "localhost", env={"SSL_CERT_FILE": str(path)})
+        call = Caller(server)
+        make(call, "s", webhook("s", hook.url))
+        tail = create(call, "s/a", [1])
+        if name == "localhost":
+            assert callback(call, hook.next(), ("s/a", tail)).status == 200
+        else:
+            eventually(lambda: call("GET", control("s")).body["status"], lambda status: status == "failed")
+            assert hook.calls.empty()
+    finally:
+        hook.close()
 
 
 # -- permissions ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Call(NamedTuple):
 class Hook:
     """Answers 200 `{}` until it is told otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.status = 200
         self.answer: bytes = b"{}"
         self.headers: dict[str, str] = {}
@@ -57,6 +58,9 @@ class Hook:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+            self.url = f"https://localhost:{self._server.server_port}/hook"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
