@@ -1,0 +1,96 @@
+"""One ordeal: a server, a crew of writers, and one death after the other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from crash.family import Family
+from crash.faults import HOT, JOURNAL, SYNC, WRITE, Disk, children, kill_process
+from crash.gate import Crew, Writer, pick
+from crash.shared import Follower, Loader, ProducerWriter, SeqWriter, SharedStream, SharedWriter
+from crash.wire import Wire
+from support.server import ServerProcess
+
+STEPS_BETWEEN_DEATHS = (50, 1000)
+
+
+class Ordeal:
+    """Everything random comes from the seed; only the interleaving is the machine's own."""
+
+    def __init__(self, seed: int, directory: Path, disk: Disk) -> None:
+        self.random = random.Random(seed)
+        self.disk = disk
+        # Small files: many rotations and checkpoints between two deaths. Small tails: memory is let go early.
+        file_bytes, tail_bytes = (("32KiB", "256KiB"), ("256KiB", "1MiB"), ("64MiB", "256MiB"))[seed % 3]
+        flags = ("--journal-file-bytes", file_bytes, "--tail-memory-bytes", tail_bytes)
+        self.server = ServerProcess(directory / "data", args=flags, env=disk.env)
+        self.slow = seed % 2 == 1
+        self.kills = 0
+        self.deaths: dict[str, int] = {}
+        self.server.start()
+        self.stream = SharedStream("shared/stream")
+        wire = Wire(self.server.port)
+        self.stream.create(wire)
+        wire.close()
+        self.crew = Crew(self.server.port, self._writers(seed))
+
+    def _writers(self, seed: int) -> list[Writer]:
+        stream = self.stream
+        return [
+            Loader(stream),
+            *(SharedWriter(stream, f"plain-{index}", seed) for index in range(3)),
+            SharedWriter(stream, "batch", seed, batch_max=5),
+            SeqWriter(stream, "seq", seed),
+            *(ProducerWriter(stream, f"producer-{index}", seed) for index in range(2)),
+            Follower(stream),
+            *(Family(f"family-{index}", seed) for index in range(4)),
+        ]
+
+    def run(self, kills: int) -> None:
+        try:
+            while self.kills < kills:
+                self._one_life()
+                self.crew.settle()
+        finally:
+            self.crew.end()
+            self.server.kill()
+        assert len(self.stream.entries) > 20 * kills, "the writers hardly wrote"
+
+    def _one_life(self) -> None:
+        """Writers work until the server dies; then it is started again."""
+        if self.slow:
+            # Syncs that take a while are kept in flight side by side, and finish in any order.
+            self.disk.jitter(JOURNAL, WRITE | SYNC, 4000)
+        self.crew.go()
+        if self.random.random() < 0.5:
+            self._kill_checkpointer()
+        kind = pick(self.random, {"kill": 6, "tear": 2, "die": 2})
+        self.deaths[kind] = self.deaths.get(kind, 0) + 1
+        if kind == "kill":
+            self.crew.wait_steps(self.random.randint(*STEPS_BETWEEN_DEATHS))
+        else:
+            self._arrange_death(kind)
+            self.crew.wait_steps(10 * STEPS_BETWEEN_DEATHS[1])
+        self.server.kill()
+        self.kills += 1
+        self.crew.rest()
+        self.disk.heal()
+        self.server.start()
+
+    def _arrange_death(self, kind: str) -> None:
+        """The process dies at an exact point of its own I/O."""
+        skip = self.random.randint(0, 200)
+        if kind == "tear":
+            self.disk.tear(JOURNAL, self.random.choice((1, 7, 63, 64, 65, 72, 100, 500, 3000)), skip=skip)
+        else:
+            self.disk.die(JOURNAL, self.random.choice((WRITE, SYNC)), skip=skip)
+
+    def _kill_checkpointer(self) -> None:
+        """The child dies alone: between two steps, or in the middle of its own writing."""
+        if self.random.random() < 0.5:
+            self.disk.die(HOT, self.random.choice((WRITE, SYNC)), skip=self.random.randint(0, 60))
+            return
+        self.crew.wait_steps(self.random.randint(1, 100))
+        for child in children(self.server.pid):
+            kill_process(child)
