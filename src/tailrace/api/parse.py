@@ -141,7 +141,7 @@ def stream_timestamp_ns(exchange: Exchange) -> int | None:
     if value is None:
         return None
     parsed = durations.parse_timestamp_ns(value.decode("latin-1"))
-    if parsed is None or parsed < 0:
+    if parsed is None:
         raise bad_header("Stream-Timestamp", "is neither RFC 3339 nor Unix nanoseconds")
     return parsed
 
