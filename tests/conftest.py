@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.server import ServerProcess
+from support.wire import Wire
 
 # A slow machine is not a failure: no example has a deadline.
 settings.register_profile(
@@ -33,6 +34,16 @@ def server(
     """A server with default settings, shared by the tests of one file."""
     process = _started(request, tmp_path_factory.mktemp("server"))
     yield process
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    """Calls to a server with default settings that all tests of the protocol's rules share."""
+    process = ServerProcess(tmp_path_factory.mktemp("rules") / "data").start()
+    wire = Wire(process.port)
+    yield wire
+    wire.close()
     process.stop()
 
 

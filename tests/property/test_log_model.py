@@ -179,6 +179,7 @@ class LogStates(RuleBasedStateMachine):
             self.real.clock.advance(1)
         for name in NAMES:
             self.model.find(name, self.now_ns)
+        self.real.sweep()
 
     def uncertain(self, stream: ModelStream) -> bool:
         ttl_s, deadline_ns = stream.lifetime[0], stream.deadline_ns()

@@ -88,6 +88,16 @@ class LogHarness:
 
         return self.loop.run_until_complete(main())
 
+    def sweep(self) -> None:
+        """What the timers do within two seconds: everything that has expired goes."""
+
+        async def swept() -> None:
+            self.log.expiry.sweep()
+            self.log.expiry.sweep_stored()
+
+        self.run(swept())
+        self.settle()
+
     def settle(self) -> None:
         self.run(self.log.committer.drain())
 

@@ -75,14 +75,8 @@ def test_a_deadline_does_not_bring_a_deleted_stream_back_from_the_store(log: Log
     answered(log, log.delete("short"))
     create(log, "short", b"new")
     log.clock.advance(60)
-    log.run(sweep(log))
-    log.settle()
+    log.sweep()
     assert everything(log, "short") == b"new"
-
-
-async def sweep(log: LogHarness) -> None:
-    log.log.expiry.sweep()
-    log.log.expiry.sweep_stored()
 
 
 @pytest.mark.parametrize("hint_s", [-3600, 200])
@@ -159,8 +153,7 @@ def test_stored_streams_that_were_removed_do_not_hide_those_that_expire_later(
     log.reopen()
     log.clock.advance(25)
     for _ in range(4):
-        log.run(sweep(log))
-    log.settle()
+        log.sweep()
     assert sorted(name for kind, name, *_ in log.registry() if kind == "delete") == [
         *(f"brief/{number}" for number in range(5)),
         "longer",

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from tailrace.errors import TailraceError
 
-_WINDOW = re.compile(r"(0|[1-9][0-9]{0,14})([smhd]?)")
+_WINDOW = re.compile(r"(0|[1-9][0-9]{0,15})([smhd]?)")
 _WAIT = re.compile(r"([0-9]{1,12})(ms|s|m|h)?")
 _INSTANT = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2}:[0-9]{2})"
