@@ -204,8 +204,17 @@ class LogHarness:
 
         return self.run(found())
 
-    def read(self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None) -> Page:
-        return self.run(self.log.reader.read(stream, after, bytes_max, entries_max, key))
+    def read(
+        self,
+        stream: Stream,
+        after: int,
+        bytes_max: int,
+        entries_max: int,
+        key: bytes | None,
+        *,
+        apart: bool = False,
+    ) -> Page:
+        return self.run(self.log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart))
 
     def registry(self) -> list[tuple[str, str, bool | None, str | None]]:
         stream = self.find("__registry__")

@@ -24,6 +24,7 @@ PREFIX = b"/v1/stream/"
 CONTROL = b"/v1/stream/__ds"
 STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 NAMES_CACHED = 65_536
+PATH_BYTES_CACHED = 256
 
 Control = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
 
@@ -119,13 +120,18 @@ class TailraceApp:
         if method == b"PUT":
             self._streams.create(exchange, identity, decoded)
             return
+        name, slash, key = raw.rpartition(b"/pk/")
+        if slash and b"/" not in key:
+            self._by_key(exchange, identity, method, names.decode(name), names.decode(key))
+            return
         if decoded is None or not names.is_valid(decoded, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name")
-        if self._sub_resource(exchange, identity, method, raw, decoded):
-            return
-        if len(self._names) >= NAMES_CACHED:
-            self._names.clear()
-        self._names[exchange.path] = decoded
+        if names.is_sub_resource(decoded):
+            raise TailraceError("not_found", "there is no such resource on this server")
+        if len(exchange.path) <= PATH_BYTES_CACHED:
+            if len(self._names) >= NAMES_CACHED:
+                self._names.clear()
+            self._names[exchange.path] = decoded
         self._stream_method(exchange, identity, method, decoded)
 
     def _stream_method(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -146,24 +152,15 @@ class TailraceApp:
         else:
             raise not_allowed(STREAM_METHODS)
 
-    def _sub_resource(
-        self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes, name: str
-    ) -> bool:
-        """`/pk/{key}` and the reserved suffixes. The key is one segment of the raw path."""
-        segments = raw.split(b"/")
-        if len(segments) >= 3 and segments[-2] == b"pk":
-            if method not in (b"GET", b"HEAD"):
-                raise not_allowed("GET, HEAD, OPTIONS")
-            stream = names.decode(b"/".join(segments[:-2]))
-            key = names.decode(segments[-1])
-            if stream is None or key is None:
-                raise TailraceError("not_found", "the path is not valid UTF-8")
-            self._reads.read(exchange, identity, stream, key)
-            return True
-        parts = name.split("/")
-        if parts[-1] in names.RESERVED_LAST or any(part in names.RESERVED_INNER for part in parts[1:-1]):
-            raise TailraceError("not_found", "there is no such resource on this server")
-        return False
+    def _by_key(
+        self, exchange: Exchange, identity: Identity, method: bytes, name: str | None, key: str | None
+    ) -> None:
+        """`/pk/{key}`: the key is one segment of the raw path, and may hold anything, an encoded slash too."""
+        if method not in (b"GET", b"HEAD"):
+            raise not_allowed("GET, HEAD, OPTIONS")
+        if name is None or not key or not names.is_valid(name, self._context.limits.name_bytes):
+            raise TailraceError("not_found", "no stream can have this name, or no entry this key")
+        self._reads.read(exchange, identity, name, key)
 
     def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
         if path == b"/v1/streams":

@@ -141,7 +141,12 @@ class ReadRoutes:
         limits = self._limits
         key = request.key.encode() or None
         found = self._log.reader.try_read(
-            request.stream, request.start, limits.read_page_bytes, limits.read_page_entries, key
+            request.stream,
+            request.start,
+            limits.read_page_bytes,
+            limits.read_page_entries,
+            key,
+            apart=request.fmt == "raw",
         )
         if not isinstance(found, Missing):
             self._answer_page(exchange, request, found)
@@ -156,7 +161,12 @@ class ReadRoutes:
         try:
             async with asyncio.timeout(limits.request_ms / 1000):
                 page = await self._log.reader.read(
-                    request.stream, request.start, limits.read_page_bytes, limits.read_page_entries, key
+                    request.stream,
+                    request.start,
+                    limits.read_page_bytes,
+                    limits.read_page_entries,
+                    key,
+                    apart=request.fmt == "raw",
                 )
         except TimeoutError:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
@@ -183,6 +193,10 @@ class ReadRoutes:
 
     def _answer_page(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
         stream = request.stream
+        if request.mode and not page.count:
+            # Nothing has the key so far: what was looked at is passed over, and the wait begins behind it.
+            self._wait(exchange, request._replace(start=page.next_entry))
+            return
         following = stream.offset(page.next_entry)
         at_tail = page.next_entry >= stream.visible
         closed = at_tail and stream.visible_closed
@@ -232,6 +246,17 @@ class ReadRoutes:
 
     # -- long-poll -------------------------------------------------------------------------------------
 
+    def _wait(self, exchange: Exchange, request: ReadRequest) -> None:
+        stream = request.stream
+        if request.start < stream.visible and not stream.removed:
+            self.answer(exchange, request)
+            return
+        waited_ms = int((self._context.loop.time() - exchange.started) * 1000)
+        try:
+            LongPoll(self, exchange, request._replace(wait_ms=max(0, request.wait_ms - waited_ms))).begin()
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+
     def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
         stream = request.stream
         offset = stream.offset(position)
@@ -277,6 +302,9 @@ class LongPoll:
 
     def begin(self) -> None:
         stream = self._request.stream
+        if stream.removed or stream.gone:
+            self.on_published(stream)
+            return
         if stream.visible_closed or self._request.wait_ms == 0:
             self._routes.answer_idle(self._exchange, self._request, self._position)
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -49,15 +50,18 @@ class Pinned(NamedTuple):
 class Budget:
     """What is left of a page, and what is in it so far."""
 
-    __slots__ = ("bytes_left", "count", "entries_left", "key", "next_entry", "parts")
+    __slots__ = ("apart", "bytes_left", "count", "entries_left", "key", "next_entry", "parts")
 
-    def __init__(self, after: int, bytes_max: int, entries_max: int, key: bytes | None) -> None:
+    def __init__(
+        self, after: int, bytes_max: int, entries_max: int, key: bytes | None, *, apart: bool = False
+    ) -> None:
         self.parts: list[ReadPart] = []
         self.count = 0
         self.next_entry = after
         self.bytes_left = bytes_max
         self.entries_left = entries_max
         self.key = key
+        self.apart = apart  # every entry a part of its own, without what joins entries in a block
 
     @property
     def full(self) -> bool:
@@ -125,18 +129,32 @@ class Reader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def try_read(
-        self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
+        self,
+        stream: Stream,
+        after: int,
+        bytes_max: int,
+        entries_max: int,
+        key: bytes | None = None,
+        *,
+        apart: bool = False,
     ) -> Page | Missing:
         """The page if memory has it all."""
-        budget = Budget(after, bytes_max, entries_max, key)
+        budget = Budget(after, bytes_max, entries_max, key, apart=apart)
         missing = self._gather(stream, budget, None)
         return budget.page() if missing is None else missing
 
     async def read(
-        self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
+        self,
+        stream: Stream,
+        after: int,
+        bytes_max: int,
+        entries_max: int,
+        key: bytes | None = None,
+        *,
+        apart: bool = False,
     ) -> Page:
         """The page, from wherever its entries are."""
-        budget = Budget(after, bytes_max, entries_max, key)
+        budget = Budget(after, bytes_max, entries_max, key, apart=apart)
         pinned: Pinned | None = None
         loop = asyncio.get_running_loop()
         while (missing := self._gather(stream, budget, pinned)) is not None:
@@ -277,8 +295,13 @@ def take_block(block: Block, budget: Budget, upto: int, separator: int) -> None:
                 return
             end = begin + 1
     stop = ends[end - 1]
-    whole = begin == 0 and end == len(ends)
-    budget.parts.append(block.body if whole else memoryview(block.body)[start:stop])
+    if budget.apart and separator:
+        starts = [start, *(ends[index] + separator for index in range(begin, end - 1))]
+        view = memoryview(block.body)
+        budget.parts += [view[first:last] for first, last in zip(starts, ends[begin:end], strict=True)]
+    else:
+        whole = begin == 0 and end == len(ends)
+        budget.parts.append(block.body if whole else memoryview(block.body)[start:stop])
     taken = end - begin
     budget.count += taken
     budget.entries_left -= taken
@@ -316,9 +339,7 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
     end = min(upto, last) - record.first + 1
     if begin == 0 and end == record.count and end <= budget.entries_left:
         if len(record.body) <= budget.bytes_left or (not budget.count and record.count == 1):
-            part: ReadPart = record.body
-            taken = record.count
-            _add(budget, part, taken)
+            _add(budget, record.body, record.count, lengths, separator)
             return
         if record.count == 1:
             budget.bytes_left = 0
@@ -336,13 +357,20 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
     if not taken:
         budget.bytes_left = 0
         return
-    _add(budget, memoryview(record.body)[start:stop], taken)
+    _add(budget, memoryview(record.body)[start:stop], taken, lengths[begin : begin + taken], separator)
     if begin + taken < end:
         budget.bytes_left = 0  # the page ends inside this batch
 
 
-def _add(budget: Budget, part: ReadPart, taken: int) -> None:
-    budget.parts.append(part)
+def _add(budget: Budget, part: ReadPart, taken: int, lengths: Sequence[int] | None, separator: int) -> None:
+    if budget.apart and lengths is not None:
+        view = memoryview(part)
+        position = 0
+        for length in lengths:
+            budget.parts.append(view[position : position + length])
+            position += length + separator
+    else:
+        budget.parts.append(part)
     budget.count += taken
     budget.entries_left -= taken
     budget.bytes_left -= len(part)

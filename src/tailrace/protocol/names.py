@@ -33,6 +33,12 @@ def is_system(name: str) -> bool:
     return name.startswith("__")
 
 
+def is_sub_resource(name: str) -> bool:
+    """Whether the path belongs to something of a stream rather than to a stream."""
+    segments = name.split("/")
+    return segments[-1] in RESERVED_LAST or any(segment in RESERVED_INNER for segment in segments[1:-1])
+
+
 def check_creatable(name: str | None, bytes_max: int) -> str:
     """Refuses names no stream may have, so that none is created that could not be reached."""
     if name is None or not is_valid(name, bytes_max):
@@ -41,14 +47,8 @@ def check_creatable(name: str | None, bytes_max: int) -> str:
             f"a stream name is 1 to {bytes_max} bytes of UTF-8 without control characters and without "
             "empty, '.' or '..' segments",
         )
-    segments = name.split("/")
-    reserved = (
-        segments[0].startswith("__")
-        or segments[0] == "hub"
-        or segments[-1] in RESERVED_LAST
-        or any(segment in RESERVED_INNER for segment in segments[1:-1])
-    )
-    if reserved:
+    first = name.partition("/")[0]
+    if first.startswith("__") or first == "hub" or is_sub_resource(name):
         raise TailraceError("reserved_name", f"the name {name!r} is reserved")
     return name
 
