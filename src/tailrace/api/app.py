@@ -155,7 +155,7 @@ class TailraceApp:
     def _by_key(
         self, exchange: Exchange, identity: Identity, method: bytes, name: str | None, key: str | None
     ) -> None:
-        """`/pk/{key}`: the key is one segment of the raw path, and may hold anything, an encoded slash too."""
+        """`/pk/{key}`: the key is one segment of the raw path and may hold anything, an encoded slash too."""
         if method not in (b"GET", b"HEAD"):
             raise not_allowed("GET, HEAD, OPTIONS")
         if name is None or not key or not names.is_valid(name, self._context.limits.name_bytes):
