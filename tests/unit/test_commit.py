@@ -18,9 +18,10 @@ class Desk:
     def __init__(self, directory: Path) -> None:
         self.journal = Journal(directory, FILE_BYTES, 0, 0)
         self.journal.open_first()
-        self.committer = Committer(
-            asyncio.get_running_loop(), self._reserve, self._acknowledge, self._fail, syncs_in_flight=4
-        )
+        loop = asyncio.get_running_loop()
+        self.committer = Committer(loop, self._reserve, self._acknowledge, self._fail, syncs_in_flight=4)
+        self._loop = loop
+        self.journal.on_prepared = self._prepared
         # A slow disk: several syncs are kept in flight.
         self.committer.sync_s = 1.0
         self.submitted = 0
@@ -30,6 +31,9 @@ class Desk:
     def submit_number(self, size: int) -> None:
         self.committer.submit(self.submitted.to_bytes(size, "little"), self.submitted)
         self.submitted += 1
+
+    def _prepared(self) -> None:
+        self._loop.call_soon_threadsafe(self.committer.go_on)
 
     def _reserve(self, size: int, settled: bool) -> JournalFile | None:
         file = self.journal.reserve(size, settled)

@@ -125,6 +125,12 @@ class Committer:
             thread.join()
         self._threads.clear()
 
+    def go_on(self) -> None:
+        """Writes what had to wait for a file."""
+        if self._open.payloads and not self._flush_scheduled and len(self._in_flight) < self._allowed():
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
     def _allowed(self) -> int:
         return self._in_flight_max if self.sync_s > SLOW_SYNC_S else 1
 
@@ -143,7 +149,7 @@ class Committer:
             self._settle()
             return
         if file is None:
-            return  # a new file is due; it begins when everything in the old one is durable
+            return  # a new file is due: it begins when it is prepared and everything in the old one durable
         self._open = Batch()
         batch.file = file
         batch.position = file.end

@@ -28,7 +28,7 @@ from tailrace.log.image import StoredStreams
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.reader import Reader
 from tailrace.log.records import Append, Create, Delete, Meta, Touch, encode
-from tailrace.log.recovery import Replayed, replay
+from tailrace.log.recovery import Replayed, replay, sync_tail
 from tailrace.log.rotation import Journal
 from tailrace.log.transaction import Reply, Transaction, ignore
 
@@ -65,6 +65,7 @@ class Log:
         self.journal_directory.mkdir(parents=True, exist_ok=True)
         self.store = StoredStreams(directory / "hot.db")
         self.recovered: Replayed = replay(self.journal_directory, self.store)
+        sync_tail(self.journal_directory, self.recovered)
         self.streams = self.recovered.streams
         self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
         self.journal = Journal(
@@ -73,6 +74,7 @@ class Log:
         self.committer = Committer(
             loop, self.journal.reserve, self._acknowledge, self._fail, limits.journal_syncs_in_flight
         )
+        self.journal.on_prepared = self._file_prepared
         self.expiry = Expiry(self)
         self.observers: list[Observer] = []
         self.refusal: TailraceError | None = None  # why nothing can be written now
@@ -454,6 +456,13 @@ class Log:
         active = self.journal.active
         if active is not None and active.end < active.size:
             active.size = active.end
+
+    def _file_prepared(self) -> None:
+        """On the journal's own thread: a batch may be waiting for the file."""
+        try:
+            self._loop.call_soon_threadsafe(self.committer.go_on)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits for anything
 
     # -- failure ---------------------------------------------------------------------------------------
 

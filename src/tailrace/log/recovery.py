@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.log.image import StoredStreams
-from tailrace.log.journal import HEADER_BYTES, JournalCorruptError, Scan, chain
+from tailrace.log.journal import HEADER_BYTES, JournalCorruptError, Scan, chain, file_path
 from tailrace.log.records import decode
 from tailrace.log.streams import Streams
 
@@ -47,6 +48,16 @@ def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None =
         seq, end, torn = header.seq, scan.end, scan.torn
         files.append((seq, end))
     return Replayed(streams, seq, end, files, records, torn)
+
+
+def sync_tail(directory: Path, replayed: Replayed) -> None:
+    """What a killed server wrote may be in the page cache only; from now on it counts as acknowledged."""
+    if replayed.files:
+        fd = os.open(file_path(directory, replayed.seq), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def apply_record(streams: Streams, payload: bytes) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tailrace.log.journal import (
     FIRST_FILE_BYTES,
-    FRAME_BYTES,
     HEADER_BYTES,
     Header,
     JournalFile,
@@ -18,6 +19,8 @@ from tailrace.log.journal import (
     prepare_file,
     read_header,
 )
+
+logger = logging.getLogger("tailrace.log")
 
 
 class Journal:
@@ -29,8 +32,12 @@ class Journal:
         self.active: JournalFile | None = None
         self.durable_seq = previous_seq  # the last acknowledged byte: everything behind it is void
         self.durable_end = previous_end
+        # Called on the preparing thread when a file is ready, or cannot be had.
+        self.on_prepared: Callable[[], None] | None = None
         self._next: Path | None = None
-        self._preparing: threading.Thread | None = None
+        self._preparing = False
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None  # why a file that somebody waits for could not be prepared
         for _, path in list_files(directory):
             if read_header(path) is None:
                 path.unlink()
@@ -42,29 +49,46 @@ class Journal:
         self._next = prepare_file(self.directory, self.seq + 1, size, zero=True)
 
     def open_next(self) -> None:
-        """Proves that a new file can be written, after a failure. Raises OSError while it cannot."""
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
+        """Proves that a new file can be written, after a failure. Raises OSError while it cannot.
+
+        Takes as long as the disk does; while writes are refused it may run on any thread.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         if self._next is not None:
             self._next.unlink(missing_ok=True)
             self._next = None
-        self._next = prepare_file(self.directory, self.seq + 1, self.file_bytes, zero=True)
+        self._error = None
+        self.open_first()
 
     def reserve(self, size: int, settled: bool) -> JournalFile | None:
         """The file the next `size` bytes go to, with room for them.
 
         None if that is a new file and not everything before it is `settled`: the header of a file vouches for
         every byte of the one before, so a crash must not be able to leave the header and take the bytes.
+        None as well while the new file is being prepared; `on_prepared` tells when to ask again.
         """
         active = self.active
         if active is not None and max(active.end, HEADER_BYTES) + size <= active.size:
             return active
-        return self._rotate(size) if settled else None
+        if not settled or not self._is_ready(HEADER_BYTES + size):
+            return None
+        return self._rotate()
 
     def abandon(self) -> None:
-        """After a failed write: nothing more goes to the active file, and nothing unacknowledged counts."""
-        self.active = None
+        """After a failed write: nothing more goes to the active file, and nothing unacknowledged counts.
+
+        What lies behind the last acknowledged record is cut off. After a failed sync it is in the page cache
+        but perhaps never on the disk: a restart must not take it for durable.
+        """
+        failed, self.active = self.active, None
+        if failed is None:
+            return
+        try:
+            os.ftruncate(failed.fd, self.durable_end if failed.seq == self.durable_seq else 0)
+        except OSError as error:
+            logger.warning("%s cannot be cut after its last record: %s", failed.path.name, error)
 
     def settled(self, file: JournalFile, end: int) -> None:
         """Everything up to here is durable and acknowledged."""
@@ -81,32 +105,47 @@ class Journal:
     def size_bytes(self) -> int:
         return sum(path.stat().st_size for _, path in list_files(self.directory))
 
-    def _rotate(self, size: int) -> JournalFile:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-        needed = HEADER_BYTES + FRAME_BYTES + size
-        path, self._next = self._next, None
-        if path is not None and path.stat().st_size < needed:
-            path.unlink()
-            path = None
-        if path is None:
-            path = prepare_file(self.directory, self.seq + 1, max(self.file_bytes, needed), zero=False)
-        self.seq += 1
+    def _is_ready(self, needed: int) -> bool:
+        """Whether the next file is there and large enough; if not, it soon will be."""
+        if self._preparing:
+            return False
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._next is not None:
+            if self._next.stat().st_size >= needed:
+                return True
+            self._next.unlink()
+            self._next = None
+        # More may arrive while it is being prepared, and all of that goes into it.
+        self._prepare(max(self.file_bytes, 2 * needed), in_advance=False)
+        return False
+
+    def _rotate(self) -> JournalFile:
+        path = self._next
+        assert path is not None
         file_id = int.from_bytes(os.urandom(8), "little")
-        header = Header(self.seq, file_id, self.durable_seq, self.durable_end, time.time_ns())
+        header = Header(self.seq + 1, file_id, self.durable_seq, self.durable_end, time.time_ns())
         self.active = open_file(path, header)
-        self._prepare_next()
+        self._next = None
+        self.seq += 1
+        self._prepare(self.file_bytes, in_advance=True)
         return self.active
 
-    def _prepare_next(self) -> None:
+    def _prepare(self, size: int, *, in_advance: bool) -> None:
+        """Has the file after the present one made on a thread, so that no disk holds up the loop."""
         seq = self.seq + 1
 
         def work() -> None:
             try:
-                self._next = prepare_file(self.directory, seq, self.file_bytes, zero=True)
-            except OSError:
-                self._next = None  # rotation will meet the same error where somebody can be told
+                self._next = prepare_file(self.directory, seq, size, zero=in_advance)
+            except OSError as error:
+                # Nobody waits for a file made in advance: it is tried again when somebody does.
+                self._error = None if in_advance else error
+            self._preparing = False
+            if self.on_prepared is not None:
+                self.on_prepared()
 
-        self._preparing = threading.Thread(target=work, name="journal-prepare", daemon=True)
-        self._preparing.start()
+        self._preparing = True
+        self._thread = threading.Thread(target=work, name="journal-prepare", daemon=True)
+        self._thread.start()
