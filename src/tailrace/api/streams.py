@@ -211,7 +211,7 @@ def answer_append(transaction: Transaction, error: TailraceError | None) -> None
     if transaction.duplicate:
         _answer_special(exchange, stream, stream.visible, 0, None, stream.visible_closed)
         return
-    op = transaction.ops[0]
+    op = transaction.append or transaction.ops[0]
     assert type(op) is Append
     last = op.first + op.count - 1
     if op.producer is None and not op.closes and b"prefer" not in exchange.headers:

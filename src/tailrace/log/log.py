@@ -178,7 +178,7 @@ class Log:
             return
         self.streams.assign_append(op, stream)
         payload = op.encode()
-        transaction = Transaction(stream, reply, context, (op,), (stream,))
+        transaction = Transaction(stream, reply, context, op)
         transaction.size = size = len(payload)
         stream.queued_bytes += size
         stream.batch = self.committer.submit(payload, transaction)
@@ -372,20 +372,17 @@ class Log:
         woken: dict[Stream, None] = {}
         for item in batch.items:
             assert type(item) is Transaction
-            for op, stream in zip(item.ops, item.streams, strict=True):
-                if stream is None:
-                    continue
-                if type(op) is Append and not stream.removed:
-                    streams.publish_append(op, stream)
-                    self.appended_entries += op.count
-                    self.appended_bytes += len(op.body)
-                else:
-                    streams.publish(op, stream)
-                if stream.batch is batch:
-                    stream.batch = None
-                if stream.readers is not None:
-                    woken[stream] = None
-            subject = item.subject
+            subject, op = item.subject, item.append
+            if op is None or subject is None or subject.removed:
+                self._publish(item, batch, woken)
+            else:
+                streams.publish_append(op, subject)
+                self.appended_entries += op.count
+                self.appended_bytes += len(op.body)
+                if subject.batch is batch:
+                    subject.batch = None
+                if subject.readers is not None:
+                    woken[subject] = None
             if subject is not None:
                 subject.queued_bytes -= item.size
             try:
@@ -401,11 +398,24 @@ class Log:
         if streams.memory_bytes > self.limits.tail_memory_bytes and not self.checkpoint_pending:
             self.retire_active_file()
 
+    def _publish(self, item: Transaction, batch: Batch, woken: dict[Stream, None]) -> None:
+        for op, stream in item.steps():
+            self.streams.publish(op, stream)
+            if stream is None:
+                continue
+            if isinstance(op, Append):
+                self.appended_entries += op.count
+                self.appended_bytes += len(op.body)
+            if stream.batch is batch:
+                stream.batch = None
+            if stream.readers is not None:
+                woken[stream] = None
+
     def _tell_observers(self, batch: Batch) -> None:
         changed: dict[Stream, None] = {}
         for item in batch.items:
             assert isinstance(item, Transaction)
-            for op, stream in zip(item.ops, item.streams, strict=True):
+            for op, stream in item.steps():
                 if stream is None:
                     continue
                 if isinstance(op, Create):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.log.records import Op
+from tailrace.log.records import Append, Op
 from tailrace.log.streams import Streams
 
 
@@ -17,23 +17,29 @@ class Transaction:
     request was about; `done` tells an append that changed nothing from one that did.
     """
 
-    __slots__ = ("context", "duplicate", "ops", "reply", "size", "streams", "subject")
+    __slots__ = ("append", "context", "duplicate", "ops", "reply", "size", "streams", "subject")
 
     def __init__(
         self,
         subject: Stream | None,
         reply: Reply,
         context: object,
-        ops: tuple[Op, ...] = (),
-        streams: tuple[Stream | None, ...] = (),
+        append: Append | None = None,
     ) -> None:
         self.subject = subject
         self.reply = reply
         self.context = context
-        self.ops = ops
-        self.streams = streams
+        self.append = append  # the only operation, on the subject; else it is in `ops`
+        self.ops: tuple[Op, ...] = ()
+        self.streams: tuple[Stream | None, ...] = ()
         self.duplicate = False
         self.size = 0
+
+    def steps(self) -> Iterable[tuple[Op, Stream | None]]:
+        """Every operation with the stream it changed."""
+        if self.append is not None:
+            return ((self.append, self.subject),)
+        return zip(self.ops, self.streams, strict=True)
 
     def add(self, streams: Streams, op: Op) -> Stream | None:
         """Applies the operation to the assigned state; the next decision sees it."""

@@ -17,7 +17,16 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from tailrace.errors import TailraceError
 from tailrace.net.answering import PIPELINE_MAX, AnsweringConnection, logger
 from tailrace.net.exchange import MODE_CLOSE, MODE_CONTINUE, Exchange
-from tailrace.net.request_head import ODD_HEADERS, check_head_size, examine_head, head_too_large, note_repeat
+from tailrace.net.request_head import (
+    KNOWN_HEAD_BYTES_MAX,
+    ODD_HEADERS,
+    KnownHead,
+    check_head_size,
+    examine_head,
+    head_too_large,
+    is_plain,
+    note_repeat,
+)
 from tailrace.net.wire import CONTINUE
 
 if TYPE_CHECKING:
@@ -25,6 +34,9 @@ if TYPE_CHECKING:
 
 # Looked for as numbers: `b"?" in url` takes seven times as long as `0x3F in url`.
 SLASH = 0x2F
+LETTER_P = 0x50
+# One request in eight is remembered: enough for those that repeat, cheap for those that do not.
+LEARN_MASK = 7
 QUESTION_MARK = 0x3F
 
 
@@ -47,11 +59,13 @@ class HttpConnection(AnsweringConnection):
     __slots__ = (
         "_body",
         "_body_counted",
+        "_direct",
         "_feed",
         "_head_bytes",
         "_headers",
         "_held",
         "_last_request",
+        "_latest",
         "_parser",
         "_time",
         "_url",
@@ -65,7 +79,9 @@ class HttpConnection(AnsweringConnection):
         self.successor: asyncio.Protocol | None = None
         self._time = server.loop.time
         self._parser = HttpRequestParser(self)
-        self._feed: Callable[[bytes | memoryview], None] = self._parser.feed_data
+        self._direct: Callable[[bytes | memoryview], None] = self._parser.feed_data
+        self._feed = self._direct
+        self._latest: Exchange | None = None  # the last request the parser completed
         self._headers: dict[bytes, bytes] = {}
         self._url = b""
         self._head_bytes = 0
@@ -91,14 +107,20 @@ class HttpConnection(AnsweringConnection):
         server = self.server
         size = len(data)
         server.bytes_in += size
+        at_rest = self._incoming is None and self.current is None and self._feed is self._direct
+        if at_rest and size and data[0] == LETTER_P and self._recognise(data, size):
+            return
         self.cork = []
         try:
             if size > server.slice_bytes:
                 self._feed_slices(data)
                 return
+            requests = server.requests
             self._feed(data)
             if self._incoming is not None:
                 self._on_partial(size)
+            elif at_rest and server.requests == requests + 1 and not requests & LEARN_MASK:
+                self._learn(data)
         except HttpParserUpgrade as upgrade:
             self._leave_parser(data[cast("int", upgrade.args[0]) :])
         except HttpParserError as error:
@@ -106,6 +128,44 @@ class HttpConnection(AnsweringConnection):
         finally:
             self.flush()
             self.cork = None
+
+    def _recognise(self, data: bytes, size: int) -> bool:
+        """Handles a request whose head was seen before, byte for byte: what the parser made of it then holds.
+
+        A writer repeats its head for every append of the same length; looking it up takes a third of the
+        time that parsing takes.
+        """
+        split = data.find(b"\r\n\r\n") + 4
+        server = self.server
+        known = server.heads_known.get(data[:split])
+        if known is None or self._write_paused or size - split != known.body_bytes:
+            return False
+        server.requests += 1
+        self.current = exchange = Exchange(self, known.headers)
+        exchange.method = known.method
+        exchange.path = known.path
+        exchange.query = known.query
+        exchange.started = self._time()
+        exchange.body = data[split:]
+        self.deadline = inf
+        try:
+            self._handle(exchange)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+            self._handler_failed(exchange, error)
+        return True
+
+    def _learn(self, data: bytes) -> None:
+        """Remembers the head of a plain append that came in one piece."""
+        exchange, self._latest = self._latest, None
+        if exchange is not None and exchange.method == b"POST" and is_plain(exchange):
+            split = data.find(b"\r\n\r\n") + 4
+            if split <= KNOWN_HEAD_BYTES_MAX:
+                self.server.learn(
+                    data[:split],
+                    KnownHead(
+                        exchange.method, exchange.path, exchange.query, exchange.headers, len(data) - split
+                    ),
+                )
 
     def eof_received(self) -> bool:
         """Half-closed or gone? One cannot tell, so it depends on what the client is waiting for.
@@ -130,6 +190,8 @@ class HttpConnection(AnsweringConnection):
         self._ended = True
         self._stop_parsing()
         self._parser = _NO_PARSER
+        self._direct = _ignore
+        self._latest = None
         self.server.forget(self)
         for waiting in self._queue:
             waiting.answered = True
@@ -208,6 +270,7 @@ class HttpConnection(AnsweringConnection):
         exchange = self._incoming
         assert exchange is not None
         self._incoming = None
+        self._latest = exchange
         self._head_done = False
         self._wire_idle = 0
         body = self._body
@@ -264,7 +327,7 @@ class HttpConnection(AnsweringConnection):
     def _release_held(self) -> None:
         data, self._held = self._held, b""
         self._holding = False
-        self._feed = self._parser.feed_data
+        self._feed = self._direct
         if data:
             self._feed_slices(data)
 

@@ -7,7 +7,7 @@ uncommon about them.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from httptools import HttpParserInvalidURLError, parse_url
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # Headers that change how the connection itself behaves.
 ODD_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade"))
+# Heads that are kept in memory; a head of an append is a few hundred bytes.
+KNOWN_HEAD_BYTES_MAX = 2048
+KNOWN_HEADS_MAX = 1024
 # Hosts seen to be well formed; bounded, because clients choose them.
 HOSTS_KNOWN_MAX = 1024
 REPEATS_MAX = 100
@@ -33,6 +36,27 @@ REPEATS_MAX = 100
 _HOST = re.compile(
     rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+(?:%25[A-Za-z0-9._~-]+)?\])(?::[0-9]{0,5})?"
 )
+
+
+class KnownHead(NamedTuple):
+    """What the parser made of a head; shared by all requests that repeat it, so nobody changes it."""
+
+    method: bytes
+    path: bytes
+    query: bytes
+    headers: dict[bytes, bytes]
+    body_bytes: int
+
+
+def is_plain(exchange: Exchange) -> bool:
+    """A request that does nothing to its connection and has its length in its head."""
+    headers = exchange.headers
+    return (
+        exchange.mode == 0
+        and exchange.repeated is None
+        and b"transfer-encoding" not in headers
+        and headers.get(b"content-length") == b"%d" % len(exchange.body)
+    )
 
 
 def check_head_size(exchange: Exchange, url: bytes, limit_bytes: int) -> None:

@@ -13,6 +13,7 @@ from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.app import App
 from tailrace.net.connection import HttpConnection
+from tailrace.net.request_head import KNOWN_HEADS_MAX, KnownHead
 from tailrace.net.wire import date_line, status_line
 
 # One coarse timer serves every deadline of every connection.
@@ -71,6 +72,7 @@ class HttpServer:
         # What connections read on every request.
         self.common_headers = app.common_headers
         self.status_heads: dict[int, bytes] = {}
+        self.heads_known: dict[bytes, KnownHead] = {}
         self.hosts_known: set[bytes | None] = set()
         self.body_bytes_max = limits.append_body_bytes
         self.body_digits = len(str(limits.append_body_bytes))
@@ -182,6 +184,11 @@ class HttpServer:
                 if is_full
                 else TailraceError("unavailable", "the server is stopping")
             )
+
+    def learn(self, head: bytes, known: KnownHead) -> None:
+        if len(self.heads_known) >= KNOWN_HEADS_MAX:
+            self.heads_known.clear()
+        self.heads_known[head] = known
 
     def watch(self, swept: Swept) -> None:
         """Have the sweeper look after `swept` until `forget`."""
