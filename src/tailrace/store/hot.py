@@ -15,6 +15,7 @@ import apsw
 from tailrace.errors import TailraceError
 
 VERSION = 1
+StoreError = apsw.Error
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -71,11 +72,8 @@ class HotDb:
         execute("PRAGMA synchronous=FULL")
         execute("PRAGMA mmap_size=0")
         execute(f"PRAGMA cache_size={-16384 if writer else -4096}")
-        with self.connection:
-            for statement in _SCHEMA.split(";\n"):
-                if statement.strip():
-                    execute(statement)
-            execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
+        if self._one("SELECT 1 FROM sqlite_schema WHERE name='facts'") is None:
+            self._create_tables()
         version = cast("int", self.fact("version", 0))
         if version > VERSION:
             raise TailraceError(
@@ -84,6 +82,16 @@ class HotDb:
 
     def close(self) -> None:
         self.connection.close()
+
+    def _create_tables(self) -> None:
+        """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
+        self._execute("BEGIN IMMEDIATE")
+        with self.connection:
+            for statement in _SCHEMA.split(";\n"):
+                if statement.strip():
+                    self._execute(statement)
+            self._execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
+        self._execute("COMMIT")
 
     def _one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
         return self._execute(query, bindings).fetchone()

@@ -1,0 +1,31 @@
+"""The hot store: one writer, readers that are never in its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import TailraceError
+from tailrace.store.hot import VERSION, HotDb
+
+
+def test_a_reader_can_come_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    writer = HotDb(tmp_path / "hot.db", writer=True)
+    writer.connection.execute("BEGIN IMMEDIATE")
+    writer.set_fact("journal_seq", 7)
+    reader = HotDb(tmp_path / "hot.db")
+    assert reader.fact("journal_seq", 0) == 0
+    writer.connection.execute("COMMIT")
+    assert reader.fact("journal_seq", 0) == 7
+    reader.close()
+    writer.close()
+
+
+def test_a_store_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    HotDb(tmp_path / "hot.db").close()
+    writer = HotDb(tmp_path / "hot.db", writer=True)
+    writer.set_fact("version", VERSION + 1)
+    writer.close()
+    with pytest.raises(TailraceError, match="newer version"):
+        HotDb(tmp_path / "hot.db")
