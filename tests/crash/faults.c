@@ -77,6 +77,13 @@ static void die(void) {
     for (;;) pause();
 }
 
+/* One off the count, which stays at 0 when it gets there; a negative one never does. */
+static int take(_Atomic int64_t *count) {
+    int64_t left = atomic_load(count);
+    while (left > 0 && !atomic_compare_exchange_weak(count, &left, left - 1)) {}
+    return left != 0;
+}
+
 /* Counts the operation against every rule. Delays are served here; the first rule that fails, tears or kills wins. */
 static struct rule *consult(int fd, uint32_t operation) {
     char path[PATH_MAX];
@@ -87,8 +94,8 @@ static struct rule *consult(int fd, uint32_t operation) {
         struct rule *rule = &rules[i];
         uint32_t action = atomic_load(&rule->action);
         if (action == OFF || !(rule->operations & operation) || !strstr(path, rule->text)) continue;
-        if (atomic_fetch_sub(&rule->skip, 1) > 0) continue;
-        if (atomic_load(&rule->count) >= 0 && atomic_fetch_sub(&rule->count, 1) <= 0) continue;
+        if (take(&rule->skip)) continue;
+        if (!take(&rule->count)) continue;
         atomic_fetch_add(&rule->hits, 1);
         if (action == DELAY) rest(rule->argument);
         else if (action == JITTER) rest(random() % (rule->argument + 1));

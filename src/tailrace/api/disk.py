@@ -22,11 +22,14 @@ class DiskGuard:
         self._log = log
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
+        self._attempt: asyncio.Future[None] | None = None
+        self._stopped = False
 
     def start(self) -> None:
         self._check()
 
     def stop(self) -> None:
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -36,6 +39,13 @@ class DiskGuard:
 
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_S, self._check)
+        self._look_at_space()
+        if self._log.refusal is not None and self._attempt is None:
+            # On a thread: a disk in trouble may take its time, and reads go on meanwhile.
+            self._attempt = self._loop.run_in_executor(None, self._log.journal.open_next)
+            self._attempt.add_done_callback(self._attempted)
+
+    def _look_at_space(self) -> None:
         log = self._log
         try:
             short = self.free_bytes() < log.limits.disk_reserve_bytes
@@ -50,10 +60,13 @@ class DiskGuard:
         elif not short and log.shortage is not None:
             logger.warning("the disk has room again")
             log.shortage = None
-        if log.refusal is None:
+
+    def _attempted(self, attempt: asyncio.Future[None]) -> None:
+        self._attempt = None
+        if attempt.cancelled() or self._stopped:
             return
-        try:
-            log.try_resume()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                logger.warning("the journal still cannot be written: %s", error)
+        error = attempt.exception()
+        if error is None:
+            self._log.resume()
+        elif not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            logger.warning("the journal still cannot be written: %s", error)

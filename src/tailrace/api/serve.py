@@ -122,9 +122,9 @@ class Server:
         if self._metrics is not None:
             await self._metrics.drain()
         await self._subscriptions.stop()
+        self._disk.stop()
         await self.log.close()
         await self._checkpoints.stop()
-        self._disk.stop()
         if self._verifier is not None:
             self._verifier.close()
 

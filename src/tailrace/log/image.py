@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -135,6 +137,12 @@ class StoredStreams:
         if found is None:
             found = self._local.db = HotDb(self._path, writer=self._writer)
         return found
+
+    @contextmanager
+    def snapshot(self) -> Generator[None]:
+        """Every look-up of this thread inside sees the store as it was at the first one."""
+        with self.db.connection:
+            yield
 
     def stream_by_name(self, name: str) -> Stream | None:
         raw = self.db.image_by_name(name)

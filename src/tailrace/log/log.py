@@ -25,12 +25,15 @@ from tailrace.log.decide import (
 from tailrace.log.expiry import Expiry
 from tailrace.log.forks import fork_point
 from tailrace.log.image import StoredStreams
+from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.reader import Reader
 from tailrace.log.records import Append, Create, Delete, Meta, Touch, encode
 from tailrace.log.recovery import Replayed, replay, sync_tail
+from tailrace.log.rollback import roll_back
 from tailrace.log.rotation import Journal
 from tailrace.log.transaction import Reply, Transaction, ignore
+from tailrace.store.hot import StoreError
 
 logger = logging.getLogger("tailrace.log")
 
@@ -83,6 +86,7 @@ class Log:
         self.on_failure: Callable[[OSError], None] | None = None
         self.checkpoint_pending = False
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._undone: dict[int, Stream] | None = None  # streams of a failed commit that is not rolled back
         self.failures = 0
         self.appended_entries = 0
         self.appended_bytes = 0
@@ -91,9 +95,13 @@ class Log:
 
     def open(self) -> None:
         """Makes the journal writable and the system streams present."""
-        self.journal.open_first()
-        if self.streams.find(registry.NAME) is None:
-            self._create_system(registry.NAME, "application/json")
+        try:
+            self.journal.open_first()
+        except OSError as error:
+            logger.error("the journal cannot be written: %s; serving reads only", error)
+            self.refusal = cannot_write(error)
+            return
+        self._create_system_streams()
 
     async def close(self) -> None:
         """Everything submitted is settled; nothing more is accepted."""
@@ -267,11 +275,13 @@ class Log:
         assert stream is not None, "the registry stream is made when the log opens"
         return stream
 
-    def _create_system(self, name: str, content_type: str) -> None:
+    def _create_system_streams(self) -> None:
+        if self.streams.find(registry.NAME) is not None:
+            return
         transaction = Transaction(None, ignore, None)
-        now_ns = self.clock.now_ns()
-        request = CreateRequest(name, content_type)
-        transaction.add(self.streams, decide_create(request, self.streams.next_number, None, None, now_ns))
+        request = CreateRequest(registry.NAME, "application/json")
+        create = decide_create(request, self.streams.next_number, None, None, self.clock.now_ns())
+        transaction.add(self.streams, create)
         self._submit(transaction)
 
     def _confirm(
@@ -480,48 +490,55 @@ class Log:
         """The journal could not take a batch. None of it happened: back to the last acknowledged state."""
         logger.error("journal write failed: %s; rolling back to the last durable record", error)
         self.failures += 1
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        self.refusal = TailraceError(
-            "insufficient_storage" if full else "unavailable",
-            "the disk is full" if full else "the journal cannot be written; the server is trying to recover",
-        )
+        self.refusal = refusal = cannot_write(error)
         self.journal.abandon()
+        self._undone = {}
+        for batch in batches:
+            for item in batch.items:
+                assert isinstance(item, Transaction)
+                self._undone |= {stream.number: stream for stream in item.streams if stream is not None}
         self._roll_back()
         for batch in batches:
             for item in batch.items:
                 assert isinstance(item, Transaction)
-                answer(item, self.refusal)
+                answer(item, refusal)
             for settled in batch.waiting:
-                settled(self.refusal)
+                settled(refusal)
         if self.on_failure is not None:
             self.on_failure(error)
 
-    def _roll_back(self) -> None:
-        """Rebuilds the state from disk and puts it into the objects that readers hold on to."""
-        rebuilt = replay(
-            self.journal_directory, self.store, (self.journal.durable_seq, self.journal.durable_end)
-        ).streams
-        rebuilt.on_loaded = self.expiry.loaded
-        rebuilt.file = self.streams.file
-        for number, stream in self.streams.by_number.items():
-            fresh = rebuilt.get(number)
-            if fresh is None:
-                stream.removed = True
-                continue
-            restore_into(stream, fresh)
-            rebuilt.by_number[number] = stream
-            rebuilt.by_name[stream.name] = stream
-        for file, touched in rebuilt.touched.items():
-            rebuilt.touched[file] = [rebuilt.by_number.get(stream.number, stream) for stream in touched]
-        vars(self.streams).update(vars(rebuilt))
+    def _roll_back(self) -> bool:
+        """Rebuilds the state from disk. What readers see is not touched by it, so it can be tried again."""
+        if self._undone is None:
+            return True
+        journal = self.journal
+        try:
+            # One view of the hot store, whatever the checkpointer does to it meanwhile.
+            with self.store.snapshot():
+                durable = replay(
+                    self.journal_directory, self.store, (journal.durable_seq, journal.durable_end)
+                )
+                durable.streams.on_loaded = self.expiry.loaded
+                roll_back(self.streams, durable.streams, self._undone)
+        except (OSError, StoreError, JournalCorruptError):
+            logger.exception("the last durable state cannot be read; trying again")
+            return False
+        self._undone = None
+        return True
 
-    def try_resume(self) -> None:
-        """Called now and then while writes are refused: if a fresh journal file can be had, goes on."""
-        if self.refusal is None:
+    def resume(self) -> None:
+        """The journal has a file that can be written (`Journal.open_next`): writes are accepted again."""
+        if self.refusal is None or not self._roll_back():
             return
-        self.journal.open_next()
         logger.warning("the journal can be written again")
         self.refusal = None
+        self._create_system_streams()
+
+
+def cannot_write(error: OSError) -> TailraceError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TailraceError("insufficient_storage", "the disk is full")
+    return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
 
 
 def answer(transaction: Transaction, error: TailraceError | None) -> None:
@@ -538,13 +555,3 @@ def wake(stream: Stream) -> None:
     if readers is not None:
         for reader in tuple(readers):
             reader.on_published(stream)
-
-
-_KEPT = frozenset({"readers", "live"})
-
-
-def restore_into(stream: Stream, fresh: Stream) -> None:
-    """Gives a stream its durable state back, keeping its identity and whoever waits on it."""
-    for slot in Stream.__slots__:
-        if slot not in _KEPT:
-            setattr(stream, slot, getattr(fresh, slot))

@@ -22,7 +22,15 @@ class Replayed(NamedTuple):
 
 
 def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None = None) -> Replayed:
-    """Rebuilds all state. With `upto`, what lies behind that position of the journal never happened."""
+    """Rebuilds all state. With `upto`, what lies behind that position of the journal never happened.
+
+    The hot store is seen as of one moment: the checkpointer of a killed server may still be at work on it.
+    """
+    with store.snapshot():
+        return _replay(directory, store, upto)
+
+
+def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None) -> Replayed:
     checkpoint_seq = int(str(store.db.fact("journal_seq", 0)))
     streams = Streams(store)
     streams.next_number = int(str(store.db.fact("next_number", 1)))
