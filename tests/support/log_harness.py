@@ -49,8 +49,8 @@ class Pending:
         assert stream is not None
         self.offset = stream.offset(max(stream.visible, 0))
         if not transaction.duplicate:
-            for op in transaction.ops:
-                if isinstance(op, Append) and op.stream == stream.number:
+            for op, changed in transaction.steps():
+                if isinstance(op, Append) and changed is stream:
                     self.count += op.count
                     self.offset = stream.offset(op.first + op.count - 1)
 

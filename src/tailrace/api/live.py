@@ -109,6 +109,7 @@ class Follower:
 
     __slots__ = (
         "_cursor",
+        "_greeted",
         "_key",
         "_live",
         "_position",
@@ -140,18 +141,19 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
         self._waiting = False  # in the stream's list of readers
         self._skipped = False  # position moved without anything being sent
+        self._greeted = False  # something was sent: the first thing may be a control alone
         self.ended = False
         self._silent_since = live.now
         self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
     def start(self, wire: Wire) -> None:
         self._wire = wire
-        if not self._advance(first=True):
+        if not self._advance():
             self._task = self._live.loop.create_task(self._catch_up())
 
     # -- moving on -------------------------------------------------------------------------------------
 
-    def _advance(self, first: bool = False) -> bool:
+    def _advance(self) -> bool:
         """Sends what memory has. True if the follower now waits at the tail, or is done."""
         stream, live = self._stream, self._live
         while not self.ended:
@@ -162,7 +164,7 @@ class Follower:
                 self.finish(1001)
                 return True
             if self._position >= stream.visible:
-                if first or (stream.visible_closed and not self.ended):
+                if not self._greeted or stream.visible_closed:
                     self._send(None, stream.visible_closed)
                 self._wait()
                 return True
@@ -179,7 +181,6 @@ class Follower:
                 if page is None:
                     return False
                 self._send_page(page)
-            first = False
         return True
 
     def _send_page(self, page: Page) -> None:
@@ -204,6 +205,7 @@ class Follower:
     def _emit(self, encoded: bytes, closed: bool) -> None:
         assert self._wire is not None
         self._wire.send(encoded)
+        self._greeted = True
         self._skipped = False
         self._silent_since = self._live.now
         if closed:
@@ -242,7 +244,13 @@ class Follower:
             return
         wire, live = self._wire, self._live
         assert wire is not None
-        if self._position == live.step_from and stream is live.step_stream and self._shareable:
+        if (
+            self._position == live.step_from
+            and stream is live.step_stream
+            and stream.visible == live.step_to
+            and self._shareable
+            and not (stream.visible_closed or stream.removed or stream.gone)
+        ):
             # Somebody at the same place was just served: the same bytes will do.
             encoded = live.step.get(wire.form)
             if encoded is not None and wire.unsent_bytes <= live.unsent_bytes_max:

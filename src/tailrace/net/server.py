@@ -175,7 +175,10 @@ class HttpServer:
             connection.transport.abort()
             return
         self.watch(connection)
-        connection.transport.set_write_buffer_limits(WRITE_HIGH_WATER_BYTES)
+        # A live reader is held back above `live_unsent_bytes` and goes on at the low-water mark, so the
+        # transport has to count that much as high.
+        high_bytes = min(WRITE_HIGH_WATER_BYTES, self.limits.live_unsent_bytes)
+        connection.transport.set_write_buffer_limits(high_bytes)
         connection.deadline = self.idle_deadline
         if is_full or self.draining:
             self.connections_refused += 1

@@ -1,0 +1,154 @@
+"""Followers whose socket does not keep up: they fall behind, and nothing but their own pace holds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.log_harness import LogHarness
+from support.log_model import Append
+from tailrace import __version__
+from tailrace.api.context import Context
+from tailrace.api.live import Follower, Live
+from tailrace.limits import Limits
+from tailrace.log.model import Stream
+from tailrace.settings import Settings
+from tailrace.telemetry import Telemetry
+
+TEXT = "text/plain"
+
+
+class Socket:
+    """A connection whose buffer the test fills and empties."""
+
+    form = "sse-text"
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.unsent_bytes = 0
+        self.ended_with: int | None = None
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
+        return (payload or b"-").decode().encode() + (b"!" if closed else b"")
+
+    def send(self, encoded: bytes) -> None:
+        self.sent.append(encoded.decode())
+
+    def keep_alive(self) -> None:
+        self.sent.append(":")
+
+    def end(self, code: int) -> None:
+        self.ended_with = code
+
+
+class Scene:
+    """One stream with a slow and a quick follower."""
+
+    def __init__(self, directory: Path) -> None:
+        self.log = LogHarness(directory, Limits())
+        settings = Settings()
+        context = Context(settings, self.log.log, self.log.clock, self.log.loop, Telemetry(__version__), "id")
+        self.live = Live(context)
+        self.log.create("s", TEXT, (None, None), Append([], None), None)
+        self.log.settle()
+        stream = self.log.find("s")
+        assert stream is not None
+        self.stream: Stream = stream
+        self.slow, self.quick = Socket(), Socket()
+        self.slow_follower = self.follow(self.slow)
+        self.quick_follower = self.follow(self.quick)
+
+    def follow(self, socket: Socket, key: str = "") -> Follower:
+        self.live.admit("sse")
+        follower = Follower(self.live, self.stream, self.stream.visible, key, None, 60.0)
+        self.stream.live += 1
+
+        async def start() -> None:
+            follower.start(socket)
+
+        self.log.run(start())
+        return follower
+
+    def append(self, body: bytes, *, closes: bool = False, key: bytes | None = None) -> None:
+        self.log.append("s", Append([body], TEXT, closes=closes, key=key))
+        self.log.settle()
+
+    def drain(self) -> None:
+        self.slow.unsent_bytes = 0
+
+        async def drained() -> None:
+            self.slow_follower.on_drain()
+
+        self.log.run(drained())
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.quick_follower.gone()
+    scene.slow_follower.gone()
+    scene.log.close()
+
+
+def test_a_demoted_follower_goes_on_from_where_it_was(scene: Scene) -> None:
+    scene.append(b"a")
+    scene.slow.unsent_bytes = 2**30
+    scene.append(b"b")
+    scene.append(b"c")
+    assert scene.quick.sent == ["-", "a", "b", "c"]
+    assert scene.slow.sent == ["-", "a"]
+    assert scene.live.demoted
+    scene.drain()
+    assert scene.slow.sent == ["-", "a", "bc"]
+
+
+def test_a_step_that_others_took_long_ago_is_not_all_there_is(scene: Scene) -> None:
+    scene.slow.unsent_bytes = 2**30
+    scene.append(b"a")
+    scene.quick_follower.gone()
+    scene.append(b"b")
+    scene.drain()
+    assert "".join(scene.slow.sent) == "-ab"
+
+
+def test_a_follower_that_drains_after_the_end_learns_of_it(scene: Scene) -> None:
+    scene.slow.unsent_bytes = 2**30
+    scene.append(b"a")
+    scene.quick_follower.gone()
+    scene.append(b"end", closes=True)
+    scene.drain()
+    assert scene.slow.sent[-1].endswith("!")
+    assert scene.slow.ended_with == 1000
+
+
+def test_a_follower_that_drains_after_a_deletion_ends(scene: Scene) -> None:
+    scene.slow.unsent_bytes = 2**30
+    scene.append(b"a")
+    scene.log.delete("s")
+    scene.log.settle()
+    scene.drain()
+    assert scene.slow.ended_with == 4404
+
+
+def test_nothing_that_matches_is_said_at_once(scene: Scene) -> None:
+    scene.append(b"a", key=b"other")
+    socket = Socket()
+    scene.live.admit("sse")
+    follower = Follower(scene.live, scene.stream, 0, "mine", None, 60.0)
+    scene.stream.live += 1
+
+    async def start() -> None:
+        follower.start(socket)
+
+    scene.log.run(start())
+    assert socket.sent == ["-"]
+    scene.append(b"b", key=b"other")
+    assert socket.sent == ["-"]
+    scene.append(b"c", key=b"mine")
+    assert socket.sent == ["-", "c"]
+    follower.gone()
