@@ -1,4 +1,4 @@
-"""The public suite and the official JavaScript client, as published, against a default server."""
+"""The public suite, the official JavaScript client and `ws`, as published, against a default server."""
 
 from __future__ import annotations
 
@@ -59,4 +59,9 @@ def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) ->
 
 def test_the_official_javascript_client_works(server: ServerProcess) -> None:
     done = _node(["node", "--test", "--test-reporter=spec", "client.test.mjs"], server, timeout_s=120)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_the_ws_package_follows_streams(server: ServerProcess) -> None:
+    done = _node(["node", "--test", "--test-reporter=spec", "websocket.test.mjs"], server, timeout_s=120)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
