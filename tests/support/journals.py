@@ -19,13 +19,13 @@ def write_journal_file(
     *,
     previous: tuple[int, int] = (0, 0),
     padding: int = 256,
+    raw: Sequence[bytes] = (),
 ) -> list[int]:
     """One file with these records and zeros behind them; where each begins and the last ends."""
     directory.mkdir(parents=True, exist_ok=True)
     data = bytearray(encode_header(Header(seq, ID + seq, *previous, created_ns=seq)))
     positions: list[int] = []
-    for ops in records:
-        payload = encode(ops)
+    for payload in (*map(encode, records), *raw):
         positions.append(len(data))
         data += frame(payload, seed_of(ID + seq)) + payload
     positions.append(len(data))

@@ -5,7 +5,6 @@ Safe beside a running server: files are only read, and one that is retired meanw
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +22,8 @@ from tailrace.log.journal import (
     read_header,
     seed_of,
 )
-from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Touch, decode
+from tailrace.log.records import UNREADABLE, Append, Bind, Create, Delete, Meta, Op, Touch, decode
 
-UNREADABLE = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
 _KINDS: dict[type, str] = {Create: "create", Delete: "delete", Touch: "touch", Meta: "meta", Bind: "bind"}
 
 

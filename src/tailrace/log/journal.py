@@ -34,6 +34,7 @@ crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[
 crc32c_extend = cast("Callable[[int, bytes], int]", google_crc32c.extend)  # pyright: ignore[reportUnknownMemberType]
 _NAME = re.compile(r"([0-9]{16})\.jnl")
 _ZEROS = bytes(1024 * 1024)
+LOOK = "look at it with 'tailrace inspect journal'"
 
 
 class JournalCorruptError(Exception):
@@ -140,15 +141,16 @@ def encode_header(header: Header) -> bytes:
 
 
 def read_header(path: Path) -> Header | None:
-    """The header, or None if it was never completely written."""
+    """The header, or None if it was never completely written: then nothing in the file was acknowledged."""
     with path.open("rb") as file:
-        raw = file.read(HEADER_BYTES)
+        raw = file.read(HEADER_BYTES + FRAME_BYTES)
     if len(raw) < HEADER_BYTES:
         return None
     magic, version, crc, *fields = HEADER.unpack_from(raw)
-    if magic != MAGIC:
-        return None
-    if crc != crc32c(HEADER.pack(MAGIC, version, 0, *fields)):
+    if magic != MAGIC or crc != crc32c(HEADER.pack(MAGIC, version, 0, *fields)):
+        if any(raw[HEADER_BYTES:]):
+            # Header and first record are one write into one sector: it cannot have torn like this.
+            raise JournalCorruptError(f"{path.name}: the header is damaged, but records follow it; {LOOK}")
         return None
     if version > VERSION:
         raise TailraceError(
@@ -189,7 +191,7 @@ class Scan:
         if self._known_end is not None and self.end != self._known_end:
             raise JournalCorruptError(
                 f"{self.path.name}: record at byte {self.end} is damaged, but records up to byte "
-                f"{self._known_end} were acknowledged; look at it with 'tailrace inspect journal'"
+                f"{self._known_end} were acknowledged; {LOOK}"
             )
 
 
@@ -204,14 +206,13 @@ def chain(directory: Path, checkpoint_seq: int = 0) -> list[tuple[Path, Header, 
         if seq <= checkpoint_seq or (header := read_header(path)) is None:
             continue
         if header.seq != seq:
-            raise JournalCorruptError(f"{path.name}: the header says it is file {header.seq}")
+            raise JournalCorruptError(f"{path.name}: the header says it is file {header.seq}; {LOOK}")
         while found and found[-1][1].seq > header.previous_seq:
             found.pop()
         before = found[-1][1].seq if found else checkpoint_seq
         if header.previous_seq > before:
             raise JournalCorruptError(
-                f"journal file {header.previous_seq} is missing or damaged before {path.name}; "
-                "look with 'tailrace inspect journal'"
+                f"journal file {header.previous_seq} is missing or damaged before {path.name}; {LOOK}"
             )
         found.append((path, header))
     ends: list[int | None] = [header.previous_end for _, header in found[1:]]

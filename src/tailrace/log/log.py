@@ -69,6 +69,9 @@ class Log:
         self.store = StoredStreams(directory / "hot.db")
         self.recovered: Replayed = replay(self.journal_directory, self.store)
         sync_tail(self.journal_directory, self.recovered)
+        if self.recovered.torn:
+            where = (self.recovered.seq, self.recovered.end)
+            logger.warning("journal file %d ends in a torn record at byte %d, which is dropped", *where)
         self.streams = self.recovered.streams
         self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
         self.journal = Journal(

@@ -25,6 +25,10 @@ _SHORT = struct.Struct("<H")
 APPEND_HEAD_BYTES = _APPEND_HEAD.size
 
 
+# What decoding and applying a payload may raise if it is not a record of ours.
+UNREADABLE = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
+
+
 class Append:
     """Entries added to a stream, with all that the same commit changes: producer, seq, type, closing."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.log.image import StoredStreams
-from tailrace.log.journal import HEADER_BYTES, JournalCorruptError, Scan, chain, file_path
-from tailrace.log.records import decode
+from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path
+from tailrace.log.records import UNREADABLE, decode
 from tailrace.log.streams import Streams
 
 
@@ -49,9 +49,10 @@ def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None)
             streams.file = header.seq
             try:
                 apply_record(streams, payload)
-            except AssertionError as error:
+            except UNREADABLE as error:
+                why = str(error) or type(error).__name__
                 raise JournalCorruptError(
-                    f"{path.name}: record at byte {position} does not fit: {error}"
+                    f"{path.name}: the record at byte {position} does not fit ({why}); {LOOK}"
                 ) from error
         seq, end, torn = header.seq, scan.end, scan.torn
         files.append((seq, end))

@@ -1,0 +1,122 @@
+"""Replay after damage: a torn tail is dropped, anything else is refused with a message that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from support.journals import append, create, flip, write_journal_file
+from tailrace.log.image import StoredStreams
+from tailrace.log.journal import HEADER, HEADER_BYTES, JournalCorruptError, file_path
+from tailrace.log.records import Op
+from tailrace.log.recovery import replay
+from tailrace.log.rotation import Journal
+
+LINES = [b"first", b"second", b"third", b"fourth"]
+RECORDS: list[Sequence[Op]] = [[create(1, "a"), append(1, 1, LINES[0])]]
+RECORDS.extend([append(1, entry, line)] for entry, line in enumerate(LINES[1:], 2))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoredStreams]:
+    stored = StoredStreams(tmp_path / "hot.db")
+    yield stored
+    stored.db.close()
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+def tail(journal: Path, store: StoredStreams) -> int:
+    """How many lines recovery brings back."""
+    stream = replay(journal, store).streams.find("a")
+    return 0 if stream is None else stream.visible
+
+
+def test_a_file_cut_anywhere_keeps_what_was_whole(journal: Path, store: StoredStreams) -> None:
+    ends = write_journal_file(journal, 1, RECORDS, padding=0)
+    path = file_path(journal, 1)
+    whole = path.read_bytes()
+    for cut in range(ends[-1] + 1):
+        path.write_bytes(whole[:cut])
+        assert tail(journal, store) == sum(1 for end in ends[1:] if end <= cut)
+        # The same, in a file whose blocks had been allocated.
+        path.write_bytes(whole[:cut].ljust(ends[-1] + 100, b"\0"))
+        assert tail(journal, store) == sum(1 for end in ends[1:] if end <= cut)
+
+
+def test_a_flipped_bit_in_the_last_file_ends_the_log_before_it(journal: Path, store: StoredStreams) -> None:
+    ends = write_journal_file(journal, 1, RECORDS)
+    for position in range(HEADER_BYTES, ends[-1]):
+        flip(file_path(journal, 1), position, position % 8)
+        assert tail(journal, store) == sum(1 for end in ends[1:] if end <= position)
+        flip(file_path(journal, 1), position, position % 8)
+
+
+def test_a_damaged_header_is_not_taken_for_an_empty_file(journal: Path, store: StoredStreams) -> None:
+    """Everything in the file was acknowledged; it must not be thrown away as if it had never been used."""
+    write_journal_file(journal, 1, RECORDS)
+    before = sorted(journal.iterdir())
+    for position in range(HEADER.size):
+        flip(file_path(journal, 1), position, position % 8)
+        with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
+            tail(journal, store)
+        with pytest.raises(JournalCorruptError):
+            Journal(journal, 4096, 0, 0)
+        flip(file_path(journal, 1), position, position % 8)
+    assert sorted(journal.iterdir()) == before
+
+
+def test_damage_before_the_end_another_file_recorded(journal: Path, store: StoredStreams) -> None:
+    ends = write_journal_file(journal, 1, RECORDS)
+    write_journal_file(journal, 2, [[append(1, 5, b"fifth")]], previous=(1, ends[-1]))
+    assert tail(journal, store) == 5
+    for position in range(HEADER_BYTES, ends[-1]):
+        flip(file_path(journal, 1), position, position % 8)
+        with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
+            tail(journal, store)
+        flip(file_path(journal, 1), position, position % 8)
+    flip(file_path(journal, 1), ends[-1] + 3)
+    assert tail(journal, store) == 5, "what lies behind the recorded end does not matter"
+
+
+def test_a_missing_file(journal: Path, store: StoredStreams) -> None:
+    ends = write_journal_file(journal, 1, RECORDS)
+    write_journal_file(journal, 2, [[append(1, 5, b"fifth")]], previous=(1, ends[-1]))
+    file_path(journal, 1).unlink()
+    with pytest.raises(JournalCorruptError, match=r"file 1 is missing.*tailrace inspect journal"):
+        tail(journal, store)
+
+
+def test_a_file_under_a_wrong_name(journal: Path, store: StoredStreams) -> None:
+    write_journal_file(journal, 1, RECORDS)
+    file_path(journal, 1).rename(file_path(journal, 2))
+    with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
+        tail(journal, store)
+
+
+def test_what_failed_is_void_when_something_took_its_place(journal: Path, store: StoredStreams) -> None:
+    ends = write_journal_file(journal, 1, RECORDS)
+    write_journal_file(journal, 2, [[append(1, 3, b"in its place")]], previous=(1, ends[2]))
+    assert tail(journal, store) == 3
+    write_journal_file(
+        journal, 3, [[append(1, 3, b"once more")], [append(1, 4, b"x")]], previous=(1, ends[2])
+    )
+    assert tail(journal, store) == 4
+
+
+def test_a_record_that_makes_no_sense_is_refused_by_name(journal: Path, store: StoredStreams) -> None:
+    for records in ([[append(7, 1, b"no such stream")]], [RECORDS[0], [append(1, 9, b"a gap")]]):
+        write_journal_file(journal, 1, records)
+        with pytest.raises(JournalCorruptError, match=r"0000000000000001.jnl.*tailrace inspect journal"):
+            tail(journal, store)
+
+
+def test_a_kind_of_record_from_the_future(journal: Path, store: StoredStreams) -> None:
+    write_journal_file(journal, 1, [], raw=[b"\x63whatever it means"])
+    with pytest.raises(JournalCorruptError, match=r"byte 64.*tailrace inspect journal"):
+        tail(journal, store)
