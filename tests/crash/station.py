@@ -51,6 +51,11 @@ class Station:
             self._wire = None
         self.server.kill()
 
+    def stop_dead(self) -> None:
+        """The process is killed, and whatever ailed the disk is mended."""
+        self.kill()
+        self.disk.heal()
+
     @property
     def wire(self) -> Wire:
         if self._wire is None:
@@ -97,8 +102,7 @@ class Station:
         assert content.entries == self.acknowledged
 
     def crash_and_check(self) -> None:
-        self.kill()
-        self.disk.heal()
+        self.stop_dead()
         self.server.start()
         self.check()
 
