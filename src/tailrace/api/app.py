@@ -58,7 +58,7 @@ class TailraceApp:
     def handle(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path
         name = self._names.get(path)
-        if name is not None:
+        if name is not None and method != b"OPTIONS":
             # A stream this server has seen before: the way of nearly every request.
             identity = ANONYMOUS if self._verifier is None else self.identify(exchange)
             if method == b"POST":
@@ -147,8 +147,6 @@ class TailraceApp:
             if names.is_system(name):
                 raise read_only()
             self._streams.delete(exchange, identity, name)
-        elif method == b"OPTIONS":
-            exchange.respond(204, preflight())
         else:
             raise not_allowed(STREAM_METHODS)
 

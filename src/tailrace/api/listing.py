@@ -9,7 +9,7 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.parse import parse_query
-from tailrace.auth import Action, Identity, authorise, covers
+from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.errors import TailraceError
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
@@ -30,12 +30,10 @@ class ListingRoutes:
         limit = self._limit(query.get("limit"))
         after, prefix = query.get("after", ""), query.get("prefix", "")
         found: list[Stream] = []
-        while len(found) <= limit:
-            page = list_streams(self._context.log, after, prefix, limit + 1, system)
-            found += [stream for stream in page if identity.streams is None or covers(identity, stream.name)]
-            if len(page) <= limit:
-                break
-            after = page[-1].name
+        for visible in visible_prefixes(identity, prefix):
+            # One more than asked for tells whether there is a next page.
+            wanted = limit + 1 - len(found)
+            found += list_streams(self._context.log, after, visible, wanted, system) if wanted else []
         more = len(found) > limit
         found = found[:limit]
         head = answers.JSON_TYPE + answers.NO_STORE
@@ -49,9 +47,10 @@ class ListingRoutes:
         limits = self._context.limits
         if text is None:
             return limits.list_page
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= limits.list_page_max:
+        limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+        if not 1 <= limit <= limits.list_page_max:
             raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
-        return int(text)
+        return limit
 
 
 def describe(stream: Stream) -> dict[str, object]:

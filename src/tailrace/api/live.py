@@ -124,6 +124,7 @@ class Follower:
         "_wire",
         "ended",
         "mode",
+        "until_s",
     )
 
     def __init__(
@@ -143,6 +144,7 @@ class Follower:
         self._skipped = False  # position moved without anything being sent
         self._greeted = False  # something was sent: the first thing may be a control alone
         self.ended = False
+        self.until_s: float | None = None  # wall time at which the reader's permission ends
         self._silent_since = live.now
         self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
@@ -266,7 +268,11 @@ class Follower:
 
     def on_tick(self, now: float, keep_alive_s: float) -> None:
         assert self._wire is not None
-        if self._rotate_at is not None and now >= self._rotate_at and self._position >= self._stream.visible:
+        if self.until_s is not None and self._live.now_s() >= self.until_s:
+            self.finish(1008)
+        elif (
+            self._rotate_at is not None and now >= self._rotate_at and self._position >= self._stream.visible
+        ):
             self._send(None, self._stream.visible_closed)
             self.finish(1001)
         elif now - self._silent_since >= keep_alive_s and self._wire.unsent_bytes == 0:
@@ -350,9 +356,17 @@ class Live:
         self.connections -= 1
         self.open_by_mode[mode] -= 1
 
-    def open_sse(self, exchange: Exchange, stream: Stream, start: int, key: str, cursor: str | None) -> None:
+    def open_sse(
+        self,
+        exchange: Exchange,
+        stream: Stream,
+        start: int,
+        key: str,
+        cursor: str | None,
+        until_s: float | None,
+    ) -> None:
         rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
-        follower = self._open(stream, start, key, cursor, rotation_s)
+        follower = self._open(stream, start, key, cursor, rotation_s, until_s)
         text = is_text(stream.content_type)
         head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
         if not text:
@@ -362,12 +376,20 @@ class Live:
         outlet.on_drain = follower.on_drain
         follower.start(SseWire(outlet, text))
 
-    def open_ws(self, exchange: Exchange, stream: Stream, start: int, key: str, cursor: str | None) -> None:
+    def open_ws(
+        self,
+        exchange: Exchange,
+        stream: Stream,
+        start: int,
+        key: str,
+        cursor: str | None,
+        until_s: float | None,
+    ) -> None:
         if not exchange.wants_websocket():
             raise TailraceError(
                 "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
-        follower = self._open(stream, start, key, cursor, None)
+        follower = self._open(stream, start, key, cursor, None, until_s)
         wire = WsWire(is_text(stream.content_type))
         try:
             wire.attach(exchange.upgrade_websocket(WsFollower(follower), message_bytes=1024))
@@ -377,10 +399,17 @@ class Live:
         follower.start(wire)
 
     def _open(
-        self, stream: Stream, start: int, key: str, cursor: str | None, rotation_s: float | None
+        self,
+        stream: Stream,
+        start: int,
+        key: str,
+        cursor: str | None,
+        rotation_s: float | None,
+        until_s: float | None,
     ) -> Follower:
         self.admit("ws" if rotation_s is None else "sse")
         follower = Follower(self, stream, start, key, cursor, rotation_s)
+        follower.until_s = until_s
         self._followers.add(follower)
         stream.live += 1
         if self._timer is None:

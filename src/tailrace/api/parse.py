@@ -217,5 +217,6 @@ def fork(exchange: Exchange) -> ForkHeaders:
     position: tuple[int, int] | None = None
     if raw_offset is not None:
         text = raw_offset.decode("latin-1")
-        position = (0, 0) if text == "-1" else offsets.parse_position(text)
+        if text != "now":  # else the tail, as if no offset were given
+            position = (0, 0) if text == "-1" else offsets.parse_position(text)
     return ForkHeaders(source, position, 0 if raw_sub is None else int(raw_sub))

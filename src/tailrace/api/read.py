@@ -64,9 +64,11 @@ class ReadRoutes:
         request = self._request(exchange, name, key)
         self._log.touch(request.stream)
         if request.mode == "sse":
-            self._live.open_sse(exchange, request.stream, request.start, request.key, request.cursor)
+            until_s = identity.until_s
+            self._live.open_sse(exchange, request.stream, request.start, request.key, request.cursor, until_s)
         elif request.mode == "ws":
-            self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor)
+            until_s = identity.until_s
+            self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor, until_s)
         elif request.mode == "long-poll" and request.start >= request.stream.visible:
             LongPoll(self, exchange, request).begin()
         elif request.at_now and not request.mode:

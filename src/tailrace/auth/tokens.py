@@ -42,6 +42,11 @@ class Identity(msgspec.Struct, frozen=True):
     expires_at: float | None = None
     anonymous: bool = False
 
+    @property
+    def until_s(self) -> float | None:
+        """When a connection that was opened with this identity has to end."""
+        return None if self.expires_at is None else self.expires_at + LEEWAY_S
+
 
 ANONYMOUS: Final = Identity(sub="", scopes=frozenset({"read", "write", "manage"}), anonymous=True)
 
