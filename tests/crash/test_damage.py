@@ -120,11 +120,12 @@ def test_a_lost_hot_store_is_refused(post: Station) -> None:
 
 def test_a_damaged_hot_store_is_refused(post: Station) -> None:
     post.stop_dead()
-    database = post.data_dir / "hot.db"
-    kept = database.read_bytes()
-    database.write_bytes(b"no database" * 1000)
+    kept = {path: path.read_bytes() for path in post.data_dir.glob("hot.db*")}
+    for path in kept:
+        path.write_bytes(b"no database" * 1000)
     assert "tailrace inspect hot" in refusal(post)
-    database.write_bytes(kept)
+    for path, data in kept.items():
+        path.write_bytes(data)
     post.crash_and_check()
 
 

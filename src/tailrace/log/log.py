@@ -329,7 +329,14 @@ class Log:
         if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
             raise TailraceError("overloaded", "the stream's append queue is full")
         if self.streams.memory_bytes > 2 * limits.tail_memory_bytes:
+            self._make_room()
             raise TailraceError("overloaded", "checkpoints are behind; memory for new entries is used up")
+
+    def _make_room(self) -> None:
+        """While nothing is accepted nothing begins a new file, which is what would start a checkpoint."""
+        if not self.checkpoint_pending and self.committer.idle:
+            self.retire_active_file()
+            self.put_meta("", None)  # a record that changes nothing
 
     def _submit(self, transaction: Transaction) -> None:
         payload = encode(transaction.ops)

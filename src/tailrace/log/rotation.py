@@ -97,10 +97,13 @@ class Journal:
         self.durable_end = end
 
     def remove_through(self, seq: int) -> None:
-        """Deletes files the checkpoint covers."""
-        for number, path in list_files(self.directory):
-            if number <= seq:
-                path.unlink(missing_ok=True)
+        """Deletes files the checkpoint covers. One that cannot be deleted does no harm until next time."""
+        try:
+            for number, path in list_files(self.directory):
+                if number <= seq:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("journal files up to %d cannot be deleted yet: %s", seq, error)
 
     def size_bytes(self) -> int:
         return sum(path.stat().st_size for _, path in list_files(self.directory))

@@ -146,7 +146,7 @@ def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
     os.nice(5)
-    store = StoredStreams(data_dir / "hot.db", writer=True)
+    store: StoredStreams | None = None
     lines: list[str] = []
     ready = threading.Condition()
     threading.Thread(target=_exit_with_parent, args=(lines, ready), daemon=True).start()
@@ -156,6 +156,7 @@ def main() -> None:
                 ready.wait()
             seq, end = (int(word) for word in lines.pop(0).split())
         try:
+            store = store or StoredStreams(data_dir / "hot.db", writer=True)
             checkpoint_file(data_dir, store, seq, end, tombstone_ns)
         except Exception as error:  # noqa: BLE001 - told to the server, which tries again
             say(f"failed {seq} {type(error).__name__}: {error}".replace("\n", " "))

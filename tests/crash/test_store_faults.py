@@ -1,0 +1,103 @@
+"""A hot store that cannot be written: checkpoints are tried again, nothing is lost, nobody notices."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crash.faults import ALLOCATE, HOT, SYNC, WRITE, Disk, children
+from crash.station import Station, eventually
+
+
+@pytest.fixture
+def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
+    station = Station(tmp_path, disk, "--journal-file-bytes", "64KiB").start()
+    yield station
+    station.kill()
+    print(station.server.log)
+
+
+def caught_up(post: Station) -> bool:
+    """The journal is down to the file being written and the one prepared after it."""
+    return len(post.journal_files) <= 2
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+@pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
+def test_checkpoints_are_tried_again(post: Station, disk: Disk, operation: int, error: int) -> None:
+    post.append_many(8, size=15_000)
+    eventually(lambda: caught_up(post), "the first checkpoint is done")
+    fault = disk.fail(HOT, operation, error)
+    post.append_many(20, size=15_000)
+    eventually(lambda: disk.hits(fault) > 0, "a checkpoint fails")
+    post.append_many(4, size=15_000)
+    post.check()
+    assert post.server.status("/readyz") == 200, "the hot store is not on the acknowledgement path"
+    assert len(post.journal_files) > 4, "nothing is deleted that the hot store does not have"
+    disk.heal()
+    eventually(lambda: caught_up(post), "the checkpoints catch up")
+    post.check()
+    post.crash_and_check()
+
+
+def test_a_crash_while_checkpoints_fail(post: Station, disk: Disk) -> None:
+    disk.fail(HOT, WRITE | SYNC | ALLOCATE, errno.EIO)
+    post.append_many(20, size=15_000)
+    post.crash_and_check()
+    eventually(lambda: caught_up(post), "the checkpoints catch up")
+    post.check()
+    post.crash_and_check()
+
+
+@pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
+def test_one_fault_at_any_step_of_a_checkpoint(post: Station, disk: Disk, operation: int) -> None:
+    """The steps differ in kind: the log of changes, its sync, the database itself, its sync."""
+    skipped = 0
+    while True:
+        fault = disk.fail(HOT, operation, errno.EIO, skip=skipped, count=1)
+        post.append_many(5, size=15_000)
+        eventually(lambda: caught_up(post), "the checkpoint is done all the same")
+        if not disk.hits(fault):
+            break
+        disk.heal()
+        skipped += 1 if operation == SYNC else 5
+    assert skipped > 0
+    post.crash_and_check()
+
+
+@pytest.mark.parametrize("skip", [0, 4, 9, 14])
+def test_the_checkpointer_dies_at_a_write(post: Station, disk: Disk, skip: int) -> None:
+    fault = disk.die(HOT, WRITE | SYNC, skip=skip)
+    post.append_many(8, size=15_000)
+    eventually(lambda: disk.hits(fault) == 1, "the checkpointer has died")
+    post.check()
+    eventually(lambda: caught_up(post), "another one has done the work")
+    post.check()
+    post.crash_and_check()
+
+
+def test_full_memory_gives_way_to_a_checkpoint(tmp_path: Path, disk: Disk) -> None:
+    """When appends are refused for lack of memory, no append can be what starts the checkpoint."""
+    post = Station(tmp_path, disk, "--tail-memory-bytes", "64KiB").start()
+    post.append_many(1, size=60_000)
+    post.append_many(1, size=100_000)
+    assert post.append().code == "overloaded"
+    eventually(lambda: post.append(size=60_000).ok, "there is memory again")
+    disk.fail(HOT, WRITE)
+    eventually(lambda: post.append(size=60_000).status == 429, "memory is full")
+    post.stop_dead()
+    post.server.start()
+    eventually(lambda: post.append().ok, "there is memory again after a restart")
+    post.crash_and_check()
+    post.kill()
+
+
+def test_the_checkpointer_ends_with_its_server(post: Station) -> None:
+    post.append_many(8, size=15_000)
+    eventually(lambda: caught_up(post), "a checkpoint is done")
+    (child,) = children(post.server.pid)
+    post.kill()
+    eventually(lambda: not Path(f"/proc/{child}").exists(), "the checkpointer is gone")
