@@ -98,6 +98,11 @@ class TailraceApp:
             return common + headers.line("Access-Control-Allow-Origin", text)
         return common
 
+    def end_live(self) -> None:
+        """Shutdown: nobody is kept waiting."""
+        self._reads.end_waits()
+        self.live.end_all()
+
     # -- routing ---------------------------------------------------------------------------------------
 
     def identify(self, exchange: Exchange) -> Identity:

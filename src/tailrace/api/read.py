@@ -259,6 +259,13 @@ class ReadRoutes:
         except TailraceError as refusal:
             answers.refuse(exchange, refusal)
 
+    def end_waits(self) -> None:
+        """Shutdown: whoever waits is answered as if the time were up, and comes back to another server."""
+        for stream in list(self._log.streams.by_number.values()):
+            for reader in tuple(stream.readers or ()):
+                if isinstance(reader, LongPoll):
+                    reader.end()
+
     def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
         stream = request.stream
         offset = stream.offset(position)

@@ -100,7 +100,7 @@ class Server:
         if self._verifier is not None:
             self._verifier.start()
         await self._subscriptions.start()
-        self._http = HttpServer(self.app, settings.limits, on_drain=self.app.live.end_all)
+        self._http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(self._http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         port = await self._listen(self._http, settings.port, tls)
