@@ -128,6 +128,10 @@ class Background:
         finally:
             self._wire.close()
 
+    @property
+    def answered(self) -> bool:
+        return not self._thread.is_alive()
+
     def wait(self) -> Answer | None:
         """The answer, or None if the server died first."""
         self._thread.join(WAIT_S_MAX)

@@ -173,9 +173,7 @@ class StreamRoutes:
         log = self._log
         stream = log.find(name)
         if stream is None:
-            tombstone = log.streams.tombstone(name)
-            if tombstone is not None and tombstone.reason == "deleted":
-                exchange.respond(204, answers.NO_STORE)
+            if log.confirm_deleted(name, _answer_delete, exchange):
                 return
             raise TailraceError("not_found", f"there is no stream {name!r}")
         if stream.gone:

@@ -113,6 +113,13 @@ class Committer:
         return [batch for batch in (*self._in_flight, self._open) if batch.items and batch.opened <= limit]
 
     @property
+    def newest(self) -> Batch | None:
+        """The last batch that is not settled: whoever waits for it waits for all of them."""
+        if self._open.items:
+            return self._open
+        return self._in_flight[-1] if self._in_flight else None
+
+    @property
     def idle(self) -> bool:
         return not self._in_flight and not self._open.items
 

@@ -32,6 +32,7 @@ from tailrace.log.records import Append, Create, Delete, Meta, Touch, encode
 from tailrace.log.recovery import Replayed, replay, sync_tail
 from tailrace.log.rollback import roll_back
 from tailrace.log.rotation import Journal
+from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
 from tailrace.store.hot import StoreError
 
@@ -255,6 +256,20 @@ class Log:
                 event = registry.deleted(self._registry(), removed.name, reason, now_ns)
                 transaction.add(self.streams, event)
         self._submit(transaction)
+
+    def confirm_deleted(self, name: str, reply: Reply, context: object) -> bool:
+        """Whether the name was deleted before. If so, `reply` comes when that is durable."""
+        tombstone = self.streams.tombstone(name)
+        if tombstone is None or tombstone.reason != "deleted":
+            return False
+        transaction = Transaction(None, reply, context)
+        transaction.duplicate = True
+        newest = self.committer.newest
+        if newest is None or self.streams.changed_names.get(name) != UNPUBLISHED:
+            reply(transaction, None)
+        else:
+            newest.waiting.append(lambda error: reply(transaction, error))
+        return True
 
     def put_meta(self, key: str, value: bytes | None, reply: Reply = ignore, context: object = None) -> None:
         """Sets or removes one durable fact of the server itself."""

@@ -1,0 +1,91 @@
+"""A disk that takes its time: readers do not wait for it, and nobody is told what is not durable yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crash.faults import JOURNAL, SYNC, WRITE, Disk
+from crash.station import Station, eventually
+
+LONG_US = 20_000_000
+PAUSE_US = 2_500_000
+
+
+def slow_down(post: Station) -> None:
+    """Syncs take 5 ms from now on, which the server notices: it stops doing them on its main thread."""
+    post.disk.delay(JOURNAL, SYNC, 5000)
+    post.append_many(3)
+
+
+@pytest.fixture
+def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
+    flags = ("--journal-file-bytes", "64KiB", "--append-ms", "20000", "--request-ms", "25000")
+    station = Station(tmp_path, disk, *flags).start()
+    slow_down(station)
+    yield station
+    station.kill()
+    print(station.server.log)
+
+
+@pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
+def test_nothing_is_shown_before_it_is_durable(post: Station, disk: Disk, operation: int) -> None:
+    pause = disk.delay(JOURNAL, operation, LONG_US, count=1)
+    waiting = post.in_background("POST", "lines", post.line())
+    created = post.in_background("PUT", "new", b"content")
+    eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
+    post.check()
+    assert post.send("GET", "new").status == 404
+    assert not waiting.answered
+    assert not created.answered
+
+
+def test_who_waits_too_long_is_told_that_the_outcome_is_unknown(tmp_path: Path, disk: Disk) -> None:
+    post = Station(tmp_path, disk, "--append-ms", "300").start()
+    slow_down(post)
+    body = post.line()
+    pause = disk.delay(JOURNAL, SYNC, PAUSE_US, count=1)
+    answer = post.in_background("POST", "lines", body).wait()
+    assert answer is not None
+    assert (answer.status, answer.code) == (408, "append_timeout")
+    assert disk.hits(pause) == 1
+    eventually(lambda: post.send("HEAD", "lines").entry == 4, "the append succeeded after all")
+    post.acknowledged.append(body)
+    post.append_many(1)
+    post.crash_and_check()
+    post.kill()
+
+
+def test_a_repeated_delete_waits_for_the_first(post: Station, disk: Disk) -> None:
+    pause = disk.delay(JOURNAL, WRITE, LONG_US, count=1)
+    first = post.in_background("DELETE", "lines")
+    eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
+    second = post.in_background("DELETE", "lines")
+    eventually(lambda: post.metric("tailrace_connections ") >= 3, "the second has come")
+    assert post.server.status("/healthz") == 200
+    assert not first.answered
+    assert not second.answered
+    post.crash_and_check()
+
+
+def test_a_repeated_delete_is_answered_with_the_first(post: Station, disk: Disk) -> None:
+    pause = disk.delay(JOURNAL, SYNC, PAUSE_US // 10, count=1)
+    first = post.in_background("DELETE", "lines")
+    eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
+    for request in (first, post.in_background("DELETE", "lines"), post.in_background("DELETE", "lines")):
+        answer = request.wait()
+        assert answer is not None
+        assert answer.status == 204
+    assert post.send("GET", "lines").status == 404
+
+
+def test_reads_go_on_while_the_next_journal_file_is_awaited(post: Station, disk: Disk) -> None:
+    pause = disk.delay("0000000000000003.jnl", SYNC, LONG_US, count=1)
+    post.append_many(5, size=14_000)
+    eventually(lambda: disk.hits(pause) == 1, "the third file is being prepared")
+    waiting = post.in_background("POST", "lines", post.line(60_000))
+    eventually(lambda: post.metric("tailrace_append_queue_bytes") > 60_000, "an append waits for the file")
+    post.check()
+    assert not waiting.answered
