@@ -133,6 +133,7 @@ def test_a_source_is_not_put_away_while_its_last_fork_is_leaving(log: LogHarness
     create(log, "source", b"1")
     create(log, "fork", fork=("source", None, 0))
     checkpoint(log)
+    log.log.committer.sync_s = 1.0  # a slow disk: the commit is under way while streams are put away
     pending = log.delete("fork")
     log.log.evict_idle(2**62)
     answered(log, pending)
