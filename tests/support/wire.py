@@ -192,8 +192,12 @@ class Wire:
             items.append(("Authorization", f"Bearer {self._bearer}"))
         connection = self._kept or self.connect()
         self._kept = None
-        connection.send(request_bytes(method, whole, items, raw))
-        answer = connection.read_answer(method)
+        try:
+            connection.send(request_bytes(method, whole, items, raw))
+            answer = connection.read_answer(method)
+        except BaseException:
+            connection.close()
+            raise
         if answer.get("connection") == "close":
             connection.close()
         else:
