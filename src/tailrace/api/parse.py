@@ -16,6 +16,7 @@ from tailrace.protocol.content_types import is_valid
 from tailrace.protocol.names import decode as decode_name
 
 INTEGER_MAX = 2**53 - 1
+QUERY_BYTES_CACHED = 512
 _INTEGER = re.compile(rb"[0-9]{1,16}")
 _COUNT = re.compile(rb"0|[1-9][0-9]{0,15}")
 _SINGLE = frozenset(
@@ -60,9 +61,12 @@ def bad_header(name: str, why: str) -> TailraceError:
     return TailraceError("invalid_header", f"{name} {why}", header=name)
 
 
-@lru_cache(maxsize=4096)
 def parse_query(raw: bytes) -> dict[str, str]:
     """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
+    return parse_known_query(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse_query(raw)
+
+
+def _parse_query(raw: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in raw.split(b"&"):
         if not item:
@@ -79,6 +83,9 @@ def parse_query(raw: bytes) -> dict[str, str]:
             )
         found[key] = text
     return found
+
+
+parse_known_query = lru_cache(maxsize=4096)(_parse_query)
 
 
 def check_once(exchange: Exchange) -> None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 DEFAULT = "application/octet-stream"
 JSON = "application/json"
+BYTES_MAX = 256
 
 
 @lru_cache(maxsize=1024)
@@ -30,5 +31,7 @@ def is_text(content_type: str | None) -> bool:
 
 def is_valid(content_type: str) -> bool:
     """A type, a slash, a subtype, and nothing that could break a header line."""
+    if len(content_type) > BYTES_MAX or not content_type.isprintable():
+        return False
     kind, slash, sub = media_type(content_type).partition("/")
-    return bool(kind and slash and sub) and content_type.isprintable() and len(content_type) <= 256
+    return bool(kind and slash and sub)

@@ -1,0 +1,21 @@
+"""Requests into terms of the protocol: what is remembered between requests is bounded in bytes."""
+
+from __future__ import annotations
+
+from tailrace.api import parse
+from tailrace.protocol import content_types
+
+
+def test_long_queries_are_not_remembered() -> None:
+    parse.parse_query(b"offset=-1&live=sse")
+    before = parse.parse_known_query.cache_info().currsize
+    for number in range(50):
+        assert parse.parse_query(b"key=%d&x=" % number + b"a" * 10_000)["key"] == str(number)
+    assert parse.parse_known_query.cache_info().currsize == before
+
+
+def test_long_content_types_are_not_remembered() -> None:
+    before = content_types.media_type.cache_info().currsize
+    for number in range(50):
+        assert not content_types.is_valid(f"text/{number}" + "a" * 10_000)
+    assert content_types.media_type.cache_info().currsize == before
