@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 
 from crash.family import Family
-from crash.faults import HOT, JOURNAL, SYNC, WRITE, Disk, children, kill_process
+from crash.faults import ALLOCATE, HOT, JOURNAL, SYNC, WRITE, Disk, children, kill_process
 from crash.gate import Crew, Writer, pick
 from crash.shared import Follower, Loader, ProducerWriter, SeqWriter, SharedStream, SharedWriter
+from crash.station import eventually
 from crash.wire import Wire
 from support.server import ServerProcess
 
@@ -56,6 +58,42 @@ class Ordeal:
             self.crew.end()
             self.server.kill()
         assert len(self.stream.entries) > 20 * kills, "the writers hardly wrote"
+
+    def run_faults(self, rounds: int) -> None:
+        """One fault after the other instead of deaths; now and then a death on top of it."""
+        try:
+            for _ in range(rounds):
+                self._one_fault()
+                self.crew.settle()
+                if self.random.random() < 0.4:
+                    self.server.restart(kill=True)
+                    self.kills += 1
+                    self.crew.settle()
+        finally:
+            self.crew.end()
+            self.server.kill()
+        assert len(self.stream.entries) > 20 * rounds, "the writers hardly wrote"
+
+    def _one_fault(self) -> None:
+        """The disk fails under full load and is mended; the server goes on by itself."""
+        if self.slow:
+            self.disk.jitter(JOURNAL, WRITE | SYNC, 4000)
+        self.crew.go()
+        self.crew.wait_steps(self.random.randint(50, 300))
+        text = self.random.choice((JOURNAL, JOURNAL, HOT))
+        operation = self.random.choice((WRITE, SYNC, WRITE | SYNC | ALLOCATE))
+        error = self.random.choice((errno.EIO, errno.ENOSPC))
+        self.disk.fail(
+            text,
+            operation,
+            error,
+            skip=self.random.randint(0, 50),
+            count=self.random.choice((1, 1, 2, -1)),
+        )
+        self.crew.wait_steps(self.random.randint(100, 500))
+        self.crew.rest()
+        self.disk.heal()
+        eventually(lambda: self.server.status("/readyz") == 200, "the server goes on by itself")
 
     def _one_life(self) -> None:
         """Writers work until the server dies; then it is started again."""

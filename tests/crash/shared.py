@@ -11,7 +11,7 @@ from crash.wire import JSON, Answer, Content, LostError, NotSentError, Wire
 
 PAD_BYTES_MAX = 2000
 # An append that was answered so did not happen, and never will.
-REFUSED = frozenset({400, 403, 404, 409, 413, 429})
+REFUSED = frozenset({400, 403, 404, 409, 413, 429, 503, 507})
 
 
 class Attempt:
@@ -191,7 +191,7 @@ class SeqWriter(SharedWriter):
         answer = self._try(wire, number, attempt)
         if answer.status == 409:
             assert answer.code == "seq_conflict"
-            assert before != "absent", "it was not there after the crash, but its Stream-Seq was"
+            assert before not in ("absent", "refused"), "it was not there, but its Stream-Seq was"
             attempt.outcome = "acknowledged"
         elif answer.ok:
             assert before != "acknowledged", "an append that was there was taken a second time"
