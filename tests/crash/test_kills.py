@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from crash.faults import Disk
+from crash.faults import SYNC, WRITE, Disk
 from crash.ordeal import Ordeal
+from support.server import ServerProcess
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -18,6 +20,21 @@ def test_nothing_acknowledged_is_lost_or_doubled(seed: int, tmp_path: Path, disk
 @pytest.mark.parametrize("seed", range(3))
 def test_no_fault_of_the_disk_breaks_a_promise(seed: int, tmp_path: Path, disk: Disk) -> None:
     Ordeal(seed, tmp_path, disk).run_faults(rounds=4)
+
+
+@pytest.mark.parametrize("file", ["VERSION", "deployment", "hot.db", "hot.db-wal", ".jnl"])
+@pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
+def test_a_first_start_that_is_killed_can_be_repeated(
+    file: str, operation: int, tmp_path: Path, disk: Disk
+) -> None:
+    server = ServerProcess(tmp_path / "data", env=disk.env)
+    fault = disk.die(file, operation)
+    server.start(ready=False)
+    assert server.wait_exit() == -signal.SIGKILL
+    assert disk.hits(fault) == 1
+    disk.heal()
+    server.start()
+    server.stop()
 
 
 @pytest.mark.nightly

@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 import google_crc32c
 
 from tailrace.errors import TailraceError
+from tailrace.store.directory import sync_directory
 
 MAGIC = b"TRJRNL01"
 HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, crc, seq, id, previous seq, previous end, created ns
@@ -124,14 +125,6 @@ def prepare_file(directory: Path, seq: int, size: int, *, zero: bool) -> Path:
 def open_file(path: Path, header: Header) -> JournalFile:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     return JournalFile(path, fd, header, os.fstat(fd).st_size)
-
-
-def sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def encode_header(header: Header) -> bytes:

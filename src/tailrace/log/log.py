@@ -34,6 +34,7 @@ from tailrace.log.rollback import roll_back
 from tailrace.log.rotation import Journal
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
+from tailrace.store.directory import make_directory
 from tailrace.store.hot import StoreError
 
 logger = logging.getLogger("tailrace.log")
@@ -66,7 +67,7 @@ class Log:
         self._loop = loop
         self._ahead_ns = limits.timestamp_ahead_ms * 1_000_000
         self.journal_directory = directory / "journal"
-        self.journal_directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.journal_directory)
         self.store = StoredStreams(directory / "hot.db")
         self.recovered: Replayed = replay(self.journal_directory, self.store)
         sync_tail(self.journal_directory, self.recovered)

@@ -21,6 +21,7 @@ class DataDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            sync_directory(path.parent)
         except OSError as error:
             raise TailraceError(
                 "unavailable", f"cannot use {path} as data directory: {error.strerror}"
@@ -52,7 +53,7 @@ class DataDirectory:
     def _check_version(self) -> None:
         file = self.path / "VERSION"
         if not file.exists():
-            file.write_text(f"{VERSION}\n")
+            write_durably(file, f"{VERSION}\n")
             return
         found = file.read_text().strip()
         if not found.isdigit() or int(found) > VERSION:
@@ -64,7 +65,30 @@ class DataDirectory:
     def _deployment(self) -> str:
         file = self.path / "deployment"
         if not file.exists():
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(secrets.token_hex(8) + "\n")
-            temporary.rename(file)
+            write_durably(file, secrets.token_hex(8) + "\n")
         return file.read_text().strip()
+
+
+def write_durably(file: Path, text: str) -> None:
+    """A file that is there completely or not at all, whatever happens meanwhile."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.rename(file)
+    sync_directory(file.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Made if it is not there, and there after a crash: what is synced inside it counts on that."""
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
