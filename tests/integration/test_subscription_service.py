@@ -112,13 +112,13 @@ def run(directory: Path, *acts: Callable[[World], Awaitable[None]]) -> None:
 
 def test_it_watches_the_log_only_while_there_are_subscriptions(tmp_path: Path) -> None:
     async def act(world: World) -> None:
-        assert world.log.observers == []
+        assert world.log.publisher.observers == []
         agent = await world.subscribe(pull())
-        assert world.log.observers == [world.service]
+        assert world.log.publisher.observers == [world.service]
         future, told = world.settled()
         world.service.delete(agent, told)
         await future
-        assert world.log.observers == []
+        assert world.log.publisher.observers == []
 
     run(tmp_path, act)
 
@@ -174,7 +174,7 @@ def test_what_happened_while_nobody_looked_is_found_at_the_start(tmp_path: Path)
             await world.create(name, 1)
         await world.subscribe(pull(streams=("named/deleted", "named/later")))
         # As if the process had died right after each of these.
-        world.log.observers.clear()
+        world.log.publisher.observers.clear()
         await world.append("events/kept")
         await world.create("events/new", 1)
         await world.create("events/empty")

@@ -143,8 +143,8 @@ class Server:
         telemetry.received_bytes.read = lambda: http.bytes_in
         telemetry.sent_bytes.read = lambda: http.bytes_out
         telemetry.connections.read = lambda: http.connections_open
-        telemetry.append_entries.read = lambda: log.appended_entries
-        telemetry.append_bytes.read = lambda: log.appended_bytes
+        telemetry.append_entries.read = lambda: log.publisher.entries
+        telemetry.append_bytes.read = lambda: log.publisher.bytes
         telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
         telemetry.journal_failures.read = lambda: log.failures
         telemetry.streams.read = log.count_streams

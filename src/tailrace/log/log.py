@@ -7,7 +7,6 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
@@ -27,8 +26,9 @@ from tailrace.log.forks import fork_point
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import NO_LIFETIME, Stream
+from tailrace.log.publish import Publisher, answer
 from tailrace.log.reader import Reader
-from tailrace.log.records import Append, Create, Delete, Meta, Touch, encode
+from tailrace.log.records import Append, Meta, Touch, encode
 from tailrace.log.recovery import Replayed, replay, sync_tail
 from tailrace.log.rollback import roll_back
 from tailrace.log.rotation import Journal
@@ -45,14 +45,6 @@ STALLED = TailraceError(
     "append_timeout",
     "append timed out; append outcome is unknown, check Stream-Next-Offset before retrying",
 )
-
-
-class Observer(Protocol):
-    """Somebody who follows all streams: subscriptions, metrics."""
-
-    def on_created(self, stream: Stream) -> None: ...
-    def on_published(self, stream: Stream) -> None: ...
-    def on_removed(self, stream: Stream) -> None: ...
 
 
 class Log:
@@ -84,7 +76,7 @@ class Log:
         )
         self.journal.on_prepared = self._file_prepared
         self.expiry = Expiry(self)
-        self.observers: list[Observer] = []
+        self.publisher = Publisher(self.streams)
         self.refusal: TailraceError | None = None  # why nothing can be written now
         self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
         self.on_file_retired: Callable[[int, int], None] | None = None
@@ -93,8 +85,6 @@ class Log:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._undone: dict[int, Stream] | None = None  # streams of a failed commit that is not rolled back
         self.failures = 0
-        self.appended_entries = 0
-        self.appended_bytes = 0
         self.streams.on_loaded = self.expiry.loaded
         self.expiry.recovered()
 
@@ -398,73 +388,16 @@ class Log:
         stream.batch.waiting.append(lambda error: transaction.reply(transaction, error or refusal))
 
     def _acknowledge(self, batch: Batch) -> None:
-        """Publishes a durable batch, answers, then wakes the readers of every stream it changed."""
+        """A batch is durable: it is published and answered, and may have filled the memory for entries."""
         file = batch.file
         assert file is not None
         streams = self.streams
         if file.seq != streams.file:
             self._entered_file(file.seq)
         self.journal.settled(file, batch.position + len(batch.data))
-        woken: dict[Stream, None] = {}
-        for item in batch.items:
-            assert type(item) is Transaction
-            subject, op = item.subject, item.append
-            if op is None or subject is None or subject.removed:
-                self._publish(item, batch, woken)
-            else:
-                streams.publish_append(op, subject)
-                self.appended_entries += op.count
-                self.appended_bytes += len(op.body)
-                if subject.batch is batch:
-                    subject.batch = None
-                if subject.readers is not None:
-                    woken[subject] = None
-            if subject is not None:
-                subject.queued_bytes -= item.size
-            try:
-                item.reply(item, None)
-            except Exception:
-                logger.exception("an answer failed")  # those behind it in the batch get theirs
-        for settled in batch.waiting:
-            settled(None)
-        if self.observers:
-            self._tell_observers(batch)
-        for stream in woken:
-            wake(stream)
+        self.publisher.publish(batch)
         if streams.memory_bytes > self.limits.tail_memory_bytes and not self.checkpoint_pending:
             self.retire_active_file()
-
-    def _publish(self, item: Transaction, batch: Batch, woken: dict[Stream, None]) -> None:
-        for op, stream in item.steps():
-            self.streams.publish(op, stream)
-            if stream is None:
-                continue
-            if isinstance(op, Append):
-                self.appended_entries += op.count
-                self.appended_bytes += len(op.body)
-            if stream.batch is batch:
-                stream.batch = None
-            if stream.readers is not None:
-                woken[stream] = None
-
-    def _tell_observers(self, batch: Batch) -> None:
-        changed: dict[Stream, None] = {}
-        for item in batch.items:
-            assert isinstance(item, Transaction)
-            for op, stream in item.steps():
-                if stream is None:
-                    continue
-                if isinstance(op, Create):
-                    for observer in self.observers:
-                        observer.on_created(stream)
-                elif isinstance(op, Delete):
-                    for observer in self.observers:
-                        observer.on_removed(stream)
-                elif isinstance(op, Append):
-                    changed[stream] = None
-        for stream in changed:
-            for observer in self.observers:
-                observer.on_published(stream)
 
     def _entered_file(self, seq: int) -> None:
         """The first durable batch of a file: the one before it will not change any more."""
@@ -565,19 +498,3 @@ def cannot_write(error: OSError) -> TailraceError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return TailraceError("insufficient_storage", "the disk is full")
     return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
-
-
-def answer(transaction: Transaction, error: TailraceError | None) -> None:
-    """One requester's trouble must not swallow the answers of those behind it in the batch."""
-    try:
-        transaction.reply(transaction, error)
-    except Exception:
-        logger.exception("an answer failed")
-
-
-def wake(stream: Stream) -> None:
-    """Tells everybody who waits at the stream's tail. They may leave or come back while being told."""
-    readers = stream.readers
-    if readers is not None:
-        for reader in tuple(readers):
-            reader.on_published(stream)

@@ -139,11 +139,11 @@ class SubscriptionService:
             self._watch(False)
 
     def _watch(self, wanted: bool) -> None:
-        watching = self in self._log.observers
+        watching = self in self._log.publisher.observers
         if wanted and not watching:
-            self._log.observers.append(self)
+            self._log.publisher.observers.append(self)
         elif watching and not wanted:
-            self._log.observers.remove(self)
+            self._log.publisher.observers.remove(self)
 
     # -- what the log tells --------------------------------------------------------------------------------
 

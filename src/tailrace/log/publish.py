@@ -1,0 +1,111 @@
+"""Publishing: what is durable is shown to readers, answered, and made known to whoever follows it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from tailrace.errors import TailraceError
+from tailrace.log.commit import Batch
+from tailrace.log.model import Stream
+from tailrace.log.records import Append, Create, Delete
+from tailrace.log.streams import Streams
+from tailrace.log.transaction import Transaction
+
+logger = logging.getLogger("tailrace.log")
+
+
+class Observer(Protocol):
+    """Somebody who follows all streams: subscriptions, metrics."""
+
+    def on_created(self, stream: Stream) -> None: ...
+    def on_published(self, stream: Stream) -> None: ...
+    def on_removed(self, stream: Stream) -> None: ...
+
+
+class Publisher:
+    """The last of the three steps: decide, commit, publish. Runs on the loop thread, in log order."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.observers: list[Observer] = []
+        self.entries = 0
+        self.bytes = 0
+
+    def publish(self, batch: Batch) -> None:
+        """Shows a durable batch, answers, then wakes the readers of every stream it changed."""
+        publish_append = self._streams.publish_append
+        woken: dict[Stream, None] = {}
+        for item in batch.items:
+            assert type(item) is Transaction
+            subject, op = item.subject, item.append
+            if op is None or subject is None or subject.removed:
+                self._publish_steps(item, batch, woken)
+            else:
+                publish_append(op, subject)
+                self.entries += op.count
+                self.bytes += len(op.body)
+                if subject.batch is batch:
+                    subject.batch = None
+                if subject.readers is not None:
+                    woken[subject] = None
+            if subject is not None:
+                subject.queued_bytes -= item.size
+            try:
+                item.reply(item, None)
+            except Exception:
+                logger.exception("an answer failed")  # those behind it in the batch get theirs
+        for settled in batch.waiting:
+            settled(None)
+        if self.observers:
+            self._tell_observers(batch)
+        for stream in woken:
+            wake(stream)
+
+    def _publish_steps(self, item: Transaction, batch: Batch, woken: dict[Stream, None]) -> None:
+        for op, stream in item.steps():
+            self._streams.publish(op, stream)
+            if stream is None:
+                continue
+            if isinstance(op, Append):
+                self.entries += op.count
+                self.bytes += len(op.body)
+            if stream.batch is batch:
+                stream.batch = None
+            if stream.readers is not None:
+                woken[stream] = None
+
+    def _tell_observers(self, batch: Batch) -> None:
+        changed: dict[Stream, None] = {}
+        for item in batch.items:
+            assert isinstance(item, Transaction)
+            for op, stream in item.steps():
+                if stream is None:
+                    continue
+                if isinstance(op, Create):
+                    for observer in self.observers:
+                        observer.on_created(stream)
+                elif isinstance(op, Delete):
+                    for observer in self.observers:
+                        observer.on_removed(stream)
+                elif isinstance(op, Append):
+                    changed[stream] = None
+        for stream in changed:
+            for observer in self.observers:
+                observer.on_published(stream)
+
+
+def answer(transaction: Transaction, error: TailraceError | None) -> None:
+    """One requester's trouble must not swallow the answers of those behind it in the batch."""
+    try:
+        transaction.reply(transaction, error)
+    except Exception:
+        logger.exception("an answer failed")
+
+
+def wake(stream: Stream) -> None:
+    """Tells everybody who waits at the stream's tail. They may leave or come back while being told."""
+    readers = stream.readers
+    if readers is not None:
+        for reader in tuple(readers):
+            reader.on_published(stream)
