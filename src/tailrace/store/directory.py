@@ -82,7 +82,7 @@ def write_durably(file: Path, text: str) -> None:
 
 def make_directory(path: Path) -> None:
     """Made if it is not there, and there after a crash: what is synced inside it counts on that."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     sync_directory(path.parent)
 
 
