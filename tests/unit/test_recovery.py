@@ -10,9 +10,11 @@ import pytest
 from support.journals import append, create, flip, write_journal_file
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import HEADER, HEADER_BYTES, JournalCorruptError, file_path
+from tailrace.log.model import Stream
 from tailrace.log.records import Op
 from tailrace.log.recovery import replay
 from tailrace.log.rotation import Journal
+from tailrace.tier.checkpointer import checkpoint_file
 
 LINES = [b"first", b"second", b"third", b"fourth"]
 RECORDS: list[Sequence[Op]] = [[create(1, "a"), append(1, 1, LINES[0])]]
@@ -120,3 +122,44 @@ def test_a_kind_of_record_from_the_future(journal: Path, store: StoredStreams) -
     write_journal_file(journal, 1, [], raw=[b"\x63whatever it means"])
     with pytest.raises(JournalCorruptError, match=r"byte 64.*tailrace inspect journal"):
         tail(journal, store)
+
+
+class Overtaken(StoredStreams):
+    """The hot store of a server whose killed predecessor left a checkpointer that is still at work."""
+
+    def __init__(self, data_dir: Path, seq: int, end: int) -> None:
+        super().__init__(data_dir / "hot.db")
+        self._late = (data_dir, seq, end)
+        self.overtaken = False
+
+    def stream_by_number(self, number: int) -> Stream | None:
+        if not self.overtaken:
+            self.overtaken = True
+            checkpoint(*self._late)
+        return super().stream_by_number(number)
+
+
+def checkpoint(data_dir: Path, seq: int, end: int) -> None:
+    writer = StoredStreams(data_dir / "hot.db", writer=True)
+    checkpoint_file(data_dir, writer, seq, end, tombstone_ns=0)
+    writer.db.close()
+
+
+def test_a_checkpoint_in_the_middle_of_a_replay(tmp_path: Path, journal: Path) -> None:
+    first = write_journal_file(journal, 1, RECORDS)
+    second = write_journal_file(journal, 2, [[append(1, 5, b"fifth")]], previous=(1, first[-1]))
+    checkpoint(tmp_path, 1, first[-1])
+    store = Overtaken(tmp_path, 2, second[-1])
+    assert tail(journal, store) == 5
+    assert store.overtaken
+    assert store.db.fact("journal_seq", 0) == 2
+    assert tail(journal, store) == 5
+    store.db.close()
+
+
+def test_a_checkpoint_that_is_repeated_changes_nothing(tmp_path: Path, journal: Path) -> None:
+    end = write_journal_file(journal, 1, RECORDS)[-1]
+    checkpoint(tmp_path, 1, end)
+    before = (tmp_path / "hot.db").read_bytes()
+    checkpoint(tmp_path, 1, end)
+    assert (tmp_path / "hot.db").read_bytes() == before
