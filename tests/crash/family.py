@@ -20,6 +20,10 @@ from crash.wire import JSON, TEXT, Answer, Content, LostError, NotSentError, Wir
 
 CLOSE = {"Stream-Closed": "true"}
 
+MOSTLY_APPENDS = {"append": 12, "batch": 4, "produce": 8, "close": 1, "end": 1, "delete": 1}
+# With many names: each stream is touched seldom, so that its changes lie in different journal files.
+MOSTLY_ENDS = {"append": 1, "produce": 2, "close": 4, "end": 2, "delete": 1}
+
 
 @dataclass
 class Modelled:
@@ -52,7 +56,10 @@ class Operation:
 class Family:
     """A handful of names on which one writer creates, appends, closes, forks, deletes and creates again."""
 
-    def __init__(self, name: str, seed: object, names: int = 4) -> None:
+    def __init__(
+        self, name: str, seed: object, names: int = 4, kinds: Mapping[str, int] = MOSTLY_APPENDS
+    ) -> None:
+        self._kinds = dict(kinds)
         self._names = [f"{name}/{index}" for index in range(names)]
         self._id = name
         self.random = random.Random(f"{seed} {name}")
@@ -146,7 +153,7 @@ class Family:
             return self._delete(self.random.choice([n for n, found in self.model.items() if not found.gone]))
         if stream.closed:
             return self._delete(name) if self.random.random() < 0.5 else self._close(name)
-        kind = pick(self.random, {"append": 12, "batch": 4, "produce": 8, "close": 1, "end": 1, "delete": 1})
+        kind = pick(self.random, self._kinds)
         if kind == "close":
             return self._close(name)
         if kind == "delete":

@@ -6,7 +6,7 @@ import errno
 import random
 from pathlib import Path
 
-from crash.family import Family
+from crash.family import MOSTLY_ENDS, Family
 from crash.faults import ALLOCATE, HOT, JOURNAL, SYNC, WRITE, Disk, children, kill_process
 from crash.gate import Crew, Writer, pick
 from crash.shared import Follower, Loader, ProducerWriter, SeqWriter, SharedStream, SharedWriter
@@ -46,7 +46,8 @@ class Ordeal:
             SeqWriter(stream, "seq", seed),
             *(ProducerWriter(stream, f"producer-{index}", seed) for index in range(2)),
             Follower(stream),
-            *(Family(f"family-{index}", seed) for index in range(4)),
+            *(Family(f"family-{index}", seed) for index in range(3)),
+            *(Family(f"ends-{index}", seed, 25, MOSTLY_ENDS) for index in range(2)),
         ]
 
     def run(self, kills: int) -> None:
