@@ -14,6 +14,7 @@ from tailrace.log.model import Stream
 from tailrace.log.records import Op
 from tailrace.log.recovery import replay
 from tailrace.log.rotation import Journal
+from tailrace.store.hot import StoreError
 from tailrace.tier.checkpointer import checkpoint_file
 
 LINES = [b"first", b"second", b"third", b"fourth"]
@@ -163,3 +164,37 @@ def test_a_checkpoint_that_is_repeated_changes_nothing(tmp_path: Path, journal: 
     before = (tmp_path / "hot.db").read_bytes()
     checkpoint(tmp_path, 1, end)
     assert (tmp_path / "hot.db").read_bytes() == before
+
+
+class Raced(StoredStreams):
+    """A checkpointer whose killed predecessor wakes up in the middle of its work."""
+
+    def __init__(self, data_dir: Path, seq: int, end: int) -> None:
+        super().__init__(data_dir / "hot.db", writer=True)
+        self._rival = (data_dir, seq, end)
+        self.refused = False
+
+    def stream_by_number(self, number: int) -> Stream | None:
+        found = super().stream_by_number(number)
+        data_dir, seq, end = self._rival
+        rival = StoredStreams(data_dir / "hot.db", writer=True)
+        rival.db.connection.set_busy_timeout(0)
+        try:
+            checkpoint_file(data_dir, rival, seq, end, tombstone_ns=0)
+        except StoreError:
+            self.refused = True
+        finally:
+            rival.db.close()
+        return found
+
+
+def test_two_checkpointers_never_fold_the_same_file(tmp_path: Path, journal: Path) -> None:
+    first = write_journal_file(journal, 1, RECORDS)
+    second = write_journal_file(journal, 2, [[append(1, 5, b"fifth")]], previous=(1, first[-1]))
+    checkpoint(tmp_path, 1, first[-1])
+    store = Raced(tmp_path, 2, second[-1])
+    checkpoint_file(tmp_path, store, 2, second[-1], tombstone_ns=0)
+    assert store.refused
+    rows = list(store.db.blocks_from(1, 1))
+    assert [(row.first, row.last, row.body) for row in rows] == [(1, 5, b"".join(LINES) + b"fifth")]
+    store.db.close()

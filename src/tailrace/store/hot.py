@@ -6,7 +6,8 @@ knows rows and blobs; what they mean is the log's business. The tables are descr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -83,15 +84,26 @@ class HotDb:
     def close(self) -> None:
         self.connection.close()
 
+    @contextmanager
+    def write(self) -> Generator[None]:
+        """One transaction that nobody else can write in between, from its first look to its commit."""
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            # After some errors SQLite has rolled back by itself.
+            if self.connection.in_transaction:
+                self._execute("ROLLBACK")
+            raise
+
     def _create_tables(self) -> None:
         """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
-        self._execute("BEGIN IMMEDIATE")
-        with self.connection:
+        with self.write():
             for statement in _SCHEMA.split(";\n"):
                 if statement.strip():
                     self._execute(statement)
             self._execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
-        self._execute("COMMIT")
 
     def _one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
         return self._execute(query, bindings).fetchone()

@@ -28,31 +28,35 @@ MERGE_BELOW_BYTES = 64 * 1024
 
 
 def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, tombstone_ns: int) -> None:
-    """Folds one journal file into the hot store. Doing it again changes nothing."""
-    done = int(str(store.db.fact("journal_seq", 0)))
-    if seq <= done:
-        return
-    path = file_path(data_dir / "journal", seq)
-    header = read_header(path)
-    if header is None or header.previous_seq > done:
-        raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
-    streams = Streams(store)
-    streams.next_number = int(str(store.db.fact("next_number", 1)))
-    before = store.db.meta()
-    streams.meta = dict(before)
-    streams.file = seq
-    for _, payload in Scan(path, header, end):
-        apply_record(streams, payload)
-    connection = store.db.connection
-    with connection:
+    """Folds one journal file into the hot store. Doing it again changes nothing.
+
+    It is all one transaction, from the look at what is done: the checkpointer of a server that was killed may
+    still be at the same file.
+    """
+    db = store.db
+    with db.write():
+        done = int(str(db.fact("journal_seq", 0)))
+        if seq <= done:
+            return
+        path = file_path(data_dir / "journal", seq)
+        header = read_header(path)
+        if header is None or header.previous_seq > done:
+            raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
+        streams = Streams(store)
+        streams.next_number = int(str(db.fact("next_number", 1)))
+        before = db.meta()
+        streams.meta = dict(before)
+        streams.file = seq
+        for _, payload in Scan(path, header, end):
+            apply_record(streams, payload)
         write_streams(store, streams)
         for key in before.keys() | streams.meta.keys():
             if before.get(key) != streams.meta.get(key):
-                store.db.put_meta(key, streams.meta.get(key))
-        store.db.expire_tombstones(time.time_ns() - tombstone_ns)
-        store.db.set_fact("next_number", streams.next_number)
-        store.db.set_fact("journal_seq", seq)
-    connection.wal_checkpoint(mode=0)
+                db.put_meta(key, streams.meta.get(key))
+        db.expire_tombstones(time.time_ns() - tombstone_ns)
+        db.set_fact("next_number", streams.next_number)
+        db.set_fact("journal_seq", seq)
+    db.connection.wal_checkpoint(mode=0)
 
 
 def write_streams(store: StoredStreams, streams: Streams) -> None:
