@@ -85,6 +85,18 @@ def test_damage_in_the_middle_is_refused(post: Station) -> None:
     post.crash_and_check()
 
 
+def test_damage_in_the_last_file_is_refused_too(post: Station) -> None:
+    """What was acknowledged before the last batch was written is known to have been."""
+    post.append_many(3, size=100)
+    post.stop_dead()
+    path, begins, _ = written(post)[-3]
+    assert path == written(post)[-1][0]
+    flip(path, begins + 50, 3)
+    assert "tailrace inspect journal" in refusal(post)
+    flip(path, begins + 50, 3)
+    post.crash_and_check()
+
+
 def test_a_damaged_header_is_refused(post: Station) -> None:
     post.stop_dead()
     path = written(post)[-1][0]

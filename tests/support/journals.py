@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tailrace.log.journal import Header, encode_header, file_path, frame, seed_of
+from tailrace.log.journal import Header, encode_header, file_path, frame, mark, seed_of
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.records import Append, Create, Op, encode
 
@@ -19,13 +19,19 @@ def write_journal_file(
     *,
     previous: tuple[int, int] = (0, 0),
     padding: int = 256,
+    marked: bool = False,
     raw: Sequence[bytes] = (),
 ) -> list[int]:
-    """One file with these records and zeros behind them; where each begins and the last ends."""
+    """One file with these records and zeros behind them; where each begins and the last ends.
+
+    With `marked`, each record is a batch of its own, written when the one before was acknowledged.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     data = bytearray(encode_header(Header(seq, ID + seq, *previous, created_ns=seq)))
     positions: list[int] = []
     for payload in (*map(encode, records), *raw):
+        if marked and positions:
+            data += mark(len(data), seed_of(ID + seq))
         positions.append(len(data))
         data += frame(payload, seed_of(ID + seq)) + payload
     positions.append(len(data))

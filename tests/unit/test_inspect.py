@@ -10,7 +10,7 @@ import orjson
 
 from support.journals import append, create, flip, write_journal_file
 from tailrace.log.inspect import inspect_journal
-from tailrace.log.journal import file_path
+from tailrace.log.journal import MARK_BYTES, file_path
 from tailrace.log.records import Bind, Delete, Meta, Op, Touch
 from tailrace.store.hot import BlockRow, HotDb
 from tailrace.store.inspect import inspect_hot
@@ -74,6 +74,15 @@ def test_damage_before_a_recorded_end_is_told_from_a_torn_tail(tmp_path: Path) -
     flip(file_path(journal, 1), ends[2] + 20)
     problems = [str(row["problem"]) for row in shown(tmp_path) if "problem" in row]
     assert problems == [f"damaged at byte {ends[2]}, but records up to byte {ends[-1]} were acknowledged"]
+
+
+def test_a_mark_tells_damage_from_a_torn_tail(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    ends = write_journal_file(journal, 1, RECORDS, marked=True)
+    marks = [row["acknowledged"] for row in shown(tmp_path) if "acknowledged" in row]
+    assert marks == [end - MARK_BYTES for end in ends[1:-1]]
+    flip(file_path(journal, 1), ends[1] + 20)
+    assert f"damaged at byte {ends[1]}, but records up to" in shown(tmp_path)[-1]["problem"]
 
 
 def test_a_file_that_was_passed_over_is_void(tmp_path: Path) -> None:

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from support.journals import append, create, flip, write_journal_file
+from support.journals import ID, append, create, flip, write_journal_file
 from tailrace.log.image import StoredStreams
-from tailrace.log.journal import HEADER, HEADER_BYTES, JournalCorruptError, file_path
+from tailrace.log.journal import (
+    HEADER,
+    HEADER_BYTES,
+    MARK_BYTES,
+    JournalCorruptError,
+    file_path,
+    frame,
+    mark,
+    seed_of,
+)
 from tailrace.log.model import Stream
-from tailrace.log.records import Op
+from tailrace.log.records import Op, encode
 from tailrace.log.recovery import replay
 from tailrace.log.rotation import Journal
 from tailrace.store.hot import StoreError
@@ -58,6 +67,43 @@ def test_a_flipped_bit_in_the_last_file_ends_the_log_before_it(journal: Path, st
         flip(file_path(journal, 1), position, position % 8)
         assert tail(journal, store) == sum(1 for end in ends[1:] if end <= position)
         flip(file_path(journal, 1), position, position % 8)
+
+
+def test_damage_that_a_mark_proves_to_be_acknowledged(journal: Path, store: StoredStreams) -> None:
+    ends = write_journal_file(journal, 1, RECORDS, marked=True)
+    assert tail(journal, store) == 4
+    last = ends[-2]
+    for position in range(HEADER_BYTES, ends[-1]):
+        flip(file_path(journal, 1), position, position % 8)
+        if position < last - MARK_BYTES:
+            with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
+                tail(journal, store)
+        else:
+            assert tail(journal, store) == 3, "nothing says that the last batch was acknowledged"
+        flip(file_path(journal, 1), position, position % 8)
+
+
+def test_a_hole_in_what_was_acknowledged(journal: Path, store: StoredStreams) -> None:
+    """A lost block reads as zeros, like the end; the marks behind it know better."""
+    ends = write_journal_file(journal, 1, RECORDS, marked=True)
+    path = file_path(journal, 1)
+    data = bytearray(path.read_bytes())
+    data[ends[1] - MARK_BYTES : ends[2]] = bytes(ends[2] - ends[1] + MARK_BYTES)
+    path.write_bytes(data)
+    with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
+        tail(journal, store)
+
+
+def test_a_batch_that_overtook_a_torn_one_is_dropped_with_it(journal: Path, store: StoredStreams) -> None:
+    """Several syncs were under way; the later one reached the disk, the earlier one did not."""
+    ends = write_journal_file(journal, 1, RECORDS[:2])
+    path = file_path(journal, 1)
+    seed = seed_of(ID + 1)
+    payload = encode([append(1, 3, b"third")])
+    record = frame(payload, seed) + payload
+    torn = bytes(len(record) + MARK_BYTES)
+    path.write_bytes(path.read_bytes()[: ends[-1]] + torn + mark(ends[-1], seed) + record)
+    assert tail(journal, store) == 2
 
 
 def test_a_damaged_header_is_not_taken_for_an_empty_file(journal: Path, store: StoredStreams) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tailrace.errors import TailraceError
-from tailrace.log.journal import FRAME, FRAME_BYTES, JournalFile, crc32c_extend, encode_header
+from tailrace.log.journal import FRAME, FRAME_BYTES, JournalFile, crc32c_extend, encode_header, mark
 
 # Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
 SLOW_SYNC_S = 0.0015
@@ -164,7 +164,7 @@ class Committer:
         self._open = Batch()
         batch.file = file
         batch.position = file.end
-        head = b"" if file.end else encode_header(file.header)
+        head = mark(file.durable, file.seed) if file.end else encode_header(file.header)
         batch.data = head + framed(batch.payloads, file.seed)
         assert len(batch.data) == batch.size + len(head)
         file.end += len(batch.data)

@@ -15,9 +15,11 @@ from tailrace.log.journal import (
     FRAME,
     FRAME_BYTES,
     HEADER_BYTES,
+    MARK,
     Header,
     JournalCorruptError,
     crc32c_extend,
+    last_mark,
     list_files,
     read_header,
     seed_of,
@@ -99,31 +101,32 @@ def _records(
     limit = len(data) if end is None else min(end, len(data))
     position = HEADER_BYTES
     count = 0
-    problem: str | None = None
+    damaged: int | None = None
     while position + FRAME_BYTES <= limit:
         length, crc = FRAME.unpack_from(data, position)
         if length == 0 and crc == 0:
             break
         start = position + FRAME_BYTES
         payload = data[start : start + length]
-        whole = 0 < length <= limit - start and crc32c_extend(seed, payload) == crc
-        if not whole:
-            problem = "torn or damaged record"
+        if not 0 < length <= limit - start or crc32c_extend(seed, payload) != crc:
+            damaged = position if damaged is None else damaged
             # A damaged body leaves its length intact: what follows can still be shown.
             if not _is_record(data, start + length, limit, seed):
                 break
-            yield {"file": name, "position": position, "bytes": length, "problem": problem}
+            yield {"file": name, "position": position, "bytes": length, "problem": "torn or damaged"}
+        elif payload[0] == 0 and length == MARK.size:
+            yield {"file": name, "position": position, "acknowledged": MARK.unpack(payload)[1]}
         else:
             count += 1
             yield {"file": name, "position": position, "bytes": length, "ops": _ops(payload)}
         position = start + length
     ended: dict[str, object] = {"file": name, "records": count, "ends_at": position}
-    if end is not None and position != end:
-        problem = f"damaged at byte {position}, but records up to byte {end} were acknowledged"
-    elif problem is not None and last:
-        problem = f"torn or damaged at byte {position}; recovery drops what follows the last good record"
-    if problem is not None:
-        ended["problem"] = problem
+    bad = position if damaged is None else damaged
+    acknowledged = last_mark(data, bad, seed) if end is None else end
+    if bad < acknowledged:
+        ended["problem"] = f"damaged at byte {bad}, but records up to byte {acknowledged} were acknowledged"
+    elif damaged is not None and last:
+        ended["problem"] = f"torn at byte {bad}; recovery drops what follows the last good record"
     yield ended
 
 

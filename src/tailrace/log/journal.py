@@ -5,6 +5,9 @@ the end. The checksum starts from the file's random id, so bytes left over from 
 blocks never pass for records. A file is filled with zeros before it is used: overwriting allocated blocks
 makes each `fdatasync` a plain data flush (measured: 0.22 ms against 0.37 ms when the file grows).
 
+Every batch but the first of a file begins with a mark: how far the file was acknowledged when the batch was
+written. It tells damage to what was acknowledged from a tail that was never finished.
+
 The header of each file names the file before it and where *that* one ends. So whatever a failed or torn
 write left behind the last acknowledged record is out of the log as soon as the next file exists.
 """
@@ -28,6 +31,8 @@ HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, crc, seq, id, previous s
 HEADER_BYTES = 64
 FRAME = struct.Struct("<II")
 FRAME_BYTES = FRAME.size
+MARK = struct.Struct("<BQ")  # 0, which is no kind of operation, and where the acknowledged part ends
+MARK_BYTES = FRAME_BYTES + MARK.size
 VERSION = 1
 FIRST_FILE_BYTES = 8 * 1024 * 1024
 # The library is not annotated.
@@ -56,7 +61,7 @@ class JournalFile:
     The header travels with the first batch, in the same write and sync: starting a file costs nothing extra.
     """
 
-    __slots__ = ("end", "fd", "header", "path", "seed", "size")
+    __slots__ = ("durable", "end", "fd", "header", "path", "seed", "size")
 
     def __init__(self, path: Path, fd: int, header: Header, size: int) -> None:
         self.path = path
@@ -64,6 +69,7 @@ class JournalFile:
         self.header = header
         self.size = size
         self.end = 0
+        self.durable = 0  # the part of it that is acknowledged
         self.seed = seed_of(header.id)
 
     @property
@@ -97,6 +103,12 @@ def seed_of(file_id: int) -> int:
 def frame(payload: bytes, seed: int) -> bytes:
     """Length and checksum in front of a payload."""
     return FRAME.pack(len(payload), crc32c_extend(seed, payload))
+
+
+def mark(acknowledged: int, seed: int) -> bytes:
+    """What a batch begins with: up to here the file was acknowledged before the batch was written."""
+    payload = MARK.pack(0, acknowledged)
+    return frame(payload, seed) + payload
 
 
 def prepare_file(directory: Path, seq: int, size: int, *, zero: bool) -> Path:
@@ -178,14 +190,32 @@ class Scan:
             if length == 0 or start + length > limit or crc32c_extend(seed, payload) != crc:
                 self.torn = True
                 break
-            yield position, payload
+            if payload[0] or length != MARK.size:
+                yield position, payload
             position = start + length
             self.end = position
-        if self._known_end is not None and self.end != self._known_end:
+        acknowledged = self._known_end
+        if acknowledged is None:
+            acknowledged = last_mark(data, self.end, seed)
+        if self.end < acknowledged or (self._known_end is not None and self.end != acknowledged):
             raise JournalCorruptError(
                 f"{self.path.name}: record at byte {self.end} is damaged, but records up to byte "
-                f"{self._known_end} were acknowledged; {LOOK}"
+                f"{acknowledged} were acknowledged; {LOOK}"
             )
+
+
+def last_mark(data: bytes, start: int, seed: int) -> int:
+    """How far the marks behind `start` say the file was acknowledged; 0 if there are none."""
+    found = 0
+    length = MARK.size.to_bytes(4, "little")
+    position = data.find(length, start)
+    while position >= 0:
+        payload = data[position + FRAME_BYTES : position + MARK_BYTES]
+        if len(payload) == MARK.size and data[position : position + FRAME_BYTES] == frame(payload, seed):
+            kind, acknowledged = MARK.unpack(payload)
+            found = max(found, 0 if kind else acknowledged)
+        position = data.find(length, position + 1)
+    return found
 
 
 def chain(directory: Path, checkpoint_seq: int = 0) -> list[tuple[Path, Header, int | None]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tailrace.log.journal import (
     FIRST_FILE_BYTES,
     HEADER_BYTES,
+    MARK_BYTES,
     Header,
     JournalFile,
     list_files,
@@ -70,7 +71,7 @@ class Journal:
         None as well while the new file is being prepared; `on_prepared` tells when to ask again.
         """
         active = self.active
-        if active is not None and max(active.end, HEADER_BYTES) + size <= active.size:
+        if active is not None and max(active.end + MARK_BYTES, HEADER_BYTES) + size <= active.size:
             return active
         if not settled or not self._is_ready(HEADER_BYTES + size):
             return None
@@ -94,7 +95,7 @@ class Journal:
         """Everything up to here is durable and acknowledged."""
         assert (file.seq, end) > (self.durable_seq, self.durable_end)
         self.durable_seq = file.seq
-        self.durable_end = end
+        self.durable_end = file.durable = end
 
     def remove_through(self, seq: int) -> None:
         """Deletes files the checkpoint covers. One that cannot be deleted does no harm until next time."""
