@@ -207,7 +207,7 @@ class Scan:
 def last_mark(data: bytes, start: int, seed: int) -> int:
     """How far the marks behind `start` say the file was acknowledged; 0 if there are none."""
     found = 0
-    # One byte is looked for, not four: in zeros, which is what is normally there, that is twenty times as fast.
+    # One byte is looked for, not four: in zeros, which are what is normally there, that is 15 times as fast.
     length = bytes((MARK.size,))
     position = data.find(length, start)
     while position >= 0:
