@@ -57,6 +57,7 @@ class HttpConnection(AnsweringConnection):
     """The protocol object of one client connection. Only `net` touches it."""
 
     __slots__ = (
+        "_begun",
         "_body",
         "_body_counted",
         "_direct",
@@ -81,6 +82,7 @@ class HttpConnection(AnsweringConnection):
         self._parser = HttpRequestParser(self)
         self._direct: Callable[[bytes | memoryview], None] = self._parser.feed_data
         self._feed = self._direct
+        self._begun = False  # the parser is inside a request, be it only the first letter
         self._latest: Exchange | None = None  # the last request the parser completed
         self._headers: dict[bytes, bytes] = {}
         self._url = b""
@@ -107,7 +109,7 @@ class HttpConnection(AnsweringConnection):
         server = self.server
         size = len(data)
         server.bytes_in += size
-        at_rest = self._incoming is None and self.current is None and self._feed is self._direct
+        at_rest = not self._begun and self.current is None and self._feed is self._direct
         if at_rest and size and data[0] == LETTER_P and self._recognise(data, size):
             return
         self.cork = []
@@ -119,7 +121,7 @@ class HttpConnection(AnsweringConnection):
             self._feed(data)
             if self._incoming is not None:
                 self._on_partial(size)
-            elif at_rest and server.requests == requests + 1 and not requests & LEARN_MASK:
+            elif at_rest and not self._begun and not requests & LEARN_MASK:
                 self._learn(data)
         except HttpParserUpgrade as upgrade:
             self._leave_parser(data[cast("int", upgrade.args[0]) :])
@@ -159,13 +161,10 @@ class HttpConnection(AnsweringConnection):
         exchange, self._latest = self._latest, None
         if exchange is not None and exchange.method == b"POST" and is_plain(exchange):
             split = data.find(b"\r\n\r\n") + 4
-            if split <= KNOWN_HEAD_BYTES_MAX:
-                self.server.learn(
-                    data[:split],
-                    KnownHead(
-                        exchange.method, exchange.path, exchange.query, exchange.headers, len(data) - split
-                    ),
-                )
+            size = len(exchange.body)
+            if split <= KNOWN_HEAD_BYTES_MAX and split + size == len(data):
+                head = KnownHead(exchange.method, exchange.path, exchange.query, exchange.headers, size)
+                self.server.learn(data[:split], head)
 
     def eof_received(self) -> bool:
         """Half-closed or gone? One cannot tell, so it depends on what the client is waiting for.
@@ -208,6 +207,9 @@ class HttpConnection(AnsweringConnection):
             self._call(gone)
 
     # --- parser callbacks
+
+    def on_message_begin(self) -> None:
+        self._begun = True
 
     def on_url(self, url: bytes) -> None:
         if self._incoming is None:
@@ -270,6 +272,7 @@ class HttpConnection(AnsweringConnection):
         exchange = self._incoming
         assert exchange is not None
         self._incoming = None
+        self._begun = False
         self._latest = exchange
         self._head_done = False
         self._wire_idle = 0
