@@ -63,7 +63,7 @@ def test_one_fault_at_any_step_of_a_checkpoint(post: Station, disk: Disk, operat
         if not disk.hits(fault):
             break
         disk.heal()
-        skipped += 1 if operation == SYNC else 5
+        skipped += 1 if operation == SYNC else 9
     assert skipped > 0
     post.crash_and_check()
 
