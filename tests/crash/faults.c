@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { WRITE = 1, SYNC = 2, ALLOCATE = 4 };
+enum { WRITE = 1, SYNC = 2, ALLOCATE = 4, READ = 8 };
 enum { OFF = 0, FAIL = 1, TEAR = 2, DELAY = 3, JITTER = 4, DIE = 5 };
 enum { RULES = 16 };
 
@@ -197,3 +197,16 @@ ALLOCATING(posix_fallocate, off_t)
 ALLOCATING(posix_fallocate64, off64_t)
 ALLOCATING_BY_MODE(fallocate, off_t)
 ALLOCATING_BY_MODE(fallocate64, off64_t)
+
+#define POSITIONED_READ(name, offset_type) \
+    ssize_t name(int fd, void *data, size_t size, offset_type at) { \
+        REAL(name); \
+        struct rule *rule = consult(fd, READ); \
+        if (!rule) return real(fd, data, size, at); \
+        if (rule->action != FAIL) die(); \
+        errno = (int)rule->argument; \
+        return -1; \
+    }
+
+POSITIONED_READ(pread, off_t)
+POSITIONED_READ(pread64, off64_t)

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_name("faults.c")
 RULES = 16
 RULE = struct.Struct("<24sIIqqqq")  # text, operations, action, skip, count, argument, hits
 
-WRITE, SYNC, ALLOCATE = 1, 2, 4
+WRITE, SYNC, ALLOCATE, READ = 1, 2, 4, 8
 OFF, FAIL, TEAR, DELAY, JITTER, DIE = range(6)
 
 JOURNAL = ".jnl"

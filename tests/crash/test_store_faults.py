@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crash.faults import ALLOCATE, HOT, SYNC, WRITE, Disk, children
+from crash.faults import ALLOCATE, HOT, READ, SYNC, WRITE, Disk, children
 from crash.station import Station, eventually
 
 
@@ -76,6 +76,20 @@ def test_the_checkpointer_dies_at_a_write(post: Station, disk: Disk, skip: int) 
     post.check()
     eventually(lambda: caught_up(post), "another one has done the work")
     post.check()
+    post.crash_and_check()
+
+
+def test_a_store_that_cannot_be_read_is_unavailable_not_empty(post: Station, disk: Disk) -> None:
+    post.append_many(8, size=15_000)
+    eventually(lambda: caught_up(post), "the entries are in the hot store only")
+    post.stop_dead()
+    post.server.start()
+    disk.fail(HOT, READ, errno.EIO)
+    answer = post.send("GET", "lines")
+    assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "unavailable", "5")
+    disk.heal()
+    post.check()
+    post.append_many(1)
     post.crash_and_check()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from apsw import BusyError
 
 from support.journals import ID, append, create, flip, write_journal_file
 from tailrace.log.image import StoredStreams
@@ -23,7 +24,6 @@ from tailrace.log.model import Stream
 from tailrace.log.records import Op, encode
 from tailrace.log.recovery import replay
 from tailrace.log.rotation import Journal
-from tailrace.store.hot import StoreError
 from tailrace.tier.checkpointer import checkpoint_file
 
 LINES = [b"first", b"second", b"third", b"fourth"]
@@ -227,7 +227,7 @@ class Raced(StoredStreams):
         rival.db.connection.set_busy_timeout(0)
         try:
             checkpoint_file(data_dir, rival, seq, end, tombstone_ns=0)
-        except StoreError:
+        except BusyError:
             self.refused = True
         finally:
             rival.db.close()

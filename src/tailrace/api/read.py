@@ -173,6 +173,9 @@ class ReadRoutes:
         except TimeoutError:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+            return
         except Exception:
             if request.stream.removed:
                 # Deleted under the reader's feet: its rows are gone.

@@ -28,7 +28,6 @@ from tailrace.net.http1 import HttpServer
 from tailrace.net.tls import server_context
 from tailrace.settings import Settings
 from tailrace.store.directory import DataDirectory
-from tailrace.store.hot import StoreError
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.telemetry import Telemetry
 from tailrace.tier.checkpoint import Checkpoints
@@ -50,9 +49,6 @@ def run(settings: Settings) -> int:
         return uvloop.run(serve(settings))
     except (TailraceError, JournalCorruptError) as error:
         sys.stderr.write(f"tailrace: {error}\n")
-        return 1
-    except StoreError as error:
-        sys.stderr.write(f"tailrace: the hot store cannot be used: {error}; see 'tailrace inspect hot'\n")
         return 1
 
 

@@ -35,7 +35,6 @@ from tailrace.log.rotation import Journal
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
 from tailrace.store.directory import make_directory
-from tailrace.store.hot import StoreError
 
 logger = logging.getLogger("tailrace.log")
 
@@ -479,7 +478,7 @@ class Log:
                 )
                 durable.streams.on_loaded = self.expiry.loaded
                 roll_back(self.streams, durable.streams, self._undone)
-        except (OSError, StoreError, JournalCorruptError):
+        except (OSError, TailraceError, JournalCorruptError):
             logger.exception("the last durable state cannot be read; trying again")
             return False
         self._undone = None

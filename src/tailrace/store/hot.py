@@ -6,6 +6,7 @@ knows rows and blobs; what they mean is the log's business. The tables are descr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ import apsw
 
 from tailrace.errors import TailraceError
 
+logger = logging.getLogger("tailrace.store")
+
 VERSION = 1
-StoreError = apsw.Error
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -60,10 +62,21 @@ class BlockRow(NamedTuple):
     body: bytes
 
 
+def unreadable(error: apsw.Error) -> TailraceError:
+    logger.error("the hot store cannot be used: %s: %s", type(error).__name__, error)
+    return TailraceError("unavailable", "the hot store cannot be used; see 'tailrace inspect hot'")
+
+
 class HotDb:
     """One connection. Readers each have their own; SQLite's WAL keeps them out of the writer's way."""
 
     def __init__(self, path: Path, *, writer: bool = False) -> None:
+        try:
+            self._open(path, writer)
+        except apsw.Error as error:
+            raise unreadable(error) from error
+
+    def _open(self, path: Path, writer: bool) -> None:
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
         self.connection = apsw.Connection(str(path), flags=flags)
         self.connection.set_busy_timeout(10_000)
@@ -106,7 +119,16 @@ class HotDb:
             self._execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
 
     def _one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
-        return self._execute(query, bindings).fetchone()
+        try:
+            return self._execute(query, bindings).fetchone()
+        except apsw.Error as error:
+            raise unreadable(error) from error
+
+    def _rows(self, query: str, *bindings: object) -> Iterator[tuple[object, ...]]:
+        try:
+            yield from self._execute(query, bindings)
+        except apsw.Error as error:
+            raise unreadable(error) from error
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -137,7 +159,7 @@ class HotDb:
         )
         first = entry if row is None else row[0]
         query = f"SELECT {_BLOCK} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
-        for found in self._execute(query, (number, first)):
+        for found in self._rows(query, number, first):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
     def last_block(self, number: int) -> BlockRow | None:
@@ -166,23 +188,23 @@ class HotDb:
 
     def images_after(self, name: str, prefix: str, limit: int) -> list[tuple[str, bytes]]:
         """Stream images in name order: a range scan on the name index."""
-        rows = self._execute(
-            "SELECT name, image FROM streams WHERE name>? AND name>=? ORDER BY name LIMIT ?",
-            (name, prefix, limit),
-        )
+        query = "SELECT name, image FROM streams WHERE name>? AND name>=? ORDER BY name LIMIT ?"
+        rows = self._rows(query, name, prefix, limit)
         return [cast("tuple[str, bytes]", row) for row in rows]
 
     def deadlines_after(self, deadline_ns: int, number: int, limit: int) -> list[tuple[int, int]]:
         """Deadlines and numbers of streams that end by themselves, soonest first, behind the one named."""
-        rows = self._execute(
+        rows = self._rows(
             "SELECT deadline_ns, number FROM streams WHERE deadline_ns IS NOT NULL "
             "AND (deadline_ns, number)>(?, ?) ORDER BY deadline_ns, number LIMIT ?",
-            (deadline_ns, number, limit),
+            deadline_ns,
+            number,
+            limit,
         )
         return [cast("tuple[int, int]", row) for row in rows]
 
     def meta(self) -> dict[str, bytes]:
-        rows = self._execute("SELECT key, value FROM meta")
+        rows = self._rows("SELECT key, value FROM meta")
         return dict(cast("tuple[str, bytes]", row) for row in rows)
 
     def count_streams(self) -> int:
