@@ -71,7 +71,7 @@ def test_nothing_is_acknowledged_from_a_file_that_failed(
     post = station().start()
     post.append_many(3)
     failing = post.journal_files[0].name
-    disk.fail(JOURNAL, operation, error, count=1)
+    disk.fail(failing, operation, error, count=1)
     assert post.append().status == status
     post.append_until_accepted()
     rows = [row for row in inspect_journal(post.data_dir) if "ops" in row]
@@ -134,7 +134,7 @@ def test_a_full_disk(station: OpenStation, disk: Disk) -> None:
 def test_deleting_is_undone_when_it_could_not_be_written(station: OpenStation, disk: Disk) -> None:
     post = station().start()
     post.append_many(2)
-    disk.fail(JOURNAL, SYNC, count=1)
+    disk.fail(post.journal_files[0].name, SYNC, count=1)
     assert post.send("DELETE", "lines").status == 503
     post.check()
     post.append_until_accepted()
@@ -149,7 +149,7 @@ def test_a_reader_waits_through_a_failure(station: OpenStation, disk: Disk) -> N
     tail = post.send("HEAD", "lines").headers["stream-next-offset"]
     waiting = post.in_background("GET", "lines", query=f"?live=long-poll&offset={tail}&timeout_ms=20000")
     eventually(lambda: post.metric('tailrace_live_connections{mode="long-poll"}') == 1, "the reader waits")
-    disk.fail(JOURNAL, SYNC, count=1)
+    disk.fail(post.journal_files[0].name, SYNC, count=1)
     assert post.send("DELETE", "lines").status == 503
     post.append_until_accepted()
     answer = waiting.wait()

@@ -10,6 +10,8 @@ import pytest
 from crash.faults import JOURNAL, SYNC, WRITE, Disk
 from crash.station import Station, eventually
 
+# The file that appends go to; the next one is being prepared meanwhile, and must not take the blow.
+ACTIVE = "0000000000000001.jnl"
 LONG_US = 20_000_000
 PAUSE_US = 2_500_000
 
@@ -32,7 +34,7 @@ def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
 
 @pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
 def test_nothing_is_shown_before_it_is_durable(post: Station, disk: Disk, operation: int) -> None:
-    pause = disk.delay(JOURNAL, operation, LONG_US, count=1)
+    pause = disk.delay(ACTIVE, operation, LONG_US, count=1)
     waiting = post.in_background("POST", "lines", post.line())
     created = post.in_background("PUT", "new", b"content")
     eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
@@ -46,7 +48,7 @@ def test_who_waits_too_long_is_told_that_the_outcome_is_unknown(tmp_path: Path, 
     post = Station(tmp_path, disk, "--append-ms", "300").start()
     slow_down(post)
     body = post.line()
-    pause = disk.delay(JOURNAL, SYNC, PAUSE_US, count=1)
+    pause = disk.delay(ACTIVE, SYNC, PAUSE_US, count=1)
     answer = post.in_background("POST", "lines", body).wait()
     assert answer is not None
     assert (answer.status, answer.code) == (408, "append_timeout")
@@ -59,7 +61,7 @@ def test_who_waits_too_long_is_told_that_the_outcome_is_unknown(tmp_path: Path, 
 
 
 def test_a_repeated_delete_waits_for_the_first(post: Station, disk: Disk) -> None:
-    pause = disk.delay(JOURNAL, WRITE, LONG_US, count=1)
+    pause = disk.delay(ACTIVE, WRITE, LONG_US, count=1)
     first = post.in_background("DELETE", "lines")
     eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
     second = post.in_background("DELETE", "lines")
@@ -71,7 +73,7 @@ def test_a_repeated_delete_waits_for_the_first(post: Station, disk: Disk) -> Non
 
 
 def test_a_repeated_delete_is_answered_with_the_first(post: Station, disk: Disk) -> None:
-    pause = disk.delay(JOURNAL, SYNC, PAUSE_US // 10, count=1)
+    pause = disk.delay(ACTIVE, SYNC, PAUSE_US // 10, count=1)
     first = post.in_background("DELETE", "lines")
     eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
     for request in (first, post.in_background("DELETE", "lines"), post.in_background("DELETE", "lines")):
