@@ -133,6 +133,13 @@ class LogHarness:
             self.retired.pop(0)
             self.log.checkpointed(seq)
 
+    def put_meta(self, key: str, value: bytes) -> None:
+        async def put() -> None:
+            self.log.put_meta(key, value)
+
+        self.run(put())
+        self.settle()
+
     # -- requests ----------------------------------------------------------------------------------------
 
     def append(self, name: str, append: ModelAppend) -> Pending:

@@ -170,3 +170,16 @@ def test_lifetimes_of_any_length_can_be_kept(log: LogHarness, lifetime: Lifetime
     assert (stream is None) is (lifetime[1] is not None and lifetime[1] < 0)
     if stream is not None:
         assert (stream.lifetime.ttl_s, stream.lifetime.expires_ns) == lifetime
+
+
+def test_since_sees_of_an_ancestor_only_what_the_fork_shows(log: LogHarness) -> None:
+    create(log, "source")
+    for second in range(1, 6):
+        append(log, "source", b"s", hint_ns=second * 10**9)
+    create(log, "middle", fork=("source", None, 0))
+    create(log, "inner", fork=("middle", (0, 2), 0))
+    append(log, "inner", b"i")
+    stream = log.find("inner")
+    assert stream is not None
+    found = [log.log.reader.entry_before(stream, second * 10**9) for second in (1, 2, 3, 4, 6)]
+    assert found == [0, 1, 2, 2, 2]
