@@ -206,11 +206,8 @@ class LogStates(RuleBasedStateMachine):
         name = self.name_of(DeleteStep(pick))
         stream, found = self.real.find(name), self.model.find(name, self.now_ns)
         if stream is not None and found is not None and not stream.gone:
-            self.real.run(self.touch(stream))
+            self.real.call(self.real.log.touch, stream)
             found.touched_ns = self.now_ns
-
-    async def touch(self, stream: Stream) -> None:
-        self.real.log.touch(stream)
 
     def uncertain(self, stream: ModelStream) -> bool:
         ttl_s, deadline_ns = stream.lifetime[0], stream.deadline_ns()
@@ -371,10 +368,11 @@ class LogStates(RuleBasedStateMachine):
         for epoch in range(found.epoch + 2):
             for entry in {0, 1, found.inherited, found.tail, found.tail + 1}:
                 assert outcome(resolve, stream, (epoch, entry), 0) == outcome(found.resolve, epoch, entry)
+        reader = self.real.log.reader
         for entry in range(max(0, found.tail - 3), found.tail):
-            assert self.real.log.reader.time_of(stream, entry + 1) == found.entries[entry].time_ns
+            assert self.real.call(reader.time_of, stream, entry + 1) == found.entries[entry].time_ns
         for instant_ns in {0, self.now_ns, *(entry.time_ns + 1 for entry in found.entries[-3:])}:
-            assert self.real.log.reader.entry_before(stream, instant_ns) == found.since(instant_ns)
+            assert self.real.call(reader.entry_before, stream, instant_ns) == found.since(instant_ns)
 
     def check_reads(self, stream: Stream, found: ModelStream) -> None:
         apart = self.turn % 2 == 0
@@ -399,7 +397,9 @@ class LogStates(RuleBasedStateMachine):
         expected = sorted(name for name, found in self.model.streams.items() if not found.gone)
         listed: list[str] = []
         limit = self.turn % 3 + 1
-        while page := list_streams(self.real.log, listed[-1] if listed else "", "", limit, False):
+        while page := self.real.call(
+            list_streams, self.real.log, listed[-1] if listed else "", "", limit, False
+        ):
             listed += [stream.name for stream in page]
         assert listed == expected
 

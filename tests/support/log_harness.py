@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,14 +88,18 @@ class LogHarness:
 
         return self.loop.run_until_complete(main())
 
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Calls a plain function of the log on its loop, where timers may be set."""
+
+        async def called() -> T:
+            return function(*arguments)
+
+        return self.run(called())
+
     def sweep(self) -> None:
         """What the timers do within two seconds: everything that has expired goes."""
-
-        async def swept() -> None:
-            self.log.expiry.sweep()
-            self.log.expiry.sweep_stored()
-
-        self.run(swept())
+        self.call(self.log.expiry.sweep)
+        self.call(self.log.expiry.sweep_stored)
         self.settle()
 
     def settle(self) -> None:
@@ -131,13 +135,10 @@ class LogHarness:
         checkpoint_file(self.directory, self.writer, seq, end, CENTURY_NS)
         if tell:
             self.retired.pop(0)
-            self.log.checkpointed(seq)
+            self.call(self.log.checkpointed, seq)
 
     def put_meta(self, key: str, value: bytes) -> None:
-        async def put() -> None:
-            self.log.put_meta(key, value)
-
-        self.run(put())
+        self.call(self.log.put_meta, key, value)
         self.settle()
 
     # -- requests ----------------------------------------------------------------------------------------
@@ -206,10 +207,7 @@ class LogHarness:
     # -- reading -----------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Stream | None:
-        async def found() -> Stream | None:
-            return self.log.find(name)
-
-        return self.run(found())
+        return self.call(self.log.find, name)
 
     def read(
         self,
