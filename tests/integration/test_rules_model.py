@@ -296,6 +296,13 @@ def test_names_that_are_reserved(http: Wire, path: str) -> None:
         assert created.code == "reserved_name"
 
 
+def test_names_of_the_hub_are_its_own(http: Wire) -> None:
+    assert http.get("hub/x").status == http.head("hub/x").status == 404
+    for method in ("POST", "DELETE"):
+        answer = http.call(method, "hub/x", {"Content-Type": JSON}, b"[1]")
+        assert (answer.status, answer.code) == (405, "read_only_stream")
+
+
 def test_a_percent_encoded_slash_is_a_slash(http: Wire) -> None:
     name = fresh()
     http.put(name, TEXT, "x")

@@ -62,7 +62,7 @@ class StreamRoutes:
 
     def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
         headers, body = exchange.headers, exchange.body
-        content_type = parse.content_type_of(exchange)
+        content_type = parse.content_type_of(exchange) if body else None
         if SPECIAL_HEADERS.isdisjoint(headers) and exchange.repeated is None:
             if not body:
                 raise TailraceError("empty_body", "there is nothing to append")
