@@ -91,3 +91,14 @@ def test_reads_go_on_while_the_next_journal_file_is_awaited(post: Station, disk:
     eventually(lambda: post.metric("tailrace_append_queue_bytes") > 60_000, "an append waits for the file")
     post.check()
     assert not waiting.answered
+
+
+def test_the_first_sync_that_hangs_on_a_fast_disk_stops_nobody_else(tmp_path: Path, disk: Disk) -> None:
+    post = Station(tmp_path, disk, "--append-ms", "20000").start()
+    post.append_many(20)
+    pause = disk.delay(ACTIVE, SYNC, LONG_US, count=1)
+    waiting = post.in_background("POST", "lines", post.line())
+    eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
+    post.check()
+    assert not waiting.answered
+    post.kill()

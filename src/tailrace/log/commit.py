@@ -22,10 +22,6 @@ from tailrace.log.journal import FRAME, FRAME_BYTES, JournalFile, crc32c_extend,
 # Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
 SLOW_SYNC_S = 0.0015
 
-# On a fast disk a lone record is synced on the spot: handing it to a thread and back takes about a third as
-# long as the sync itself. One slow sync is enough to stop this until the disk has proved itself again.
-QUICK_SYNC_S = 0.0006
-
 Settled = Callable[[TailraceError | None], None]
 
 
@@ -169,10 +165,6 @@ class Committer:
         assert len(batch.data) == batch.size + len(head)
         file.end += len(batch.data)
         self._in_flight.append(batch)
-        if len(batch.payloads) == len(self._in_flight) == 1 and 0 < self.sync_s < QUICK_SYNC_S:
-            sync_batch(batch)
-            self._settle()
-            return
         if len(self._threads) < len(self._in_flight):
             name = f"commit-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
