@@ -72,6 +72,7 @@ class TestApp:
     """Answers by path: /hold waits for the test, /stream opens an outlet, /ws upgrades, others echo."""
 
     __test__ = False
+    fixed_headers: bytes | None = None
 
     def __init__(self) -> None:
         self.held: list[Exchange] = []
@@ -80,6 +81,9 @@ class TestApp:
         self.seen: list[bytes] = []
         self.gone: list[bytes] = []
         self.deflate = False
+
+    def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        return self.handle
 
     def handle(self, exchange: Exchange) -> None:
         path = exchange.path

@@ -51,7 +51,7 @@ class TailraceApp:
             self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
             self._common = common_headers(context.settings.resource_policy, None)
         self._timing = context.settings.server_timing
-        self._plain = self._origins is None and not self._timing
+        self.fixed_headers = self._common if self._origins is None and not self._timing else None
 
     # -- what net asks for -------------------------------------------------------------------------------
 
@@ -78,13 +78,17 @@ class TailraceApp:
             return
         self._server_route(exchange, method, path)
 
+    def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        name = self._names.get(exchange.path)
+        if exchange.method != b"POST" or name is None or self._verifier is not None or self._timing:
+            return self.handle
+        return self._streams.handler_for(exchange, name) or self.handle
+
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)
         return answers.error(error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
-        if self._plain:
-            return self._common
         common = self._common
         if self._timing and exchange is not None:
             total_ms = (self._context.loop.time() - exchange.started) * 1000

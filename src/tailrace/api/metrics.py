@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tailrace.api import answers
 from tailrace.api.health import HealthRoutes
 from tailrace.errors import TailraceError
@@ -11,8 +13,13 @@ from tailrace.net.http1 import Exchange
 class MetricsApp:
     """Health, readiness and metrics, and nothing else. Who can reach the port may read them."""
 
+    fixed_headers: bytes | None = b"X-Content-Type-Options: nosniff\r\n"
+
     def __init__(self, health: HealthRoutes) -> None:
         self._health = health
+
+    def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        return self.handle
 
     def handle(self, exchange: Exchange) -> None:
         if not self._health.handles(exchange.path):
@@ -28,4 +35,4 @@ class MetricsApp:
         return answers.error(error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
-        return b"X-Content-Type-Options: nosniff\r\n"
+        return self.fixed_headers or b""

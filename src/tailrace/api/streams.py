@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import orjson
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
-from tailrace.auth import Action, Identity, authorise
+from tailrace.api.plain_append import PlainAppend
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.model import NO_LIFETIME, Stream
@@ -52,6 +55,19 @@ class StreamRoutes:
         if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
             stream = log.existing(name)
         log.append(stream, self._append_request(exchange, stream), self._answer_append, exchange)
+
+    def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
+        """The short way for appends that repeat this head, if there is one."""
+        if exchange.repeated is not None or not SPECIAL_HEADERS.isdisjoint(exchange.headers):
+            return None
+        try:
+            authorise(ANONYMOUS, Action.WRITE_STREAM, stream=name)
+            content_type = parse.content_type_of(exchange)
+        except TailraceError:
+            return None
+        if content_type is None or not exchange.body:
+            return None
+        return PlainAppend(self._log, name, content_type, lambda again: self.append(again, ANONYMOUS, name))
 
     def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
         """As `answer_append`; the time from decision to durability is the commit's."""

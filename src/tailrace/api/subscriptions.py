@@ -15,13 +15,15 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import names, offsets
-from tailrace.subscriptions import ssrf, tokens, views
+from tailrace.subscriptions import signing, ssrf, tokens, views
 from tailrace.subscriptions.agent import Agent, Settled
 from tailrace.subscriptions.config import STREAMS_MAX, Config, check_id, invalid, parse_config, parse_streams
 from tailrace.subscriptions.machine import Ack, Answer, Step
 from tailrace.subscriptions.service import SubscriptionService
 
-JWKS_HEAD = b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=300\r\n"
+JWKS_HEAD = (
+    b"Content-Type: application/jwk-set+json\r\nCache-Control: public, max-age=%d\r\n" % signing.JWKS_CACHE_S
+)
 JSON_HEAD = answers.JSON_TYPE + answers.NO_STORE
 
 # The caller waits for this; a name server that is slower has its say at the first delivery.
@@ -133,7 +135,7 @@ class SubscriptionRoutes:
 
     def _create(self, exchange: Exchange, subscription_id: str, config: Config) -> None:
         base_url = answers.base_url(exchange, self._context.settings.public_url)
-        kid = self._service.keys.ring.current.kid
+        kid = self._service.keys.current().kid
 
         def told(agent: Agent, new: bool, error: TailraceError | None) -> None:
             if error is not None:
@@ -146,7 +148,7 @@ class SubscriptionRoutes:
     def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         agent = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
         base_url = answers.base_url(exchange, self._context.settings.public_url)
-        kid = self._service.keys.ring.current.kid
+        kid = self._service.keys.current().kid
         exchange.respond(200, JSON_HEAD, views.show(agent.sub, kid, base_url))
 
     def _delete(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:

@@ -29,48 +29,23 @@ APPEND_HEAD_BYTES = _APPEND_HEAD.size
 UNREADABLE = (AssertionError, LookupError, UnicodeDecodeError, struct.error, msgspec.MsgspecError)
 
 
-class Append:
-    """Entries added to a stream, with all that the same commit changes: producer, seq, type, closing."""
+class Append(msgspec.Struct, eq=False, gc=False):
+    """Entries added to a stream, with all that the same commit changes: producer, seq, type, closing.
 
-    __slots__ = (
-        "binds",
-        "body",
-        "closes",
-        "count",
-        "first",
-        "key",
-        "lengths",
-        "producer",
-        "seq",
-        "stream",
-        "time_ns",
-    )
+    A Struct for its compiled constructor; it can be in no cycle, so the collector need not know it.
+    """
 
-    def __init__(
-        self,
-        stream: int,
-        first: int,
-        count: int,
-        body: bytes,
-        lengths: Sequence[int] | None,
-        time_ns: int,
-        key: bytes | None = None,
-        producer: tuple[str, int, int] | None = None,
-        seq: bytes | None = None,
-        binds: str | None = None,
-        closes: bool = False,
-    ) -> None:
-        self.stream = stream
-        self.first = first
-        self.count = count
-        self.body = body
-        self.lengths = lengths
-        self.time_ns = time_ns
-        self.key = key
-        self.producer = producer
-        self.seq = seq
-        self.binds = binds
-        self.closes = closes
+    stream: int
+    first: int
+    count: int
+    body: bytes
+    lengths: Sequence[int] | None
+    time_ns: int
+    key: bytes | None = None
+    producer: tuple[str, int, int] | None = None
+    seq: bytes | None = None
+    binds: str | None = None
+    closes: bool = False
 
     def encode(self) -> bytes:
         body = self.body

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.records import Append, Op
 from tailrace.log.streams import Streams
 
 
-class Transaction:
+class Transaction(msgspec.Struct, eq=False):
     """Operations that share one journal record, and who is told when it is durable.
 
     `reply(transaction, error)` is called exactly once. `context` is the caller's; `subject` the stream the
-    request was about; `done` tells an append that changed nothing from one that did.
+    request was about; `duplicate` tells a request that changed nothing from one that did.
     """
 
-    __slots__ = ("append", "context", "duplicate", "ops", "reply", "size", "streams", "subject")
-
-    def __init__(
-        self,
-        subject: Stream | None,
-        reply: Reply,
-        context: object,
-        append: Append | None = None,
-    ) -> None:
-        self.subject = subject
-        self.reply = reply
-        self.context = context
-        self.append = append  # the only operation, on the subject; else it is in `ops`
-        self.ops: tuple[Op, ...] = ()
-        self.streams: tuple[Stream | None, ...] = ()
-        self.duplicate = False
-        self.size = 0
+    subject: Stream | None
+    reply: Reply
+    context: object
+    append: Append | None = None  # the only operation, on the subject; else it is in `ops`
+    ops: tuple[Op, ...] = ()
+    streams: tuple[Stream | None, ...] = ()
+    duplicate: bool = False
+    size: int = 0
 
     def steps(self) -> Iterable[tuple[Op, Stream | None]]:
         """Every operation with the stream it changed."""

@@ -183,7 +183,7 @@ class AnsweringConnection(asyncio.Protocol):
             persistence = CONNECTION_CLOSE
         elif exchange is not None and exchange.mode & MODE_LEGACY:
             persistence = CONNECTION_KEEP_ALIVE
-        return b"".join((server.status_head(status), server.common_headers(exchange), head, persistence))
+        return server.start_of_answer(status, exchange) + head + persistence
 
     def answer_unusual(
         self, exchange: Exchange, status: int, head: bytes, body: bytes | Sequence[bytes | memoryview]

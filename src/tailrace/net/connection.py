@@ -143,15 +143,12 @@ class HttpConnection(AnsweringConnection):
         if known is None or self._write_paused or size - split != known.body_bytes:
             return False
         server.requests += 1
-        self.current = exchange = Exchange(self, known.headers)
-        exchange.method = known.method
-        exchange.path = known.path
-        exchange.query = known.query
-        exchange.started = self._time()
-        exchange.body = data[split:]
+        self.current = exchange = Exchange(
+            self, known.headers, known.method, known.path, known.query, self._time(), data[split:]
+        )
         self.deadline = inf
         try:
-            self._handle(exchange)
+            known.handle(exchange)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
             self._handler_failed(exchange, error)
         return True
@@ -163,8 +160,11 @@ class HttpConnection(AnsweringConnection):
             split = data.find(b"\r\n\r\n") + 4
             size = len(exchange.body)
             if split <= KNOWN_HEAD_BYTES_MAX and split + size == len(data):
-                head = KnownHead(exchange.method, exchange.path, exchange.query, exchange.headers, size)
-                self.server.learn(data[:split], head)
+                handle = self.server.app.handler_for(exchange)
+                self.server.learn(
+                    data[:split],
+                    KnownHead(exchange.method, exchange.path, exchange.query, exchange.headers, size, handle),
+                )
 
     def eof_received(self) -> bool:
         """Half-closed or gone? One cannot tell, so it depends on what the client is waiting for.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tailrace.net.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
 
 if TYPE_CHECKING:
@@ -24,47 +26,31 @@ MODE_UPGRADE = 8  # the client asked to leave HTTP
 MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
 
 
-class Exchange:
-    """One request and its answer; made per request, so it carries no more than it must."""
+class Exchange(msgspec.Struct, eq=False):
+    """One request and its answer; made per request, so it carries no more than it must.
 
-    __slots__ = (
-        "answered",
-        "body",
-        "connection",
-        "deadline_at",
-        "headers",
-        "method",
-        "mode",
-        "on_deadline",
-        "on_gone",
-        "path",
-        "phases",
-        "query",
-        "repeated",
-        "started",
-    )
+    A Struct because its constructor is compiled: a third of the time of an `__init__` in Python.
+    """
 
-    method: bytes
-    path: bytes
-    query: bytes
-    started: float
-
-    def __init__(self, connection: HttpConnection, headers: dict[bytes, bytes]) -> None:
-        self.connection = connection
-        # Lower-case names. A repeated header's values are joined with ", " and its name is in `repeated`.
-        self.headers = headers
-        self.repeated: frozenset[bytes] | None = None
-        self.body = b""
-        self.mode = 0
-        # True once an answer was given, or can no longer be given because the client is gone.
-        self.answered = False
-        # Called once if the client disconnects before the answer is complete. Set it for waits only: with
-        # it, a client that half-closes its side counts as gone.
-        self.on_gone: Callable[[], None] | None = None
-        # What took how long, in the form of Server-Timing; the application's to fill and to send.
-        self.phases = ""
-        self.deadline_at = inf
-        self.on_deadline: Callable[[], None] | None = None
+    connection: HttpConnection
+    # Lower-case names. A repeated header's values are joined with ", " and its name is in `repeated`.
+    headers: dict[bytes, bytes]
+    method: bytes = b""
+    path: bytes = b""
+    query: bytes = b""
+    started: float = 0.0
+    body: bytes = b""
+    repeated: frozenset[bytes] | None = None
+    mode: int = 0
+    # True once an answer was given, or can no longer be given because the client is gone.
+    answered: bool = False
+    # Called once if the client disconnects before the answer is complete. Set it for waits only: with
+    # it, a client that half-closes its side counts as gone.
+    on_gone: Callable[[], None] | None = None
+    # What took how long, in the form of Server-Timing; the application's to fill and to send.
+    phases: str = ""
+    deadline_at: float = inf
+    on_deadline: Callable[[], None] | None = None
 
     @property
     def peer(self) -> str:
@@ -91,7 +77,10 @@ class Exchange:
         connection = self.connection
         server = connection.server
         mark = (self.method, status)
-        server.answers[mark] = server.answers.get(mark, 0) + 1
+        try:
+            server.answers[mark] += 1
+        except KeyError:
+            server.answers[mark] = 1
         if self.mode or server.draining or type(body) is not bytes or len(body) > JOIN_BYTES_MAX:
             connection.answer_unusual(self, status, head, body)
             return
@@ -101,8 +90,10 @@ class Exchange:
             body = b""
         else:
             end = LENGTH_ENDS[size] if size < LENGTH_ENDS_COUNT else b"Content-Length: %d\r\n\r\n" % size
-        prefix = server.status_heads.get(status) or server.status_head(status)
-        data = b"".join((prefix, server.common_headers(self), head, end, body))
+        start = server.status_heads.get(status) or server.status_head(status)
+        if server.varying_headers is not None:
+            start += server.varying_headers(self)
+        data = b"".join((start, head, end, body))
         server.bytes_out += len(data)
         cork = connection.cork
         if cork is None:

@@ -7,6 +7,7 @@ uncommon about them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from httptools import HttpParserInvalidURLError, parse_url
@@ -46,6 +47,7 @@ class KnownHead(NamedTuple):
     query: bytes
     headers: dict[bytes, bytes]
     body_bytes: int
+    handle: Callable[[Exchange], None]
 
 
 def is_plain(exchange: Exchange) -> bool:

@@ -13,6 +13,7 @@ from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.app import App
 from tailrace.net.connection import HttpConnection
+from tailrace.net.exchange import Exchange
 from tailrace.net.request_head import KNOWN_HEADS_MAX, KnownHead
 from tailrace.net.wire import date_line, status_line
 
@@ -70,7 +71,8 @@ class HttpServer:
         self.connections_refused = 0
         self.body_bytes_held = 0
         # What connections read on every request.
-        self.common_headers = app.common_headers
+        self.fixed_headers = app.fixed_headers or b""
+        self.varying_headers = app.common_headers if app.fixed_headers is None else None
         self.status_heads: dict[int, bytes] = {}
         self.heads_known: dict[bytes, KnownHead] = {}
         self.hosts_known: set[bytes | None] = set()
@@ -189,6 +191,7 @@ class HttpServer:
             )
 
     def learn(self, head: bytes, known: KnownHead) -> None:
+        """Remembers what the parser made of a head."""
         if len(self.heads_known) >= KNOWN_HEADS_MAX:
             self.heads_known.clear()
         self.heads_known[head] = known
@@ -242,8 +245,13 @@ class HttpServer:
             self.status_heads.clear()
 
     def status_head(self, status: int) -> bytes:
-        """Status line and date, made once per second and status."""
+        """What every answer with this status begins with, made once per second and status."""
         head = self.status_heads.get(status)
         if head is None:
-            head = self.status_heads[status] = status_line(status) + self._date
+            head = self.status_heads[status] = status_line(status) + self._date + self.fixed_headers
         return head
+
+    def start_of_answer(self, status: int, exchange: Exchange | None) -> bytes:
+        """The status line and the headers that every response carries."""
+        head = self.status_head(status)
+        return head if self.varying_headers is None else head + self.varying_headers(exchange)

@@ -391,7 +391,7 @@ def upgrade(
         b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: ",
         accept,
         b"\r\n",
-        server.common_headers(exchange),
+        server.app.common_headers(exchange),
         b"Sec-WebSocket-Protocol: %b\r\n" % subprotocol if subprotocol else b"",
         _DEFLATE_ANSWER if deflate else b"",
         head,

@@ -1,0 +1,68 @@
+"""Appends that are a body and nothing else, sent again and again with the same head.
+
+Nearly every append is one. What is the same for all that share a head (the stream's name, the content type,
+that nothing special is asked) is worked out once; what may change between two of them is looked at each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tailrace.api import answers
+from tailrace.errors import TailraceError
+from tailrace.log.log import Log
+from tailrace.log.model import NO_LIFETIME
+from tailrace.log.transaction import Transaction
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import json_split
+from tailrace.protocol.content_types import is_json
+
+
+class PlainAppend:
+    """Handles the appends of one head; whatever is not as usual goes the general way."""
+
+    __slots__ = ("_by_name", "_content_type", "_general", "_json", "_json_depth", "_log", "_name")
+
+    def __init__(self, log: Log, name: str, content_type: str, general: Callable[[Exchange], None]) -> None:
+        self._log = log
+        self._by_name = log.streams.by_name
+        self._json_depth = log.limits.json_depth
+        self._name = name
+        self._content_type = content_type
+        self._json = is_json(content_type)
+        self._general = general
+
+    def __call__(self, exchange: Exchange) -> None:
+        stream = self._by_name.get(self._name)
+        if (
+            stream is None
+            or stream.closed
+            or stream.gone
+            or stream.lifetime is not NO_LIFETIME
+            or stream.content_type != self._content_type
+        ):
+            self._general(exchange)
+            return
+        body = exchange.body
+        if not self._json:
+            self._log.append_plain(stream, body, None, _acknowledge, exchange)
+            return
+        entries = json_split.split(body, self._json_depth)
+        if len(entries) == 1:
+            self._log.append_plain(stream, bytes(entries[0]), None, _acknowledge, exchange)
+        elif entries:
+            joined, lengths = json_split.join(entries)
+            self._log.append_plain(stream, joined, lengths, _acknowledge, exchange)
+        else:
+            self._general(exchange)
+
+
+def _acknowledge(transaction: Transaction, error: TailraceError | None) -> None:
+    exchange, stream, op = transaction.context, transaction.subject, transaction.append
+    assert type(exchange) is Exchange
+    assert stream is not None
+    assert op is not None
+    if error is None:
+        exchange.respond(204, answers.next_offset_after(stream, op.first + op.count - 1))
+    else:
+        answers.refuse(exchange, error)
