@@ -12,7 +12,8 @@ from msgspec import Meta, Struct
 
 KIB = 1024
 MIB = 1024 * KIB
-DAY_MS = 24 * 60 * 60 * 1000
+HOUR_MS = 60 * 60 * 1000
+DAY_MS = 24 * HOUR_MS
 
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]
 BytesOrNone = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]
@@ -116,6 +117,11 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000
     lease_max_ms: Annotated[Millis, Meta(description="Longest lease.")] = 600_000
     webhook_ms: Annotated[Millis, Meta(description="Time a webhook has to answer.")] = 10_000
+    webhook_key_ms: Annotated[
+        int,
+        Meta(ge=HOUR_MS, description="Time a key signs webhooks before the next one takes over."),
+        Meta(extra={"unit": "ms"}),
+    ] = 90 * DAY_MS
     webhook_answer_bytes: Annotated[Bytes, Meta(description="Most of a webhook's answer that is read.")] = (
         64 * KIB
     )

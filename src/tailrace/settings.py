@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 
@@ -75,6 +76,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "yes", "no"],
         Meta(description="Allow webhooks to this machine; auto allows them when listening on loopback only."),
     ] = "auto"
+    webhook_keys_since: Annotated[
+        str, Meta(description="Instant (RFC 3339) before which no webhook key may have been made.")
+    ] = ""
     webhook_allow: Annotated[
         str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
     ] = ""
@@ -112,6 +116,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def loopback_webhooks_allowed(self) -> bool:
         """Whether webhooks may call this machine."""
         return self.loopback_only if self.loopback_webhooks == "auto" else self.loopback_webhooks == "yes"
+
+    @property
+    def webhook_keys_since_ms(self) -> int:
+        """Webhook keys older than this are given up."""
+        if not self.webhook_keys_since:
+            return 0
+        moment = datetime.fromisoformat(self.webhook_keys_since)
+        if moment.tzinfo is None:
+            raise ValueError("an instant has a time zone")
+        return int(moment.timestamp() * 1000)
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -320,6 +334,10 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"{smaller} ({low}) must not be larger than {larger} ({high})")
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise SettingsError("tls_cert and tls_key are needed together")
+    try:
+        _ = settings.webhook_keys_since_ms
+    except ValueError:
+        raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
     if settings.auth_jwt_secret and len(settings.auth_jwt_secret.encode()) < 32:
         raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
 

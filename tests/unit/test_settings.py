@@ -158,3 +158,15 @@ def test_secrets_are_not_described() -> None:
 def test_every_preset_stands_on_its_own() -> None:
     for name in PRESETS:
         assert load({"preset": name}, {}).preset == name
+
+
+def test_the_instant_of_webhook_keys_has_a_zone() -> None:
+    assert load({"webhook_keys_since": "2026-01-01T01:00:00+01:00"}, {}).webhook_keys_since_ms == (
+        1_767_225_600_000
+    )
+    assert load({}, {}).webhook_keys_since_ms == 0
+    for text in ("2026-01-01T00:00:00", "yesterday", "1767225600"):
+        with pytest.raises(SettingsError, match="webhook_keys_since is not an instant"):
+            load({"webhook_keys_since": text}, {})
+    with pytest.raises(SettingsError, match="--webhook-key-ms"):
+        load({"webhook_key_ms": "59m"}, {})

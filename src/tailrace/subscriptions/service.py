@@ -50,7 +50,7 @@ class SubscriptionService:
         self._tombstone_ms = settings.limits.tombstone_ms
         self._clock = clock
         self._loop = loop
-        self.keys = ServerKeys(log, clock)
+        self.keys = ServerKeys(log, clock, loop, settings)
         self.webhooks = Webhooks(settings, self.keys, clock, loop, telemetry)
         self._agents: dict[str, Agent] = {}
         self._tombstones: dict[str, Head] = {}
@@ -82,6 +82,7 @@ class SubscriptionService:
 
     async def stop(self) -> None:
         """Ends what is under way; the next server goes on from what is durable."""
+        self.keys.stop()
         for agent in list(self._agents.values()):
             agent.close(TailraceError("unavailable", "the server is stopping"))
         self._watch(False)

@@ -100,7 +100,7 @@ class Webhooks:
         now_ms = self._clock.now_ns() // 1_000_000
         token = tokens.issue(self._keys.token_key, sub.id, wake.generation, now_ms)
         body = views.webhook_body(sub, wake, token, self._public_url or sub.head.base_url)
-        signature = self._keys.ring.current.sign(body, now_ms)
+        signature = self._keys.current().sign(body, now_ms)
         if target.scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
         return await deliver.post(
