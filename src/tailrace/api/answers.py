@@ -5,7 +5,6 @@ from __future__ import annotations
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
-from tailrace.protocol import offsets
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line
@@ -18,13 +17,6 @@ JSON_TYPE = b"Content-Type: application/json; charset=utf-8\r\n"
 
 def next_offset(offset: str) -> bytes:
     return f"Stream-Next-Offset: {offset}\r\n".encode("ascii")
-
-
-def next_offset_after(stream: Stream, entry: int) -> bytes:
-    """`next_offset` of the position after an entry the stream has just written, so in its present epoch."""
-    epochs = stream.epochs
-    assert entry >= epochs[-1][1]
-    return b"Stream-Next-Offset: %b\r\n" % offsets.encode_ascii(epochs[-1][0], entry)
 
 
 def end_offset(offset: str) -> bytes:

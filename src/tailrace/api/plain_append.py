@@ -16,6 +16,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import json_split
 from tailrace.protocol.content_types import is_json
+from tailrace.protocol.offsets import next_offset_line
 
 
 class PlainAppend:
@@ -62,7 +63,8 @@ def _acknowledge(transaction: Transaction, error: TailraceError | None) -> None:
     assert type(exchange) is Exchange
     assert stream is not None
     assert op is not None
-    if error is None:
-        exchange.respond(204, answers.next_offset_after(stream, op.first + op.count - 1))
-    else:
+    if error is not None:
         answers.refuse(exchange, error)
+        return
+    # What was just written is in the stream's present epoch.
+    exchange.acknowledge(next_offset_line(stream.epochs[-1][0], op.first + op.count - 1))

@@ -28,7 +28,7 @@ from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.publish import Publisher, answer
 from tailrace.log.reader import Reader
-from tailrace.log.records import Append, Meta, Touch, encode
+from tailrace.log.records import APPEND, Append, Meta, Touch, encode, pack_append_head
 from tailrace.log.recovery import Replayed, replay, sync_tail
 from tailrace.log.rollback import roll_back
 from tailrace.log.rotation import Journal
@@ -178,7 +178,8 @@ class Log:
         if op.closes or op.binds is not None or stream.lifetime is not NO_LIFETIME:
             self._append_with_more(stream, op, now_ns, Transaction(stream, reply, context))
             return
-        self._submit_append(stream, op, reply, context)
+        self.streams.assign_append(op, stream)
+        self._submit_append(stream, op, op.encode(), reply, context)
 
     def append_plain(
         self, stream: Stream, body: bytes, lengths: Sequence[int] | None, reply: Reply, context: object
@@ -188,17 +189,28 @@ class Log:
         There is nothing to decide but the time: the case is common enough to have its own, shorter way.
         """
         assert not stream.closed
-        self._admit(stream, len(body))
+        body_bytes = len(body)
+        self._admit(stream, body_bytes)
         now_ns = self.clock.now_ns()
         if now_ns < stream.last_ns:
             now_ns = stream.last_ns
-        count = 1 if lengths is None else len(lengths)
-        op = Append(stream.number, stream.tail + 1, count, body, lengths, now_ns)
-        self._submit_append(stream, op, reply, context)
+        first = stream.tail + 1
+        if lengths is None:
+            op = Append(stream.number, first, 1, body, None, now_ns)
+            # `assign_append` and `encode` for this case.
+            stream.tail = first
+            stream.last_ns = now_ns
+            stream.size_bytes += body_bytes
+            payload = pack_append_head(APPEND, 0, stream.number, first, now_ns, 1, body_bytes) + body
+        else:
+            op = Append(stream.number, first, len(lengths), body, lengths, now_ns)
+            self.streams.assign_append(op, stream)
+            payload = op.encode()
+        self._submit_append(stream, op, payload, reply, context)
 
-    def _submit_append(self, stream: Stream, op: Append, reply: Reply, context: object) -> None:
-        self.streams.assign_append(op, stream)
-        payload = op.encode()
+    def _submit_append(
+        self, stream: Stream, op: Append, payload: bytes, reply: Reply, context: object
+    ) -> None:
         size = len(payload)
         stream.queued_bytes += size
         stream.batch = self.committer.submit(payload, Transaction(stream, reply, context, op, size=size))

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tailrace.log.model import Lifetime
+from tailrace.store.segments import SegmentInfo
 
-APPEND, CREATE, DELETE, TOUCH, META, BIND = 1, 2, 3, 4, 5, 6
+APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 CLOSES, HAS_PRODUCER, HAS_SEQ, HAS_KEY, BINDS, HAS_LENGTHS = 1, 2, 4, 8, 16, 32
 
@@ -23,6 +24,7 @@ _SMALL_HEAD = struct.Struct("<BI")  # kind, bytes of msgpack that follow
 _PRODUCER = struct.Struct("<HQQ")  # id bytes, epoch, seq
 _SHORT = struct.Struct("<H")
 APPEND_HEAD_BYTES = _APPEND_HEAD.size
+pack_append_head = _APPEND_HEAD.pack
 
 
 # What decoding and applying a payload may raise if it is not a record of ours.
@@ -49,11 +51,6 @@ class Append(msgspec.Struct, eq=False, gc=False):
 
     def encode(self) -> bytes:
         body = self.body
-        if self.lengths is self.producer is self.seq is self.key is self.binds is None and not self.closes:
-            return (
-                _APPEND_HEAD.pack(APPEND, 0, self.stream, self.first, self.time_ns, self.count, len(body))
-                + body
-            )
         flags = 0
         parts: list[bytes] = []
         if self.lengths is not None:
@@ -76,7 +73,7 @@ class Append(msgspec.Struct, eq=False, gc=False):
             parts.append(_SHORT.pack(len(raw)) + raw)
         if self.closes:
             flags |= CLOSES
-        head = _APPEND_HEAD.pack(APPEND, flags, self.stream, self.first, self.time_ns, self.count, len(body))
+        head = pack_append_head(APPEND, flags, self.stream, self.first, self.time_ns, self.count, len(body))
         return b"".join((head, *parts, body))
 
 
@@ -120,10 +117,48 @@ class Bind(msgspec.Struct, array_like=True):
     content_type: str
 
 
-Small = Create | Delete | Touch | Meta | Bind
+class Sealed(msgspec.Struct, array_like=True):
+    """Segments that are on the object store and in the stream's manifest: hot copies may go.
+
+    `as_of_file` is the last journal file that the manifest speaks for, 0 if only its segments are new.
+    """
+
+    stream: int
+    generation: int
+    as_of_file: int
+    segments: list[SegmentInfo]
+    footers: list[bytes]
+
+
+class Trim(msgspec.Struct, array_like=True):
+    """Retention: entries up to `earliest` are no longer part of the stream."""
+
+    stream: int
+    earliest: int
+    payload_bytes: int = 0
+
+
+class Recorded(msgspec.Struct, array_like=True):
+    """Manifests that now say what the hot store said after `as_of_file`, and graves that are closed."""
+
+    as_of_file: int
+    heads: list[tuple[int, int]]  # stream, generation
+    buried: list[int]
+
+
+Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded
 Op = Append | Small
 
-_KIND: dict[type, int] = {Create: CREATE, Delete: DELETE, Touch: TOUCH, Meta: META, Bind: BIND}
+_KIND: dict[type, int] = {
+    Create: CREATE,
+    Delete: DELETE,
+    Touch: TOUCH,
+    Meta: META,
+    Bind: BIND,
+    Sealed: SEALED,
+    Trim: TRIM,
+    Recorded: RECORDED,
+}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Small]] = {
     kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KIND.items()
 }

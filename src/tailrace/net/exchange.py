@@ -111,6 +111,36 @@ class Exchange(msgspec.Struct, eq=False):
         if connection.backlog:
             connection.advance()
 
+    def acknowledge(self, head: bytes) -> None:
+        """`respond(204, head)`, written out for the answer that is given most often."""
+        connection = self.connection
+        server = connection.server
+        if (
+            self.mode
+            or self.answered
+            or server.draining
+            or server.varying_headers is not None
+            or connection.cork is not None
+        ):
+            self.respond(204, head)
+            return
+        self.answered = True
+        mark = (self.method, 204)
+        try:
+            server.answers[mark] += 1
+        except KeyError:
+            server.answers[mark] = 1
+        data = b"%b%b\r\n" % (server.status_heads.get(204) or server.status_head(204), head)
+        server.bytes_out += len(data)
+        connection.current = None
+        connection.deadline = server.idle_deadline
+        try:
+            connection.transport.write(data)
+        except (RuntimeError, OSError):
+            return  # as in `respond`
+        if connection.backlog:
+            connection.advance()
+
     def open_stream(self, status: int, head: bytes) -> Outlet:
         """Begin a streamed answer. After the client is gone the outlet is closed from the start."""
         return self.connection.open_outlet(self, status, head)

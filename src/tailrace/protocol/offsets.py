@@ -33,16 +33,15 @@ def encode(epoch: int, entry: int) -> str:
     return "".join([_PAIRS[value >> shift & 1023] for shift in range(120, -1, -10)])
 
 
-def encode_ascii(epoch: int, entry: int) -> bytes:
-    """As `encode`, ready for a header: every acknowledgement carries one."""
+def next_offset_line(epoch: int, entry: int) -> bytes:
+    """The header that tells the position after `entry`. Every acknowledgement carries one."""
     if epoch == 0 and entry < 1 << 28:
-        pairs = _ASCII_PAIRS
-        return b"00000000000000%b%b%b000000" % (
-            pairs[entry >> 18],
-            pairs[entry >> 8 & 1023],
-            pairs[(entry & 255) << 2],
+        return b"Stream-Next-Offset: 00000000000000%b%b%b000000\r\n" % (
+            _ASCII_PAIRS[entry >> 18],
+            _ASCII_PAIRS[entry >> 8 & 1023],
+            _ASCII_PAIRS[(entry & 255) << 2],
         )
-    return encode(epoch, entry).encode("ascii")
+    return b"Stream-Next-Offset: %b\r\n" % encode(epoch, entry).encode("ascii")
 
 
 def parse_position(text: str) -> tuple[int, int]:
