@@ -112,6 +112,26 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="How long a deleted name is remembered, so that offsets never repeat.")
     ] = 30 * DAY_MS
 
+    # Cold history.
+    seal_bytes: Annotated[
+        Bytes, Meta(description="Payload of a stream after which it is sealed, and of one segment.")
+    ] = 16 * MIB
+    seal_entries: Annotated[
+        Count, Meta(description="Entries of a stream after which it is sealed, and of one segment.")
+    ] = 100_000
+    seal_age_ms: Annotated[
+        Millis, Meta(description="Age of a stream's oldest entry at which it is sealed.")
+    ] = 900_000
+    seal_interval_ms: Annotated[
+        Millis, Meta(description="How often age and closed streams are looked at, and the journal moved on.")
+    ] = 60_000
+    spool_bytes: Annotated[
+        Bytes, Meta(description="Entries that are not on the object store yet; beyond, appends are refused.")
+    ] = 8192 * MIB
+    cold_cache_bytes: Annotated[
+        BytesOrNone, Meta(description="Local disk cache of what was read from the object store.")
+    ] = 1024 * MIB
+
     # Subscriptions.
     lease_default_ms: Annotated[Millis, Meta(description="Lease of a wake when none is asked for.")] = 30_000
     lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000

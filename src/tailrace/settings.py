@@ -45,6 +45,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="A set of limits: small keeps caches and queues at a quarter."),
     ] = "default"
     config: Annotated[str, Meta(description="Settings file; ./tailrace.toml is used when it exists.")] = ""
+    object_store: Annotated[
+        str,
+        Meta(
+            description="Where sealed history goes: file:///directory, s3://bucket/prefix, gs://, az://; "
+            "empty is objects/ in the data directory."
+        ),
+    ] = ""
+    take_over: Annotated[
+        bool, Meta(description="Take the object store over from another server, which then stops writing.")
+    ] = False
     public_url: Annotated[
         str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
     ] = ""
@@ -96,6 +106,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
 
     limits: Limits = Limits()
+
+    @property
+    def object_store_url(self) -> str:
+        return self.object_store or (self.data_dir.absolute() / "objects").as_uri()
 
     @property
     def auth_configured(self) -> bool:
@@ -157,6 +171,10 @@ PRESETS: Final[dict[str, dict[str, int]]] = {
         "tail_memory_bytes": 64 * MIB,
         "block_cache_bytes": 16 * MIB,
         "streams_loaded": 12_500,
+        "seal_bytes": 4 * MIB,
+        "seal_entries": 1000,
+        "spool_bytes": 2048 * MIB,
+        "cold_cache_bytes": 256 * MIB,
     },
 }
 

@@ -123,7 +123,16 @@ def test_the_hot_store_in_numbers(tmp_path: Path) -> None:
     writer.put_producer(1, "p", 0, 4)
     described = orjson.loads(orjson.dumps(inspect_hot(tmp_path)))
     assert described["facts"] == {"journal_seq": 7, "version": 1}
-    assert described["rows"] == {"streams": 30, "tombstones": 0, "producers": 1, "blocks": 2, "meta": 0}
+    assert described["rows"] == {
+        "streams": 30,
+        "tombstones": 0,
+        "producers": 1,
+        "blocks": 2,
+        "meta": 0,
+        "segments": 0,
+        "heads": 0,
+        "graves": 0,
+    }
     assert len(described["streams"]) == 20
     assert described["streams"][0] == {
         "number": 1,

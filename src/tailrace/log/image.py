@@ -39,6 +39,9 @@ class StreamImage(msgspec.Struct, array_like=True):
     gone: bool
     has_producers: bool
     gone_reason: str
+    sealed: int = 0
+    sealed_bytes: int = 0
+    earliest: int = 0
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -71,6 +74,9 @@ def encode_stream(stream: Stream) -> bytes:
             stream.gone,
             bool(stream.producers) or not stream.producers_known,
             stream.gone_reason,
+            stream.sealed,
+            stream.sealed_bytes,
+            stream.earliest,
         )
     )
 
@@ -98,6 +104,9 @@ def decode_stream(raw: bytes) -> Stream:
     stream.gone = image.gone
     stream.gone_reason = image.gone_reason
     stream.producers_known = not image.has_producers
+    stream.sealed = max(image.sealed, image.fork_entry)
+    stream.sealed_bytes = image.sealed_bytes
+    stream.earliest = image.earliest
     stream.grant_grace()
     return stream
 

@@ -24,9 +24,31 @@ from tailrace.log.journal import (
     read_header,
     seed_of,
 )
-from tailrace.log.records import UNREADABLE, Append, Bind, Create, Delete, Meta, Op, Touch, decode
+from tailrace.log.records import (
+    UNREADABLE,
+    Append,
+    Bind,
+    Create,
+    Delete,
+    Meta,
+    Op,
+    Recorded,
+    Sealed,
+    Touch,
+    Trim,
+    decode,
+)
 
-_KINDS: dict[type, str] = {Create: "create", Delete: "delete", Touch: "touch", Meta: "meta", Bind: "bind"}
+_KINDS: dict[type, str] = {
+    Create: "create",
+    Delete: "delete",
+    Touch: "touch",
+    Meta: "meta",
+    Bind: "bind",
+    Sealed: "sealed",
+    Trim: "trim",
+    Recorded: "recorded",
+}
 
 
 def inspect_journal(data_dir: Path) -> Iterator[dict[str, object]]:
@@ -170,6 +192,8 @@ def _describe(op: Op) -> dict[str, object]:
     fields = msgspec.structs.asdict(op)
     if isinstance(op, Meta):
         fields["value"] = None if op.value is None else f"{len(op.value)} bytes"
+    elif isinstance(op, Sealed):
+        fields["footers"] = [f"{len(footer)} bytes" for footer in op.footers]
     described: dict[str, object] = {"kind": _KINDS[type(op)]}
     for name, value in fields.items():
         described[name] = msgspec.to_builtins(value)

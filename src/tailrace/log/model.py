@@ -1,8 +1,9 @@
 """What the log is made of: streams, blocks of entries, tombstones.
 
-A stream has three positions, always in this order: `stored <= visible <= tail`.
+A stream has five positions, always in this order: `earliest <= sealed <= stored <= visible <= tail`.
 `tail` is the last entry that was *assigned* a number (its commit may still be under way), `visible` the last
-one that is durable and *published* to readers, `stored` the last one the hot store holds.
+one that is durable and *published* to readers, `stored` the last one the hot store was given, `sealed` the
+last one that is in a recorded segment, `earliest` the last one that retention has taken away.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Stream:
         "closed_by",
         "content_type",
         "created_ns",
+        "earliest",
         "epochs",
         "fork_entry",
         "fork_sub",
@@ -121,6 +123,8 @@ class Stream:
         "recent_bytes",
         "recent_file",
         "removed",
+        "sealed",
+        "sealed_bytes",
         "seq",
         "size_bytes",
         "stored",
@@ -163,6 +167,9 @@ class Stream:
         self.visible = -1  # -1 until the creation itself is durable
         self.visible_closed = False
         self.stored = 0
+        self.sealed = 0  # of the stream's own entries: a fork's begins where it leaves its source
+        self.sealed_bytes = 0  # payload in recorded segments
+        self.earliest = 0
         self.blocks: list[Block] | None = None
         self.recent: list[AppendRecord] | None = None
         self.recent_bytes = 0

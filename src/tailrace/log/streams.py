@@ -12,7 +12,7 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from tailrace.log.model import NO_LIFETIME, AppendRecord, Producer, Stream, Tombstone, fold
-from tailrace.log.records import Append, Create, Delete, Meta, Op, Touch
+from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Recorded, Sealed, Touch
 
 # Appends kept one by one at the very tail before they are folded into a block.
 RECENT_COUNT_MAX = 256
@@ -44,6 +44,7 @@ class Streams:
         self.next_number = 1
         self.memory_bytes = 0
         self.file = 0  # journal file of what is being published
+        self.closed_file = 0  # the last one in which a stream was closed
         self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
         # Streams removed since the checkpoint, likewise: the hot store still has their rows.
         self.removed: dict[int, int] = {}
@@ -121,13 +122,26 @@ class Streams:
             else:
                 self.meta[op.key] = op.value
             return None
+        if isinstance(op, Recorded):
+            return None  # about objects, which only the hot store keeps book of
         stream = self.get(op.stream)
         assert stream is not None
         if isinstance(op, Touch):
             stream.touched_ns = max(stream.touched_ns, op.at_ns)
             stream.touched_saved_ns = max(stream.touched_saved_ns, op.at_ns)
-        else:
+        elif isinstance(op, Bind):
             stream.bind(op.content_type)
+        elif isinstance(op, Sealed):
+            for segment in op.segments:
+                assert segment.first == stream.sealed + 1, "segments out of order"
+                assert segment.last <= stream.tail
+                stream.sealed = segment.last
+                stream.sealed_bytes += segment.payload_bytes
+        else:
+            assert stream.earliest <= op.earliest <= stream.sealed
+            stream.earliest = op.earliest
+            stream.size_bytes -= op.payload_bytes
+            stream.sealed_bytes -= op.payload_bytes
         return stream
 
     def assign_append(self, op: Append, stream: Stream) -> None:
@@ -165,7 +179,7 @@ class Streams:
         stream.asked = op.asked
         stream.closed = op.closed
         stream.parent = op.parent
-        stream.fork_entry = stream.tail = stream.stored = op.fork_entry
+        stream.fork_entry = stream.tail = stream.stored = stream.sealed = op.fork_entry
         stream.fork_sub = op.fork_sub
         stream.last_ns = op.fork_ns
         if op.parent:
@@ -173,6 +187,7 @@ class Streams:
             assert parent is not None
             assert not parent.gone
             parent.forks += 1
+            stream.earliest = min(parent.earliest, op.fork_entry)
         self.next_number = op.stream + 1
         self.by_number[op.stream] = stream
         self.by_name[op.name] = stream
@@ -212,6 +227,8 @@ class Streams:
         if isinstance(op, Create):
             stream.visible = op.fork_entry
             stream.visible_closed = op.closed
+            if op.closed:
+                self.closed_file = self.file
             self.changed_names[op.name] = self.file
             if op.parent:
                 self.touch_file(self.parent_of(stream))
@@ -258,6 +275,7 @@ class Streams:
             stream.visible = op.first + op.count - 1
         if op.closes:
             stream.visible_closed = True
+            self.closed_file = self.file
 
     def settle(self, stream: Stream) -> None:
         """Folds the single appends at the tail into a block."""

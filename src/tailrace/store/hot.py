@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol, cast
 import apsw
 
 from tailrace.errors import TailraceError
+from tailrace.store.cold_tables import SCHEMA as COLD_SCHEMA
+from tailrace.store.cold_tables import ColdTables
 
 logger = logging.getLogger("tailrace.store")
 
@@ -71,6 +73,7 @@ class HotDb:
     """One connection. Readers each have their own; SQLite's WAL keeps them out of the writer's way."""
 
     def __init__(self, path: Path, *, writer: bool = False) -> None:
+        self.cold = ColdTables(self)
         try:
             self._open(path, writer)
         except apsw.Error as error:
@@ -80,13 +83,13 @@ class HotDb:
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
         self.connection = apsw.Connection(str(path), flags=flags)
         self.connection.set_busy_timeout(10_000)
-        self._execute = execute = cast("Execute", self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
+        self.execute = execute = cast("Execute", self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
         execute("PRAGMA page_size=8192")
         execute("PRAGMA journal_mode=WAL")
         execute("PRAGMA synchronous=FULL")
         execute("PRAGMA mmap_size=0")
         execute(f"PRAGMA cache_size={-16384 if writer else -4096}")
-        if self._one("SELECT 1 FROM sqlite_schema WHERE name='facts'") is None:
+        if self.one("SELECT 1 FROM sqlite_schema WHERE name='facts'") is None:
             self._create_tables()
         version = cast("int", self.fact("version", 0))
         if version > VERSION:
@@ -100,70 +103,70 @@ class HotDb:
     @contextmanager
     def write(self) -> Generator[None]:
         """One transaction that nobody else can write in between, from its first look to its commit."""
-        self._execute("BEGIN IMMEDIATE")
+        self.execute("BEGIN IMMEDIATE")
         try:
             yield
-            self._execute("COMMIT")
+            self.execute("COMMIT")
         except BaseException:
             # After some errors SQLite has rolled back by itself.
             if self.connection.in_transaction:
-                self._execute("ROLLBACK")
+                self.execute("ROLLBACK")
             raise
 
     def _create_tables(self) -> None:
         """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
         with self.write():
-            for statement in _SCHEMA.split(";\n"):
+            for statement in (_SCHEMA + COLD_SCHEMA).split(";\n"):
                 if statement.strip():
-                    self._execute(statement)
-            self._execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
+                    self.execute(statement)
+            self.execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
 
-    def _one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
+    def one(self, query: str, *bindings: object) -> tuple[object, ...] | None:
         try:
-            return self._execute(query, bindings).fetchone()
+            return self.execute(query, bindings).fetchone()
         except apsw.Error as error:
             raise unreadable(error) from error
 
-    def _rows(self, query: str, *bindings: object) -> Iterator[tuple[object, ...]]:
+    def rows(self, query: str, *bindings: object) -> Iterator[tuple[object, ...]]:
         try:
-            yield from self._execute(query, bindings)
+            yield from self.execute(query, bindings)
         except apsw.Error as error:
             raise unreadable(error) from error
 
     # -- reading ---------------------------------------------------------------------------------------
 
     def fact(self, key: str, default: object) -> object:
-        row = self._one("SELECT value FROM facts WHERE key=?", key)
+        row = self.one("SELECT value FROM facts WHERE key=?", key)
         return default if row is None else row[0]
 
     def image_by_name(self, name: str) -> bytes | None:
-        row = self._one("SELECT image FROM streams WHERE name=?", name)
+        row = self.one("SELECT image FROM streams WHERE name=?", name)
         return None if row is None else cast("bytes", row[0])
 
     def image_by_number(self, number: int) -> bytes | None:
-        row = self._one("SELECT image FROM streams WHERE number=?", number)
+        row = self.one("SELECT image FROM streams WHERE number=?", number)
         return None if row is None else cast("bytes", row[0])
 
     def tombstone(self, name: str) -> bytes | None:
-        row = self._one("SELECT image FROM tombstones WHERE name=?", name)
+        row = self.one("SELECT image FROM tombstones WHERE name=?", name)
         return None if row is None else cast("bytes", row[0])
 
     def producer(self, number: int, producer_id: str) -> tuple[int, int] | None:
-        row = self._one("SELECT epoch, seq FROM producers WHERE number=? AND id=?", number, producer_id)
+        row = self.one("SELECT epoch, seq FROM producers WHERE number=? AND id=?", number, producer_id)
         return None if row is None else cast("tuple[int, int]", row)
 
     def blocks_from(self, number: int, entry: int) -> Iterator[BlockRow]:
         """The blocks that hold `entry` and what follows, in order; read as far as the caller goes."""
-        row = self._one(
+        row = self.one(
             "SELECT first FROM blocks WHERE number=? AND first<=? ORDER BY first DESC LIMIT 1", number, entry
         )
         first = entry if row is None else row[0]
         query = f"SELECT {_BLOCK} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
-        for found in self._rows(query, number, first):
+        for found in self.rows(query, number, first):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
     def last_block(self, number: int) -> BlockRow | None:
-        row = self._one(
+        row = self.one(
             f"SELECT {_BLOCK} FROM blocks WHERE number=? ORDER BY first DESC LIMIT 1",  # noqa: S608
             number,
         )
@@ -175,7 +178,7 @@ class HotDb:
 
     def first_entry_since(self, number: int, since_ns: int) -> BlockRow | None:
         """The first block with an entry appended at or after the instant; times never decrease."""
-        row = self._one(
+        row = self.one(
             f"SELECT {_BLOCK} FROM blocks WHERE number=? AND last_ns>=? ORDER BY first LIMIT 1",  # noqa: S608
             number,
             since_ns,
@@ -189,12 +192,12 @@ class HotDb:
     def images_after(self, name: str, prefix: str, limit: int) -> list[tuple[str, bytes]]:
         """Stream images in name order: a range scan on the name index."""
         query = "SELECT name, image FROM streams WHERE name>? AND name>=? ORDER BY name LIMIT ?"
-        rows = self._rows(query, name, prefix, limit)
+        rows = self.rows(query, name, prefix, limit)
         return [cast("tuple[str, bytes]", row) for row in rows]
 
     def deadlines_after(self, deadline_ns: int, number: int, limit: int) -> list[tuple[int, int]]:
         """Deadlines and numbers of streams that end by themselves, soonest first, behind the one named."""
-        rows = self._rows(
+        rows = self.rows(
             "SELECT deadline_ns, number FROM streams WHERE deadline_ns IS NOT NULL "
             "AND (deadline_ns, number)>(?, ?) ORDER BY deadline_ns, number LIMIT ?",
             deadline_ns,
@@ -204,51 +207,50 @@ class HotDb:
         return [cast("tuple[int, int]", row) for row in rows]
 
     def meta(self) -> dict[str, bytes]:
-        rows = self._rows("SELECT key, value FROM meta")
+        rows = self.rows("SELECT key, value FROM meta")
         return dict(cast("tuple[str, bytes]", row) for row in rows)
 
     def count_streams(self) -> int:
-        row = self._one("SELECT count(*) FROM streams")
+        row = self.one("SELECT count(*) FROM streams")
         assert row is not None
         return cast("int", row[0])
 
     # -- writing (checkpointer only) ---------------------------------------------------------------------
 
     def set_fact(self, key: str, value: int | str) -> None:
-        self._execute("INSERT OR REPLACE INTO facts VALUES(?, ?)", (key, value))
+        self.execute("INSERT OR REPLACE INTO facts VALUES(?, ?)", (key, value))
 
     def put_stream(self, number: int, name: str, gone: bool, deadline_ns: int | None, image: bytes) -> None:
-        self._execute(
+        self.execute(
             "INSERT OR REPLACE INTO streams VALUES(?, ?, ?, ?, ?)",
             (number, name, int(gone), deadline_ns, image),
         )
 
     def delete_stream(self, number: int) -> None:
-        for table in ("streams", "producers", "blocks"):
-            self._execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
+        self.cold.delete_stream(number)
+        for table in ("streams", "producers"):
+            self.execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
 
     def put_tombstone(self, name: str, deleted_ns: int, image: bytes) -> None:
-        self._execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, deleted_ns, image))
+        self.execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, deleted_ns, image))
 
     def delete_tombstone(self, name: str) -> None:
-        self._execute("DELETE FROM tombstones WHERE name=?", (name,))
+        self.execute("DELETE FROM tombstones WHERE name=?", (name,))
 
     def expire_tombstones(self, before_ns: int) -> None:
-        self._execute("DELETE FROM tombstones WHERE deleted_ns<?", (before_ns,))
+        self.execute("DELETE FROM tombstones WHERE deleted_ns<?", (before_ns,))
 
     def put_producer(self, number: int, producer_id: str, epoch: int, seq: int) -> None:
-        self._execute(
-            "INSERT OR REPLACE INTO producers VALUES(?, ?, ?, ?)", (number, producer_id, epoch, seq)
-        )
+        self.execute("INSERT OR REPLACE INTO producers VALUES(?, ?, ?, ?)", (number, producer_id, epoch, seq))
 
     def put_block(self, number: int, row: BlockRow, last_ns: int) -> None:
-        self._execute(
+        self.execute(
             "INSERT OR REPLACE INTO blocks VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
             (number, row.first, row.last, last_ns, row.ends, row.times, row.keys, row.body),
         )
 
     def put_meta(self, key: str, value: bytes | None) -> None:
         if value is None:
-            self._execute("DELETE FROM meta WHERE key=?", (key,))
+            self.execute("DELETE FROM meta WHERE key=?", (key,))
         else:
-            self._execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))
+            self.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, value))

@@ -9,7 +9,7 @@ import apsw
 
 from tailrace.store.hot import Execute
 
-TABLES = ("streams", "tombstones", "producers", "blocks", "meta")
+TABLES = ("streams", "tombstones", "producers", "blocks", "meta", "segments", "heads", "graves")
 SAMPLE_COUNT = 20
 
 _COUNT = {table: f"SELECT count(*) FROM {table}" for table in TABLES}  # noqa: S608
@@ -58,7 +58,11 @@ def _read(path: Path) -> dict[str, object]:
         execute("BEGIN")  # one view of everything, whatever is written meanwhile
         facts = {str(key): value for key, value in execute("SELECT key, value FROM facts ORDER BY key")}
         rows: dict[str, object] = {}
+        present = {name for (name,) in execute("SELECT name FROM sqlite_schema WHERE type='table'")}
         for table, query in _COUNT.items():
+            if table not in present:
+                rows[table] = 0  # a store of an older version
+                continue
             found = execute(query).fetchone()
             rows[table] = None if found is None else found[0]
         sample = [dict(zip(_SAMPLE_COLUMNS, row, strict=True)) for row in execute(_SAMPLE, (SAMPLE_COUNT,))]

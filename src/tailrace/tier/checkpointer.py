@@ -19,9 +19,10 @@ from pathlib import Path
 from tailrace.log.image import StoredStreams, decode_block, encode_block, encode_stream, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
-from tailrace.log.recovery import apply_record
+from tailrace.log.records import decode
 from tailrace.log.streams import Streams
 from tailrace.protocol.durations import INSTANT_NS_MAX
+from tailrace.tier.cold_changes import ColdChanges
 
 BLOCK_BYTES = 256 * 1024
 MERGE_BELOW_BYTES = 64 * 1024
@@ -42,14 +43,20 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         header = read_header(path)
         if header is None or header.previous_seq > done:
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
+        db.cold.create()
         streams = Streams(store)
         streams.next_number = int(str(db.fact("next_number", 1)))
         before = db.meta()
         streams.meta = dict(before)
         streams.file = seq
+        cold = ColdChanges(seq)
         for _, payload in Scan(path, header, end):
-            apply_record(streams, payload)
-        write_streams(store, streams)
+            for op in decode(payload):
+                stream = streams.assign(op)
+                streams.publish(op, stream)
+                cold.take(op, stream)
+        cold.dig_graves(store)
+        write_streams(store, streams, cold)
         for key in before.keys() | streams.meta.keys():
             if before.get(key) != streams.meta.get(key):
                 db.put_meta(key, streams.meta.get(key))
@@ -59,10 +66,11 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
     db.connection.wal_checkpoint(mode=0)
 
 
-def write_streams(store: StoredStreams, streams: Streams) -> None:
+def write_streams(store: StoredStreams, streams: Streams, cold: ColdChanges) -> None:
     db = store.db
     for number in streams.removed:
         db.delete_stream(number)
+    cold.write(store)
     for name in streams.changed_names:
         tombstone = streams.tombstones.get(name)
         if tombstone is not None:
@@ -96,23 +104,27 @@ def write_blocks(store: StoredStreams, stream: Stream) -> None:
     pending = list(stream.blocks or ())
     if not pending:
         return
+    added = 0
     last = store.db.last_block(stream.number)
     if last is not None and len(last.body) < MERGE_BELOW_BYTES:
         pending.insert(0, decode_block(last))
+        added -= len(last.body)
     group: list[Block] = []
     size = 0
     for block in pending:
         if group and size + len(block.body) > BLOCK_BYTES:
-            _put(store, stream, group)
+            added += _put(store, stream, group)
             group, size = [], 0
         group.append(block)
         size += len(block.body)
-    _put(store, stream, group)
+    added += _put(store, stream, group)
+    store.db.cold.add_hot_bytes(added)
 
 
-def _put(store: StoredStreams, stream: Stream, group: list[Block]) -> None:
+def _put(store: StoredStreams, stream: Stream, group: list[Block]) -> int:
     block = group[0] if len(group) == 1 else merge(group, stream.separator)
     store.db.put_block(stream.number, encode_block(block), block.times[-1])
+    return len(block.body)
 
 
 def merge(blocks: list[Block], separator: int) -> Block:

@@ -1,0 +1,85 @@
+"""What a journal file says about the object store, gathered during its replay, written with the rest."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.log.image import StoredStreams, encode_tombstone
+from tailrace.log.model import Stream, Tombstone
+from tailrace.log.records import Append, Bind, Create, Delete, Op, Recorded, Sealed, Trim
+from tailrace.store.cold_tables import Grave, SegmentRow
+from tailrace.store.segments import stream_id
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class ColdChanges:
+    """The operations of one journal file that concern segments and manifests."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._changed: dict[int, None] = {}  # streams whose manifest has to be written again
+        self._sealed: list[Sealed] = []
+        self._trims: list[Trim] = []
+        self._recorded: list[Recorded] = []
+        self._removed: list[tuple[Delete, Stream]] = []
+
+    def take(self, op: Op, stream: Stream | None) -> None:
+        if type(op) is Append:
+            if op.closes or op.binds is not None:
+                self._changed[op.stream] = None
+        elif isinstance(op, Create | Bind):
+            self._changed[op.stream] = None
+            if isinstance(op, Create) and op.parent:
+                self._changed[op.parent] = None  # a manifest tells how many forks need it
+        elif isinstance(op, Delete):
+            assert stream is not None
+            if op.soft:
+                self._changed[op.stream] = None
+            else:
+                self._removed.append((op, stream))
+                if stream.parent:
+                    self._changed[stream.parent] = None
+        elif isinstance(op, Sealed):
+            self._sealed.append(op)
+        elif isinstance(op, Trim):
+            self._trims.append(op)
+        elif isinstance(op, Recorded):
+            self._recorded.append(op)
+
+    def dig_graves(self, store: StoredStreams) -> None:
+        """For removed streams that the sealer may have seen. Before their rows are deleted."""
+        for op, stream in self._removed:
+            if store.db.image_by_number(stream.number) is None:
+                continue  # made and removed within this file: nothing of it ever left the journal
+            tombstone = Tombstone(stream.epoch, stream.incarnation, op.at_ns, op.reason)
+            folder = stream_id(stream.name, stream.incarnation)
+            grave = Grave(stream.number, stream.name, folder, encode_tombstone(tombstone))
+            store.db.cold.put_grave(grave)
+
+    def write(self, store: StoredStreams) -> None:
+        """Segments in and blocks out, in the same transaction. Before new blocks are written."""
+        cold = store.db.cold
+        removed = {stream.number for _, stream in self._removed}
+        for op in self._sealed:
+            if op.stream in removed:
+                continue
+            for segment, footer in zip(op.segments, op.footers, strict=True):
+                row = SegmentRow(segment.first, segment.last, _ENCODER.encode(segment), footer)
+                cold.put_segment(op.stream, row, segment.last_ns)
+            if op.segments:
+                cold.drop_blocks(op.stream, op.segments[-1].last)
+            cold.head_recorded(op.stream, op.as_of_file, op.generation)
+        for trim in self._trims:
+            if trim.stream not in removed:
+                cold.drop_segments(trim.stream, trim.earliest)
+                cold.head_changed(trim.stream, self._file)
+        for recorded in self._recorded:
+            for number, generation in recorded.heads:
+                if number not in removed and store.db.image_by_number(number) is not None:
+                    cold.head_recorded(number, recorded.as_of_file, generation)
+            for number in recorded.buried:
+                cold.delete_grave(number)
+        for number in self._changed:
+            if number not in removed:
+                cold.head_changed(number, self._file)
