@@ -7,14 +7,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
-from tailrace.log.log import Log
+from tailrace.log.log import STALLED, Log
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Reply, Transaction, ignore
 from tailrace.settings import Settings
 from tailrace.subscriptions import agent as agent_module
+from tailrace.subscriptions import service as service_module
 from tailrace.subscriptions.agent import Agent
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.machine import Answer, Step
@@ -310,5 +314,78 @@ def test_replies_are_not_lost_when_the_server_stops(tmp_path: Path) -> None:
         world.service.claim(agent, "worker", told)
         await world.service.stop()
         await world.until(lambda: len(outcomes) == 2)
+
+    run(tmp_path, act)
+
+
+def generations(world: World) -> list[int]:
+    """What the wake stream says."""
+    stream = world.log.existing("wake")
+    page = world.log.reader.read_now(stream, 0, 1 << 20, 10_000)
+    return [event["generation"] for event in orjson.loads(b"[" + b",".join(page.parts) + b"]")]
+
+
+def test_a_wake_stream_that_is_made_anew_gets_the_event_again(tmp_path: Path) -> None:
+    async def act(world: World) -> None:
+        await world.create("wake")
+        await world.subscribe(pull())
+        await world.create("events/a", 1)
+        await world.until(lambda: generations(world) == [1])
+        future, told = world.settled()
+        world.log.remove(world.log.existing("wake"), "deleted", told, None)
+        await future
+        await world.create("wake")
+        await world.until(lambda: generations(world) == [1])
+
+    run(tmp_path, act)
+
+
+def test_a_subscription_made_anew_is_heard_though_its_generations_begin_again(tmp_path: Path) -> None:
+    async def first(world: World) -> None:
+        await world.create("wake")
+        agent = await world.subscribe(pull())
+        await world.create("events/a", 1)
+        await world.until(lambda: generations(world) == [1])
+        await world.finish(agent, await world.claim(agent))
+        await world.until(lambda: generations(world) == [1, 2])
+        future, told = world.settled()
+        world.service.delete(agent, told)
+        await future
+        world.log.put_meta(HEAD_PREFIX + "s", None)  # as after the 30 days of a tombstone
+
+    async def second(world: World) -> None:
+        await world.subscribe(pull())
+        await world.append("events/a")
+        await world.until(lambda: generations(world) == [1, 2, 1])
+
+    run(tmp_path, first, second)
+
+
+def test_an_event_whose_fate_is_unknown_is_tried_again_and_stands_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "ANNOUNCE_AGAIN_S", 0.01)
+
+    async def act(world: World) -> None:
+        await world.create("wake")
+        agent = await world.subscribe(pull())
+        real, doubts = world.log.append, 0
+
+        def append(stream: Stream, request: AppendRequest, reply: Reply, context: object) -> None:
+            """Commits, but says for a while that it does not know."""
+
+            def doubtful(transaction: Transaction, error: TailraceError | None) -> None:
+                nonlocal doubts
+                doubts += 1
+                reply(transaction, STALLED if doubts < 4 else error)
+
+            real(stream, request, doubtful, context)
+
+        await world.create("events/a")
+        monkeypatch.setattr(world.log, "append", append)
+        real(world.log.existing("events/a"), AppendRequest(b"1", "application/json"), ignore, None)
+        await world.until(lambda: agent.announced == 1)
+        assert doubts == 4
+        assert generations(world) == [1]
 
     run(tmp_path, act)

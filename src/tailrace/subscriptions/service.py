@@ -30,6 +30,7 @@ logger = logging.getLogger("tailrace.subscriptions")
 
 SUBSCRIPTIONS_MAX: Final = 100_000
 SCAN_PAGE: Final = 500
+ANNOUNCE_AGAIN_S: Final = 1
 
 # (agent, whether it is new, why not)
 Created = Callable[[Agent, bool, TailraceError | None], None]
@@ -164,6 +165,8 @@ class SubscriptionService:
     def on_removed(self, stream: Stream) -> None:
         for agent in self._index.concerned(stream.name):
             agent.note(stream.name, exists=False)
+        for agent in self._index.wake_streams.get(stream.name, ()):
+            agent.announced = None  # the event went with the stream; its successor gets it again
 
     # -- what agents need ----------------------------------------------------------------------------------
 
@@ -202,10 +205,15 @@ class SubscriptionService:
             self._announce(agent, wake)
 
     def _announce(self, agent: Agent, wake: Wake) -> None:
-        """Writes the wake event. Without a stream to write to, the wake can still be claimed."""
+        """Writes the wake event. Without a stream to write to, the wake can still be claimed.
+
+        However often this is tried, over crashes too, the stream takes an event once: the subscription is a
+        producer of its wake stream, and each generation an epoch with one append.
+        """
         name = agent.config.wake_stream
         assert name is not None, "a pull-wake subscription has a wake stream"
         body = views.wake_event(agent.sub, wake, self.now_ms())
+        request = AppendRequest(body, "application/json", producer=(_producer_id(agent), wake.generation, 0))
 
         def reply(_: Transaction, error: TailraceError | None) -> None:
             if error is None:
@@ -215,13 +223,13 @@ class SubscriptionService:
                 self._not_announced(agent, error)
 
         try:
-            self._log.append(self._log.existing(name), AppendRequest(body, "application/json"), reply, None)
+            self._log.append(self._log.existing(name), request, reply, None)
         except TailraceError as refusal:
             self._not_announced(agent, refusal)
 
     def _not_announced(self, agent: Agent, error: TailraceError) -> None:
-        if error.retry_after_s is not None:
-            self._loop.call_later(error.retry_after_s, self._announce_again, agent)
+        if error.retry_after_s is not None or error.code == "append_timeout":
+            self._loop.call_later(error.retry_after_s or ANNOUNCE_AGAIN_S, self._announce_again, agent)
         elif not agent.warned:
             agent.warned = True  # once, not for every wake until somebody makes the stream
             name = agent.config.wake_stream
@@ -354,6 +362,11 @@ class SubscriptionService:
             return step
 
         agent.submit(Job(decide, told))
+
+
+def _producer_id(agent: Agent) -> str:
+    """Not one that a client can send: no header contains a line end. A subscription made anew is another."""
+    return f"wake\n{agent.sub.id}\n{agent.sub.head.created_ms}"
 
 
 def not_found(subscription_id: str) -> TailraceError:
