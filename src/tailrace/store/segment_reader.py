@@ -1,0 +1,245 @@
+"""Reads segments: a row group is found in the footer and decoded from just its own bytes.
+
+No byte reaches a reader unchecked. The footer has a checksum of itself and one of every row group, and both
+are compared before the library sees anything.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import xxhash
+
+from tailrace.store import segment_tail
+from tailrace.store.arrow import INT32, INT64, integers, numbers_of, pa, pc, pq
+from tailrace.store.segments import FORMAT_VERSION, CorruptSegmentError, SegmentRows
+
+_TIME, _NANOS, _KEY, _PAYLOAD = range(1, 5)
+_THOUSAND = pa.scalar(1000, INT64)
+_GROUP_OVERHEAD_BYTES = 4096  # what the parsed footer costs in memory for each row group, roughly
+_BLOCK_BYTES = 32
+_U32 = 0xFFFFFFFF
+# The salts of Parquet's split block Bloom filter.
+_SALTS = (
+    0x47B6137B,
+    0x44974D91,
+    0x8824AD5B,
+    0xA2B7289D,
+    0x705495C7,
+    0x2DF1424B,
+    0x9EFC4947,
+    0x5C6BFB31,
+)
+
+
+class RowGroup(NamedTuple):
+    first: int
+    last: int
+    start: int  # the first byte in the file
+    stop: int  # the byte behind the last
+    rows: int
+
+
+class Footer:
+    """The parsed footer of one segment, made from the bytes kept in the hot store."""
+
+    def __init__(self, kept: bytes) -> None:
+        self._tail = segment_tail.unkeep(kept)
+        self.metadata = segment_tail.metadata_of(self._tail)
+        self.facts = segment_tail.facts_of(self.metadata)
+        segment_tail.check_index(self._tail, self.facts)
+        try:
+            version = int(self.facts["version"])
+            self.epoch = int(self.facts["epoch"])
+            self.first = int(self.facts["first"])
+            self._digests = self.facts["row_group_xxh3"]
+        except (KeyError, ValueError) as error:
+            raise CorruptSegmentError(f"the footer lacks a fact: {error}") from error
+        if version > FORMAT_VERSION:
+            raise CorruptSegmentError(f"the segment has format {version}, of a newer version of Tailrace")
+        self.count: int = self.metadata.num_row_groups
+        firsts = [self.first]
+        for index in range(self.count):
+            firsts.append(firsts[-1] + self.metadata.row_group(index).num_rows)
+        self.last = firsts.pop() - 1
+        self._firsts = firsts
+        self._size = segment_tail.row_groups_end(self.metadata) + len(self._tail)
+        if len(self._digests) != 16 * self.count:
+            raise CorruptSegmentError("the footer lacks the checksum of a row group")
+
+    @property
+    def memory_bytes(self) -> int:
+        return len(self._tail) + _GROUP_OVERHEAD_BYTES * self.count
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self._size
+
+    @cached_property
+    def json(self) -> bool:
+        column = self.metadata.schema.column(_PAYLOAD)
+        return str(column.logical_type.type) == "STRING"
+
+    @cached_property
+    def row_groups(self) -> list[RowGroup]:
+        return [self.group(index) for index in range(self.count)]
+
+    def group(self, index: int) -> RowGroup:
+        found = self.metadata.row_group(index)
+        ranges = [segment_tail.column_range(found.column(column)) for column in range(found.num_columns)]
+        first = self._firsts[index]
+        rows: int = found.num_rows
+        return RowGroup(first, first + rows - 1, min(ranges)[0], max(stop for _, stop in ranges), rows)
+
+    def digest(self, index: int) -> str:
+        return self._digests[16 * index : 16 * index + 16]
+
+    def find(self, entry: int) -> int:
+        """The row group that holds an entry of this segment."""
+        if not self.first <= entry <= self.last:
+            raise ValueError(f"entry {entry} is not in {self.first} to {self.last}")
+        return bisect_right(self._firsts, entry) - 1
+
+    def group_since(self, since_ns: int) -> int | None:
+        """The first row group that can hold an entry appended at or after the instant."""
+        since_us = since_ns // 1000
+        low, high = 0, self.count
+        while low < high:
+            middle = (low + high) // 2
+            newest = self.metadata.row_group(middle).column(_TIME).statistics.max_raw
+            if newest < since_us:
+                low = middle + 1
+            else:
+                high = middle
+        return low if low < self.count else None
+
+    def groups_with_key(self, key: bytes) -> list[int]:
+        """The row groups that can hold entries with this key; only some of them may be wrong guesses."""
+        hashed = xxhash.xxh64_intdigest(key)
+        return [index for index in range(self.count) if self._may_hold(index, key, hashed)]
+
+    def _may_hold(self, index: int, key: bytes, hashed: int) -> bool:
+        column = self.metadata.row_group(index).column(_KEY)
+        statistics = column.statistics
+        if statistics is not None:
+            if statistics.has_null_count and statistics.null_count == column.num_values:
+                return False
+            if statistics.has_min_max and not statistics.min <= key <= statistics.max:
+                return False
+        if column.bloom_filter_offset is None:
+            return True
+        start = column.bloom_filter_offset - (self._size - len(self._tail))
+        length: int = column.bloom_filter_length
+        # A header of less than 32 bytes, then the filter: a power of two, at least 32.
+        bits = 1 << (length.bit_length() - 1)
+        return _in_filter(memoryview(self._tail)[start + length - bits : start + length], hashed)
+
+
+def _in_filter(bits: memoryview, hashed: int) -> bool:
+    """Whether a split block Bloom filter may hold a value: one bit in each of the eight words of a block."""
+    block = ((hashed >> 32) * (len(bits) // _BLOCK_BYTES)) >> 32
+    words = bits[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cast("I")
+    low = hashed & _U32
+    return all(word >> (((low * salt) & _U32) >> 27) & 1 for word, salt in zip(words, _SALTS, strict=True))
+
+
+def read_row_group(footer: Footer, index: int, raw: bytes | memoryview) -> SegmentRows:
+    """The rows of one row group. `raw` is its bytes of the file, from `start` to `stop`."""
+    group = footer.group(index)
+    if len(raw) != group.stop - group.start or xxhash.xxh3_64_hexdigest(raw) != footer.digest(index):
+        raise CorruptSegmentError(f"row group {index} does not have its checksum")
+    try:
+        file = pq.ParquetFile(
+            _Window(raw, group.start, footer.size),
+            metadata=footer.metadata,
+            read_dictionary=["key"],
+            pre_buffer=False,
+        )
+        table = file.read_row_group(index, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptSegmentError(f"row group {index} cannot be decoded: {error}") from error
+    return _rows(table, group.first, footer.json)
+
+
+class _Window:
+    """A file of which only one stretch is there, as the library wants to see it."""
+
+    closed = False
+
+    def __init__(self, raw: bytes | memoryview, start: int, size: int) -> None:
+        self._raw = pa.py_buffer(raw)
+        self._start = start
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def read(self, count: int) -> Any:
+        begin = self._position - self._start
+        if begin < 0 or begin + count > self._raw.size:
+            raise OSError("outside of the row group")
+        self._position += count
+        return self._raw.slice(begin, count)
+
+    read_buffer = read
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _rows(table: Any, first: int, json: bool) -> SegmentRows:
+    count: int = table.num_rows
+    payload = _joined(table, _PAYLOAD)
+    positions = payload.buffers()[1].slice(4 * payload.offset, 4 * (count + 1))
+    offsets = integers(INT32, positions, count + 1)
+    ends = offsets.slice(1)
+    if json:
+        ends = pc.add(ends, _commas_before(count))
+        whole = pa.ListArray.from_arrays(integers(INT32, array("i", [0, count]), 2), payload)
+        body: bytes = pc.binary_join(whole, ",").buffers()[2].to_pybytes()
+    else:
+        begin, end = offsets[0].as_py(), offsets[count].as_py()
+        if begin:
+            ends = pc.subtract(ends, pa.scalar(begin, INT32))
+        data = payload.buffers()[2]
+        body = b"" if data is None else data.slice(begin, end - begin).to_pybytes()
+    micros = _joined(table, _TIME).view(INT64)
+    times = pc.add(pc.multiply(micros, _THOUSAND), _joined(table, _NANOS).cast(INT64))
+    return SegmentRows(
+        first, body, numbers_of("I", ends), numbers_of("q", times), _keys(_joined(table, _KEY))
+    )
+
+
+@lru_cache(maxsize=4)
+def _commas_before(count: int) -> Any:
+    """How many commas are before each of so many entries: 0, 1, 2... Most row groups have one size."""
+    return integers(INT32, array("i", range(count)), count)
+
+
+def _joined(table: Any, index: int) -> Any:
+    chunks = table.column(index).chunks
+    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+
+
+def _keys(column: Any) -> list[bytes | None] | None:
+    """The keys by row; one object for each distinct key."""
+    if column.null_count == len(column):
+        return None
+    distinct: list[bytes | None] = column.dictionary.to_pylist()
+    indices: list[int | None] = column.indices.to_pylist()
+    return [None if index is None else distinct[index] for index in indices]
