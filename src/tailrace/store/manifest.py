@@ -1,0 +1,282 @@
+"""Manifests: the one place that changes what the bucket says about a stream.
+
+Every change is one conditional replacement of the head: the objects it names are created before, the ones it
+no longer names are deleted after. So a crash leaves either the old or the new manifest, and at most objects
+that nobody refers to. A change may be repeated at any time; what is recorded already is left as it is.
+
+Owners are ordered by their fence. A head that carries a higher fence than ours belongs to somebody who came
+after us, and is never written to again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tailrace.store import manifest_pages
+from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all
+from tailrace.store.manifest_model import (
+    HEAD_KEY,
+    Facts,
+    FencedError,
+    Head,
+    ManifestConflictError,
+    ManifestCorruptError,
+    Producers,
+    decode,
+    encode,
+    producers_key,
+    sha256_of,
+)
+from tailrace.store.manifest_pages import Listed, Pages, extend
+from tailrace.store.manifest_resolve import base_of, speaks_for_tail, tombstone, with_facts
+from tailrace.store.objects import (
+    ObjectConflictError,
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectsUnavailableError,
+)
+from tailrace.store.segments import SegmentInfo, stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.store.objects import Objects
+
+logger = logging.getLogger("tailrace.store")
+
+# Each lost race means that somebody else made progress; so many in a row mean that something is wrong.
+ATTEMPTS_MAX = 16
+
+
+class Stored(NamedTuple):
+    """A head as it lies in the bucket."""
+
+    head: Head
+    etag: str
+
+
+class Change(NamedTuple):
+    """What a head becomes, and the keys it no longer needs."""
+
+    head: Head
+    superseded: Sequence[str] = ()
+
+
+Plan = Callable[[Head | None], Awaitable[Change]]
+
+
+class Manifests:
+    """All manifests of a bucket, as one owner with one fence sees and changes them."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        fence: int,
+        *,
+        segments_max: int = manifest_pages.SEGMENTS_MAX,
+        pages_max: int = manifest_pages.PAGES_MAX,
+    ) -> None:
+        self._objects = objects
+        self.fence = fence
+        self._segments_max = segments_max
+        self._pages_max = pages_max
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    async def load(self, stream_id: str) -> Stored | None:
+        try:
+            data, etag = await self._objects.get(stream_prefix(stream_id) + HEAD_KEY)
+        except ObjectMissingError:
+            return None
+        head = decode(data, Head, stream_id, HEAD_KEY)
+        if head.stream_id != stream_id:
+            raise ManifestCorruptError(stream_id, f"{HEAD_KEY} is the head of {head.stream_id}")
+        return Stored(head, etag)
+
+    def segments(self, head: Head, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+        """Every segment with entries at or behind `from_entry`, oldest first, pages included."""
+        return self.pages(head.stream_id).walk(Listed(head.pages, head.segments), from_entry)
+
+    async def producers(self, head: Head) -> dict[str, tuple[int, int]]:
+        """Producer states as of the head's `tail`."""
+        key = head.producers_key
+        if key is None:
+            return {}
+        data, _etag = await self._objects.get(stream_prefix(head.stream_id) + key)
+        if key != producers_key(_generation_of(key), sha256_of(data)):
+            raise ManifestCorruptError(head.stream_id, f"{key} does not have the content it was given")
+        return decode(data, Producers, head.stream_id, key).producers
+
+    def pages(self, stream_id: str) -> Pages:
+        return Pages(self._objects, stream_id, self._segments_max, self._pages_max)
+
+    # -- changing ----------------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        facts: Facts,
+        added: Sequence[SegmentInfo] = (),
+        producers: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        known: Stored | None = None,
+    ) -> Head:
+        """Record segments that are uploaded, and what the stream was in the snapshot they come from.
+
+        Segments that are recorded already are skipped; the others must follow the last recorded entry.
+        `producers=None` leaves them as they are. `known` is a head that was just loaded, to save one get.
+        The answer is what is recorded, whoever recorded it.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            base = base_of(facts, current, self.fence)
+            new = await self._unrecorded(base, added)
+            segments = extend(base.stream_id, base.segments, new, base.uploaded_through)
+            through = new[-1].last if new else base.uploaded_through
+            head = msgspec.structs.replace(base, segments=segments, uploaded_through=through)
+            superseded: list[str] = []
+            if producers is not None and speaks_for_tail(facts, base, head, self.fence):
+                key = await self._store_producers(base, producers)
+                head = msgspec.structs.replace(head, producers_key=key)
+                if base.producers_key is not None and base.producers_key != key:
+                    superseded.append(base.producers_key)
+            head = with_facts(facts, base, head, self.fence)
+            listed = await self.pages(head.stream_id).roll(Listed(head.pages, head.segments))
+            head = msgspec.structs.replace(head, pages=listed.pages, segments=listed.segments)
+            return Change(head, superseded)
+
+        return await self._change(facts.stream_id, plan, known)
+
+    async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> Head:
+        """Put our fence on a head, so that no earlier owner can change it from now on.
+
+        A server that restores a stream does this before it serves it, with the epoch it continues in.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            if current is None:
+                raise ManifestConflictError(stream_id, "there is no head to adopt")
+            as_of = current.as_of if current.fence == self.fence else 0
+            return Change(msgspec.structs.replace(current, epochs=epochs or current.epochs, as_of=as_of))
+
+        return await self._change(stream_id, plan)
+
+    async def retain(self, stream_id: str, earliest: int) -> Head:
+        """Forget and delete the segments that end at entry `earliest` or before."""
+
+        async def plan(current: Head | None) -> Change:
+            if current is None or earliest > current.uploaded_through:
+                raise ManifestConflictError(
+                    stream_id, f"entry {earliest} is not recorded and cannot be trimmed"
+                )
+            if current.deleted is not None or earliest <= current.earliest:
+                return Change(current)
+            cut = await self.pages(stream_id).cut(Listed(current.pages, current.segments), earliest)
+            pages, segments = cut.listed
+            head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=earliest)
+            return Change(head, cut.superseded)
+
+        head = await self._change(stream_id, plan)
+        await clear_trimmed(self._objects, stream_prefix(stream_id), head.epochs, head.earliest)
+        return head
+
+    async def bury(self, facts: Facts, at_ns: int, reason: str) -> Head:
+        """Replace the head by a tombstone, then delete everything else of the stream."""
+
+        async def plan(current: Head | None) -> Change:
+            return Change(tombstone(facts, current, self.fence, at_ns, reason))
+
+        head = await self._change(facts.stream_id, plan)
+        if head.deleted is not None:
+            await clear_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
+        return head
+
+    async def forget(self, stream_id: str, before_ns: int) -> bool:
+        """Remove a tombstone older than `before_ns`. Only for the owner: a delete has no condition."""
+        stored = await self.load(stream_id)
+        if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
+            return False
+        self._check_fence(stored.head)
+        prefix = stream_prefix(stream_id)
+        await clear_folder(self._objects, prefix, keep=HEAD_KEY)
+        await self._objects.delete([prefix + HEAD_KEY])
+        return True
+
+    async def _change(self, stream_id: str, plan: Plan, known: Stored | None = None) -> Head:
+        """Plan a head from the present one and put it in its place, until nobody comes in between."""
+        prefix = stream_prefix(stream_id)
+        for _attempt in range(ATTEMPTS_MAX):
+            stored, known = known or await self.load(stream_id), None
+            current = None if stored is None else stored.head
+            if current is not None:
+                self._check_fence(current)
+            change = await plan(current)
+            if current is not None and change.head == current and current.fence == self.fence:
+                return current
+            head = msgspec.structs.replace(
+                change.head, fence=self.fence, generation=change.head.generation + 1
+            )
+            if await self._replace(prefix + HEAD_KEY, encode(head), None if stored is None else stored.etag):
+                await self._drop([prefix + key for key in change.superseded])
+                return head
+        raise ManifestConflictError(stream_id, f"the head changed {ATTEMPTS_MAX} times while it was written")
+
+    async def _replace(self, key: str, data: bytes, etag: str | None) -> bool:
+        try:
+            await self._objects.replace(key, data, etag)
+        except ObjectConflictError:
+            # Our own earlier try may have arrived although its answer did not.
+            try:
+                found, _etag = await self._objects.get(key)
+            except ObjectMissingError:
+                return False
+            return found == data
+        return True
+
+    async def _drop(self, keys: Sequence[str]) -> None:
+        """Delete what the new head does not name. The change is made; `tailrace gc` finds what stays."""
+        try:
+            await delete_all(self._objects, keys)
+        except ObjectsUnavailableError as error:
+            logger.info("superseded objects stay for now: %s", error)
+
+    def _check_fence(self, head: Head) -> None:
+        if head.fence > self.fence:
+            message = f"the bucket has a new owner (fence {head.fence}, ours is {self.fence})"
+            raise FencedError(message)
+
+    async def _unrecorded(self, base: Head, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
+        """The segments behind what is recorded. The others must be exactly those that are recorded."""
+        before = [info for info in added if info.first <= base.uploaded_through]
+        # What retention trimmed was recorded once.
+        missing = {info.first: info for info in before if info.last > base.earliest}
+        if missing:
+            async for info in self.segments(base, min(missing)):
+                if missing.get(info.first) == info:
+                    del missing[info.first]
+                if not missing:
+                    break
+        for info in missing.values():
+            raise ManifestConflictError(base.stream_id, f"others are recorded in the place of {info.key}")
+        return added[len(before) :]
+
+    async def _store_producers(self, base: Head, producers: Mapping[str, tuple[int, int]]) -> str | None:
+        """The key of an object with these producers: the present one if nothing changed."""
+        if not producers:
+            return None
+        data = encode(Producers(producers=dict(producers)))
+        sha256 = sha256_of(data)
+        present = base.producers_key
+        if present is not None and present == producers_key(_generation_of(present), sha256):
+            return present
+        key = producers_key(base.generation + 1, sha256)
+        try:
+            await self._objects.create(stream_prefix(base.stream_id) + key, data)
+        except ObjectExistsError:
+            pass  # the hash in its name says that it is the same
+        return key
+
+
+def _generation_of(key: str) -> int:
+    return int(key.removeprefix("producers/").partition(".")[0])

@@ -1,0 +1,159 @@
+"""Pages of a manifest: how segments move from the head into pages, and pages into pages of pages.
+
+The head's list of pages reads from the oldest to the newest, higher levels first. Each level grows to
+`pages_max` and is then folded into one page of the next level, so a head stays small however long the stream
+gets and recording one segment writes a bounded number of objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailrace.store.manifest_model import (
+    ManifestConflictError,
+    ManifestCorruptError,
+    Page,
+    PageRef,
+    decode,
+    encode,
+    page_key,
+    sha256_of,
+)
+from tailrace.store.objects import ObjectExistsError
+from tailrace.store.segments import SegmentInfo, stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.store.objects import Objects
+
+SEGMENTS_MAX = 1000
+PAGES_MAX = 1000
+
+
+class Listed(NamedTuple):
+    """What a head lists."""
+
+    pages: tuple[PageRef, ...]
+    segments: tuple[SegmentInfo, ...]
+
+
+class Cut(NamedTuple):
+    """What remains listed after retention, and what is no longer needed once that is recorded."""
+
+    listed: Listed
+    superseded: list[str]
+
+
+class Pages:
+    """Reads and writes the pages of one stream."""
+
+    def __init__(self, objects: Objects, stream_id: str, segments_max: int, pages_max: int) -> None:
+        assert segments_max > 0
+        assert pages_max > 1
+        self._objects = objects
+        self._stream_id = stream_id
+        self._prefix = stream_prefix(stream_id)
+        self._segments_max = segments_max
+        self._pages_max = pages_max
+
+    async def load(self, ref: PageRef) -> Page:
+        data, _etag = await self._objects.get(self._prefix + ref.key)
+        if sha256_of(data) != ref.sha256:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+        page = decode(data, Page, self._stream_id, ref.key)
+        parts = page.pages if ref.level else page.segments
+        if page.level != ref.level or not parts or (parts[0].first, parts[-1].last) != (ref.first, ref.last):
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+        return page
+
+    async def _store(self, page: Page) -> PageRef:
+        """Create it. A page that is there already has the same content: its name says so."""
+        parts = page.pages if page.level else page.segments
+        data = encode(page)
+        sha256 = sha256_of(data)
+        key = page_key(parts[0].first, parts[-1].last, sha256)
+        try:
+            await self._objects.create(self._prefix + key, data)
+        except ObjectExistsError:
+            pass
+        segments = sum(ref.segments for ref in page.pages) + len(page.segments)
+        size = sum(part.bytes for part in parts)
+        return PageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
+
+    async def roll(self, listed: Listed) -> Listed:
+        """Move the oldest segments into pages, and full runs of pages into pages of pages."""
+        pages, segments = list(listed.pages), listed.segments
+        while len(segments) > self._segments_max:
+            pages.append(await self._store(Page(segments=segments[: self._segments_max])))
+            segments = segments[self._segments_max :]
+        level = 0
+        while True:
+            run = [index for index, ref in enumerate(pages) if ref.level == level]
+            if not run:
+                return Listed(tuple(pages), segments)
+            if len(run) > self._pages_max:
+                start, stop = run[0], run[0] + self._pages_max
+                folded = Page(level=level + 1, pages=tuple(pages[start:stop]))
+                pages[start:stop] = [await self._store(folded)]
+            else:
+                level += 1
+
+    async def cut(self, listed: Listed, earliest: int) -> Cut:
+        """Drop segments that end at `earliest` or before. A page on the border gets a shorter replacement."""
+        superseded: list[str] = []
+        pages = await self._cut_pages(listed.pages, earliest, superseded)
+        kept = tuple(info for info in listed.segments if info.last > earliest)
+        return Cut(Listed(pages, kept), superseded)
+
+    async def _cut_pages(
+        self, refs: tuple[PageRef, ...], earliest: int, superseded: list[str]
+    ) -> tuple[PageRef, ...]:
+        kept = [ref for ref in refs if ref.last > earliest]
+        superseded.extend(ref.key for ref in refs if ref.last <= earliest)
+        if not kept or kept[0].first > earliest:
+            return tuple(kept)
+        page = await self.load(kept[0])
+        if page.level:
+            shorter = Page(level=page.level, pages=await self._cut_pages(page.pages, earliest, superseded))
+        else:
+            shorter = Page(segments=tuple(info for info in page.segments if info.last > earliest))
+        if shorter != page:
+            superseded.append(kept[0].key)
+            kept[0] = await self._store(shorter)
+        return tuple(kept)
+
+    async def walk(self, listed: Listed, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+        """Every segment with entries at or behind `from_entry`, oldest first; one page a level is held."""
+        for ref in listed.pages:
+            if ref.last >= from_entry:
+                page = await self.load(ref)
+                async for info in self.walk(Listed(page.pages, page.segments), from_entry):
+                    yield info
+        for info in listed.segments:
+            if info.last >= from_entry:
+                yield info
+
+    async def walk_pages(self, refs: Sequence[PageRef]) -> AsyncIterator[PageRef]:
+        """Every page, pages of pages included."""
+        for ref in refs:
+            yield ref
+            if ref.level:
+                async for inner in self.walk_pages((await self.load(ref)).pages):
+                    yield inner
+
+
+def extend(
+    stream_id: str, recorded: tuple[SegmentInfo, ...], added: Sequence[SegmentInfo], uploaded_through: int
+) -> tuple[SegmentInfo, ...]:
+    """The segments with new ones behind them. Entries are never missing in between and never there twice."""
+    for info in added:
+        if info.first > info.last or info.rows != info.last - info.first + 1:
+            raise ManifestConflictError(stream_id, f"{info.key} counts {info.rows} entries wrongly")
+    if added and added[0].first != uploaded_through + 1:
+        message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
+        raise ManifestConflictError(stream_id, message)
+    for before, after in pairwise((*recorded[-1:], *added)):
+        if after.first != before.last + 1 or after.epoch < before.epoch:
+            raise ManifestConflictError(stream_id, f"{after.key} does not follow {before.key}")
+    return (*recorded, *added)

@@ -1,0 +1,72 @@
+"""What a head becomes when a snapshot of its stream is recorded. Pure: the same input, the same head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tailrace.store.manifest_model import CONFIGURATION, STATE_AT_TAIL, BuriedError, Deleted, Facts, Head
+
+
+def first_head(facts: Facts, fence: int, generation: int = 0) -> Head:
+    """A stream of which nothing is recorded. A fork's own entries begin behind what it inherits."""
+    return Head(
+        stream_id=facts.stream_id,
+        tail=facts.fork_entry,
+        uploaded_through=facts.fork_entry,
+        fence=fence,
+        generation=generation,
+        **_taken(facts, CONFIGURATION),
+    )
+
+
+def base_of(facts: Facts, current: Head | None, fence: int) -> Head:
+    """The head to build on. A name that is used again long after may get the same folder."""
+    if current is None:
+        return first_head(facts, fence)
+    if current.deleted is None:
+        return current
+    if facts.created_ns > current.deleted.at_ns:
+        return first_head(facts, fence, current.generation)
+    raise BuriedError(facts.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+
+
+def is_older(facts: Facts, base: Head, fence: int) -> bool:
+    """Whether a newer snapshot of the same owner is recorded already. Owners do not share their numbers."""
+    return base.fence == fence and facts.as_of < base.as_of
+
+
+def speaks_for_tail(facts: Facts, base: Head, head: Head, fence: int) -> bool:
+    """Whether closed state, producers and the like are those of the last recorded entry, and the newest."""
+    grown = head.uploaded_through > base.uploaded_through
+    return facts.tail == head.uploaded_through and (grown or not is_older(facts, base, fence))
+
+
+def with_facts(facts: Facts, base: Head, head: Head, fence: int) -> Head:
+    changes: dict[str, Any] = {}
+    if not is_older(facts, base, fence):
+        changes |= _taken(facts, CONFIGURATION)
+    if speaks_for_tail(facts, base, head, fence):
+        changes |= _taken(facts, STATE_AT_TAIL)
+    return msgspec.structs.replace(head, **changes)
+
+
+def tombstone(facts: Facts, current: Head | None, fence: int, at_ns: int, reason: str) -> Head:
+    """What remains of a stream. A tombstone stays the first one; a later life of the name is not touched."""
+    base = first_head(facts, fence) if current is None else current
+    if base.deleted is not None or base.created_ns > at_ns:
+        return base
+    epoch = max(base.epoch, facts.epochs[-1][0])
+    return msgspec.structs.replace(
+        base,
+        deleted=Deleted(at_ns=at_ns, reason=reason, epoch=epoch),
+        pages=(),
+        segments=(),
+        producers_key=None,
+        meta_keys=(),
+    )
+
+
+def _taken(facts: Facts, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in names}
