@@ -1,4 +1,4 @@
-"""A pull-wake and its event are two records of the journal. Killed around either, the event is written once."""
+"""A pull-wake and its event are two records of the journal. Killed around either, the event stands once."""
 
 from __future__ import annotations
 
