@@ -132,6 +132,18 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         BytesOrNone, Meta(description="Local disk cache of what was read from the object store.")
     ] = 1024 * MIB
 
+    # The object store.
+    object_ms: Annotated[
+        Millis, Meta(description="Time for one call to the object store, with all its retries.")
+    ] = 30_000
+    object_try_ms: Annotated[
+        Millis, Meta(description="Time for one try of such a call, to the last byte.")
+    ] = 15_000
+    object_tries: Annotated[Count, Meta(description="Tries of one call to the object store.")] = 8
+    object_retry_ms: Annotated[
+        Millis, Meta(description="Longest pause before the first retry; it doubles with each, up to 5 s.")
+    ] = 200
+
     # Subscriptions.
     lease_default_ms: Annotated[Millis, Meta(description="Lease of a wake when none is asked for.")] = 30_000
     lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000
