@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import httpx2
 
@@ -13,6 +12,7 @@ from tailrace.client import transport, wire
 from tailrace.client.aio_producer import AsyncProducer
 from tailrace.client.encode import Data
 from tailrace.client.follow import Follower, Mode
+from tailrace.client.handles import AsyncClosing, FollowHandle, StreamHandle
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 from tailrace.client.operations import Lister, Operations, Pager
 from tailrace.client.producing import ProducerOptions, Tuning
@@ -83,7 +83,7 @@ class AsyncPort:
         return transport.answer_from(response, body)
 
 
-class AsyncClient:
+class AsyncClient(AsyncClosing):
     """A connection pool to one server. Use it as a context manager, or `close` it."""
 
     def __init__(
@@ -121,32 +121,11 @@ class AsyncClient:
         if self._owned:
             await self._http.aclose()
 
-    async def __aenter__(self) -> Self:
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class AsyncStream:
+class AsyncStream(StreamHandle[AsyncPort]):
     """One stream of the server."""
 
-    __slots__ = ("_operations", "_port")
-
-    def __init__(self, port: AsyncPort, operations: Operations) -> None:
-        self._port = port
-        self._operations = operations
-
-    @property
-    def name(self) -> str:
-        return self._operations.name
-
-    @property
-    def content_type(self) -> str | None:
-        """The content type as far as this handle knows it."""
-        return self._operations.content_type
+    __slots__ = ()
 
     async def create(
         self,
@@ -213,33 +192,19 @@ class AsyncStream:
         **lifetime: Unpack[wire.Lifetime],
     ) -> AsyncStream:
         """Create `target` as a stream that begins with this one up to `offset` (by default, all of it)."""
-        operations = Operations(target, self._operations.retries)
-        steps = operations.create(
-            content_type=None if body is None else self._operations.content_type,
-            lifetime=lifetime,
-            closed=closed,
-            body=body,
-            fork=wire.ForkPoint(source=self.name, offset=offset, sub_offset=sub_offset),
+        steps = self._operations.fork(
+            target, offset=offset, sub_offset=sub_offset, closed=closed, body=body, lifetime=lifetime
         )
-        await self._port.run(steps)
-        return AsyncStream(self._port, operations)
+        return AsyncStream(self._port, await self._port.run(steps))
 
     async def read(
-        self,
-        offset: str | None = None,
-        *,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
     ) -> Page:
         """One page from the offset on; from the start without one."""
         return await self._port.run(self._operations.read(offset=offset, key=key, since=since))
 
     async def pages(
-        self,
-        offset: str | None = None,
-        *,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
     ) -> AsyncIterator[Page]:
         """The pages with content up to the tail."""
         pager = Pager(self._operations, offset=offset, key=key, since=since)
@@ -247,11 +212,7 @@ class AsyncStream:
             yield page
 
     async def entries(
-        self,
-        offset: str | None = None,
-        *,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
     ) -> AsyncIterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
         async for page in self.pages(offset, key=key, since=since):
@@ -294,28 +255,10 @@ class AsyncStream:
         return AsyncProducer(self._port, self._operations, options)
 
 
-class AsyncFollow:
+class AsyncFollow(FollowHandle[AsyncPort], AsyncClosing):
     """A reader that keeps up. Iterate over it; `offset` is where it stands."""
 
-    __slots__ = ("_follower", "_port")
-
-    def __init__(self, port: AsyncPort, follower: Follower) -> None:
-        self._port = port
-        self._follower = follower
-
-    @property
-    def offset(self) -> str:
-        """The position after everything handed out; also moves past entries that a key left out."""
-        return self._follower.offset
-
-    @property
-    def up_to_date(self) -> bool:
-        return self._follower.up_to_date
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream is closed and everything of it was handed out."""
-        return self._follower.closed
+    __slots__ = ()
 
     async def next_page(self) -> Page | None:
         """Wait for the next page with content; None when the stream is closed."""
@@ -331,11 +274,3 @@ class AsyncFollow:
 
     async def close(self) -> None:
         await self._port.hang_up()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

@@ -66,6 +66,27 @@ class Operations:
             self.content_type = info.content_type
         return info
 
+    def fork(
+        self,
+        target: str,
+        *,
+        offset: str | None,
+        sub_offset: int | None,
+        closed: bool,
+        body: encode.Data,
+        lifetime: wire.Lifetime,
+    ) -> Steps[Operations]:
+        """Create the target; the result is for what comes next with it."""
+        operations = Operations(target, self.retries)
+        yield from operations.create(
+            content_type=None if body is None else self.content_type,
+            lifetime=lifetime,
+            closed=closed,
+            body=body,
+            fork=wire.ForkPoint(source=self.name, offset=offset, sub_offset=sub_offset),
+        )
+        return operations
+
     def head(self) -> Steps[StreamInfo]:
         outcome = yield from self._exchange(wire.head(self.name))
         wire.check(outcome.answer, 200)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import httpx2
 
 from tailrace.client import transport, wire
 from tailrace.client.encode import Data
 from tailrace.client.follow import Follower, Mode
+from tailrace.client.handles import Closing, FollowHandle, StreamHandle
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 from tailrace.client.operations import Lister, Operations, Pager
 from tailrace.client.producing import ProducerOptions, Tuning
@@ -83,7 +83,7 @@ class Port:
         return transport.answer_from(response, body)
 
 
-class Client:
+class Client(Closing):
     """A connection pool to one server. Use it as a context manager, or `close` it."""
 
     def __init__(
@@ -120,32 +120,11 @@ class Client:
         if self._owned:
             self._http.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Stream:
+class Stream(StreamHandle[Port]):
     """One stream of the server."""
 
-    __slots__ = ("_operations", "_port")
-
-    def __init__(self, port: Port, operations: Operations) -> None:
-        self._port = port
-        self._operations = operations
-
-    @property
-    def name(self) -> str:
-        return self._operations.name
-
-    @property
-    def content_type(self) -> str | None:
-        """The content type as far as this handle knows it."""
-        return self._operations.content_type
+    __slots__ = ()
 
     def create(
         self,
@@ -212,33 +191,19 @@ class Stream:
         **lifetime: Unpack[wire.Lifetime],
     ) -> Stream:
         """Create `target` as a stream that begins with this one up to `offset` (by default, all of it)."""
-        operations = Operations(target, self._operations.retries)
-        steps = operations.create(
-            content_type=None if body is None else self._operations.content_type,
-            lifetime=lifetime,
-            closed=closed,
-            body=body,
-            fork=wire.ForkPoint(source=self.name, offset=offset, sub_offset=sub_offset),
+        steps = self._operations.fork(
+            target, offset=offset, sub_offset=sub_offset, closed=closed, body=body, lifetime=lifetime
         )
-        self._port.run(steps)
-        return Stream(self._port, operations)
+        return Stream(self._port, self._port.run(steps))
 
     def read(
-        self,
-        offset: str | None = None,
-        *,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
     ) -> Page:
         """One page from the offset on; from the start without one."""
         return self._port.run(self._operations.read(offset=offset, key=key, since=since))
 
     def pages(
-        self,
-        offset: str | None = None,
-        *,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
     ) -> Iterator[Page]:
         """The pages with content up to the tail."""
         pager = Pager(self._operations, offset=offset, key=key, since=since)
@@ -246,11 +211,7 @@ class Stream:
             yield page
 
     def entries(
-        self,
-        offset: str | None = None,
-        *,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
     ) -> Iterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
         for page in self.pages(offset, key=key, since=since):
@@ -292,28 +253,10 @@ class Stream:
         return Producer(self._port, self._operations, options)
 
 
-class Follow:
+class Follow(FollowHandle[Port], Closing):
     """A reader that keeps up. Iterate over it; `offset` is where it stands."""
 
-    __slots__ = ("_follower", "_port")
-
-    def __init__(self, port: Port, follower: Follower) -> None:
-        self._port = port
-        self._follower = follower
-
-    @property
-    def offset(self) -> str:
-        """The position after everything handed out; also moves past entries that a key left out."""
-        return self._follower.offset
-
-    @property
-    def up_to_date(self) -> bool:
-        return self._follower.up_to_date
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream is closed and everything of it was handed out."""
-        return self._follower.closed
+    __slots__ = ()
 
     def next_page(self) -> Page | None:
         """Wait for the next page with content; None when the stream is closed."""
@@ -329,11 +272,3 @@ class Follow:
 
     def close(self) -> None:
         self._port.hang_up()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
