@@ -104,6 +104,21 @@ class Footer:
             raise ValueError(f"entry {entry} is not in {self.first} to {self.last}")
         return bisect_right(self._firsts, entry) - 1
 
+    def group_bytes(self, index: int) -> int:
+        """How large a row group is when it is unpacked."""
+        size: int = self.metadata.row_group(index).total_byte_size
+        return size
+
+    def reach(self, index: int, bytes_ahead: int) -> int:
+        """The last row group up to which, from `index` on, no more than so many bytes come out."""
+        taken = self.group_bytes(index)
+        while index + 1 < self.count:
+            taken += self.group_bytes(index + 1)
+            if taken > bytes_ahead:
+                break
+            index += 1
+        return index
+
     def group_since(self, since_ns: int) -> int | None:
         """The first row group that can hold an entry appended at or after the instant."""
         since_us = since_ns // 1000
@@ -121,6 +136,13 @@ class Footer:
         """The row groups that can hold entries with this key; only some of them may be wrong guesses."""
         hashed = xxhash.xxh64_intdigest(key)
         return [index for index in range(self.count) if self._may_hold(index, key, hashed)]
+
+    def next_with_key(self, key: bytes, index: int) -> int | None:
+        """The first row group, from `index` on, that can hold entries with this key."""
+        hashed = xxhash.xxh64_intdigest(key)
+        while index < self.count and not self._may_hold(index, key, hashed):
+            index += 1
+        return index if index < self.count else None
 
     def _may_hold(self, index: int, key: bytes, hashed: int) -> bool:
         column = self.metadata.row_group(index).column(_KEY)

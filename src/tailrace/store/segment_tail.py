@@ -19,7 +19,7 @@ from tailrace.store.arrow import pa, pq
 from tailrace.store.segments import CorruptSegmentError
 
 BLANK = "0" * 16
-GUESS_BYTES = 64 * 1024  # how much of the end of a file is read at first
+_FILTER_BYTES = 64 << 10  # a guess at what lies between the row groups and the footer
 _END = struct.Struct("<I4s")
 _KEPT = struct.Struct("<I")
 _MAGIC = b"PAR1"
@@ -81,8 +81,7 @@ def tail_of(end: bytes, size: int) -> bytes | int:
     if magic != _MAGIC or footer_start < len(_MAGIC):
         raise CorruptSegmentError("this is not the end of a segment")
     if footer_start < size - length:
-        # Bloom filters are behind the footer's start in a file that has many row groups: ask for some more.
-        return max(footer_start - GUESS_BYTES, 0)
+        return max(footer_start - _FILTER_BYTES, 0)
     start = row_groups_end(metadata_of(end))
     if start < size - length:
         return start
