@@ -5,7 +5,7 @@ no longer names are deleted after. So a crash leaves either the old or the new m
 that nobody refers to. A change may be repeated at any time; what is recorded already is left as it is.
 
 Owners are ordered by their fence. A head that carries a higher fence than ours belongs to somebody who came
-after us, and is never written to again.
+after us, and is never written to again. One with a lower fence has to be adopted before it is changed.
 """
 
 from __future__ import annotations
@@ -149,9 +149,10 @@ class Manifests:
         return await self._change(facts.stream_id, plan, known)
 
     async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> Head:
-        """Put our fence on a head, so that no earlier owner can change it from now on.
+        """Put our fence on the head of an earlier owner, who cannot change it from now on.
 
-        A server that restores a stream does this before it serves it, with the epoch it continues in.
+        A server that restores a stream does this before it serves it, with the epoch it continues in. No
+        other change is made to a head that was not adopted: only a restored stream holds the same entries.
         """
 
         async def plan(current: Head | None) -> Change:
@@ -160,7 +161,7 @@ class Manifests:
             as_of = current.as_of if current.fence == self.fence else 0
             return Change(msgspec.structs.replace(current, epochs=epochs or current.epochs, as_of=as_of))
 
-        return await self._change(stream_id, plan)
+        return await self._change(stream_id, plan, adopting=True)
 
     async def retain(self, stream_id: str, earliest: int) -> Head:
         """Forget and delete the segments that end at entry `earliest` or before."""
@@ -203,14 +204,16 @@ class Manifests:
         await self._objects.delete([prefix + HEAD_KEY])
         return True
 
-    async def _change(self, stream_id: str, plan: Plan, known: Stored | None = None) -> Head:
+    async def _change(
+        self, stream_id: str, plan: Plan, known: Stored | None = None, *, adopting: bool = False
+    ) -> Head:
         """Plan a head from the present one and put it in its place, until nobody comes in between."""
         prefix = stream_prefix(stream_id)
         for _attempt in range(ATTEMPTS_MAX):
             stored, known = known or await self.load(stream_id), None
             current = None if stored is None else stored.head
             if current is not None:
-                self._check_fence(current)
+                self._check_fence(current, adopting=adopting)
             change = await plan(current)
             if current is not None and change.head == current and current.fence == self.fence:
                 return current
@@ -241,10 +244,13 @@ class Manifests:
         except ObjectsUnavailableError as error:
             logger.info("superseded objects stay for now: %s", error)
 
-    def _check_fence(self, head: Head) -> None:
+    def _check_fence(self, head: Head, *, adopting: bool = False) -> None:
         if head.fence > self.fence:
-            message = f"the bucket has a new owner (fence {head.fence}, ours is {self.fence})"
-            raise FencedError(message)
+            raise FencedError(f"the bucket has a new owner (fence {head.fence}, ours is {self.fence})")
+        if head.fence < self.fence and not adopting:
+            # Its entries may be others than ours, although they have the same numbers.
+            message = f"it was recorded by an earlier owner (fence {head.fence}) and has not been adopted"
+            raise ManifestConflictError(head.stream_id, message)
 
     async def _unrecorded(self, base: Head, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
         """The segments behind what is recorded. The others must be exactly those that are recorded."""

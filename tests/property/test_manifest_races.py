@@ -1,0 +1,192 @@
+"""Two writers on one bucket, their object operations interleaved at random."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from itertools import count
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.manifests import facts, segment
+from tailrace.store.manifest import Manifests, Stored
+from tailrace.store.manifest_model import FencedError, Head, ManifestConflictError, decode
+from tailrace.store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.store.ownership import OwnedElsewhereError, Ownership
+from tailrace.store.segments import SegmentInfo, stream_prefix
+
+_NAMES = count()
+STREAM = facts(0).stream_id
+PREFIX = stream_prefix(STREAM)
+
+Step = tuple[str, int]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["publish", "publish", "publish", "retain"]), st.integers(1, 4)), max_size=6
+)
+
+
+class Turns:
+    """Lets one operation of one writer through at a time; who is next is for the test to say."""
+
+    def __init__(self, objects: Objects, heads: list[Head]) -> None:
+        self._objects = objects
+        self._heads = heads
+        self._may_go = asyncio.Semaphore(0)
+        self.parked = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._objects, name)
+        if not asyncio.iscoroutinefunction(operation):
+            return operation
+
+        async def in_turn(*args: Any) -> Any:
+            self.parked.set()
+            await self._may_go.acquire()
+            answer = await operation(*args)
+            if name == "replace" and args[0] == PREFIX + "manifest.json":
+                self._heads.append(decode(args[1], Head, STREAM, "manifest.json"))
+            return answer
+
+        return in_turn
+
+    async def let_go(self, task: asyncio.Task[None]) -> None:
+        """One operation, and everything its writer does up to the next."""
+        self.parked.clear()
+        self._may_go.release()
+        parked = asyncio.ensure_future(self.parked.wait())
+        await asyncio.wait([parked, task], return_when=asyncio.FIRST_COMPLETED)
+        parked.cancel()
+
+
+class Writer:
+    """A sealer: it looks at the head, makes the next segments, uploads and records them."""
+
+    def __init__(self, objects: Turns, name: str, steps: list[Step]) -> None:
+        self._objects: Any = objects
+        self._name = name
+        self._steps = steps
+        self.recorded: list[SegmentInfo] = []
+        self.trimmed = 0
+        self.fenced = False
+
+    async def run(self, *, take_over: bool) -> None:
+        try:
+            fence = await Ownership(self._objects).claim(self._name if take_over else "a", take_over)
+            manifests = Manifests(self._objects, fence, segments_max=2, pages_max=2)
+            for kind, size in self._steps:
+                try:
+                    await (
+                        self._publish(manifests, size) if kind == "publish" else self._retain(manifests, size)
+                    )
+                except ManifestConflictError:
+                    pass  # the other one of the same fence recorded something else
+        except (FencedError, OwnedElsewhereError):
+            self.fenced = True
+
+    async def _load(self, manifests: Manifests) -> Stored | None:
+        stored = await manifests.load(STREAM)
+        if stored is not None and stored.head.fence < manifests.fence:
+            await manifests.adopt(STREAM)
+            stored = await manifests.load(STREAM)
+        return stored
+
+    async def _publish(self, manifests: Manifests, size: int) -> None:
+        stored = await self._load(manifests)
+        through = 0 if stored is None else stored.head.uploaded_through
+        added = [segment(through + 1 + i, through + 1 + i, content=self._name) for i in range(size)]
+        for info in added:
+            try:
+                await self._objects.create(PREFIX + info.key, info.key.encode())
+            except ObjectExistsError:
+                pass  # uploaded before, and not recorded then
+        tail = through + size
+        await manifests.publish(facts(tail), added, {self._name: (0, tail)}, known=stored)
+        self.recorded.extend(added)
+
+    async def _retain(self, manifests: Manifests, kept: int) -> None:
+        stored = await self._load(manifests)
+        if stored is not None and stored.head.uploaded_through > kept:
+            head = await manifests.retain(STREAM, stored.head.uploaded_through - kept)
+            self.trimmed = max(self.trimmed, head.earliest)
+
+
+async def _interleave(data: st.DataObject, runs: Sequence[tuple[Turns, Coroutine[Any, Any, None]]]) -> None:
+    tasks = [(turns, asyncio.ensure_future(run)) for turns, run in runs]
+    for turns, task in tasks:
+        parked = asyncio.ensure_future(turns.parked.wait())
+        await asyncio.wait([parked, task], return_when=asyncio.FIRST_COMPLETED)
+        parked.cancel()
+    while running := [(turns, task) for turns, task in tasks if not task.done()]:
+        turns, task = data.draw(st.sampled_from(running)) if len(running) > 1 else running[0]
+        await turns.let_go(task)
+    for _turns, task in tasks:
+        task.result()
+
+
+def _check_history(heads: list[Head]) -> None:
+    generation = through = earliest = fence = 0
+    for head in heads:
+        assert head.generation == generation + 1, "a head was overwritten that its writer had not seen"
+        assert head.fence >= fence, "an owner that was taken over changed a head"
+        assert head.uploaded_through >= through
+        assert head.earliest >= earliest
+        generation, through = head.generation, head.uploaded_through
+        earliest, fence = head.earliest, head.fence
+
+
+async def _check_bucket(objects: Objects, recorded: list[SegmentInfo], trimmed: int) -> None:
+    manifests = Manifests(objects, 99)
+    stored = await manifests.load(STREAM)
+    if stored is None:
+        assert recorded == []
+        return
+    head = stored.head
+    listed = [info async for info in manifests.segments(head)]
+    assert [info.first for info in listed] == list(range(head.earliest + 1, head.uploaded_through + 1))
+    assert listed == sorted(
+        (info for info in recorded if info.last > head.earliest), key=lambda info: info.first
+    )
+    assert head.earliest >= trimmed
+    for info in listed:
+        assert (await objects.get(PREFIX + info.key))[0] == info.key.encode()
+    assert head.tail == head.uploaded_through
+    assert [tail for _epoch, tail in (await manifests.producers(head)).values()] == [head.tail]
+
+
+async def _race(data: st.DataObject, first: list[Step], second: list[Step], *, take_over: bool) -> None:
+    objects = open_objects(f"memory://races-{next(_NAMES)}")
+    heads: list[Head] = []
+    turns = [Turns(objects, heads), Turns(objects, heads)]
+    writers = [Writer(turns[0], "a", first), Writer(turns[1], "b", second)]
+    runs = [
+        (turns[0], writers[0].run(take_over=False)),
+        (turns[1], writers[1].run(take_over=take_over)),
+    ]
+    try:
+        await Ownership(objects).claim("a")
+        await _interleave(data, runs)
+        _check_history(heads)
+        recorded = [info for writer in writers for info in writer.recorded]
+        await _check_bucket(objects, recorded, max(writer.trimmed for writer in writers))
+        assert not writers[1].fenced
+        if not take_over:
+            assert not writers[0].fenced
+    finally:
+        await objects.close()
+
+
+@given(st.data(), STEPS, STEPS)
+def test_a_bucket_that_is_taken_over_stays_whole(
+    data: st.DataObject, first: list[Step], second: list[Step]
+) -> None:
+    asyncio.run(_race(data, first, second, take_over=True))
+
+
+@given(st.data(), STEPS, STEPS)
+def test_two_writers_of_one_fence_never_lose_what_the_other_recorded(
+    data: st.DataObject, first: list[Step], second: list[Step]
+) -> None:
+    """A server that was killed may leave a writer behind whose last call is still on its way."""
+    asyncio.run(_race(data, first, second, take_over=False))
