@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.s3 import S3Server
 from support.server import ServerProcess
 from support.wire import Wire
 
@@ -45,6 +46,14 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     yield wire
     wire.close()
     process.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server with one bucket; tests keep apart by prefixes."""
+    server = S3Server(tmp_path_factory.mktemp("s3")).start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture

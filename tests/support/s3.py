@@ -124,7 +124,7 @@ class S3Server:
                 )
                 try:
                     store.put("ready", b"yes", mode="overwrite")
-                except BaseError:
+                except (BaseError, FileNotFoundError):
                     time.sleep(0.1)
                     continue
                 return
