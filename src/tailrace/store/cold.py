@@ -22,7 +22,7 @@ from tailrace.store.byte_budget import ByteBudget
 from tailrace.store.disk_cache import Part, source_of
 from tailrace.store.object_parts import ObjectParts, Work, fail
 from tailrace.store.objects import ObjectMissingError, ObjectsError
-from tailrace.store.segments import CorruptSegmentError, SegmentInfo, SegmentRows
+from tailrace.store.segments import FOOTER_GUESS_BYTES, CorruptSegmentError, SegmentInfo, SegmentRows
 
 if TYPE_CHECKING:
     from tailrace.store.segment_reader import Footer, RowGroup
@@ -31,7 +31,6 @@ logger = logging.getLogger("tailrace.store")
 
 THREADS = 2
 FOOTER_BYTES_MAX = 16 << 20  # of parsed footers
-FOOTER_GUESS_BYTES = 64 << 10  # of the end of a segment whose footer was not kept
 LOADING_BYTES_MAX = 64 << 20
 READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
 

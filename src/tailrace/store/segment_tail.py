@@ -16,10 +16,10 @@ from typing import Any
 import xxhash
 
 from tailrace.store.arrow import pa, pq
-from tailrace.store.segments import CorruptSegmentError
+from tailrace.store.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
 
 BLANK = "0" * 16
-_FILTER_BYTES = 64 << 10  # a guess at what lies between the row groups and the footer
+GUESS_BYTES = FOOTER_GUESS_BYTES
 _END = struct.Struct("<I4s")
 _KEPT = struct.Struct("<I")
 _MAGIC = b"PAR1"
@@ -81,7 +81,7 @@ def tail_of(end: bytes, size: int) -> bytes | int:
     if magic != _MAGIC or footer_start < len(_MAGIC):
         raise CorruptSegmentError("this is not the end of a segment")
     if footer_start < size - length:
-        return max(footer_start - _FILTER_BYTES, 0)
+        return max(footer_start - GUESS_BYTES, 0)
     start = row_groups_end(metadata_of(end))
     if start < size - length:
         return start

@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 FORMAT_VERSION = 1
+FOOTER_GUESS_BYTES = 64 << 10  # how much of the end of a file to read for its footer, at first
 NAME_HASH_DIGITS = 16  # of the file's SHA-256: enough that a name never stands for two contents
 
 
