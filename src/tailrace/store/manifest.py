@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store import manifest_pages
 from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all
 from tailrace.store.manifest_model import (
@@ -28,6 +29,7 @@ from tailrace.store.manifest_model import (
     Producers,
     decode,
     encode,
+    new_attempt,
     producers_key,
     sha256_of,
 )
@@ -35,7 +37,6 @@ from tailrace.store.manifest_pages import Listed, Pages, extend
 from tailrace.store.manifest_resolve import base_of, speaks_for_tail, tombstone, with_facts
 from tailrace.store.objects import (
     ObjectConflictError,
-    ObjectExistsError,
     ObjectMissingError,
     ObjectsUnavailableError,
 )
@@ -48,6 +49,8 @@ logger = logging.getLogger("tailrace.store")
 
 # Each lost race means that somebody else made progress; so many in a row mean that something is wrong.
 ATTEMPTS_MAX = 16
+# A process that was stopped this long makes its pages again: the sweep may have taken them for left behind.
+PLAN_NS_MAX = 10 * 60 * 10**9
 
 
 class Stored(NamedTuple):
@@ -77,8 +80,10 @@ class Manifests:
         *,
         segments_max: int = manifest_pages.SEGMENTS_MAX,
         pages_max: int = manifest_pages.PAGES_MAX,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._objects = objects
+        self._clock = clock
         self.fence = fence
         self._segments_max = segments_max
         self._pages_max = pages_max
@@ -132,14 +137,13 @@ class Manifests:
         async def plan(current: Head | None) -> Change:
             base = base_of(facts, current, self.fence)
             new = await self._unrecorded(base, added)
-            segments = extend(base.stream_id, base.segments, new, base.uploaded_through)
+            segments = extend(base, new)
             through = new[-1].last if new else base.uploaded_through
             head = msgspec.structs.replace(base, segments=segments, uploaded_through=through)
             superseded: list[str] = []
             if producers is not None and speaks_for_tail(facts, base, head, self.fence):
-                key = await self._store_producers(base, producers)
-                head = msgspec.structs.replace(head, producers_key=key)
-                if base.producers_key is not None and base.producers_key != key:
+                head = await self._with_producers(head, producers)
+                if base.producers_key is not None and base.producers_key != head.producers_key:
                     superseded.append(base.producers_key)
             head = with_facts(facts, base, head, self.fence)
             listed = await self.pages(head.stream_id).roll(Listed(head.pages, head.segments))
@@ -214,9 +218,12 @@ class Manifests:
             current = None if stored is None else stored.head
             if current is not None:
                 self._check_fence(current, adopting=adopting)
+            planned_ns = self._clock.now_ns()
             change = await plan(current)
             if current is not None and change.head == current and current.fence == self.fence:
                 return current
+            if self._clock.now_ns() - planned_ns > PLAN_NS_MAX:
+                continue
             head = msgspec.structs.replace(
                 change.head, fence=self.fence, generation=change.head.generation + 1
             )
@@ -267,21 +274,17 @@ class Manifests:
             raise ManifestConflictError(base.stream_id, f"others are recorded in the place of {info.key}")
         return added[len(before) :]
 
-    async def _store_producers(self, base: Head, producers: Mapping[str, tuple[int, int]]) -> str | None:
-        """The key of an object with these producers: the present one if nothing changed."""
-        if not producers:
-            return None
-        data = encode(Producers(producers=dict(producers)))
-        sha256 = sha256_of(data)
-        present = base.producers_key
-        if present is not None and present == producers_key(_generation_of(present), sha256):
-            return present
-        key = producers_key(base.generation + 1, sha256)
-        try:
-            await self._objects.create(stream_prefix(base.stream_id) + key, data)
-        except ObjectExistsError:
-            pass  # the hash in its name says that it is the same
-        return key
+    async def _with_producers(self, head: Head, producers: Mapping[str, tuple[int, int]]) -> Head:
+        """The head with these producers in an object of their own; with the present one if none changed."""
+        sha256 = sha256_of(encode(dict(producers))) if producers else ""
+        if sha256 == head.producers_sha256:
+            return head
+        key = None
+        if producers:
+            data = encode(Producers(attempt=new_attempt(), producers=dict(producers)))
+            key = producers_key(head.generation + 1, sha256_of(data))
+            await self._objects.create(stream_prefix(head.stream_id) + key, data)
+        return msgspec.structs.replace(head, producers_key=key, producers_sha256=sha256)
 
 
 def _generation_of(key: str) -> int:

@@ -1,12 +1,15 @@
 """What a manifest says: the head of a stream, its pages, its producers. See docs/formats.md, "Bucket".
 
 The head is the only object of a stream that is ever replaced. Everything it names by key is created once,
-under a name that holds the hash of its content, and never changed.
+under a name that holds the hash of its content, and never changed. Pages and producers also hold a random
+number of the attempt that made them: what an attempt left behind is never named by a later one, so the sweep
+may delete it once it is old.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from typing import TypeVar
 
 import msgspec
@@ -127,6 +130,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     """Either segments or pages, in the order of their entries."""
 
     version: int = VERSION
+    attempt: str
     level: int = 0
     segments: tuple[SegmentInfo, ...] = ()
     pages: tuple[PageRef, ...] = ()
@@ -136,7 +140,8 @@ class Producers(msgspec.Struct, frozen=True, kw_only=True):
     """The last epoch and sequence of each idempotent producer, as of `uploaded_through`."""
 
     version: int = VERSION
-    producers: dict[str, tuple[int, int]] = {}
+    attempt: str
+    producers: dict[str, tuple[int, int]]
 
 
 class Head(Facts, frozen=True, kw_only=True):
@@ -151,6 +156,7 @@ class Head(Facts, frozen=True, kw_only=True):
     pages: tuple[PageRef, ...] = ()
     segments: tuple[SegmentInfo, ...] = ()
     producers_key: str | None = None
+    producers_sha256: str = ""  # of the producers alone, to see whether they changed
 
     @property
     def epoch(self) -> int:
@@ -165,7 +171,7 @@ class Head(Facts, frozen=True, kw_only=True):
         return sum(page.bytes for page in self.pages) + sum(info.bytes for info in self.segments)
 
 
-def encode(value: Head | Page | Producers) -> bytes:
+def encode(value: Head | Page | Producers | dict[str, tuple[int, int]]) -> bytes:
     """Canonical: the same content is the same bytes, so that names made from hashes mean something."""
     return msgspec.json.encode(value, order="sorted")
 
@@ -188,6 +194,10 @@ def page_key(first: int, last: int, sha256: str) -> str:
 
 def producers_key(generation: int, sha256: str) -> str:
     return f"producers/{generation:010}.{sha256[:NAME_HASH_DIGITS]}.json"
+
+
+def new_attempt() -> str:
+    return secrets.token_hex(8)
 
 
 def sha256_of(data: bytes) -> str:

@@ -12,12 +12,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.store.manifest_model import (
+    Head,
     ManifestConflictError,
     ManifestCorruptError,
     Page,
     PageRef,
     decode,
     encode,
+    new_attempt,
     page_key,
     sha256_of,
 )
@@ -46,7 +48,7 @@ class Cut(NamedTuple):
 
 
 class Pages:
-    """Reads and writes the pages of one stream."""
+    """Reads and writes the pages of one stream, for one attempt to change its head."""
 
     def __init__(self, objects: Objects, stream_id: str, segments_max: int, pages_max: int) -> None:
         assert segments_max > 0
@@ -56,6 +58,7 @@ class Pages:
         self._prefix = stream_prefix(stream_id)
         self._segments_max = segments_max
         self._pages_max = pages_max
+        self._attempt = new_attempt()
 
     async def load(self, ref: PageRef) -> Page:
         data, _etag = await self._objects.get(self._prefix + ref.key)
@@ -63,12 +66,12 @@ class Pages:
             raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
         page = decode(data, Page, self._stream_id, ref.key)
         parts = page.pages if ref.level else page.segments
-        if page.level != ref.level or not parts or (parts[0].first, parts[-1].last) != (ref.first, ref.last):
+        if page.level != ref.level or not parts or _reference(page, ref.key, ref.sha256) != ref:
             raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
         return page
 
     async def _store(self, page: Page) -> PageRef:
-        """Create it. A page that is there already has the same content: its name says so."""
+        """Create it. One that is there already has the same content, for its name says so."""
         parts = page.pages if page.level else page.segments
         data = encode(page)
         sha256 = sha256_of(data)
@@ -77,15 +80,15 @@ class Pages:
             await self._objects.create(self._prefix + key, data)
         except ObjectExistsError:
             pass
-        segments = sum(ref.segments for ref in page.pages) + len(page.segments)
-        size = sum(part.bytes for part in parts)
-        return PageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
+        return _reference(page, key, sha256)
 
     async def roll(self, listed: Listed) -> Listed:
         """Move the oldest segments into pages, and full runs of pages into pages of pages."""
         pages, segments = list(listed.pages), listed.segments
         while len(segments) > self._segments_max:
-            pages.append(await self._store(Page(segments=segments[: self._segments_max])))
+            pages.append(
+                await self._store(Page(attempt=self._attempt, segments=segments[: self._segments_max]))
+            )
             segments = segments[self._segments_max :]
         level = 0
         while True:
@@ -94,7 +97,7 @@ class Pages:
                 return Listed(tuple(pages), segments)
             if len(run) > self._pages_max:
                 start, stop = run[0], run[0] + self._pages_max
-                folded = Page(level=level + 1, pages=tuple(pages[start:stop]))
+                folded = Page(attempt=self._attempt, level=level + 1, pages=tuple(pages[start:stop]))
                 pages[start:stop] = [await self._store(folded)]
             else:
                 level += 1
@@ -115,10 +118,12 @@ class Pages:
             return tuple(kept)
         page = await self.load(kept[0])
         if page.level:
-            shorter = Page(level=page.level, pages=await self._cut_pages(page.pages, earliest, superseded))
+            inner = await self._cut_pages(page.pages, earliest, superseded)
+            shorter = Page(attempt=self._attempt, level=page.level, pages=inner)
         else:
-            shorter = Page(segments=tuple(info for info in page.segments if info.last > earliest))
-        if shorter != page:
+            remaining = tuple(info for info in page.segments if info.last > earliest)
+            shorter = Page(attempt=self._attempt, segments=remaining)
+        if (shorter.pages, shorter.segments) != (page.pages, page.segments):
             superseded.append(kept[0].key)
             kept[0] = await self._store(shorter)
         return tuple(kept)
@@ -143,13 +148,21 @@ class Pages:
                     yield inner
 
 
-def extend(
-    stream_id: str, recorded: tuple[SegmentInfo, ...], added: Sequence[SegmentInfo], uploaded_through: int
-) -> tuple[SegmentInfo, ...]:
+def _reference(page: Page, key: str, sha256: str) -> PageRef:
+    parts = page.pages if page.level else page.segments
+    segments = sum(ref.segments for ref in page.pages) + len(page.segments)
+    size = sum(part.bytes for part in parts)
+    return PageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
+
+
+def extend(head: Head, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
     """The segments with new ones behind them. Entries are never missing in between and never there twice."""
+    stream_id, recorded, uploaded_through = head.stream_id, head.segments, head.uploaded_through
     for info in added:
         if info.first > info.last or info.rows != info.last - info.first + 1:
             raise ManifestConflictError(stream_id, f"{info.key} counts {info.rows} entries wrongly")
+        if info.epoch < head.epoch:
+            raise ManifestConflictError(stream_id, f"{info.key} is of an epoch before {head.epoch}")
     if added and added[0].first != uploaded_through + 1:
         message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
         raise ManifestConflictError(stream_id, message)

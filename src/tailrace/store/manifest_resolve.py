@@ -64,6 +64,7 @@ def tombstone(facts: Facts, current: Head | None, fence: int, at_ns: int, reason
         pages=(),
         segments=(),
         producers_key=None,
+        producers_sha256="",
         meta_keys=(),
     )
 
