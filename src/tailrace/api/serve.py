@@ -27,10 +27,12 @@ from tailrace.logs import configure
 from tailrace.net.http1 import HttpServer
 from tailrace.net.tls import server_context
 from tailrace.settings import Settings
+from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.telemetry import Telemetry
 from tailrace.tier.checkpoint import Checkpoints
+from tailrace.tier.seal import Sealing
 
 logger = logging.getLogger("tailrace")
 
@@ -58,7 +60,13 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     directory = DataDirectory(settings.data_dir)
-    server = Server(settings, directory, loop)
+    try:
+        server = Server(settings, directory, loop)
+    except OSError as error:
+        directory.close()
+        raise TailraceError(
+            "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
+        ) from error
     try:
         await server.start()
         announce(server.url, settings)
@@ -83,6 +91,12 @@ class Server:
         self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self._telemetry)
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self._checkpoints = Checkpoints(self.log)
+        self.sealing = Sealing(self.log, settings, directory.deployment, loop)
+        limits = settings.limits
+        self._cold = ColdReader(
+            settings.object_store_url, directory.path / "cache", limits.cold_cache_bytes, limits, loop
+        )
+        self.log.reader.history.cold = self._cold
         self._disk = DiskGuard(self.log, loop)
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
@@ -93,6 +107,7 @@ class Server:
         self.log.open()
         self._disk.start()
         self._checkpoints.start()
+        await self.sealing.start()
         if self._verifier is not None:
             self._verifier.start()
         await self._subscriptions.start()
@@ -123,8 +138,10 @@ class Server:
             await self._metrics.drain()
         await self._subscriptions.stop()
         self._disk.stop()
+        await self.sealing.stop()
         await self.log.close()
         await self._checkpoints.stop()
+        await self._cold.close()
         if self._verifier is not None:
             self._verifier.close()
 
