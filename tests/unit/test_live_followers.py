@@ -38,6 +38,12 @@ class Socket:
     def send(self, encoded: bytes) -> None:
         self.sent.append(encoded.decode())
 
+    def offer(self, encoded: bytes, unsent_bytes_max: int) -> bool:
+        if self.unsent_bytes > unsent_bytes_max:
+            return False
+        self.send(encoded)
+        return True
+
     def keep_alive(self) -> None:
         self.sent.append(":")
 
@@ -152,3 +158,22 @@ def test_nothing_that_matches_is_said_at_once(scene: Scene) -> None:
     scene.append(b"c", key=b"mine")
     assert socket.sent == ["-", "c"]
     follower.gone()
+
+
+class BrokenSocket(Socket):
+    def send(self, encoded: bytes) -> None:
+        if encoded != b"-":
+            raise ValueError("a bug")
+
+
+def test_a_follower_that_fails_keeps_nobody_else_from_being_told(scene: Scene) -> None:
+    broken = BrokenSocket()
+    scene.quick_follower.gone()
+    follower = scene.follow(broken)
+    last = scene.follow(scene.quick)
+    scene.quick.sent.clear()
+    scene.append(b"a")
+    scene.append(b"b")
+    assert scene.quick.sent == ["a", "b"]
+    follower.gone()
+    last.gone()

@@ -33,6 +33,7 @@ class Wire(Protocol):
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
     ) -> bytes: ...
     def send(self, encoded: bytes) -> None: ...
+    def offer(self, encoded: bytes, unsent_bytes_max: int) -> bool: ...
     def keep_alive(self) -> None: ...
     def end(self, code: int) -> None: ...
     @property
@@ -40,10 +41,11 @@ class Wire(Protocol):
 
 
 class SseWire:
-    __slots__ = ("_outlet", "_text", "form")
+    __slots__ = ("_outlet", "_text", "form", "offer")
 
     def __init__(self, outlet: Outlet, text: bool) -> None:
         self._outlet = outlet
+        self.offer = outlet.offer_raw
         self._text = text
         self.form = "sse-text" if text else "sse-base64"
 
@@ -91,6 +93,12 @@ class WsWire:
     def send(self, encoded: bytes) -> None:
         if self._connection is not None:
             self._connection.send_encoded(encoded)
+
+    def offer(self, encoded: bytes, unsent_bytes_max: int) -> bool:
+        if self.unsent_bytes > unsent_bytes_max:
+            return False
+        self.send(encoded)
+        return True
 
     def keep_alive(self) -> None:
         """The connection sends its own pings."""
@@ -255,9 +263,8 @@ class Follower:
         ):
             # Somebody at the same place was just served: the same bytes will do.
             encoded = live.step.get(wire.form)
-            if encoded is not None and wire.unsent_bytes <= live.unsent_bytes_max:
+            if encoded is not None and wire.offer(encoded, live.unsent_bytes_max):
                 self._position = live.step_to
-                wire.send(encoded)
                 self._silent_since = live.now
                 return
         if not self._advance():

@@ -58,7 +58,10 @@ class Publisher:
         for settled in batch.waiting:
             settled(None)
         if self.observers:
-            self._tell_observers(batch)
+            try:
+                self._tell_observers(batch)
+            except Exception:
+                logger.exception("an observer failed")  # what is durable is published, whoever follows it
         for stream in woken:
             wake(stream)
 
@@ -108,4 +111,7 @@ def wake(stream: Stream) -> None:
     readers = stream.readers
     if readers is not None:
         for reader in tuple(readers):
-            reader.on_published(stream)
+            try:
+                reader.on_published(stream)
+            except Exception:
+                logger.exception("a live reader failed")  # the others are told all the same

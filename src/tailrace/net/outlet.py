@@ -44,6 +44,16 @@ class Outlet:
         if not self.closed:
             self._connection.write(unchunk(framed) if self._plain else framed)
 
+    def offer_raw(self, encoded: bytes, unsent_bytes_max: int) -> bool:
+        """`write_raw`, unless more than that is unsent. Runs for every live reader of every message."""
+        if self.closed:
+            return True
+        connection = self._connection
+        if connection.transport.get_write_buffer_size() > unsent_bytes_max:
+            return False
+        connection.write(unchunk(encoded) if self._plain else encoded)
+        return True
+
     def end(self) -> None:
         """Finish the answer; the connection goes on with its next request unless it is to close."""
         if self.closed:
