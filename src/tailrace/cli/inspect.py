@@ -1,7 +1,8 @@
-"""``tailrace inspect``: what the files of a data directory hold, without a server."""
+"""``tailrace inspect``: what the files of a data directory or an object store hold, without a server."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -10,16 +11,27 @@ from cyclopts import App, Parameter
 from tailrace.cli.failures import RefusedError
 from tailrace.cli.session import flush, put, put_json
 
-_HELP: Final = """Print what the files of a data directory hold. Nothing is changed, and no server is needed.
+_HELP: Final = """Print what the files of a data directory or an object store hold.
+
+Nothing is changed, and no server is needed.
 
 For example:
 
     tailrace inspect journal --data-dir ./tailrace-data
 
     tailrace inspect hot --json
+
+    tailrace inspect segment streams/3f/3f…/segments/0000000000-….parquet --entries
 """
 
 DataDir = Annotated[Path, Parameter(env_var="TAILRACE_DATA_DIR", help="The data directory.")]
+ObjectStore = Annotated[
+    str,
+    Parameter(
+        env_var="TAILRACE_OBJECT_STORE",
+        help="Where segments are: file:///directory, s3://bucket/prefix; if empty, in the data directory.",
+    ),
+]
 AsJson = Annotated[bool, Parameter(negative="", help="Print JSON, one object per line.")]
 _HERE: Final = Path("./tailrace-data")
 
@@ -35,7 +47,7 @@ def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
         if json:
             put_json(record)
         else:
-            put("  ".join(f"{name}={_shown(value)}" for name, value in record.items()).encode() + b"\n")
+            put(_pairs(record).encode() + b"\n")
     flush()
 
 
@@ -48,10 +60,69 @@ def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
     if json:
         put_json(described)
     else:
-        width = max((len(name) for name in described), default=0)
-        for name, value in described.items():
-            put(f"{name:<{width}}  {_shown(value)}\n".encode())
+        _put_table(described)
     flush()
+
+
+@command.command
+def segment(
+    where: Annotated[str, Parameter(help="A file, or the key of an object in the object store.")],
+    /,
+    *,
+    data_dir: DataDir = _HERE,
+    object_store: ObjectStore = "",
+    entries: Annotated[bool, Parameter(negative="", help="Print every entry, too.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Print what a segment says about itself and where its row groups are, and check all of its checksums."""
+    from tailrace.store.segment_check import describe_segment, entries_of
+
+    raw = _segment_bytes(where, object_store or (data_dir.absolute() / "objects").as_uri())
+    described = describe_segment(raw, where)
+    if json:
+        put_json(described)
+    else:
+        groups = described.pop("row_groups", [])
+        _put_table(described)
+        for number, group in enumerate(groups):
+            put(f"row group {number}  {_pairs(group)}\n".encode())
+    if entries and "problem" not in described:
+        for entry in entries_of(raw):
+            if json:
+                put_json(entry)
+            else:
+                put(_pairs(entry).encode() + b"\n")
+    flush()
+
+
+def _segment_bytes(where: str, url: str) -> bytes:
+    if Path(where).is_file():
+        return Path(where).read_bytes()
+    from tailrace.store.objects import ObjectMissingError, ObjectsError, open_objects
+
+    async def fetch() -> bytes:
+        objects = open_objects(url)
+        try:
+            return (await objects.get(where))[0]
+        finally:
+            await objects.close()
+
+    try:
+        return asyncio.run(fetch())
+    except (ObjectMissingError, ValueError):
+        raise RefusedError(f"there is no file {where} and no object of that name in {url}") from None
+    except ObjectsError as error:
+        raise RefusedError(f"{url} cannot be read: {error}") from None
+
+
+def _put_table(described: dict[str, object]) -> None:
+    width = max((len(name) for name in described), default=0)
+    for name, value in described.items():
+        put(f"{name:<{width}}  {_shown(value)}\n".encode())
+
+
+def _pairs(record: dict[str, object]) -> str:
+    return "  ".join(f"{name}={_shown(value)}" for name, value in record.items())
 
 
 def _existing(data_dir: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,28 @@ def rows_of(raw: bytes, footer: Footer) -> Iterator[SegmentRows]:
     view = memoryview(raw)
     for index, group in enumerate(footer.row_groups):
         yield read_row_group(footer, index, view[group.start : group.stop])
+
+
+def entries_of(raw: bytes) -> Iterator[dict[str, object]]:
+    """Every entry, as somebody would want to see it: bytes that are no text are in base64."""
+    footer = footer_of(raw)
+    separator = 1 if footer.json else 0
+    for rows in rows_of(raw, footer):
+        start = 0
+        for index, end in enumerate(rows.ends):
+            shown: dict[str, object] = {"entry": rows.first + index, "time_ns": rows.times[index]}
+            key = None if rows.keys is None else rows.keys[index]
+            if key is not None:
+                shown |= _text("key", key)
+            yield shown | _text("payload", rows.body[start:end])
+            start = end + separator
+
+
+def _text(name: str, value: bytes) -> dict[str, str]:
+    try:
+        return {name: value.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": b64encode(value).decode()}
 
 
 def check_segment(raw: bytes, info: SegmentInfo) -> list[str]:
@@ -57,15 +80,15 @@ def describe_segment(raw: bytes, name: str) -> dict[str, Any]:
         footer = footer_of(raw)
         described |= {
             "sha256": hashlib.sha256(raw).hexdigest(),
-            **footer.facts,
+            **{fact: footer.facts.get(fact) for fact in ("version", "name", "stream_id", "content_type")},
             "json": footer.json,
+            "epoch": footer.epoch,
             "first": footer.first,
             "last": footer.last,
             "rows": footer.last - footer.first + 1,
-            "epoch": footer.epoch,
+            "payload_sha256": footer.facts.get("payload_sha256"),
             "row_groups": [group._asdict() for group in footer.row_groups],
         }
-        del described["row_group_xxh3"]
         info = _as_described(described, raw, footer)
         described |= {"payload_bytes": info.payload_bytes, "first_ns": info.first_ns, "last_ns": info.last_ns}
         problems = check_segment(raw, info)
