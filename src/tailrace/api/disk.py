@@ -24,6 +24,7 @@ class DiskGuard:
         self._timer: asyncio.TimerHandle | None = None
         self._attempt: asyncio.Future[None] | None = None
         self._stopped = False
+        self._short = False
 
     def start(self) -> None:
         self._check()
@@ -52,14 +53,16 @@ class DiskGuard:
         except OSError as error:
             logger.warning("cannot tell the free disk space: %s", error)
             return
-        if short and log.shortage is None:
+        if short and not self._short:
             logger.error("the disk is below its reserve; appends are refused until there is room")
-            log.shortage = TailraceError(
+            shortage = TailraceError(
                 "insufficient_storage", "the disk is below its reserve; try again when there is room"
             )
-        elif not short and log.shortage is not None:
+            log.set_shortage("disk", shortage)
+        elif not short and self._short:
             logger.warning("the disk has room again")
-            log.shortage = None
+            log.set_shortage("disk", None)
+        self._short = short
 
     def _attempted(self, attempt: asyncio.Future[None]) -> None:
         self._attempt = None

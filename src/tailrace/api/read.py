@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
 from tailrace.api import answers
@@ -13,8 +13,9 @@ from tailrace.api.parse import parse_query
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import resolve
+from tailrace.log.history import Missing, NotAtHandError
 from tailrace.log.model import ReadPart, Stream
-from tailrace.log.reader import Missing, Page
+from tailrace.log.reader import Page
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
@@ -61,7 +62,27 @@ class ReadRoutes:
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
-        request = self._request(exchange, name, key)
+        try:
+            request = self._request(exchange, name, key)
+        except NotAtHandError:
+            self._later(self._read_since(exchange, identity, name, key))
+            return
+        self._serve(exchange, identity, request)
+
+    async def _read_since(self, exchange: Exchange, identity: Identity, name: str, key: str | None) -> None:
+        """A read whose start has to be looked up in a segment."""
+        try:
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                stream = self._log.readable(name)
+                since_ns = _since_ns(parse_query(exchange.query)["since"])
+                start = await self._log.reader.find_before(stream, since_ns)
+            self._serve(exchange, identity, self._request(exchange, name, key, start))
+        except TimeoutError:
+            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+
+    def _serve(self, exchange: Exchange, identity: Identity, request: ReadRequest) -> None:
         self._log.touch(request.stream)
         if request.mode == "sse":
             until_s = identity.until_s
@@ -76,7 +97,10 @@ class ReadRoutes:
         else:
             self.answer(exchange, request)
 
-    def _request(self, exchange: Exchange, name: str, path_key: str | None) -> ReadRequest:
+    def _request(
+        self, exchange: Exchange, name: str, path_key: str | None, found: int | None = None
+    ) -> ReadRequest:
+        """What is asked for; `found` is where a read by time begins, if that is known already."""
         query = parse_query(exchange.query)
         raw_live = query.get("live", "")
         mode = LIVE_MODES.get(raw_live)
@@ -90,7 +114,8 @@ class ReadRoutes:
             raise TailraceError("unsupported_format", "format must be json or raw")
         if fmt == "json" and not stream.json:
             raise TailraceError("unsupported_format", "only JSON streams can be read as JSON")
-        start, at_now = self._start(stream, query, mode)
+        start, at_now = self._start(stream, query, mode) if found is None else (found, False)
+        start = max(start, stream.earliest)
         wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
         key = path_key if path_key is not None else query.get("key", "")
         return ReadRequest(
@@ -111,10 +136,7 @@ class ReadRoutes:
         if offset is None:
             since = query.get("since")
             if since is not None:
-                since_ns = durations.parse_timestamp_ns(since)
-                if since_ns is None:
-                    raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
-                return self._log.reader.entry_before(stream, since_ns), False
+                return self._log.reader.entry_before(stream, _since_ns(since)), False
             if mode:
                 raise TailraceError("missing_offset", "live reads need an offset")
             return 0, False
@@ -122,7 +144,7 @@ class ReadRoutes:
             return 0, False
         if offset == "now":
             return stream.visible, True
-        return resolve(stream, offsets.parse_position(offset), 0), False
+        return resolve(stream, offsets.parse_position(offset), stream.earliest), False
 
     def _wait_ms(self, query: dict[str, str]) -> int:
         limits = self._limits
@@ -153,7 +175,10 @@ class ReadRoutes:
         if not isinstance(found, Missing):
             self._answer_page(exchange, request, found)
             return
-        task = self._context.loop.create_task(self._answer_later(exchange, request, key))
+        self._later(self._answer_later(exchange, request, key))
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -174,6 +199,8 @@ class ReadRoutes:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
+            if request.stream.removed:
+                refusal = TailraceError("not_found", "the stream was deleted")
             answers.refuse(exchange, refusal)
             return
         except Exception:
@@ -212,6 +239,8 @@ class ReadRoutes:
             head += answers.UP_TO_DATE
         if closed:
             head += answers.CLOSED
+        if stream.earliest:
+            head += line("Stream-Earliest-Offset", stream.offset(stream.earliest))
         if request.mode:
             head += (
                 answers.NO_STORE if request.at_now or not request.shared else self._max_age(stream, 20, False)
@@ -370,6 +399,13 @@ class LongPoll:
         stream = self._request.stream
         leave(stream, self)
         self._routes.live_ended(stream)
+
+
+def _since_ns(text: str) -> int:
+    since_ns = durations.parse_timestamp_ns(text)
+    if since_ns is None:
+        raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
+    return since_ns
 
 
 def leave(stream: Stream, reader: object) -> None:

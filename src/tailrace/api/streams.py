@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import orjson
@@ -12,6 +13,7 @@ from tailrace.api.plain_append import PlainAppend
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
@@ -44,6 +46,7 @@ class StreamRoutes:
         self._context = context
         self._log = context.log
         self._limits = context.limits
+        self._tasks: set[asyncio.Task[None]] = set()
         self._answer_append = self._answer_timed if context.settings.server_timing else answer_append
 
     # -- POST ------------------------------------------------------------------------------------------
@@ -150,7 +153,31 @@ class StreamRoutes:
             name, content_type, lifetime, closed, fork.source, fork.position, fork.sub, initial
         )
         # Whether it is new decides the status; the answer waits until that is durable.
-        self._log.create(request, self._answer_create, exchange)
+        try:
+            self._log.create(request, self._answer_create, exchange)
+        except NotAtHandError as needed:
+            task = self._context.loop.create_task(self._create_later(exchange, request, needed))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _create_later(
+        self, exchange: Exchange, request: CreateRequest, needed: NotAtHandError | None
+    ) -> None:
+        """A fork at a place that is on the object store: what it needs is fetched, then all is as ever."""
+        at_hand: list[Pinned] = []
+        try:
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                while needed is not None:
+                    at_hand.append(await self._log.reader.bring(needed.missing))
+                    needed = None
+                    try:
+                        self._log.create(request, self._answer_create, exchange, at_hand)
+                    except NotAtHandError as more:
+                        needed = more
+        except TimeoutError:
+            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
 
     def _answer_create(self, transaction: Transaction, error: TailraceError | None) -> None:
         exchange = transaction.context
@@ -179,7 +206,7 @@ class StreamRoutes:
         stream = self._log.readable(name)
         tail = stream.offset(stream.visible)
         head = answers.content_type(stream) + answers.next_offset(tail) + answers.end_offset(tail)
-        head += line("Stream-Earliest-Offset", stream.offset(0))
+        head += line("Stream-Earliest-Offset", stream.offset(stream.earliest))
         if stream.visible_closed:
             head += answers.CLOSED
         exchange.respond(200, head + answers.lifetime(stream) + answers.NO_STORE)

@@ -23,12 +23,23 @@ from tailrace.log.decide import (
 )
 from tailrace.log.expiry import Expiry
 from tailrace.log.forks import fork_point
+from tailrace.log.history import Pinned
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.publish import Publisher, answer
 from tailrace.log.reader import Reader
-from tailrace.log.records import APPEND, Append, Meta, Touch, encode, pack_append_head
+from tailrace.log.records import (
+    APPEND,
+    Append,
+    Meta,
+    Recorded,
+    Sealed,
+    Touch,
+    Trim,
+    encode,
+    pack_append_head,
+)
 from tailrace.log.recovery import Replayed, replay, sync_tail
 from tailrace.log.rollback import roll_back
 from tailrace.log.rotation import Journal
@@ -78,8 +89,11 @@ class Log:
         self.publisher = Publisher(self.streams)
         self.refusal: TailraceError | None = None  # why nothing can be written now
         self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
+        self._shortages: dict[str, TailraceError] = {}
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
+        # Told which streams had records in the files that the hot store now has.
+        self.on_checkpointed: Callable[[int, list[Stream]], None] | None = None
         self.checkpoint_pending = False
         self._stall_timer: asyncio.TimerHandle | None = None
         self._undone: dict[int, Stream] | None = None  # streams of a failed commit that is not rolled back
@@ -228,8 +242,13 @@ class Log:
             transaction.add(self.streams, event)
         self._submit(transaction)
 
-    def create(self, request: CreateRequest, reply: Reply, context: object) -> bool:
-        """Creates or confirms a stream; True if it is new. `reply` comes when that is durable."""
+    def create(
+        self, request: CreateRequest, reply: Reply, context: object, at_hand: Sequence[Pinned] = ()
+    ) -> bool:
+        """Creates or confirms a stream; True if it is new. `reply` comes when that is durable.
+
+        Raises NotAtHandError if the place where a fork leaves its source has to be fetched first.
+        """
         stream = self.find(request.name)
         source = None if request.source is None else self.find(request.source)
         now_ns = self.clock.now_ns()
@@ -237,7 +256,7 @@ class Log:
             self._confirm(stream, request, source, reply, context, now_ns)
             return False
         self._admit(None, 0 if request.initial is None else len(request.initial.body))
-        fork = None if request.source is None else fork_point(self.reader, source, request)
+        fork = None if request.source is None else fork_point(self.reader, source, request, at_hand)
         create = decide_create(
             request, self.streams.next_number, self.streams.tombstone(request.name), fork, now_ns
         )
@@ -306,6 +325,22 @@ class Log:
             transaction.add(self.streams, Meta(key, value))
         self._submit(transaction)
 
+    def record(self, op: Sealed | Trim | Recorded, reply: Reply = ignore) -> None:
+        """Writes down what was done on the object store."""
+        if self.refusal is not None:
+            raise self.refusal
+        transaction = Transaction(None, reply, None)
+        transaction.add(self.streams, op)
+        self._submit(transaction)
+
+    def set_shortage(self, cause: str, shortage: TailraceError | None) -> None:
+        """Refuses what would grow the log, or lets it in again as far as this cause is concerned."""
+        if shortage is None:
+            self._shortages.pop(cause, None)
+        else:
+            self._shortages[cause] = shortage
+        self.shortage = next(iter(self._shortages.values()), None)
+
     # -- inside ----------------------------------------------------------------------------------------
 
     def _registry(self) -> Stream:
@@ -370,8 +405,12 @@ class Log:
     def _make_room(self) -> None:
         """While nothing is accepted nothing begins a new file, which is what would start a checkpoint."""
         if not self.checkpoint_pending and self.committer.idle:
-            self.retire_active_file()
-            self.put_meta("", None)  # a record that changes nothing
+            self.move_on()
+
+    def move_on(self) -> None:
+        """Begins a new journal file, so that all that is in the present one can be checkpointed."""
+        self.retire_active_file()
+        self.put_meta("", None)  # a record that changes nothing
 
     def _submit(self, transaction: Transaction) -> None:
         payload = encode(transaction.ops)
@@ -438,16 +477,20 @@ class Log:
     def checkpointed(self, seq: int) -> None:
         """The hot store has every record up to and including this file: memory and journal may let go."""
         streams = self.streams
+        touched: list[Stream] = []
         for file in [file for file in streams.touched if file <= seq]:
             for stream in streams.touched.pop(file):
                 if not stream.removed:
                     streams.drop_through(stream, seq)
+                    touched.append(stream)
         for name in [name for name, file in streams.changed_names.items() if file <= seq]:
             del streams.changed_names[name]
             streams.tombstones.pop(name, None)
         for number in [number for number, file in streams.removed.items() if file <= seq]:
             del streams.removed[number]
         self.journal.remove_through(seq)
+        if self.on_checkpointed is not None:
+            self.on_checkpointed(seq, touched)
         self.evict_idle(seq)
 
     def evict_idle(self, seq: int) -> None:

@@ -1,20 +1,18 @@
-"""Reading: one page of entries from memory, the hot store and a fork's ancestors, without a seam.
+"""Reading: one page of entries from memory, the hot store, segments and a fork's ancestors, without a seam.
 
 `gather` runs on the loop thread and touches memory only. Where it comes to a block it does not have, it says
-which; `Reader.read` fetches that block on a thread and goes on. Blocks never change, so a page put together
-in several steps is still one consistent slice.
+which; `Reader.read` has that block fetched and goes on. Blocks never change, so a page put together in
+several steps is still one consistent slice.
 """
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
-from tailrace.log.image import StoredStreams, decode_block
+from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segment, Skipped
+from tailrace.log.image import StoredStreams
 from tailrace.log.model import AppendRecord, Block, ReadPart, Stream
 from tailrace.log.streams import Streams
 
@@ -28,23 +26,6 @@ class Page:
         self.parts = parts
         self.next_entry = next_entry
         self.count = count
-
-
-class Missing(NamedTuple):
-    """The block that holds this entry of this stream has to be fetched first."""
-
-    number: int
-    entry: int
-
-
-class Pinned(NamedTuple):
-    """A block just fetched, and whose it is: a fork and its source use the same entry numbers."""
-
-    number: int
-    block: Block
-
-    def holds(self, number: int, entry: int) -> bool:
-        return number == self.number and self.block.first <= entry <= self.block.last
 
 
 class Budget:
@@ -121,12 +102,11 @@ class Reader:
 
     def __init__(self, streams: Streams, store: StoredStreams, cache_bytes: int) -> None:
         self._streams = streams
-        self._store = store
+        self.history = History(store)
         self.cache = BlockCache(cache_bytes)
-        self._threads = ThreadPoolExecutor(2, "read")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.history.close()
 
     def try_read(
         self,
@@ -155,59 +135,96 @@ class Reader:
     ) -> Page:
         """The page, from wherever its entries are."""
         budget = Budget(after, bytes_max, entries_max, key, apart=apart)
-        pinned: Pinned | None = None
-        loop = asyncio.get_running_loop()
+        pinned: Pinned | Skipped | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
             # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
-            fetched = await loop.run_in_executor(self._threads, self._fetch, missing, budget.bytes_left)
-            for block in fetched:
-                self.cache.put(missing.number, block)
-            pinned = Pinned(missing.number, fetched[0])
+            found = await self.history.fetch(missing, budget.bytes_left, key)
+            pinned = found if isinstance(found, Skipped) else self._keep(missing, found)
         return budget.page()
 
-    def read_now(self, stream: Stream, after: int, bytes_max: int, entries_max: int) -> Page:
-        """As `read`, on the spot; for rare steps that must not be interleaved with others."""
-        budget = Budget(after, bytes_max, entries_max, None)
+    async def bring(self, missing: Missing) -> Pinned:
+        """The block that was not at hand (`NotAtHandError`), to be handed over at the next try."""
+        found = await self.history.fetch(missing, 1)
+        assert isinstance(found, list)
+        return self._keep(missing, found)
+
+    def _keep(self, missing: Missing, found: list[Block]) -> Pinned:
+        for block in found:
+            self.cache.put(missing.number, block)
+        return Pinned(missing.number, found[0])
+
+    def entry_now(self, stream: Stream, entry: int, at_hand: Sequence[Pinned]) -> bytes:
+        """One entry on the spot, for rare steps that must not be interleaved with others."""
+        budget = Budget(entry - 1, 1, 1, None)
         pinned: Pinned | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
-            pinned = Pinned(missing.number, self._fetch(missing, budget.bytes_left)[0])
-            self.cache.put(missing.number, pinned.block)
-        return budget.page()
+            pinned = Pinned(missing.number, self._block_now(missing, at_hand))
+        return b"".join(budget.parts)
 
-    def time_of(self, stream: Stream, entry: int) -> int:
+    def time_of(self, stream: Stream, entry: int, at_hand: Sequence[Pinned] = ()) -> int:
         """When an entry was appended, to the stream itself or to the ancestor it is from; 0 for the start."""
         if entry == 0:
             return 0
         owner = stream
         while owner.parent and entry <= owner.fork_entry:
             owner = self._streams.parent_of(owner)
+        if entry == owner.tail:
+            return owner.last_ns
         if entry <= owner.stored:
-            row = next(self._store.db.blocks_from(owner.number, entry))
-            return decode_block(row).times[entry - row.first]
+            block = self._block_now(Missing(owner, entry), at_hand)
+            return block.times[entry - block.first]
         for block in owner.blocks or ():
             if entry <= block.last:
                 return block.times[entry - block.first]
         recent = owner.recent or []
         return recent[bisect_left(recent, entry, key=_last_of_record)].time_ns
 
+    def _block_now(self, missing: Missing, at_hand: Sequence[Pinned]) -> Block:
+        """A block from the disk of this machine, or one that was brought for this purpose."""
+        for pinned in at_hand:
+            if pinned.holds(missing.number, missing.entry):
+                return pinned.block
+        found = self.history.look(missing, 1)
+        if isinstance(found, Segment):
+            raise NotAtHandError(missing)
+        return found[0]
+
     def entry_before(self, stream: Stream, since_ns: int) -> int:
-        """The position before the first visible entry that was appended at or after the instant."""
-        levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
-        while (owner := levels[-1][0]).parent:
-            levels.append((self._streams.parent_of(owner), min(owner.fork_entry, levels[-1][1])))
-        for owner, upto in reversed(levels):
+        """The position before the first visible entry that was appended at or after the instant.
+
+        Raises NotAtHandError if a segment has to be opened for it: then `find_before` is the way.
+        """
+        for owner, upto in self._levels(stream):
             found = self._own_entry_since(owner, since_ns)
+            if isinstance(found, Segment):
+                raise NotAtHandError(Missing(owner, found.info.first))
             if found is not None and found <= upto:
                 return found - 1
         return stream.visible
 
-    def _own_entry_since(self, stream: Stream, since_ns: int) -> int | None:
+    async def find_before(self, stream: Stream, since_ns: int) -> int:
+        """As `entry_before`, from wherever the entries are."""
+        for owner, upto in self._levels(stream):
+            found = self._own_entry_since(owner, since_ns)
+            if isinstance(found, Segment):
+                found = await self.history.since_in(found, since_ns)
+            if found is not None and found <= upto:
+                return found - 1
+        return stream.visible
+
+    def _levels(self, stream: Stream) -> list[tuple[Stream, int]]:
+        """A stream and its ancestors, oldest first, each with the last of its entries that is shown."""
+        levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
+        while (owner := levels[-1][0]).parent:
+            levels.append((self._streams.parent_of(owner), min(owner.fork_entry, levels[-1][1])))
+        return levels[::-1]
+
+    def _own_entry_since(self, stream: Stream, since_ns: int) -> int | Segment | None:
         if stream.last_ns < since_ns:
             return None
-        row = self._store.db.first_entry_since(stream.number, since_ns)
-        if row is not None:
-            block = decode_block(row)
-            return block.first + bisect_left(block.times, since_ns)
+        found = self.history.since(stream, since_ns)
+        if found is not None:
+            return found
         for block in stream.blocks or ():
             if block.times[-1] >= since_ns:
                 return block.first + bisect_left(block.times, since_ns)
@@ -216,20 +233,7 @@ class Reader:
                 return record.first
         return None
 
-    def _fetch(self, missing: Missing, bytes_max: int) -> list[Block]:
-        found: list[Block] = []
-        size = 0
-        for row in self._store.db.blocks_from(missing.number, missing.entry):
-            found.append(decode_block(row))
-            size += len(row.body)
-            if size >= bytes_max:
-                break
-        where = f"entry {missing.entry} of stream {missing.number} is in neither memory nor the hot store"
-        assert found, where
-        assert found[0].first <= missing.entry <= found[0].last, where
-        return found
-
-    def _gather(self, stream: Stream, budget: Budget, pinned: Pinned | None) -> Missing | None:
+    def _gather(self, stream: Stream, budget: Budget, pinned: Pinned | Skipped | None) -> Missing | None:
         # A fork shows its ancestors' entries up to where it left them: oldest ancestor first.
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
         owner = stream
@@ -243,9 +247,12 @@ class Reader:
                 if entry <= owner.stored:
                     block = self.cache.find(owner.number, entry)
                     if block is None and pinned is not None and pinned.holds(owner.number, entry):
+                        if isinstance(pinned, Skipped):
+                            budget.next_entry = min(upto, pinned.last)
+                            continue
                         block = pinned.block
                     if block is None:
-                        return Missing(owner.number, entry)
+                        return Missing(owner, entry)
                     take_block(block, budget, min(upto, owner.stored), owner.separator)
                 else:
                     take_memory(owner, budget, upto)

@@ -155,14 +155,28 @@ class HotDb:
         row = self.one("SELECT epoch, seq FROM producers WHERE number=? AND id=?", number, producer_id)
         return None if row is None else cast("tuple[int, int]", row)
 
+    def producers(self, number: int) -> dict[str, tuple[int, int]]:
+        """Every producer of a stream with its epoch and sequence."""
+        rows = self.rows("SELECT id, epoch, seq FROM producers WHERE number=?", number)
+        return {
+            producer_id: (epoch, seq)
+            for producer_id, epoch, seq in cast("Iterator[tuple[str, int, int]]", rows)
+        }
+
     def blocks_from(self, number: int, entry: int) -> Iterator[BlockRow]:
-        """The blocks that hold `entry` and what follows, in order; read as far as the caller goes."""
+        """The block that holds `entry` and what follows, in order; read as far as the caller goes.
+
+        Nothing if the entry is in no block: it is in a segment, or nowhere.
+        """
         row = self.one(
-            "SELECT first FROM blocks WHERE number=? AND first<=? ORDER BY first DESC LIMIT 1", number, entry
+            "SELECT first, last FROM blocks WHERE number=? AND first<=? ORDER BY first DESC LIMIT 1",
+            number,
+            entry,
         )
-        first = entry if row is None else row[0]
+        if row is None or cast("int", row[1]) < entry:
+            return
         query = f"SELECT {_BLOCK} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
-        for found in self.rows(query, number, first):
+        for found in self.rows(query, number, row[0]):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
 
     def last_block(self, number: int) -> BlockRow | None:

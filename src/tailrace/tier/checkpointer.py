@@ -16,6 +16,7 @@ import time
 from array import array
 from pathlib import Path
 
+from tailrace import failpoints
 from tailrace.log.image import StoredStreams, decode_block, encode_block, encode_stream, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
@@ -55,6 +56,8 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
                 stream = streams.assign(op)
                 streams.publish(op, stream)
                 cold.take(op, stream)
+        if cold.trims:
+            failpoints.reached("seal.before_trim")
         cold.dig_graves(store)
         write_streams(store, streams, cold)
         for key in before.keys() | streams.meta.keys():
@@ -63,6 +66,8 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         db.expire_tombstones(time.time_ns() - tombstone_ns)
         db.set_fact("next_number", streams.next_number)
         db.set_fact("journal_seq", seq)
+    if cold.trims:
+        failpoints.reached("seal.after_trim")
     db.connection.wal_checkpoint(mode=0)
 
 
@@ -162,6 +167,7 @@ def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
     os.nice(5)
+    failpoints.in_child()
     store: StoredStreams | None = None
     lines: list[str] = []
     ready = threading.Condition()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.log.image import StoredStreams, encode_tombstone
-from tailrace.log.model import Stream, Tombstone
+from tailrace.log.image import StoredStreams
+from tailrace.log.model import Stream
 from tailrace.log.records import Append, Bind, Create, Delete, Op, Recorded, Sealed, Trim
 from tailrace.store.cold_tables import Grave, SegmentRow
 from tailrace.store.segments import stream_id
+from tailrace.tier.facts import encode_buried
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -52,10 +53,14 @@ class ColdChanges:
         for op, stream in self._removed:
             if store.db.image_by_number(stream.number) is None:
                 continue  # made and removed within this file: nothing of it ever left the journal
-            tombstone = Tombstone(stream.epoch, stream.incarnation, op.at_ns, op.reason)
             folder = stream_id(stream.name, stream.incarnation)
-            grave = Grave(stream.number, stream.name, folder, encode_tombstone(tombstone))
-            store.db.cold.put_grave(grave)
+            image = encode_buried(stream, op.at_ns, op.reason)
+            store.db.cold.put_grave(Grave(stream.number, stream.name, folder, image))
+
+    @property
+    def trims(self) -> bool:
+        """Whether entries leave the hot store by it."""
+        return bool(self._sealed)
 
     def write(self, store: StoredStreams) -> None:
         """Segments in and blocks out, in the same transaction. Before new blocks are written."""

@@ -1,0 +1,48 @@
+"""Places where a test may kill the server, to see that a crash there loses and doubles nothing.
+
+`TAILRACE_FAILPOINT=seal.after_upload:2` ends the process the second time that step is reached, as abruptly as
+SIGKILL does; a child takes the server along. Without the variable a failpoint is one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Final
+
+NAMES: Final = (
+    "seal.before_write",
+    "seal.after_write",
+    "seal.before_upload",
+    "seal.after_upload",
+    "seal.before_manifest",
+    "seal.after_manifest",
+    "seal.before_trim",
+    "seal.after_trim",
+    "gc.before_delete",
+    "gc.after_delete",
+)
+EXIT_CODE: Final = 137
+
+_name, _, _count = os.environ.get("TAILRACE_FAILPOINT", "").partition(":")
+_left = int(_count or 1)
+_server = 0  # the process that goes down as well
+
+
+def in_child() -> None:
+    """Called by a process that the server started, before it does anything."""
+    global _server
+    _server = os.getppid()
+
+
+def reached(name: str) -> None:
+    if not _name:
+        return
+    global _left
+    assert name in NAMES, name
+    if name == _name:
+        _left -= 1
+        if _left == 0:
+            if _server:
+                os.kill(_server, signal.SIGKILL)
+            os._exit(EXIT_CODE)

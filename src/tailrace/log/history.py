@@ -1,0 +1,151 @@
+"""Entries that are not in memory: blocks of the hot store, or segments on the object store.
+
+The hot store is asked first, and on a thread. A checkpoint puts a segment's row in and takes the blocks it
+covers out in one transaction, so an entry without a block has its segment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.log.decide import gone
+from tailrace.log.image import StoredStreams, decode_block
+from tailrace.log.model import Block, Stream
+from tailrace.store.cold import ColdReader
+from tailrace.store.cold_tables import SegmentRow
+from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+
+THREADS = 2
+_INFO = msgspec.msgpack.Decoder(SegmentInfo)
+
+
+class Missing(NamedTuple):
+    """The block that holds this entry of this stream has to be fetched first."""
+
+    owner: Stream
+    entry: int
+
+    @property
+    def number(self) -> int:
+        return self.owner.number
+
+
+class NotAtHandError(Exception):
+    """What was asked for can only be had by waiting for the object store."""
+
+    def __init__(self, missing: Missing) -> None:
+        super().__init__(f"entry {missing.entry} of {missing.owner.name} is on the object store")
+        self.missing = missing
+
+
+class Pinned(NamedTuple):
+    """A block just fetched, and whose it is: a fork and its source use the same entry numbers."""
+
+    number: int
+    block: Block
+
+    def holds(self, number: int, entry: int) -> bool:
+        return number == self.number and self.block.first <= entry <= self.block.last
+
+
+class Skipped(NamedTuple):
+    """Entries that a search by key may pass over without looking at them."""
+
+    number: int
+    first: int
+    last: int
+
+    def holds(self, number: int, entry: int) -> bool:
+        return number == self.number and self.first <= entry <= self.last
+
+
+class Segment(NamedTuple):
+    """A segment as the hot store tells it."""
+
+    prefix: str
+    info: SegmentInfo
+    footer: bytes
+
+
+class History:
+    """Fetches blocks. `cold` is set by whoever knows the object store; without one nothing is ever sealed."""
+
+    def __init__(self, store: StoredStreams) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(THREADS, "read")
+        self.cold: ColdReader | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- by entry --------------------------------------------------------------------------------------
+
+    async def fetch(
+        self, missing: Missing, bytes_max: int, key: bytes | None = None
+    ) -> list[Block] | Skipped:
+        """The block that holds the entry and some that follow; or, for a key, what need not be looked at."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, self.look, missing, bytes_max)
+        if isinstance(found, list):
+            return found
+        cold, (prefix, info, footer) = self._cold, found
+        if key is not None:
+            following = await cold.next_with_key(prefix, info, footer, key, missing.entry)
+            if following > missing.entry:
+                return Skipped(missing.number, missing.entry, following - 1)
+        rows = await cold.rows(prefix, info, footer, missing.entry, bytes_max)
+        return [Block(*run) for run in rows]
+
+    def look(self, missing: Missing, bytes_max: int) -> list[Block] | Segment:
+        """Blocks if the hot store has them, else the segment. Waits for the disk and for nothing else."""
+        number, entry = missing.number, missing.entry
+        found: list[Block] = []
+        size = 0
+        for row in self._store.db.blocks_from(number, entry):
+            found.append(decode_block(row))
+            size += len(row.body)
+            if size >= bytes_max:
+                break
+        if found:
+            return found
+        row = self._store.db.cold.segment_at(number, entry)
+        if row is not None:
+            return self._segment(missing.owner, row)
+        if entry <= missing.owner.earliest:
+            raise gone(missing.owner, missing.owner.earliest)
+        raise AssertionError(f"entry {entry} of stream {number} is neither in memory nor stored")
+
+    # -- by time ---------------------------------------------------------------------------------------
+
+    def since(self, stream: Stream, since_ns: int) -> int | Segment | None:
+        """The first stored entry appended at or after the instant, or the segment that holds it."""
+        # Segments are older than blocks, so if one of them reaches that far the entry is there.
+        row = self._store.db.cold.segment_since(stream.number, since_ns)
+        if row is not None and _INFO.decode(row.info).first_ns >= since_ns:
+            return row.first
+        if row is not None:
+            return self._segment(stream, row)
+        found = self._store.db.first_entry_since(stream.number, since_ns)
+        if found is None:
+            return None
+        block = decode_block(found)
+        return block.first + bisect_left(block.times, since_ns)
+
+    async def since_in(self, segment: Segment, since_ns: int) -> int:
+        return await self._cold.first_since(*segment, since_ns)
+
+    @property
+    def _cold(self) -> ColdReader:
+        if self.cold is None:
+            raise TailraceError("unavailable", "this server has no object store to read from")
+        return self.cold
+
+    def _segment(self, stream: Stream, row: SegmentRow) -> Segment:
+        prefix = stream_prefix(stream_id(stream.name, stream.incarnation))
+        return Segment(prefix, _INFO.decode(row.info), row.footer)

@@ -1,0 +1,23 @@
+"""The footer of a segment of which only the object is left, in the form the hot store keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.store.segments import SegmentInfo
+
+if TYPE_CHECKING:
+    from tailrace.store.objects import Objects
+
+
+async def fetch_footer(objects: Objects, key: str, info: SegmentInfo) -> bytes:
+    """Two ranged gets at most: the end of the object, and more of it if that was not enough."""
+    from tailrace.store import segment_tail
+
+    start = max(info.bytes - segment_tail.GUESS_BYTES, 0)
+    while True:
+        found = segment_tail.tail_of(await objects.get_range(key, start, info.bytes), info.bytes)
+        if isinstance(found, bytes):
+            return segment_tail.keep(found)
+        assert found < start, f"{key} wants more of its end, but not from before"
+        start = found

@@ -1,0 +1,68 @@
+"""This server's claim to its bucket: made at start, checked now and then, lost when somebody takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.store.manifest_model import FencedError
+from tailrace.store.objects import ObjectsError, open_objects
+from tailrace.store.ownership import OwnedElsewhereError, Ownership
+
+logger = logging.getLogger("tailrace.seal")
+
+# A server must come up although its object store does not answer: the claim is then made later.
+START_S_MAX = 5.0
+
+
+class Owner:
+    """The fence we write with, 0 while we have none."""
+
+    def __init__(self, url: str, deployment: str, take_over: bool, limits: Limits) -> None:
+        try:
+            self._objects = open_objects(url, limits=limits)
+        except ValueError as error:
+            raise TailraceError("unavailable", str(error)) from error
+        self._ownership = Ownership(self._objects)
+        self._url = url
+        self.deployment = deployment
+        self._take_over = take_over
+        self.fence = 0
+        self.failure = ""
+
+    async def start(self) -> None:
+        """Refuses to start beside another owner; without an answer, the question stays open."""
+        try:
+            async with asyncio.timeout(START_S_MAX):
+                await self.claim()
+        except OwnedElsewhereError as error:
+            raise TailraceError(
+                "unavailable",
+                f"the object store {self._url} belongs to deployment {error.owner.deployment}; give this "
+                "server another bucket or prefix, or stop the other one and start this one with --take-over",
+            ) from error
+        except (TimeoutError, ObjectsError, OSError) as error:
+            self.failure = str(error) or "no answer"
+            logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
+
+    async def claim(self) -> None:
+        self.fence = await self._ownership.claim(self.deployment, self._take_over)
+        self.failure = ""
+
+    async def confirm(self) -> None:
+        """Raises FencedError once the bucket is somebody else's. A store without an answer says nothing."""
+        try:
+            if not self.fence:
+                await self.claim()
+            else:
+                await self._ownership.confirm(self.deployment, self.fence)
+        except OwnedElsewhereError as error:
+            raise FencedError(error.message) from error
+        except (ObjectsError, OSError) as error:
+            self.failure = str(error)
+            logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
+
+    async def close(self) -> None:
+        await self._objects.close()

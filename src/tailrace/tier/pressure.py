@@ -1,0 +1,72 @@
+"""How much is waiting for the object store, and the refusal of more when that is too much."""
+
+from __future__ import annotations
+
+import logging
+
+from tailrace.errors import TailraceError
+from tailrace.log.log import Log
+
+logger = logging.getLogger("tailrace.seal")
+
+# Refused from the bound on, until there is some room again: not once for every entry.
+RESUME_SHARE = 0.9
+HURRY_SHARE = 0.5
+
+
+class Pressure:
+    """Counts the entries that are only here. Asked on the loop, a few times a second at most."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._bound = log.limits.spool_bytes
+        self._stored_bytes = 0  # in the hot store, as of the last checkpoint
+        self._sealed: dict[int, int] = {}  # journal file to bytes that leave the hot store with it
+        self.refusing = False
+
+    def start(self) -> None:
+        self.checkpointed(0)
+
+    def sealed(self, size_bytes: int) -> None:
+        """Entries are on the object store; the journal file being written says so."""
+        file = self._log.streams.file
+        self._sealed[file] = self._sealed.get(file, 0) + size_bytes
+
+    def checkpointed(self, seq: int) -> None:
+        for file in [file for file in self._sealed if file <= seq]:
+            del self._sealed[file]
+        self._stored_bytes = self._log.store.db.cold.hot_bytes()
+
+    @property
+    def untrimmed(self) -> bool:
+        """Whether a checkpoint would free room in the hot store."""
+        return bool(self._sealed)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._stored_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Payload that is in the journal, in memory or in the hot store, and not on the object store."""
+        in_memory = self._log.streams.memory_bytes
+        return max(0, self._stored_bytes - sum(self._sealed.values())) + in_memory
+
+    @property
+    def hurry(self) -> bool:
+        """Half of the room is used: nothing waits for its age any more."""
+        return self.waiting_bytes > HURRY_SHARE * self._bound
+
+    def look(self, failure: str) -> None:
+        """Closes or opens the gate."""
+        waiting = self.waiting_bytes
+        if not self.refusing and waiting >= self._bound:
+            self.refusing = True
+            reason = failure or "it cannot keep up"
+            logger.error("%d bytes wait for the object store (%s); appends are refused", waiting, reason)
+            message = "too many entries wait for the object store; appends go on when it has taken them"
+            self._log.set_shortage("spool", TailraceError("unavailable", message))
+        elif self.refusing and waiting < RESUME_SHARE * self._bound:
+            self.refusing = False
+            logger.warning("the object store has taken enough; appends go on")
+            self._log.set_shortage("spool", None)

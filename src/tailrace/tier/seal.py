@@ -1,0 +1,370 @@
+"""Keeps the sealer at work: which streams are due, what it reports, and what becomes of failures.
+
+Everything here runs on the loop thread and in small steps. What reads the hot store page by page does so on a
+thread; what writes to the object store is another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tailrace.errors import TailraceError
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.records import Recorded, Sealed, Trim
+from tailrace.log.transaction import Transaction
+from tailrace.settings import Settings
+from tailrace.store.cold_tables import ColdTables
+from tailrace.store.manifest_model import FencedError
+from tailrace.tier.due import Aging, DueStreams
+from tailrace.tier.heads import Heads
+from tailrace.tier.leftovers import PAGE_COUNT, leftovers_after
+from tailrace.tier.owner import Owner
+from tailrace.tier.pressure import Pressure
+from tailrace.tier.seal_job import Kind, Report, SealerSetup
+from tailrace.tier.sealer_process import SealerProcess
+
+logger = logging.getLogger("tailrace.seal")
+
+JOBS_MAX = 4
+TICK_S = 1.0
+AGED_PER_TURN = 500
+QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
+PAUSE_S_MIN = 0.5
+PAUSE_S_MAX = 60.0
+T = TypeVar("T")
+
+
+class Sealing:
+    """The scheduler of cold history."""
+
+    def __init__(
+        self, log: Log, settings: Settings, deployment: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._log = log
+        self._loop = loop
+        self._settings = settings
+        self._interval_s = log.limits.seal_interval_ms / 1000
+        self._owner = Owner(settings.object_store_url, deployment, settings.take_over, log.limits)
+        self._due = DueStreams(log.limits)
+        self.pressure = Pressure(log)
+        self.sealer: SealerProcess | None = None
+        self._threads = ThreadPoolExecutor(1, "leftovers")
+        self._heads = Heads(self)
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs = 0
+        self.busy: set[int] = set()
+        self._checkpointed_seq = 0
+        self._begun_s: dict[int, float] = {}  # when a journal file was first seen to hold something
+        self._moved_on_s = self._confirmed_s = loop.time()
+        self._paused_until_s = 0.0
+        self._pause_s = PAUSE_S_MIN
+        self.failure = ""  # why the object store cannot be used just now
+        self.fenced = ""
+        self.segments = self.segment_bytes = self.failures = 0
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Claims the bucket; raises if it is somebody else's."""
+        await self._owner.start()
+        self.failure = self._owner.failure
+        self.pressure.start()
+        self._log.on_checkpointed = self._checkpointed
+        self.spawn(self._run())
+        self.spawn(self._look_back())
+
+    async def stop(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.sealer is not None:
+            await self.sealer.stop()
+        await self._owner.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def call_later(self, seconds: float, work: Callable[[], None]) -> None:
+        self._loop.call_later(seconds, work)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("sealing stopped unexpectedly", exc_info=error)
+
+    # -- what is due -----------------------------------------------------------------------------------
+
+    def _checkpointed(self, seq: int, touched: list[Stream]) -> None:
+        self._checkpointed_seq = seq
+        begun_s = min((self._begun_s.pop(file) for file in list(self._begun_s) if file <= seq), default=None)
+        self._due.checkpointed(touched, self._loop.time() if begun_s is None else begun_s)
+        self.pressure.checkpointed(seq)
+        self._heads.checkpointed(seq)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Something happened that somebody may wait for."""
+        self._wake.set()
+        progress, self._progress = self._progress, asyncio.Event()
+        progress.set()
+
+    async def _look_back(self, *, force: bool = False) -> None:
+        """Finds what an earlier life of the server left in the hot store; with `force`, seals all of it."""
+        number = 0
+        now_ns, now_s = self._log.clock.now_ns(), self._loop.time()
+        age_s = self._log.limits.seal_age_ms / 1000
+        while True:
+            rows = await self.on_thread(lambda after=number: leftovers_after(self._log.store, after))
+            later = Aging(now_s + age_s)
+            for row in rows:
+                number = row.number
+                stream = self._log.streams.by_number.get(number)
+                if row.last <= (row.sealed if stream is None else stream.sealed):
+                    continue
+                old = now_ns - row.oldest_ns >= age_s * 1e9
+                if force or old or self._due.is_enough(row.entries, row.size_bytes, row.closed):
+                    self._due.add(number)
+                else:
+                    later.add(number, row.last)
+            self._due.wait(later)
+            self._wake.set()
+            if len(rows) < PAGE_COUNT:
+                return
+            while len(self._due) > QUEUE_SOFT_MAX:
+                await self._step()
+
+    def _take_aged(self, now_s: float) -> None:
+        hurry = self.pressure.hurry
+        streams = self._log.streams
+        if len(self._due) > QUEUE_SOFT_MAX:
+            return
+        for number, last in self._due.aged(now_s if not hurry else float("inf"), AGED_PER_TURN):
+            stream = streams.get(number)
+            if stream is not None and not stream.removed and stream.sealed < last:
+                self._due.add(number)
+
+    def _move_on_if_due(self, now_s: float) -> None:
+        """What is due by age or close, and only in the journal: the file being written is ended early."""
+        streams = self._log.streams
+        pending = [file for file, touched in streams.touched.items() if touched]
+        for file in pending:
+            self._begun_s.setdefault(file, now_s)
+        hurry = self.pressure.hurry and streams.memory_bytes > 0
+        if now_s - self._moved_on_s < (min(TICK_S, self._interval_s) if hurry else self._interval_s):
+            return
+        if self._log.checkpoint_pending or self._log.refusal is not None:
+            return
+        age_s = self._log.limits.seal_age_ms / 1000
+        aged = any(now_s - self._begun_s[file] >= age_s for file in pending)
+        closed = streams.closed_file > self._checkpointed_seq and streams.closed_file in pending
+        if aged or closed or hurry or self.pressure.untrimmed:
+            self._moved_on_s = now_s
+            self._log.move_on()
+
+    # -- work ------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        tick_s = min(TICK_S, self._interval_s)
+        while not self.fenced:
+            try:
+                async with asyncio.timeout(tick_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            now_s = self._loop.time()
+            try:
+                self.pressure.look(self.failure)
+                self._take_aged(now_s)
+                self._move_on_if_due(now_s)
+            except TailraceError as error:
+                logger.warning("sealing waits: %s", error)
+            await self._confirm_owner(now_s)
+            if now_s >= self._paused_until_s and self._owner.fence and not self.fenced:
+                self._dispatch()
+
+    async def _confirm_owner(self, now_s: float) -> None:
+        wait_s = max(self._interval_s, TICK_S) if self._owner.fence else self._pause_s
+        if now_s - self._confirmed_s < wait_s:
+            return
+        self._confirmed_s = now_s
+        try:
+            await self._owner.confirm()
+        except FencedError as error:
+            self._give_up(str(error))
+        else:
+            if self._owner.failure and not self._owner.fence:
+                self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+                self.failure = self._owner.failure
+
+    def _dispatch(self) -> None:
+        while self._jobs < JOBS_MAX and len(self._due):
+            number = self._due.pop(self.busy)
+            if number is None:
+                break
+            self.busy.add(number)
+            self._jobs += 1
+            self.spawn(self._seal(number))
+        self._heads.dispatch()
+
+    async def _seal(self, number: int) -> None:
+        try:
+            again = await self._seal_once(number)
+        except TailraceError as error:
+            logger.warning("stream %d is not sealed yet: %s", number, error)
+            again = False
+            self._later(number)
+        finally:
+            self.busy.discard(number)
+            self._jobs -= 1
+        if again:
+            self._due.add(number)
+        self._notify()
+
+    async def _seal_once(self, number: int) -> bool:
+        """One job for one stream; True if another has to follow."""
+        stream = self._log.streams.get(number)
+        if stream is None or stream.removed or stream.stored <= stream.sealed:
+            return False
+        sealed = stream.sealed
+        report = await self.ask("seal", [number], sealed)
+        if report.error:
+            self._later(number)
+            return False
+        stream = self._log.streams.get(number)
+        if stream is None or stream.removed:
+            return False  # its objects are deleted when the hot store has heard of it
+        if stream.sealed != sealed:
+            return True  # a failed commit took the journal back meanwhile
+        await self.journal(Sealed(number, report.generation, report.as_of, report.segments, report.footers))
+        for segment in report.segments:
+            self.segments += 1
+            self.segment_bytes += segment.bytes
+            self.pressure.sealed(segment.payload_bytes)
+        return report.more or self._due.is_due(stream)
+
+    def _later(self, number: int) -> None:
+        """Again after a pause: of this stream alone, or of everything while the store fails."""
+        pause_s = 0.0 if self.failure else PAUSE_S_MAX
+        self._loop.call_later(pause_s, self._due.add, number)
+
+    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
+        """The sealer's report. One that failed has been logged, counted and followed by a pause."""
+        if self.sealer is None:
+            setup = SealerSetup(
+                data_dir=str(self._log.directory),
+                url=self._settings.object_store_url,
+                deployment=self._owner.deployment,
+                fence=self._owner.fence,
+                limits=self._log.limits,
+            )
+            self.sealer = SealerProcess(setup)
+        report = await self.sealer.ask(kind, numbers, sealed)
+        if not report.error:
+            self._pause_s = PAUSE_S_MIN
+            if self.failure:
+                logger.warning("the object store can be used again")
+                self.failure = ""
+            return report
+        self.failures += 1
+        if report.trouble == "fenced":
+            self._give_up(report.error)
+        elif report.trouble == "unavailable":
+            if not self.failure:
+                logger.error("the object store cannot be used: %s; trying again for ever", report.error)
+            self.failure = report.error
+            self._paused_until_s = self._loop.time() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        else:
+            logger.error("%s of streams %s failed: %s", kind, numbers[:5], report.error)
+        return report
+
+    async def journal(self, op: Sealed | Trim | Recorded) -> None:
+        """Returns when the operation is durable."""
+        settled: asyncio.Future[None] = self._loop.create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        self._log.record(op, reply)
+        await settled
+
+    def _give_up(self, reason: str) -> None:
+        """Somebody else owns the bucket: what we would acknowledge from now on could never get there."""
+        if not self.fenced:
+            self.fenced = reason
+            logger.critical(
+                "this server no longer owns its object store and takes no more entries: %s", reason
+            )
+            message = "another server has taken this one's object store over"
+            self._log.set_shortage("fence", TailraceError("unavailable", message))
+            self._notify()
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._threads, work)
+
+    def stored(self) -> ColdTables:
+        """The hot store's book of objects, for whoever is on a thread."""
+        return self._log.store.db.cold
+
+    @property
+    def journal_file(self) -> int:
+        return self._log.streams.file
+
+    # -- for people ------------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        return len(self._due) + self._jobs
+
+    async def seal_now(self, name: str | None) -> None:
+        """Returns when the stream, or everything, is on the object store as it is now."""
+        await self._fold()
+        if name is None:
+            await self._look_back(force=True)
+            while self.queued:
+                await self._step()
+        else:
+            stream = self._log.readable(name)
+            number, last = stream.number, stream.stored
+            self._due.add(number)
+            self._wake.set()
+            while (found := self._log.streams.get(number)) is not None and found.sealed < last:
+                await self._step()
+        while self._heads.pending:
+            await self._step()
+
+    async def _fold(self) -> None:
+        """Everything that is durable now gets into the hot store."""
+        file = self._log.streams.file
+        if file > self._checkpointed_seq and self._log.streams.touched:
+            self._log.move_on()
+            while self._checkpointed_seq < file:
+                await self._step()
+
+    async def _step(self) -> None:
+        """Waits for something to happen; raises if nothing can."""
+        if self.fenced or self.failure:
+            raise TailraceError(
+                "unavailable", f"the object store cannot be used: {self.fenced or self.failure}"
+            )
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self._progress.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,58 @@
+"""What the server asks of the sealer, and what it is told. One JSON object per line, either way."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tailrace.limits import Limits
+from tailrace.store.segments import SegmentInfo
+
+Kind = Literal["seal", "heads", "bury"]
+
+
+class SealerSetup(msgspec.Struct, kw_only=True):
+    """How a sealer is started: its only argument."""
+
+    data_dir: str
+    url: str
+    deployment: str
+    fence: int
+    limits: Limits
+
+
+class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`: several streams at once."""
+
+    id: int
+    kind: Kind
+    numbers: list[int]
+    sealed: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the sealer has asked of the object store so far."""
+
+    requests: dict[str, int] = {}
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+
+class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The outcome of a job. Of a `seal`: what to journal; `more` if there was too much for one job.
+
+    `as_of` is the journal file the manifests speak for. `trouble` tells what kind of failure `error` is:
+    the store cannot be used, somebody else owns it, or something is wrong with this stream.
+    """
+
+    id: int
+    as_of: int = 0
+    generation: int = 0
+    segments: list[SegmentInfo] = []
+    footers: list[bytes] = []
+    more: bool = False
+    done: list[tuple[int, int]] = []  # heads: stream and generation; bury: stream and 0
+    error: str = ""
+    trouble: Literal["", "unavailable", "fenced", "failed"] = ""
+    usage: Usage = msgspec.field(default_factory=Usage)

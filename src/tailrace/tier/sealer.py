@@ -1,0 +1,315 @@
+"""The sealer: a process of its own that moves entries from the hot store to the object store.
+
+It only reads the hot store, one snapshot for each stream and job, and is the only one who writes segments and
+manifests. What it did becomes part of the log when the server journals its report. It may be killed at any
+moment: a job that is repeated finds what it did before.
+
+Lines in: `Job`. Lines out: `Report`. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace import failpoints
+from tailrace.log.image import StoredStreams, decode_block
+from tailrace.log.model import Stream
+from tailrace.store.directory import make_directory
+from tailrace.store.footers import fetch_footer
+from tailrace.store.manifest import Manifests, Stored
+from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head
+from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
+from tailrace.store.ownership import Ownership
+from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
+from tailrace.tier.cut import Portion, part_of, portions
+from tailrace.tier.facts import decode_buried, facts_of
+from tailrace.tier.seal_job import Job, Report, SealerSetup, Usage
+
+logger = logging.getLogger("tailrace.sealer")
+
+SEGMENTS_PER_JOB = 8
+WRITERS = 2  # segments written at once; uploads of more jobs may be under way
+HEADS_AT_ONCE = 8
+CONFIRM_S = 5.0
+
+One = Callable[[int], Awaitable[int]]
+
+
+class Snapshot(NamedTuple):
+    """A stream as one look at the hot store shows it, and the segments written from that look."""
+
+    facts: Facts
+    producers: dict[str, tuple[int, int]]
+    as_of: int
+    files: list[tuple[SegmentFile, Path]]
+    more: bool
+
+
+class Sealer:
+    """Does jobs. Runs on its own loop; what reads SQLite and writes Parquet runs on threads."""
+
+    def __init__(self, setup: SealerSetup) -> None:
+        self._setup = setup
+        self._limits = setup.limits
+        self._spool = Path(setup.data_dir) / "spool"
+        make_directory(self._spool)
+        for leftover in self._spool.iterdir():
+            leftover.unlink()  # of a sealer that was killed; its job is done again
+        self._store = StoredStreams(Path(setup.data_dir) / "hot.db")
+        self._objects = open_objects(setup.url, limits=setup.limits)
+        self._manifests = Manifests(self._objects, setup.fence)
+        self._ownership = Ownership(self._objects)
+        self._threads = ThreadPoolExecutor(WRITERS, "seal")
+        self._confirmed_s = 0.0
+
+    async def do(self, job: Job) -> Report:
+        """Never raises: what went wrong is in the report."""
+        report = Report(id=job.id)
+        try:
+            await self._confirm()
+            if job.kind == "seal":
+                await self._seal(job, report)
+            else:
+                one = self._head if job.kind == "heads" else self._bury
+                await self._several(job, report, one)
+        except FencedError as error:
+            report.error, report.trouble = str(error), "fenced"
+        except ObjectsUnavailableError as error:
+            report.error, report.trouble = str(error), "unavailable"
+        except Exception as error:
+            logger.exception("a job failed")
+            report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
+        objects = self._objects
+        report.usage = Usage(
+            requests=dict(objects.requests), bytes_out=objects.bytes_out, bytes_in=objects.bytes_in
+        )
+        return report
+
+    async def _confirm(self) -> None:
+        """A new stream has no head whose fence could refuse us, so the owner is asked now and then."""
+        if time.monotonic() - self._confirmed_s > CONFIRM_S:
+            await self._ownership.confirm(self._setup.deployment, self._setup.fence)
+            self._confirmed_s = time.monotonic()
+
+    # -- segments --------------------------------------------------------------------------------------
+
+    async def _seal(self, job: Job, report: Report) -> None:
+        loop = asyncio.get_running_loop()
+        number = job.numbers[0]
+        facts = await loop.run_in_executor(self._threads, self._facts, number)
+        if facts is None:
+            return  # removed meanwhile
+        stored = await self._manifests.load(facts.stream_id)
+        if stored is not None and stored.head.deleted is None and stored.head.uploaded_through > job.sealed:
+            await self._adopt(job, stored.head, report)
+            return
+        snapshot = await loop.run_in_executor(self._threads, self._write, number, job.sealed)
+        if snapshot is None:
+            return
+        try:
+            for file, path in snapshot.files:
+                await self._upload(stream_prefix(facts.stream_id) + file.info.key, path)
+            failpoints.reached("seal.before_manifest")
+            head = await self._publish(snapshot, stored)
+            failpoints.reached("seal.after_manifest")
+        except BuriedError:
+            return
+        finally:
+            for _, path in snapshot.files:
+                discard(path)
+        report.segments = [file.info for file, _ in snapshot.files]
+        report.footers = [file.footer for file, _ in snapshot.files]
+        report.generation = head.generation
+        report.more = snapshot.more
+        report.as_of = 0 if snapshot.more else snapshot.as_of
+
+    async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
+        added = [file.info for file, _ in snapshot.files]
+        return await self._manifests.publish(snapshot.facts, added, snapshot.producers, known=stored)
+
+    async def _adopt(self, job: Job, head: Head, report: Report) -> None:
+        """A sealer before us got this far, but the server was gone before it could write that down."""
+        prefix = stream_prefix(head.stream_id)
+        async for info in self._manifests.segments(head, job.sealed + 1):
+            report.segments.append(info)
+            report.footers.append(await fetch_footer(self._objects, prefix + info.key, info))
+            if len(report.segments) == SEGMENTS_PER_JOB:
+                break
+        report.generation = head.generation
+        report.more = True  # the stream may have grown since, and its head may be behind
+
+    async def _upload(self, key: str, path: Path) -> None:
+        loop = asyncio.get_running_loop()
+        data = await loop.run_in_executor(None, path.read_bytes)
+        failpoints.reached("seal.before_upload")
+        try:
+            await self._objects.create(key, data)
+        except ObjectExistsError:
+            pass  # its name holds its hash: an earlier try got this far
+        failpoints.reached("seal.after_upload")
+        discard(path)
+
+    # -- on threads --------------------------------------------------------------------------------------
+
+    def _facts(self, number: int) -> Facts | None:
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            return None if stream is None else facts_of(stream, self._as_of(), self._store)
+
+    def _as_of(self) -> int:
+        return int(str(self._store.db.fact("journal_seq", 0)))
+
+    def _write(self, number: int, sealed: int) -> Snapshot | None:
+        """Writes what the hot store has behind `sealed` into the spool, as far as one job goes."""
+        from tailrace.store.segment_writer import write_segment
+
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            as_of = self._as_of()
+            facts = facts_of(stream, as_of, self._store)
+            files: list[tuple[SegmentFile, Path]] = []
+            through = sealed
+            for portion in self._portions(stream, sealed):
+                if len(files) == SEGMENTS_PER_JOB:
+                    break
+                failpoints.reached("seal.before_write")
+                path = self._spool / f"{number}-{portion.runs[0].first}.parquet"
+                file = write_segment(
+                    portion.runs,
+                    path,
+                    name=stream.name,
+                    stream_id=facts.stream_id,
+                    epoch=portion.epoch,
+                    json=stream.json,
+                    content_type=stream.content_type,
+                )
+                files.append((file, path))
+                through = file.info.last
+                failpoints.reached("seal.after_write")
+            producers = self._store.db.producers(number)
+            return Snapshot(facts, producers, as_of, files, through < stream.tail)
+
+    def _portions(self, stream: Stream, sealed: int) -> Iterator[Portion]:
+        return portions(
+            self._runs(stream, sealed),
+            stream.epochs,
+            stream.separator,
+            bytes_max=self._limits.seal_bytes,
+            entries_max=self._limits.seal_entries,
+        )
+
+    def _runs(self, stream: Stream, sealed: int) -> Iterator[SegmentRows]:
+        following = sealed + 1
+        for row in self._store.db.blocks_from(stream.number, following):
+            block = decode_block(row)
+            assert block.first <= following <= block.last, f"entry {following} of {stream.name} is missing"
+            run = SegmentRows(block.first, block.body, block.ends, block.times, block.keys)
+            yield part_of(run, following - block.first, len(block.ends), stream.separator)
+            following = block.last + 1
+
+    # -- manifests alone ---------------------------------------------------------------------------------
+
+    async def _several(self, job: Job, report: Report, one: One) -> None:
+        """A few at a time. The first failure is reported with those that were done."""
+        gate = asyncio.Semaphore(HEADS_AT_ONCE)
+        loop = asyncio.get_running_loop()
+        report.as_of = await loop.run_in_executor(self._threads, self._as_of)
+
+        async def guarded(number: int) -> None:
+            async with gate:
+                report.done.append((number, await one(number)))
+
+        outcomes = await asyncio.gather(*(guarded(number) for number in job.numbers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _head(self, number: int) -> int:
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, self._facts_and_producers, number)
+        if found is None:
+            return 0
+        try:
+            return (await self._manifests.publish(found[0], (), found[1])).generation
+        except BuriedError:
+            return 0
+
+    def _facts_and_producers(self, number: int) -> tuple[Facts, dict[str, tuple[int, int]]] | None:
+        with self._store.snapshot():
+            facts = self._facts(number)
+            return None if facts is None else (facts, self._store.db.producers(number))
+
+    async def _bury(self, number: int) -> int:
+        loop = asyncio.get_running_loop()
+        raw = await loop.run_in_executor(self._threads, self._grave, number)
+        if raw is not None:
+            stream, at_ns, reason = decode_buried(raw)
+            failpoints.reached("gc.before_delete")
+            await self._manifests.bury(facts_of(stream, 0), at_ns, reason)
+            failpoints.reached("gc.after_delete")
+        return 0
+
+    def _grave(self, number: int) -> bytes | None:
+        found = self._store.db.cold.graves(number - 1, 1)
+        return found[0].image if found and found[0].number == number else None
+
+
+def discard(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _read_jobs(loop: asyncio.AbstractEventLoop, take: Callable[[Job], None]) -> None:
+    for line in sys.stdin.buffer:
+        loop.call_soon_threadsafe(take, msgspec.json.decode(line, type=Job))
+    os._exit(0)  # the server is gone; what is half done is done again
+
+
+async def serve(setup: SealerSetup) -> None:
+    sealer = Sealer(setup)
+    tasks: set[asyncio.Task[None]] = set()
+    loop = asyncio.get_running_loop()
+
+    async def work(job: Job) -> None:
+        line = msgspec.json.encode(await sealer.do(job)) + b"\n"
+        await loop.run_in_executor(None, _say, line)
+
+    def take(job: Job) -> None:
+        task = loop.create_task(work(job))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    threading.Thread(target=_read_jobs, args=(loop, take), daemon=True).start()
+    await asyncio.Event().wait()
+
+
+_said = threading.Lock()
+
+
+def _say(line: bytes) -> None:
+    with _said:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    os.nice(5)
+    failpoints.in_child()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
+
+
+if __name__ == "__main__":
+    main()
