@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from conftest import StartServer
+from support.s3 import S3Server
+from support.sealing import SEALING_ENV, hot
 from support.server import ServerProcess
 
 HERE = Path(__file__).resolve().parent
@@ -39,9 +42,8 @@ def _failures(report: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(300)
-def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) -> None:
-    report_path = tmp_path / "report.json"
+def _run_suite(server: ServerProcess, directory: Path) -> None:
+    report_path = directory / "report.json"
     vitest = [
         "node",
         "node_modules/vitest/vitest.mjs",
@@ -55,6 +57,27 @@ def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) ->
     failures = _failures(report)
     assert not failures, f"{report['numPassedTests']} of {SUITE_TESTS} passed\n" + "\n".join(failures)
     assert (report["numPassedTests"], report["numTotalTests"]) == (SUITE_TESTS, SUITE_TESTS)
+
+
+@pytest.mark.timeout(300)
+def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) -> None:
+    _run_suite(server, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_it_passes_while_everything_is_sealed(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server(env=SEALING_ENV)
+    _run_suite(server, tmp_path)
+    assert hot(server.data_dir)["segments"] > SUITE_TESTS
+
+
+@pytest.mark.timeout(300)
+def test_it_passes_while_everything_is_sealed_to_s3(
+    start_server: StartServer, s3: S3Server, tmp_path: Path
+) -> None:
+    server = start_server(env={**SEALING_ENV, **s3.env(), "TAILRACE_OBJECT_STORE": s3.url("conformance")})
+    _run_suite(server, tmp_path)
+    assert hot(server.data_dir)["segments"] > SUITE_TESTS
 
 
 def test_the_official_javascript_client_works(server: ServerProcess) -> None:

@@ -33,6 +33,7 @@ logger = logging.getLogger("tailrace.seal")
 JOBS_MAX = 4
 TICK_S = 1.0
 AGED_PER_TURN = 500
+LARGE_PER_TURN = 1000
 QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
 PAUSE_S_MIN = 0.5
 PAUSE_S_MAX = 60.0
@@ -63,6 +64,8 @@ class Sealing:
         self._checkpointed_seq = 0
         self._begun_s: dict[int, float] = {}  # when a journal file was first seen to hold something
         self._moved_on_s = self._confirmed_s = loop.time()
+        self._looked_at = 0  # how many streams of the present journal file were asked for their size
+        self._large = False
         self._paused_until_s = 0.0
         self._pause_s = PAUSE_S_MIN
         self.failure = ""  # why the object store cannot be used just now
@@ -154,7 +157,7 @@ class Sealing:
                 self._due.add(number)
 
     def _move_on_if_due(self, now_s: float) -> None:
-        """What is due by age or close, and only in the journal: the file being written is ended early."""
+        """What is due and only in the journal: the file being written is ended early, but not too often."""
         streams = self._log.streams
         pending = [file for file, touched in streams.touched.items() if touched]
         for file in pending:
@@ -167,9 +170,20 @@ class Sealing:
         age_s = self._log.limits.seal_age_ms / 1000
         aged = any(now_s - self._begun_s[file] >= age_s for file in pending)
         closed = streams.closed_file > self._checkpointed_seq and streams.closed_file in pending
-        if aged or closed or hurry or self.pressure.untrimmed:
+        if aged or closed or hurry or self._large or self.pressure.untrimmed:
             self._moved_on_s = now_s
+            self._looked_at, self._large = 0, False
             self._log.move_on()
+
+    def _look_for_large(self) -> None:
+        """Some streams at a time of those in the present journal file: is one due by what is in memory?"""
+        touched = self._log.streams.touched.get(self._log.streams.file, ())
+        if self._looked_at >= len(touched):
+            self._looked_at = 0
+        for stream in touched[self._looked_at : self._looked_at + LARGE_PER_TURN]:
+            entries, size_bytes = stream.visible - stream.sealed, stream.size_bytes - stream.sealed_bytes
+            self._large = self._large or self._due.is_enough(entries, size_bytes, closed=False)
+        self._looked_at += LARGE_PER_TURN
 
     # -- work ------------------------------------------------------------------------------------------
 
@@ -186,6 +200,7 @@ class Sealing:
             try:
                 self.pressure.look(self.failure)
                 self._take_aged(now_s)
+                self._look_for_large()
                 self._move_on_if_due(now_s)
             except TailraceError as error:
                 logger.warning("sealing waits: %s", error)

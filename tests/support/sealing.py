@@ -1,0 +1,44 @@
+"""A server that seals nearly everything at once, so that most reads cross segments; and looks at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tailrace.store.inspect import inspect_hot
+
+# A few entries make a segment, the journal moves on many times a second, and nothing stays in the cache.
+SEALING_ENV = {
+    "TAILRACE_SEAL_ENTRIES": "3",
+    "TAILRACE_SEAL_AGE_MS": "40",
+    "TAILRACE_SEAL_INTERVAL_MS": "20",
+    "TAILRACE_JOURNAL_FILE_BYTES": "131072",
+    "TAILRACE_BLOCK_CACHE_BYTES": "1",
+}
+WAIT_S_MAX = 30.0
+
+
+def hot(data_dir: Path) -> dict[str, Any]:
+    """What the hot store holds, by table."""
+    rows: Any = inspect_hot(data_dir).get("rows", {})
+    return rows
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S_MAX) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain: {what}"
+        time.sleep(0.02)
+
+
+def wait_sealed(data_dir: Path) -> None:
+    """Waits until everything that was appended is in segments and nowhere else."""
+
+    def done() -> bool:
+        rows = hot(data_dir)
+        return bool(rows) and rows["segments"] > 0 and rows["blocks"] == 0 and rows["graves"] == 0
+
+    wait_until(done, "everything sealed")
+    assert not list((data_dir / "spool").iterdir())
