@@ -37,7 +37,6 @@ Sizes take `B`, `KB`, `MB`, `GB`, `KiB`, `MiB`, `GiB` and are bytes without a un
 `1`, `0`. A value that cannot be used stops the server at start and is named together with where it came from.
 
 A flag can be read by every user of the machine in the process list: give secrets as variables or in the file.
-`GET /v1/server/_details` shows the settings of a running server, secrets hidden.
 """
 
 
