@@ -35,6 +35,12 @@ def range_of(relative_key: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+def epoch_of(relative_key: str) -> int | None:
+    """The epoch in the name of a segment."""
+    found = _SEGMENT.fullmatch(relative_key)
+    return None if found is None else int(found[1])
+
+
 async def stream_ids(objects: Objects, prefix: str = STREAMS) -> AsyncIterator[str]:
     """The streams of a bucket in the order of their ids, those without a head included."""
     after = seen = ""

@@ -1,0 +1,60 @@
+"""Buckets with real segments in them, written as the sealer writes them."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+from support.manifests import CREATED_NS, facts
+from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import Facts, Head
+from tailrace.store.objects import Objects
+from tailrace.store.segment_writer import write_segment
+from tailrace.store.segments import SegmentInfo, SegmentRows, stream_id, stream_prefix
+
+
+def rows(first: int, count: int, word: str = "entry") -> SegmentRows:
+    entries = [f'{{"{word}":{first + index}}}'.encode() for index in range(count)]
+    ends: array[int] = array("I")
+    position = 0
+    for entry in entries:
+        position += len(entry)
+        ends.append(position)
+        position += 1
+    times = array("q", [CREATED_NS + 1000 * (first + index) for index in range(count)])
+    return SegmentRows(first, b",".join(entries), ends, times, None)
+
+
+async def upload(
+    objects: Objects, scratch: Path, name: str, first: int, count: int, *, epoch: int = 0, word: str = "entry"
+) -> SegmentInfo:
+    """One segment in the stream's folder, and nothing recorded yet."""
+    number = stream_id(name, 0)
+    path = scratch / "segment.parquet"
+    file = write_segment(
+        [rows(first, count, word)], path, name=name, stream_id=number, epoch=epoch, json=True
+    )
+    await objects.create(stream_prefix(number) + file.info.key, path.read_bytes())
+    path.unlink()
+    return file.info
+
+
+async def fill(
+    objects: Objects, manifests: Manifests, scratch: Path, name: str, segments: int, count: int = 10
+) -> Head:
+    """A stream with so many recorded segments, and a producer."""
+    head: Head | None = None
+    for index in range(segments):
+        info = await upload(objects, scratch, name, 1 + index * count, count)
+        head = await manifests.publish(named(name, info.last), [info], {"p": (0, index)})
+    return head or await manifests.publish(named(name, 0))
+
+
+def named(name: str, tail: int) -> Facts:
+    return facts(tail, name=name)
+
+
+async def overwrite(objects: Objects, key: str, data: bytes) -> None:
+    """What no part of the product does: other bytes under a name that was used."""
+    await objects.delete([key])
+    await objects.create(key, data)

@@ -1,0 +1,153 @@
+"""Verifying a bucket: whatever is damaged is found, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.buckets import fill, named, overwrite, upload
+from support.manifests import CREATED_NS, segment
+from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import Head, encode
+from tailrace.store.objects import Objects, open_objects
+from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.tier.verify import Finding, Verified, Verifier
+
+_NAMES = count()
+
+Damage = Callable[[Objects, Head], Awaitable[None]]
+
+
+def verify(
+    work: Callable[[Objects, Manifests], Awaitable[None]], stream: str = ""
+) -> tuple[Verified, list[Finding]]:
+    async def run() -> tuple[Verified, list[Finding]]:
+        objects = open_objects(f"memory://verify-{next(_NAMES)}")
+        findings: list[Finding] = []
+        await work(objects, Manifests(objects, 1, segments_max=2, pages_max=2))
+        verifier = Verifier(objects, findings.append, bytes_at_once=10_000)
+        if stream:
+            assert await verifier.named(stream)
+        else:
+            await verifier.bucket()
+        await objects.close()
+        return verifier.seen, findings
+
+    return asyncio.run(run())
+
+
+def test_a_whole_bucket_is_clean(tmp_path: Path) -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        await fill(objects, manifests, tmp_path, "orders", 9)
+        await fill(objects, manifests, tmp_path, "empty", 0)
+        await fill(objects, manifests, tmp_path, "trimmed", 7)
+        await manifests.retain(named("trimmed", 0).stream_id, 35)
+        await fill(objects, manifests, tmp_path, "deleted", 3)
+        await manifests.bury(named("deleted", 30), CREATED_NS + 1, "deleted")
+        await upload(objects, tmp_path, "orders", 91, 5)  # not recorded yet
+        await upload(objects, tmp_path, "headless", 1, 5)
+        await objects.create("meta/owner.json", b"{}")
+
+    seen, findings = verify(work)
+    assert findings == []
+    assert (seen.streams, seen.tombstones, seen.segments, seen.entries) == (4, 1, 13, 130)
+    assert seen.bytes == seen.bytes_known > 0
+    seen, findings = verify(work, "orders")
+    assert (seen.streams, seen.segments, findings) == (1, 9, [])
+    seen, findings = verify(work, named("trimmed", 0).stream_id)
+    assert (seen.streams, seen.segments, findings) == (1, 4, [])
+
+
+async def _flip(objects: Objects, head: Head) -> None:
+    key = stream_prefix(head.stream_id) + head.segments[0].key
+    data = bytearray((await objects.get(key))[0])
+    data[len(data) // 3] ^= 1
+    await overwrite(objects, key, bytes(data))
+
+
+async def _cut(objects: Objects, head: Head) -> None:
+    key = stream_prefix(head.stream_id) + head.segments[0].key
+    await overwrite(objects, key, (await objects.get(key))[0][:-100])
+
+
+async def _remove(objects: Objects, head: Head) -> None:
+    await objects.delete([stream_prefix(head.stream_id) + head.segments[0].key])
+
+
+async def _remove_page(objects: Objects, head: Head) -> None:
+    await objects.delete([stream_prefix(head.stream_id) + head.pages[-1].key])
+
+
+async def _change_page(objects: Objects, head: Head) -> None:
+    await overwrite(
+        objects, stream_prefix(head.stream_id) + head.pages[-1].key, b'{"attempt":"","version":1}'
+    )
+
+
+async def _remove_producers(objects: Objects, head: Head) -> None:
+    await objects.delete([stream_prefix(head.stream_id) + (head.producers_key or "")])
+
+
+async def _garble_head(objects: Objects, head: Head) -> None:
+    await overwrite(objects, stream_prefix(head.stream_id) + "manifest.json", b"{")
+
+
+def _with(**changes: object) -> Damage:
+    async def damage(objects: Objects, head: Head) -> None:
+        changed = msgspec.structs.replace(head, **changes)
+        await overwrite(objects, stream_prefix(head.stream_id) + "manifest.json", encode(changed))
+
+    return damage
+
+
+def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo, ...]]) -> Damage:
+    async def damage(objects: Objects, head: Head) -> None:
+        await _with(segments=change(head.segments))(objects, head)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (_flip, "SHA-256|checksum"),
+        (_cut, "not the end|bytes"),
+        (_remove, "it is not there"),
+        (_remove_page, "named and not there"),
+        (_change_page, "does not have the content"),
+        (_remove_producers, "named and not there"),
+        (_garble_head, "cannot be read"),
+        (_with(uploaded_through=120), "segments end at 80"),
+        (_with(tail=90), "not uploaded"),
+        (_with(name="other"), "do not give its stream id"),
+        (_with(earliest=10), "only entries that were trimmed"),
+        (_with_segments(lambda segments: segments[1:]), "the segment before ends at 60"),
+        (_with_segments(lambda segments: (*segments, segments[-1])), "the segment before ends at 80"),
+        (_with_segments(lambda segments: (*segments[:-1], segment(71, 80))), "it is not there"),
+        (
+            _with_segments(
+                lambda segments: (*segments[:-1], msgspec.structs.replace(segments[-1], payload_bytes=1))
+            ),
+            "payload bytes",
+        ),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: Damage, problem: str) -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        await fill(objects, manifests, tmp_path, "whole", 4)
+        await damage(objects, await fill(objects, manifests, tmp_path, "orders", 8))
+
+    seen, findings = verify(work)
+    assert findings
+    assert seen.findings == len(findings)
+    assert {finding.stream_id for finding in findings} == {named("orders", 0).stream_id}
+    assert any(_matches(problem, finding.problem) for finding in findings), findings
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return any(part in text for part in pattern.split("|"))
