@@ -54,7 +54,7 @@ def write_segment(
                 writer.write(group)
             if writer.rows == 0:
                 raise ValueError("a segment has at least one entry")
-            writer.finish(facts)
+            footer = writer.finish(facts)
         os.fsync(file.fileno())
     sha256 = sink.sha256.hexdigest()
     info = SegmentInfo(
@@ -69,7 +69,7 @@ def write_segment(
         first_ns=writer.first_ns,
         last_ns=writer.last_ns,
     )
-    return SegmentFile(info, segment_tail.keep(sink.tail))
+    return SegmentFile(info, footer)
 
 
 class _Group:
@@ -137,29 +137,32 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_Group]:
 
 
 class _Sink:
-    """The file Arrow writes to: hashes what passes, and holds back what comes after the row groups."""
+    """The file Arrow writes to, in many small pieces that are written and hashed together.
+
+    It holds back what comes after the row groups: that part is still to get its checksums.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._pieces: list[bytes] = []
+        self._held_bytes = 0
         self.position = 0
         self.sha256 = hashlib.sha256()
-        self.group = xxhash.xxh3_64()
-        self.tail = bytearray()
-        self.holds_back = False
         self.closed = False
 
     def write(self, data: bytes) -> int:
-        if self.holds_back:
-            self.tail += data
-            return len(data)
-        self.group.update(data)
-        self._put(data)
+        self._pieces.append(data)
+        self._held_bytes += len(data)
         return len(data)
 
-    def put_tail(self) -> None:
-        self._put(self.tail)
+    def take(self) -> bytes:
+        """Everything since the last time; it is for the caller to put."""
+        taken = b"".join(self._pieces)
+        self._pieces.clear()
+        self._held_bytes = 0
+        return taken
 
-    def _put(self, data: bytes | bytearray) -> None:
+    def put(self, data: bytes | bytearray) -> None:
         self.sha256.update(data)
         view = memoryview(data)
         self.position += len(view)
@@ -167,13 +170,13 @@ class _Sink:
             view = view[os.write(self._descriptor, view) :]
 
     def tell(self) -> int:
-        return self.position + len(self.tail)
+        return self.position + self._held_bytes
 
     def writable(self) -> bool:
         return True
 
     def flush(self) -> None:
-        """Everything is written at once; the sync comes at the end."""
+        """Row groups are written when they are complete; the sync comes at the end."""
 
     def close(self) -> None:
         self.closed = True
@@ -204,27 +207,28 @@ class _Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._parquet is not None:
-            self._sink.holds_back = True  # the library closes its file when it is collected
-            self._parquet.close()
+            self._parquet.close()  # else it would complain later; what it still writes is dropped
 
     def write(self, group: _Group) -> None:
         count = group.rows
         if self._parquet is None:
             self.first, self.first_ns = group.first, group.times[0]
             self._parquet = _open(self._sink, self._payload, group)
-        self._sink.group.reset()
+            self._sink.put(self._sink.take())
         payload = self._payloads(group)
         micros, nanos = _split_times(integers(INT64, group.times, count))
         entries = integers(INT64, array("q", range(group.first, group.first + count)), count)
         keys = pa.array(group.keys, BINARY) if group.has_keys else pa.nulls(count, BINARY)
         table = pa.table([entries, micros, nanos, keys, payload], schema=self._parquet.schema)
         self._parquet.write_table(table, row_group_size=count)
-        self._digests.append(self._sink.group.hexdigest())
+        written = self._sink.take()
+        self._sink.put(written)
+        self._digests.append(xxhash.xxh3_64_hexdigest(written))
         self.rows += count
         self.last_ns = group.times[-1]
 
-    def finish(self, facts: dict[str, str]) -> None:
-        """Write the rest of the file: Bloom filters, page indexes, and the footer with its checksums."""
+    def finish(self, facts: dict[str, str]) -> bytes:
+        """Write the rest of the file, and answer it as it is kept: filters, page indexes, footer."""
         facts = {
             "version": str(FORMAT_VERSION),
             **facts,
@@ -237,10 +241,11 @@ class _Writer:
             "footer_xxh3": segment_tail.BLANK,
         }
         self._parquet.add_key_value_metadata({f"tailrace.{key}": value for key, value in facts.items()})
-        self._sink.holds_back = True
         self._parquet.close()
-        segment_tail.stamp(self._sink.tail)
-        self._sink.put_tail()
+        tail = bytearray(self._sink.take())
+        segment_tail.stamp(tail)
+        self._sink.put(tail)
+        return segment_tail.keep(tail)
 
     def _payloads(self, group: _Group) -> Any:
         """The payload column: the joined entries and where each ends, without their commas."""
