@@ -6,19 +6,20 @@ are compared before the library sees anything.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import xxhash
 
 from tailrace.store import segment_tail
-from tailrace.store.arrow import INT32, INT64, integers, numbers_of, pa, pc, pq
+from tailrace.store.arrow import BINARY, INT32, INT64, integers, numbers_of, pa, pc, pq
 from tailrace.store.segments import FORMAT_VERSION, CorruptSegmentError, SegmentRows
 
-_TIME, _NANOS, _KEY, _PAYLOAD = range(1, 5)
+_TIME, _KEY, _PAYLOAD = 1, 3, 4
+_READ = ["append_time", "append_ns", "payload", "key"]  # the numbers of entries follow from the first
 _THOUSAND = pa.scalar(1000, INT64)
+_BEYOND = 1 << 40  # the end of every value
 _GROUP_OVERHEAD_BYTES = 4096  # what the parsed footer costs in memory for each row group, roughly
 _BLOCK_BYTES = 32
 _U32 = 0xFFFFFFFF
@@ -144,13 +145,21 @@ class Footer:
             index += 1
         return index if index < self.count else None
 
-    def _may_hold(self, index: int, key: bytes, hashed: int) -> bool:
+    def has_keys(self, index: int) -> bool:
+        """Whether any entry of a row group may have a key."""
         column = self.metadata.row_group(index).column(_KEY)
         statistics = column.statistics
-        if statistics is not None:
-            if statistics.has_null_count and statistics.null_count == column.num_values:
-                return False
-            if statistics.has_min_max and not statistics.min <= key <= statistics.max:
+        return (
+            statistics is None or not statistics.has_null_count or statistics.null_count < column.num_values
+        )
+
+    def _may_hold(self, index: int, key: bytes, hashed: int) -> bool:
+        if not self.has_keys(index):
+            return False
+        column = self.metadata.row_group(index).column(_KEY)
+        statistics = column.statistics
+        if statistics is not None and statistics.has_min_max:
+            if not statistics.min <= key <= statistics.max:
                 return False
         if column.bloom_filter_offset is None:
             return True
@@ -181,7 +190,8 @@ def read_row_group(footer: Footer, index: int, raw: bytes | memoryview) -> Segme
             read_dictionary=["key"],
             pre_buffer=False,
         )
-        table = file.read_row_group(index, use_threads=False)
+        columns = _READ if footer.has_keys(index) else _READ[:3]
+        table = file.read_row_group(index, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise CorruptSegmentError(f"row group {index} cannot be decoded: {error}") from error
     return _rows(table, group.first, footer.json)
@@ -226,35 +236,26 @@ class _Window:
 
 def _rows(table: Any, first: int, json: bool) -> SegmentRows:
     count: int = table.num_rows
-    payload = _joined(table, _PAYLOAD)
-    positions = payload.buffers()[1].slice(4 * payload.offset, 4 * (count + 1))
-    offsets = integers(INT32, positions, count + 1)
-    ends = offsets.slice(1)
+    payload = _joined(table, "payload")
     if json:
-        ends = pc.add(ends, _commas_before(count))
-        whole = pa.ListArray.from_arrays(integers(INT32, array("i", [0, count]), 2), payload)
-        body: bytes = pc.binary_join(whole, ",").buffers()[2].to_pybytes()
-    else:
-        begin, end = offsets[0].as_py(), offsets[count].as_py()
-        if begin:
-            ends = pc.subtract(ends, pa.scalar(begin, INT32))
-        data = payload.buffers()[2]
-        body = b"" if data is None else data.slice(begin, end - begin).to_pybytes()
-    micros = _joined(table, _TIME).view(INT64)
-    times = pc.add(pc.multiply(micros, _THOUSAND), _joined(table, _NANOS).cast(INT64))
-    return SegmentRows(
-        first, body, numbers_of("I", ends), numbers_of("q", times), _keys(_joined(table, _KEY))
-    )
+        # Arrow has a fast way to put something behind every value, and a slow one to join them.
+        payload = pa.Array.from_buffers(BINARY, count, payload.buffers(), offset=payload.offset)
+        payload = pc.binary_replace_slice(payload, _BEYOND, _BEYOND, b",")
+    _, positions, data = payload.buffers()
+    offsets = integers(INT32, positions.slice(4 * payload.offset), count + 1)
+    begin, end = offsets[0].as_py(), offsets[count].as_py() - json
+    ends = offsets.slice(1)
+    if begin + json:
+        ends = pc.subtract(ends, pa.scalar(begin + json, INT32))
+    body = b"" if data is None else data.slice(begin, end - begin).to_pybytes()
+    micros = _joined(table, "append_time").view(INT64)
+    times = pc.add(pc.multiply(micros, _THOUSAND), _joined(table, "append_ns").cast(INT64))
+    keys = _keys(_joined(table, "key")) if "key" in table.column_names else None
+    return SegmentRows(first, body, numbers_of("I", ends), numbers_of("q", times), keys)
 
 
-@lru_cache(maxsize=4)
-def _commas_before(count: int) -> Any:
-    """How many commas are before each of so many entries: 0, 1, 2... Most row groups have one size."""
-    return integers(INT32, array("i", range(count)), count)
-
-
-def _joined(table: Any, index: int) -> Any:
-    chunks = table.column(index).chunks
+def _joined(table: Any, name: str) -> Any:
+    chunks = table.column(name).chunks
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
