@@ -15,7 +15,7 @@ from support.cli import Finished, command, environment, tailrace
 from support.server import ServerProcess
 
 _numbers = itertools.count(1)
-VERBS = ("serve", "append", "read", "tail", "ls", "inspect", "doctor", "token")
+VERBS = ("serve", "append", "read", "tail", "ls", "inspect", "verify", "gc", "doctor", "token")
 
 
 @pytest.fixture

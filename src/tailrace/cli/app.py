@@ -24,7 +24,7 @@ Start a server with `tailrace serve`, then in another terminal:
 
     tailrace tail orders --from-start
 
-Exit codes: 0 fine, 1 refused or not found, 2 wrong usage, 3 server not reachable.
+Exit codes: 0 fine, 1 refused or not found, 2 wrong usage or an unreadable store, 3 server not reachable.
 """
 
 _COMMANDS: Final = (
@@ -33,7 +33,10 @@ _COMMANDS: Final = (
     ("read", "Read a stream up to its tail.", _STREAMS),
     ("tail", "Follow a stream live.", _STREAMS),
     ("ls", "List streams.", _STREAMS),
+    ("seal", "Move streams to the object store now.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),
+    ("verify", "Check that everything in the object store is as it was recorded.", _CARE),
+    ("gc", "Delete what no manifest in the object store names any more.", _CARE),
     ("doctor", "Check that this machine can run a server well.", _CARE),
     ("token", "Create and inspect access tokens.", _CARE),
 )

@@ -10,6 +10,7 @@ OK: Final = 0
 REFUSED: Final = 1
 USAGE: Final = 2
 UNREACHABLE: Final = 3
+UNREADABLE: Final = 2
 
 # What the client calls it when no answer came.
 _NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
@@ -21,6 +22,10 @@ class RefusedError(Exception):
 
 class UnreachableError(Exception):
     """No server answers."""
+
+
+class UnreadableError(Exception):
+    """The object store cannot be read."""
 
 
 class UsageError(Exception):
@@ -42,6 +47,8 @@ def explain(error: Exception, *, as_json: bool) -> int:
         code, exit_code = "usage", USAGE
     elif isinstance(error, UnreachableError):
         code, exit_code = "unreachable", UNREACHABLE
+    elif isinstance(error, UnreadableError):
+        code, exit_code = "unreadable", UNREADABLE
     elif isinstance(error, RefusedError):
         code, exit_code = "refused", REFUSED
     elif isinstance(error, BrokenPipeError):

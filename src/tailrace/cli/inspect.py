@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
+from tailrace.cli.buckets import DEFAULT, Bucket, opened
 from tailrace.cli.failures import RefusedError
 from tailrace.cli.session import flush, put, put_json
 
@@ -20,6 +21,8 @@ For example:
     tailrace inspect journal --data-dir ./tailrace-data
 
     tailrace inspect hot --json
+
+    tailrace inspect manifest orders --segments
 
     tailrace inspect segment streams/3f/3f…/segments/0000000000-….parquet --entries
 """
@@ -92,6 +95,48 @@ def segment(
                 put_json(entry)
             else:
                 put(_pairs(entry).encode() + b"\n")
+    flush()
+
+
+@command.command
+def manifest(
+    stream: Annotated[str, Parameter(help="The name of a stream, or its id of 32 hex digits.")],
+    /,
+    *,
+    segments: Annotated[bool, Parameter(negative="", help="Print every segment, too.")] = False,
+    bucket: Bucket = DEFAULT,
+) -> None:
+    """Print what the object store records about a stream, for every use of its name."""
+    asyncio.run(_manifest(stream, bucket, segments))
+
+
+async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
+    from msgspec.structs import asdict
+
+    from tailrace.store.manifest import Manifests
+    from tailrace.store.manifest_lookup import describe_head, find_heads
+    from tailrace.store.manifest_model import ManifestError
+
+    async with opened(bucket.settings()) as objects:
+        manifests = Manifests(objects, 0)
+        try:
+            heads = await find_heads(objects, stream)
+            if not heads:
+                raise RefusedError(f"there is no manifest of {stream} in {objects.url}")
+            for head in heads:
+                described = describe_head(head, await manifests.producers(head))
+                if bucket.json:
+                    put_json(described)
+                else:
+                    _put_table(described)
+                if with_segments:
+                    async for info in manifests.segments(head):
+                        if bucket.json:
+                            put_json(asdict(info))
+                        else:
+                            put(f"segment  {_pairs(asdict(info))}\n".encode())
+        except ManifestError as error:
+            raise RefusedError(str(error)) from None
     flush()
 
 

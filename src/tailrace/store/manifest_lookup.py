@@ -1,10 +1,12 @@
-"""Finds the manifests of a stream that is known by its name only."""
+"""Finds the manifests of a stream that is known by its name only, and shows them to people."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tailrace.store.bucket import stream_ids
 from tailrace.store.manifest import Manifests
@@ -32,3 +34,15 @@ async def find_heads(objects: Objects, name_or_id: str) -> list[Head]:
             if stored is not None and stored.head.name == name_or_id and stored.head not in found:
                 found.append(stored.head)
     return sorted(found, key=lambda head: head.incarnation)
+
+
+def describe_head(head: Head, producers: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Everything the head says, with its lists counted instead of printed: they may be long."""
+    described: dict[str, Any] = msgspec.to_builtins(head)
+    del described["segments"]
+    described["pages"] = [msgspec.structs.asdict(page) for page in head.pages]
+    return described | {
+        "segment_count": head.segment_count,
+        "segment_bytes": head.segment_bytes,
+        "producers": producers,
+    }

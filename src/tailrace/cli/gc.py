@@ -1,0 +1,93 @@
+"""``tailrace gc``: delete what no manifest names any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.buckets import DEFAULT, Bucket, opened, progress
+from tailrace.cli.session import flush, put, put_json
+
+if TYPE_CHECKING:
+    from tailrace.tier.sweep import Orphan, Swept
+
+_HELP: Final = """Delete objects that no manifest names any more, or list them with `--dry-run`.
+
+These are leftovers: of uploads and deletions that a crash cut short, and of pages and producer states that
+were replaced. It may run beside a server, whoever owns the bucket, and be stopped at any time: an object goes
+only if it is older than the grace time and no manifest can ever name it again. Segments behind the last
+recorded entry always stay, because their upload may be under way.
+
+Two kinds of leftovers look like a stream that is just being made, and go only with `--offline`: folders
+without a manifest, and tombstones of streams that were deleted more than `tombstone_ms` ago.
+
+For example:
+
+    tailrace gc --dry-run
+
+    tailrace gc --object-store s3://bucket/prefix --grace 1d
+"""
+
+command = App(name="gc", help=_HELP, help_format="markdown")
+
+
+@command.default
+def gc(
+    *,
+    dry_run: Annotated[bool, Parameter(negative="", help="Only list what would go.")] = False,
+    grace: Annotated[
+        str, Parameter(help="Leave objects alone that are younger than this, such as 30m, 1h or 2d.")
+    ] = "1h",
+    offline: Annotated[
+        bool, Parameter(negative="", help="No server uses the bucket; also sweep what one may be making.")
+    ] = False,
+    bucket: Bucket = DEFAULT,
+) -> None:
+    asyncio.run(_sweep(bucket, grace, dry_run=dry_run, offline=offline))
+
+
+async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) -> None:
+    import msgspec
+
+    from tailrace.settings import TABLE, parse
+    from tailrace.tier.sweep import Sweeper
+
+    settings = bucket.settings()
+    grace_ms = int(parse(TABLE["tombstone_ms"], grace))
+
+    def report(orphan: Orphan) -> None:
+        if bucket.json:
+            put_json(msgspec.structs.asdict(orphan))
+        elif dry_run:
+            put(f"{orphan.key}  {orphan.bytes:,} bytes: {orphan.reason}\n".encode())
+
+    async with opened(settings) as objects:
+        sweeper = Sweeper(
+            objects,
+            report,
+            grace_ns=grace_ms * 1_000_000,
+            tombstone_ns=settings.limits.tombstone_ms * 1_000_000,
+            dry_run=dry_run,
+            offline=offline,
+        )
+        async with progress("sweeping", lambda: (0, None, _counted(sweeper.seen, dry_run))):
+            seen = await sweeper.bucket()
+    if bucket.json:
+        put_json({"summary": msgspec.structs.asdict(seen)})
+    else:
+        put(f"{_counted(seen, dry_run)}\n".encode())
+        if seen.unclaimed and not offline:
+            put(f"{seen.unclaimed:,} objects have no manifest; they go with --offline\n".encode())
+        if seen.unreadable:
+            put(f"{seen.unreadable:,} streams have a damaged manifest; see: tailrace verify\n".encode())
+    flush()
+
+
+def _counted(seen: Swept, dry_run: bool) -> str:
+    verb = "would delete" if dry_run else "deleted"
+    return (
+        f"looked at {seen.objects:,} objects of {seen.streams:,} streams, "
+        f"{verb} {seen.orphans:,} ({seen.orphan_bytes / 2**20:,.1f} MiB)"
+    )
