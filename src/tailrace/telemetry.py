@@ -96,6 +96,20 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("checkpoint_lag_bytes", "Journal bytes that the hot store does not have yet."),
         _counter("checkpoints", "Checkpoints written to the hot store."),
         _gauge("disk_free_bytes", "Free space on the disk of the data directory."),
+        # Cold history.
+        _gauge("hot_bytes", "Payload in the hot store."),
+        _gauge("unsealed_bytes", "Payload that is not on the object store yet, wherever it is."),
+        _gauge("spooled_bytes", "Segments that are written and not yet uploaded."),
+        _gauge("seal_queue", "Streams that are due to be sealed."),
+        _counter("sealed_segments", "Segments recorded in a manifest."),
+        _counter("sealed_bytes", "Size of the segments recorded in a manifest."),
+        _counter("seal_failures", "Jobs of the sealer that failed and are repeated."),
+        _gauge("object_store_ok", "1 while the object store can be used, else 0."),
+        _counter("object_requests", "Requests to the object store, by kind.", "kind"),
+        _counter("object_sent_bytes", "Bytes sent to the object store."),
+        _counter("object_received_bytes", "Bytes received from the object store."),
+        _gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
+        _counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
         # Subscriptions.
         _gauge("subscriptions", "Subscriptions that exist."),
         _counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
@@ -189,6 +203,19 @@ class Telemetry:
         self.checkpoint_lag_bytes = Number()
         self.checkpoints = Number()
         self.disk_free_bytes = Number()
+        self.hot_bytes = Number()
+        self.unsealed_bytes = Number()
+        self.spooled_bytes = Number()
+        self.seal_queue = Number()
+        self.sealed_segments = Number()
+        self.sealed_bytes = Number()
+        self.seal_failures = Number()
+        self.object_store_ok = Number()
+        self.object_requests = Numbers()
+        self.object_sent_bytes = Number()
+        self.object_received_bytes = Number()
+        self.cold_cache_bytes = Number()
+        self.cold_reads = Numbers()
         self.subscriptions = Number()
         self.webhook_deliveries = Numbers()
         assert vars(self).keys() == TABLE.keys(), "the class and the table differ"

@@ -13,6 +13,7 @@ from tailrace.errors import TailraceError
 GRANTED_BY: dict[Action, set[str]] = {
     Action.PUBLIC: {"read", "write", "manage", "system"},
     Action.INSPECT_SERVER: {"manage"},
+    Action.SEAL: {"manage"},
     Action.READ_STREAM: {"read", "manage"},
     Action.WRITE_STREAM: {"write", "manage"},
     Action.DELETE_STREAM: {"manage"},

@@ -12,6 +12,7 @@ from tailrace.api.health import HealthRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
 from tailrace.api.read import ReadRoutes
+from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
 from tailrace.errors import TailraceError
@@ -41,6 +42,7 @@ class TailraceApp:
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
         self.control: Control | None = None
+        self.seal: Callable[[Exchange, Identity], None] | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = self._streams.append
@@ -178,6 +180,10 @@ class TailraceApp:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")
             self.health.answer(exchange, path, self.identify)
+        elif path == SEAL_PATH and self.seal is not None:
+            if method != b"POST":
+                raise not_allowed("POST, OPTIONS")
+            self.seal(exchange, self.identify(exchange))
         else:
             raise TailraceError("not_found", "there is nothing at this path")
 

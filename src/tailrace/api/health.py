@@ -20,6 +20,7 @@ class HealthRoutes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.stopping = False
+        self.object_store: Callable[[], str] | None = None  # "ok", or what is wrong with it
 
     def handles(self, path: bytes) -> bool:
         return path in HEALTH or path in (b"/readyz", b"/metrics")
@@ -52,11 +53,14 @@ class HealthRoutes:
 
     def _ready(self, exchange: Exchange) -> None:
         reason = self.unready_reason
+        details = {} if self.object_store is None else {"object_store": self.object_store()}
         if reason is None:
-            self._json(exchange, 200, {"status": "ready", "deployment": self._context.deployment})
+            # Without its object store a server is ready until too much waits for it.
+            ready = {"status": "ready", "deployment": self._context.deployment, **details}
+            self._json(exchange, 200, ready)
             return
         status = "stopping" if self.stopping else "degraded"
-        self._json(exchange, 503, {"status": status, "reason": reason}, b"Retry-After: 5\r\n")
+        self._json(exchange, 503, {"status": status, "reason": reason, **details}, b"Retry-After: 5\r\n")
 
     def _json(self, exchange: Exchange, status: int, body: dict[str, str], head: bytes = b"") -> None:
         exchange.respond(status, answers.JSON_TYPE + answers.NO_STORE + head, orjson.dumps(body))

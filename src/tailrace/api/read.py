@@ -199,9 +199,8 @@ class ReadRoutes:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
-            if request.stream.removed:
-                refusal = TailraceError("not_found", "the stream was deleted")
-            answers.refuse(exchange, refusal)
+            deleted = TailraceError("not_found", "the stream was deleted")
+            answers.refuse(exchange, deleted if request.stream.removed else refusal)
             return
         except Exception:
             if request.stream.removed:

@@ -14,9 +14,11 @@ import uvloop
 
 from tailrace import __version__
 from tailrace.api.app import TailraceApp
+from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
 from tailrace.api.metrics import MetricsApp
+from tailrace.api.seal import SealRoute
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.auth import TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
@@ -97,6 +99,8 @@ class Server:
             settings.object_store_url, directory.path / "cache", limits.cold_cache_bytes, limits, loop
         )
         self.log.reader.history.cold = self._cold
+        self.app.seal = SealRoute(context, self.sealing).seal
+        self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
@@ -169,6 +173,7 @@ class Server:
         telemetry.disk_free_bytes.read = self._disk.free_bytes
         for mode in ("long-poll", "sse", "ws"):
             telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
+        connect_cold(telemetry, self.sealing, self._cold)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
 
 

@@ -33,6 +33,7 @@ class Action(enum.Enum):
 
     PUBLIC = ("health, keys, OpenAPI, console files, OPTIONS", "", Access.NONE)
     INSPECT_SERVER = ("/metrics, /v1/server/*", "manage", Access.NONE)
+    SEAL = ("POST /v1/server/_seal", "manage", Access.READ)
     READ_STREAM = ("GET, HEAD /v1/stream/{name}, /pk/{key}, live modes", "read", Access.READ)
     WRITE_STREAM = ("PUT, POST /v1/stream/{name}", "write", Access.WRITE)
     DELETE_STREAM = ("DELETE /v1/stream/{name}", "manage", Access.MANAGE)

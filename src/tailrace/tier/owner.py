@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -31,6 +32,10 @@ class Owner:
         self._take_over = take_over
         self.fence = 0
         self.failure = ""
+
+    @property
+    def requests(self) -> Counter[str]:
+        return self._objects.requests
 
     async def start(self) -> None:
         """Refuses to start beside another owner; without an answer, the question stays open."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -346,6 +348,26 @@ class Sealing:
     @property
     def queued(self) -> int:
         return len(self._due) + self._jobs
+
+    @property
+    def state(self) -> str:
+        """The object store in one line, for whoever asks whether the server is well."""
+        if self.fenced:
+            return f"fenced: {self.fenced}"
+        return f"failing: {self.failure}" if self.failure else "ok"
+
+    @property
+    def requests(self) -> Counter[str]:
+        """Requests to the object store, by kind: the sealer's and our own."""
+        made = Counter(self._owner.requests)
+        return made if self.sealer is None else made + self.sealer.requests
+
+    def spooled_bytes(self) -> int:
+        """Segments that are written and not yet uploaded."""
+        try:
+            return sum(entry.stat().st_size for entry in os.scandir(self._log.directory / "spool"))
+        except OSError:
+            return 0  # none was ever written, or one is being removed
 
     async def seal_now(self, name: str | None) -> None:
         """Returns when the stream, or everything, is on the object store as it is now."""

@@ -1,0 +1,41 @@
+"""The metrics of cold history: read where they are counted, when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tailrace.store.cold import ColdReader
+from tailrace.telemetry import Telemetry
+from tailrace.tier.seal import Sealing
+
+
+def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> None:
+    def requests() -> Iterable[tuple[list[str], float]]:
+        made = Counter(sealing.requests)
+        if cold.parts.objects is not None:
+            made += cold.parts.objects.requests
+        return [([kind], count) for kind, count in sorted(made.items())]
+
+    def sent() -> int:
+        return 0 if sealing.sealer is None else sealing.sealer.bytes_out
+
+    def received() -> int:
+        sealer = 0 if sealing.sealer is None else sealing.sealer.bytes_in
+        return sealer + cold.parts.fetched_bytes
+
+    telemetry.hot_bytes.read = lambda: sealing.pressure.stored_bytes
+    telemetry.unsealed_bytes.read = lambda: sealing.pressure.waiting_bytes
+    telemetry.spooled_bytes.read = sealing.spooled_bytes
+    telemetry.seal_queue.read = lambda: sealing.queued
+    telemetry.sealed_segments.read = lambda: sealing.segments
+    telemetry.sealed_bytes.read = lambda: sealing.segment_bytes
+    telemetry.seal_failures.read = lambda: sealing.failures
+    telemetry.object_store_ok.read = lambda: float(sealing.state == "ok")
+    telemetry.object_requests.each = requests
+    telemetry.object_sent_bytes.read = sent
+    telemetry.object_received_bytes.read = received
+    telemetry.cold_cache_bytes.read = lambda: 0 if cold.parts.cache is None else cold.parts.cache.bytes
+    telemetry.cold_reads.reads[("cache",)] = lambda: cold.counts.hits
+    telemetry.cold_reads.reads[("store",)] = lambda: cold.counts.misses
+    telemetry.cold_reads.reads[("shared",)] = lambda: cold.counts.shared
