@@ -280,7 +280,7 @@ def _open(sink: _Sink, payload: Any, first: _Group) -> Any:
     integers = COLUMNS[:3]
     # A filter sized by the first row group. A stream that has no keys there gets none: it is only a shortcut.
     distinct = len(set(first.keys)) if first.has_keys else 0
-    bloom = {"ndv": max(2 * distinct, BLOOM_KEYS_MIN), "fpp": BLOOM_FALSE_POSITIVES}
+    bloom = {"ndv": max(distinct, BLOOM_KEYS_MIN), "fpp": BLOOM_FALSE_POSITIVES}
     return pq.ParquetWriter(
         sink,
         pa.schema(fields),
