@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bench.history import cold_reads, sealing
 from bench.idle import idle_streams
 from bench.scenarios import Scenario, appends, fanout, json_arrays, latency, reads, slow_disk
 
@@ -98,6 +99,33 @@ SCENARIOS: tuple[Scenario, ...] = (
         )
         for serial in (False, True)
         for connections in (64, 256)
+    ),
+    Scenario(
+        "sealing",
+        "sealing",
+        "Appends while history is sealed beside them",
+        "ops_per_s",
+        "appends/s",
+        True,
+        ("tailrace",),
+        sealing,
+    ),
+    *(
+        Scenario(
+            f"history-{store}",
+            "history",
+            f"First read of a long history after a restart, {place}",
+            "bytes_per_s",
+            "bytes/s",
+            True,
+            peers,
+            cold_reads(store),
+            rounds_max=2,
+        )
+        for store, place, peers in (
+            ("file", "from local files", ("tailrace", "prisma-raised", "reference-file")),
+            ("s3", "Tailrace from an S3 server on the same machine", ("tailrace",)),
+        )
     ),
 )
 GROUPS = tuple(dict.fromkeys(scenario.group for scenario in SCENARIOS))

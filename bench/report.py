@@ -84,6 +84,22 @@ COLUMNS: dict[str, list[tuple[str, str, Cell]]] = {
         ("read_p99_us", "read p99 ms", _ms),
         *ERRORS,
     ],
+    "sealing": [
+        ("of_without", "of without", lambda v: f"{v:.2f}x"),
+        ("sealed_mb", "sealed MB", _count),
+        *TAIL,
+        *ERRORS,
+        *CPU,
+    ],
+    "history": [
+        ("p50_us", "page p50 ms", _ms),
+        ("p99_us", "page p99 ms", _ms),
+        ("rss_mb", "peak MB resident", _count),
+        ("single_p50_us", "one entry p50 ms", _ms),
+        ("single_p99_us", "one entry p99 ms", _ms),
+        ("seal_wait_s", "rest sealed in", _seconds),
+        *ERRORS,
+    ],
 }
 
 

@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         seconds=float(options.seconds) or (1.0 if quick else 4.0),
         warmup_seconds=0.3 if quick else 1.0,
         read_mib=8 if quick else 64,
+        history_mib=8 if quick else 1024,
         idle_streams=5_000 if quick else 100_000,
         fanout_readers=1_000,
     )

@@ -27,6 +27,7 @@ class Bench:
     seconds: float
     warmup_seconds: float
     read_mib: int
+    history_mib: int
     idle_streams: int
     fanout_readers: int
 
