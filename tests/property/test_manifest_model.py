@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +27,11 @@ Work = Callable[[Manifests, Objects], Awaitable[Head]]
 LENGTHS = st.lists(st.integers(1, 5), max_size=7)
 
 
+class Sizes(TypedDict):
+    segments_max: int
+    pages_max: int
+
+
 class ManifestMachine(RuleBasedStateMachine):
     """The model is the list of all segments ever recorded, and the few numbers of the head."""
 
@@ -34,11 +39,12 @@ class ManifestMachine(RuleBasedStateMachine):
     def begin(self, segments_max: int, pages_max: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.objects = open_objects(f"memory://model-{next(_NAMES)}")
-        self.sizes = {"segments_max": segments_max, "pages_max": pages_max}
+        self.sizes = Sizes(segments_max=segments_max, pages_max=pages_max)
         self.fence = 1
         self.recorded: list[SegmentInfo] = []
         self.epochs: tuple[tuple[int, int], ...] = ((0, 1),)
         self.earliest = 0
+        self.reached: set[int] = set()  # entries up to `earliest` that forks still show
         self.as_of = 0
         self.closed = False
         self.producers: dict[str, tuple[int, int]] = {}
@@ -120,15 +126,18 @@ class ManifestMachine(RuleBasedStateMachine):
             self.as_of = head.as_of
 
     @precondition(lambda self: self.exists and not self.deleted)
-    @rule(kept=st.integers(0, 12), crash=CRASH)
-    def retain(self, kept: int, crash: tuple[int, bool] | None) -> None:
+    @rule(kept=st.integers(0, 12), shown=st.sets(st.integers(1, 60)), crash=CRASH)
+    def retain(self, kept: int, shown: set[int], crash: tuple[int, bool] | None) -> None:
         earliest = max(0, self.through - kept)
+        # What no fork shows any more is never shown again.
+        reached = shown & (self.reached | set(range(self.earliest + 1, earliest + 1)))
 
         async def work(manifests: Manifests, objects: Objects) -> Head:
-            return await manifests.retain(STREAM, earliest)
+            return await manifests.retain(STREAM, earliest, [(entry - 1, entry) for entry in reached])
 
         self.attempt(work, crash)
         self.earliest = max(self.earliest, earliest)
+        self.reached = reached
 
     @precondition(lambda self: self.exists)
     @rule(new_epoch=st.booleans(), crash=CRASH)
@@ -165,6 +174,10 @@ class ManifestMachine(RuleBasedStateMachine):
             return
         raise AssertionError("a buried stream took a segment")
 
+    def is_kept(self, info: SegmentInfo) -> bool:
+        entries = range(info.first, info.last + 1)
+        return info.last > self.earliest or not self.reached.isdisjoint(entries)
+
     @invariant()
     def the_bucket_says_what_the_list_says(self) -> None:
         if hasattr(self, "loop"):
@@ -177,7 +190,7 @@ class ManifestMachine(RuleBasedStateMachine):
         if stored is None:
             return
         head = stored.head
-        kept = [] if self.deleted else [info for info in self.recorded if info.last > self.earliest]
+        kept = [] if self.deleted else [info for info in self.recorded if self.is_kept(info)]
         assert [info async for info in manifests.segments(head)] == kept
         assert (head.segment_count, head.segment_bytes) == (len(kept), sum(info.bytes for info in kept))
         assert (head.uploaded_through, head.earliest, head.epochs) == (

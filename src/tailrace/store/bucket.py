@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tailrace.store.kept import Kept
     from tailrace.store.objects import ObjectInfo, Objects
 
 STREAMS = "streams/"
@@ -88,27 +89,26 @@ async def clear_folder(objects: Objects, prefix: str, *, keep: str) -> None:
     await delete_all(objects, doomed)
 
 
-async def clear_trimmed(
-    objects: Objects, prefix: str, epochs: Sequence[tuple[int, int]], earliest: int
-) -> None:
-    """Delete segments and pages that hold nothing behind `earliest`.
+async def clear_trimmed(objects: Objects, prefix: str, epochs: Sequence[tuple[int, int]], kept: Kept) -> None:
+    """Delete segments and pages that hold nothing that is kept.
 
     No head can ever name them again, so this is safe whoever else writes, and may be repeated. What a crash
     left behind the last time goes as well.
     """
-    epoch = max((number for number, first in epochs if first <= earliest), default=0)
-    await _clear_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{earliest + 1:020}", earliest)
-    await _clear_trimmed(objects, prefix, "manifest/", f"manifest/{earliest + 1:020}", earliest)
+    following = kept.earliest + 1
+    epoch = max((number for number, first in epochs if first < following), default=0)
+    await _clear_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{following:020}", kept)
+    await _clear_trimmed(objects, prefix, "manifest/", f"manifest/{following:020}", kept)
 
 
-async def _clear_trimmed(objects: Objects, prefix: str, kind: str, stop: str, earliest: int) -> None:
+async def _clear_trimmed(objects: Objects, prefix: str, kind: str, stop: str, kept: Kept) -> None:
     doomed: list[str] = []
     async for info in objects_under(objects, prefix + kind):
         relative = info.key.removeprefix(prefix)
         if relative >= stop:
             break
         entries = range_of(relative)
-        if entries is not None and entries[1] <= earliest:
+        if entries is not None and not kept.some(*entries):
             doomed.append(info.key)
         if len(doomed) == LIST_PAGE:
             await objects.delete(doomed)

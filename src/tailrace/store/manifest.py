@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store import manifest_pages
 from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all
+from tailrace.store.kept import Kept, Run
 from tailrace.store.manifest_model import (
     HEAD_KEY,
     Facts,
@@ -167,23 +169,31 @@ class Manifests:
 
         return await self._change(stream_id, plan, adopting=True)
 
-    async def retain(self, stream_id: str, earliest: int) -> Head:
-        """Forget and delete the segments that end at entry `earliest` or before."""
+    async def retain(self, stream_id: str, earliest: int, reached: Sequence[Run] = ()) -> Head:
+        """Forget and delete the segments that end at entry `earliest` or before.
+
+        Those with entries that are `reached` by forks stay, in the manifest as well: the stream itself no
+        longer shows them.
+        """
 
         async def plan(current: Head | None) -> Change:
             if current is None or earliest > current.uploaded_through:
                 raise ManifestConflictError(
                     stream_id, f"entry {earliest} is not recorded and cannot be trimmed"
                 )
-            if current.deleted is not None or earliest <= current.earliest:
+            if current.deleted is not None:
                 return Change(current)
-            cut = await self.pages(stream_id).cut(Listed(current.pages, current.segments), earliest)
+            kept = Kept(max(earliest, current.earliest), reached)
+            cut = await self.pages(stream_id).cut(Listed(current.pages, current.segments), kept)
             pages, segments = cut.listed
-            head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=earliest)
+            head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=kept.earliest)
             return Change(head, cut.superseded)
 
         head = await self._change(stream_id, plan)
-        await clear_trimmed(self._objects, stream_prefix(stream_id), head.epochs, head.earliest)
+        failpoints.reached("gc.before_delete")
+        kept = Kept(head.earliest, reached)
+        await clear_trimmed(self._objects, stream_prefix(stream_id), head.epochs, kept)
+        failpoints.reached("gc.after_delete")
         return head
 
     async def bury(self, facts: Facts, at_ns: int, reason: str) -> Head:
@@ -194,7 +204,9 @@ class Manifests:
 
         head = await self._change(facts.stream_id, plan)
         if head.deleted is not None:
+            failpoints.reached("gc.before_delete")
             await clear_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
+            failpoints.reached("gc.after_delete")
         return head
 
     async def forget(self, stream_id: str, before_ns: int) -> bool:
@@ -219,7 +231,13 @@ class Manifests:
             if current is not None:
                 self._check_fence(current, adopting=adopting)
             planned_ns = self._clock.now_ns()
-            change = await plan(current)
+            try:
+                change = await plan(current)
+            except ObjectMissingError:
+                # A page may have been replaced by somebody else; one that the present head names is lost.
+                if stored is None or await self.load(stream_id) == stored:
+                    raise
+                continue
             if current is not None and change.head == current and current.fence == self.fence:
                 return current
             if self._clock.now_ns() - planned_ns > PLAN_NS_MAX:

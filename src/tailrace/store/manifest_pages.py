@@ -27,6 +27,7 @@ from tailrace.store.objects import ObjectExistsError
 from tailrace.store.segments import SegmentInfo, stream_prefix
 
 if TYPE_CHECKING:
+    from tailrace.store.kept import Kept
     from tailrace.store.objects import Objects
 
 SEGMENTS_MAX = 1000
@@ -102,31 +103,38 @@ class Pages:
             else:
                 level += 1
 
-    async def cut(self, listed: Listed, earliest: int) -> Cut:
-        """Drop segments that end at `earliest` or before. A page on the border gets a shorter replacement."""
+    async def cut(self, listed: Listed, kept: Kept) -> Cut:
+        """Drop segments of which nothing is kept. A page that loses some of its parts gets a replacement."""
         superseded: list[str] = []
-        pages = await self._cut_pages(listed.pages, earliest, superseded)
-        kept = tuple(info for info in listed.segments if info.last > earliest)
-        return Cut(Listed(pages, kept), superseded)
+        pages = await self._cut_pages(listed.pages, kept, superseded)
+        segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
+        return Cut(Listed(pages, segments), superseded)
 
     async def _cut_pages(
-        self, refs: tuple[PageRef, ...], earliest: int, superseded: list[str]
+        self, refs: tuple[PageRef, ...], kept: Kept, superseded: list[str]
     ) -> tuple[PageRef, ...]:
-        kept = [ref for ref in refs if ref.last > earliest]
-        superseded.extend(ref.key for ref in refs if ref.last <= earliest)
-        if not kept or kept[0].first > earliest:
-            return tuple(kept)
-        page = await self.load(kept[0])
-        if page.level:
-            inner = await self._cut_pages(page.pages, earliest, superseded)
-            shorter = Page(attempt=self._attempt, level=page.level, pages=inner)
-        else:
-            remaining = tuple(info for info in page.segments if info.last > earliest)
-            shorter = Page(attempt=self._attempt, segments=remaining)
-        if (shorter.pages, shorter.segments) != (page.pages, page.segments):
-            superseded.append(kept[0].key)
-            kept[0] = await self._store(shorter)
-        return tuple(kept)
+        remaining: list[PageRef] = []
+        for ref in refs:
+            if kept.all(ref.first, ref.last):
+                remaining.append(ref)
+            elif kept.some(ref.first, ref.last) and (shorter := await self._shorter(ref, kept, superseded)):
+                remaining.append(shorter)
+            else:
+                superseded.append(ref.key)
+        return tuple(remaining)
+
+    async def _shorter(self, ref: PageRef, kept: Kept, superseded: list[str]) -> PageRef | None:
+        """The page without what is not kept: itself if that is nothing, None if that is everything."""
+        page = await self.load(ref)
+        pages = await self._cut_pages(page.pages, kept, superseded)
+        segments = tuple(info for info in page.segments if kept.some(info.first, info.last))
+        if (pages, segments) == (page.pages, page.segments):
+            return ref
+        if not pages and not segments:
+            return None
+        superseded.append(ref.key)
+        shorter = Page(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+        return await self._store(shorter)
 
     async def walk(self, listed: Listed, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
         """Every segment with entries at or behind `from_entry`, oldest first; one page a level is held."""
@@ -166,7 +174,9 @@ def extend(head: Head, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
     if added and added[0].first != uploaded_through + 1:
         message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
         raise ManifestConflictError(stream_id, message)
-    for before, after in pairwise((*recorded[-1:], *added)):
+    # What forks keep of entries that retention took away has nothing behind it.
+    before_added = recorded[-1:] if recorded and recorded[-1].last > head.earliest else ()
+    for before, after in pairwise((*before_added, *added)):
         if after.first != before.last + 1 or after.epoch < before.epoch:
             raise ManifestConflictError(stream_id, f"{after.key} does not follow {before.key}")
     return (*recorded, *added)

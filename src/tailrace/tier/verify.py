@@ -127,14 +127,18 @@ class Verifier:
             problem = "its rows or times are recorded wrongly"
         elif info.epoch > head.epoch:
             problem = f"its epoch {info.epoch} is above the stream's {head.epoch}"
-        elif previous is None:
-            if info.last <= head.earliest:
-                problem = "it holds only entries that were trimmed"
-            elif info.first > max(head.earliest, head.fork_entry) + 1:
-                problem = f"entries {max(head.earliest, head.fork_entry) + 1} to {info.first - 1} are missing"
+        elif info.last <= head.earliest and not head.forks:
+            problem = "it holds only entries that were trimmed"
+        elif previous is None or previous.last <= head.earliest:
+            # Behind what was trimmed. Of that, forks may still need some parts and not others.
+            begin = max(head.earliest, head.fork_entry) + 1
+            if info.first > begin:
+                problem = f"entries {begin} to {info.first - 1} are missing"
+            elif previous is not None and info.first <= previous.last:
+                problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
         elif info.first != previous.last + 1:
             problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
-        elif info.epoch < previous.epoch or info.first_ns < previous.last_ns:
+        if not problem and previous is not None and _goes_back(previous, info):
             problem = "its epoch or times are before those of the segment before"
         if problem:
             self._find(head.name, head.stream_id, info.key, problem)
@@ -142,7 +146,7 @@ class Verifier:
     def _ends(self, head: Head, last: SegmentInfo | None) -> None:
         if head.deleted is not None:
             return
-        reached = max(head.earliest, head.fork_entry) if last is None else last.last
+        reached = max(head.earliest, head.fork_entry, 0 if last is None else last.last)
         if reached != head.uploaded_through:
             problem = f"its segments end at {reached}, and uploaded_through is {head.uploaded_through}"
             self._find(head.name, head.stream_id, HEAD_KEY, problem)
@@ -177,6 +181,10 @@ class Verifier:
     def _find(self, stream: str, stream_id: str, key: str, problem: str) -> None:
         self.seen.findings += 1
         self._report(Finding(stream, stream_id, key, problem))
+
+
+def _goes_back(previous: SegmentInfo, info: SegmentInfo) -> bool:
+    return info.epoch < previous.epoch or info.first_ns < previous.last_ns
 
 
 class _Room:
