@@ -21,6 +21,12 @@ NAMES: Final = (
     "seal.after_trim",
     "gc.before_delete",
     "gc.after_delete",
+    "bootstrap.after_claim",
+    "bootstrap.after_list",
+    "bootstrap.after_take",
+    "bootstrap.after_batch",
+    "bootstrap.before_rename",
+    "bootstrap.after_rename",
 )
 EXIT_CODE: Final = 137
 

@@ -132,6 +132,14 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         BytesOrNone, Meta(description="Local disk cache of what was read from the object store.")
     ] = 1024 * MIB
 
+    bootstrap_requests: Annotated[
+        Count, Meta(description="Requests to the object store that a bootstrap makes at once.")
+    ] = 64
+    bootstrap_settle_ms: Annotated[
+        Millis,
+        Meta(description="Time a bootstrap gives the server before it to notice that it lost the bucket."),
+    ] = 8000
+
     # The object store.
     object_ms: Annotated[
         Millis, Meta(description="Time for one call to the object store, with all its retries.")

@@ -55,6 +55,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     take_over: Annotated[
         bool, Meta(description="Take the object store over from another server, which then stops writing.")
     ] = False
+    bootstrap: Annotated[
+        bool,
+        Meta(description="Restore everything from the object store; needs a data directory without streams."),
+    ] = False
     public_url: Annotated[
         str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
     ] = ""

@@ -110,6 +110,11 @@ TABLE: Final[dict[str, Metric]] = {
         _counter("object_received_bytes", "Bytes received from the object store."),
         _gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
         _counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
+        # Bootstrap.
+        _counter("bootstraps", "1 if this server restored its disk from the object store when it started."),
+        _gauge("bootstrap_seconds", "Time the restoring took."),
+        _gauge("bootstrap_restored", "What was restored, by kind.", "kind"),
+        _gauge("bootstrap_problems", "What could not be restored as it was."),
         # Subscriptions.
         _gauge("subscriptions", "Subscriptions that exist."),
         _counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
@@ -216,6 +221,10 @@ class Telemetry:
         self.object_received_bytes = Number()
         self.cold_cache_bytes = Number()
         self.cold_reads = Numbers()
+        self.bootstraps = Number()
+        self.bootstrap_seconds = Number()
+        self.bootstrap_restored = Numbers()
+        self.bootstrap_problems = Number()
         self.subscriptions = Number()
         self.webhook_deliveries = Numbers()
         assert vars(self).keys() == TABLE.keys(), "the class and the table differ"

@@ -13,6 +13,7 @@ import sys
 import uvloop
 
 from tailrace import __version__
+from tailrace.api import restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.context import Context
@@ -63,6 +64,10 @@ async def serve(settings: Settings) -> int:
         loop.add_signal_handler(number, stop.set)
     directory = DataDirectory(settings.data_dir)
     try:
+        restored = await restore.restore(settings, directory, stop)
+        if stop.is_set():
+            directory.close()
+            return 0
         server = Server(settings, directory, loop)
     except OSError as error:
         directory.close()
@@ -70,6 +75,8 @@ async def serve(settings: Settings) -> int:
             "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
         ) from error
     try:
+        if restored is not None:
+            restore.count(restored, server.telemetry)
         await server.start()
         announce(server.url, settings)
         await stop.wait()
@@ -85,12 +92,12 @@ class Server:
 
     def __init__(self, settings: Settings, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
         self._settings = settings
-        self._telemetry = Telemetry(__version__)
+        self.telemetry = Telemetry(__version__)
         self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop)
-        context = Context(settings, self.log, SYSTEM_CLOCK, loop, self._telemetry, directory.deployment)
+        context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self._verifier = TokenVerifier(settings) if settings.auth_configured else None
         self.app = TailraceApp(context, self._verifier)
-        self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self._telemetry)
+        self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self.telemetry)
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self._checkpoints = Checkpoints(self.log)
         self.sealing = Sealing(self.log, settings, directory.deployment, loop)
@@ -150,7 +157,7 @@ class Server:
             self._verifier.close()
 
     def _connect_telemetry(self, http: HttpServer) -> None:
-        telemetry, log = self._telemetry, self.log
+        telemetry, log = self.telemetry, self.log
         log.committer.observe_sync = telemetry.observe_sync
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
         telemetry.requests.each = lambda: (

@@ -210,11 +210,19 @@ def _differs(what: str) -> TailraceError:
 
 
 def decide_create(
-    request: CreateRequest, number: int, tombstone: Tombstone | None, fork: ForkPoint | None, now_ns: int
+    request: CreateRequest,
+    number: int,
+    tombstone: Tombstone | None,
+    fork: ForkPoint | None,
+    now_ns: int,
+    first_epoch: int = 0,
 ) -> Create:
-    """A new stream, or a new life of an old name."""
+    """A new stream, or a new life of an old name.
+
+    `first_epoch` is above 0 once a disk was lost: what seems to be a new name may have been used before.
+    """
     incarnation = 0 if tombstone is None else tombstone.incarnation + 1
-    epoch = 0 if tombstone is None else tombstone.epoch + 1
+    epoch = first_epoch if tombstone is None else max(first_epoch, tombstone.epoch + 1)
     if fork is None:
         return Create(
             number,

@@ -77,6 +77,7 @@ class Log:
             where = (self.recovered.seq, self.recovered.end)
             logger.warning("journal file %d ends in a torn record at byte %d, which is dropped", *where)
         self.streams = self.recovered.streams
+        self.streams.first_epoch = int(str(self.store.db.fact("first_epoch", 0)))
         self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
         self.journal = Journal(
             self.journal_directory, limits.journal_file_bytes, self.recovered.seq, self.recovered.end
@@ -257,9 +258,9 @@ class Log:
             return False
         self._admit(None, 0 if request.initial is None else len(request.initial.body))
         fork = None if request.source is None else fork_point(self.reader, source, request, at_hand)
-        create = decide_create(
-            request, self.streams.next_number, self.streams.tombstone(request.name), fork, now_ns
-        )
+        streams = self.streams
+        tombstone = streams.tombstone(request.name)
+        create = decide_create(request, streams.next_number, tombstone, fork, now_ns, streams.first_epoch)
         transaction = Transaction(None, reply, context)
         created = transaction.add(self.streams, create)
         assert created is not None
@@ -353,7 +354,8 @@ class Log:
             return
         transaction = Transaction(None, ignore, None)
         request = CreateRequest(registry.NAME, "application/json")
-        create = decide_create(request, self.streams.next_number, None, None, self.clock.now_ns())
+        now_ns, streams = self.clock.now_ns(), self.streams
+        create = decide_create(request, streams.next_number, None, None, now_ns, streams.first_epoch)
         transaction.add(self.streams, create)
         self._submit(transaction)
 

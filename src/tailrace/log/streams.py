@@ -42,6 +42,7 @@ class Streams:
         self.changed_names: SortedDict[str, int] = SortedDict()
         self.meta: dict[str, bytes] = {}
         self.next_number = 1
+        self.first_epoch = 0  # of a name that is used for the first time, as far as anybody knows
         self.memory_bytes = 0
         self.file = 0  # journal file of what is being published
         self.closed_file = 0  # the last one in which a stream was closed

@@ -62,6 +62,11 @@ class DataDirectory:
                 f"the data directory has format {found!r}; this version knows {VERSION} and older",
             )
 
+    def become_new(self) -> None:
+        """A new identity: what holds the old one, be it a server that still runs, is somebody else."""
+        write_durably(self.path / "deployment", secrets.token_hex(8) + "\n")
+        self.deployment = self._deployment()
+
     def _deployment(self) -> str:
         file = self.path / "deployment"
         if not file.exists():
