@@ -72,7 +72,7 @@ def fault_of(error: Exception) -> Fault:
 def is_beyond_end(error: Exception) -> bool:
     """Whether the range that was asked for begins behind the object's end."""
     found = _STATUS.search(str(error))
-    return found[1] == "416" if found else "Invalid range" in str(error)
+    return found[1] == "416" if found else "Wanted range starting at" in str(error)
 
 
 _REFUSALS: Final = (

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final, Protocol, TypedDict, TypeVar, cast
+from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
 
 from tailrace.limits import Limits
 from tailrace.store.objects import (
@@ -70,9 +70,24 @@ class Bucket(Protocol):
 
 def open_remote(url: str, scheme: str, bucket: str, prefix: str, limits: Limits) -> RemoteObjects:
     """The keys, endpoint and region come from the environment, under the names each cloud's own tools use."""
-    from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
+    if scheme == "memory":
+        from obstore.store import MemoryStore
 
-    options = {
+        if prefix:
+            raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
+        store = _MEMORY.setdefault(bucket, cast("Bucket", MemoryStore()))
+    else:
+        try:
+            store = _open_cloud(scheme, bucket, prefix, limits)
+        except Exception as error:
+            raise refused(url, "", error) from error
+    return RemoteObjects(url, scheme, store, limits)
+
+
+def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Bucket:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(milliseconds=limits.object_try_ms),
             "connect_timeout": timedelta(milliseconds=min(CONNECT_MS_MAX, limits.object_try_ms)),
@@ -81,17 +96,10 @@ def open_remote(url: str, scheme: str, bucket: str, prefix: str, limits: Limits)
         "retry_config": {"max_retries": 0},
         "prefix": prefix or None,
     }
-    if scheme == "memory":
-        if prefix:
-            raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
-        store = _MEMORY.setdefault(bucket, cast("Bucket", MemoryStore()))
-    elif scheme == "s3":
-        store = S3Store(bucket, **options)  # pyright: ignore[reportArgumentType]
-    elif scheme == "gs":
-        store = GCSStore(bucket, **options)  # pyright: ignore[reportArgumentType]
-    else:
-        store = AzureStore(bucket, **options)  # pyright: ignore[reportArgumentType]
-    return RemoteObjects(url, scheme, cast("Bucket", store), limits)
+    if scheme == "az" and (account := os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")):
+        options["account_name"] = account  # the library finds it, but fails to print a store without it
+    kinds: dict[str, Callable[..., object]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    return cast("Bucket", kinds[scheme](bucket, **options))
 
 
 def _plain_http_wanted() -> bool:
@@ -116,6 +124,8 @@ class RemoteObjects:
         # Google's conditions name a generation, all others an etag.
         self._by_version = scheme == "gs"
         self._bulk_deletes = scheme == "s3"
+        # Servers that speak S3 begin behind `after`, in an order of their own. Azure's emulator does not.
+        self._sorts_own_way = scheme == "s3"
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -267,10 +277,13 @@ class RemoteObjects:
         check_prefix(prefix)
 
         async def fetch() -> list[ObjectInfo]:
+            found: list[ObjectInfo] = []
             chunks = self._store.list(prefix.rstrip("/") or None, offset=after or None, chunk_size=limit)
             async for chunk in chunks:
-                return [self._info(meta) for meta in chunk[:limit]]
-            return []
+                found += [self._info(meta) for meta in chunk if self._sorts_own_way or meta["path"] > after]
+                if len(found) >= limit:
+                    break
+            return found[:limit]
 
         return await self._read("list", prefix, self._patience(prefix), fetch)
 
