@@ -111,7 +111,7 @@ class Sealer:
         if facts is None:
             return  # removed meanwhile
         stored = await self._manifests.load(facts.stream_id)
-        if stored is not None and stored.head.deleted is None and stored.head.uploaded_through > job.sealed:
+        if stored is not None and self._is_ahead(stored.head, job):
             await self._adopt(job, stored.head, report)
             return
         snapshot = await loop.run_in_executor(self._threads, self._write, number, job.sealed)
@@ -133,6 +133,11 @@ class Sealer:
         report.generation = head.generation
         report.more = snapshot.more
         report.as_of = 0 if snapshot.more else snapshot.as_of
+
+    def _is_ahead(self, head: Head, job: Job) -> bool:
+        """Only what we recorded ourselves holds the entries we have; another owner's may be others."""
+        ours = head.fence == self._manifests.fence and head.deleted is None
+        return ours and head.uploaded_through > job.sealed
 
     async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
         added = [file.info for file, _ in snapshot.files]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.s3 import S3Server
 from tailrace.clock import FakeClock
 from tailrace.errors import TailraceError
 from tailrace.store.manifest_model import FencedError
@@ -17,10 +18,16 @@ from tailrace.store.ownership import OWNER_KEY, OwnedElsewhereError, Owner, Owne
 _NAMES = count()
 
 
-@pytest.fixture(params=["memory", "file"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
-    name = f"memory://owner-{next(_NAMES)}" if request.param == "memory" else f"file://{tmp_path}/objects"
-    return open_objects(name)
+@pytest.fixture(params=["memory", "file", "s3"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+    if request.param == "memory":
+        return open_objects(f"memory://owner-{next(_NAMES)}")
+    if request.param == "file":
+        return open_objects((tmp_path / "objects").as_uri())
+    server: S3Server = request.getfixturevalue("s3")
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    return open_objects(server.url(f"owner-{next(_NAMES)}"))
 
 
 def test_a_bucket_has_one_owner(objects: Objects) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
+from support.s3 import S3Server
 from tailrace.store.bucket import objects_under, stream_ids
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import (
@@ -32,9 +33,16 @@ STREAM = facts(0).stream_id
 PREFIX = stream_prefix(STREAM)
 
 
-@pytest.fixture(params=["memory", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"memory://manifest-{next(_NAMES)}" if request.param == "memory" else f"file://{tmp_path}/objects"
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "memory":
+        return f"memory://manifest-{next(_NAMES)}"
+    if request.param == "file":
+        return (tmp_path / "objects").as_uri()
+    server: S3Server = request.getfixturevalue("s3")
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    return server.url(f"manifest-{next(_NAMES)}")
 
 
 @asynccontextmanager
