@@ -15,7 +15,7 @@ from support.segments import STREAM_ID, Entry, entries_of, runs_of, write
 from support.server import free_port
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.store import cold
+from tailrace.store import cold, object_parts
 from tailrace.store.cold import ColdReader
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.segment_reader import Footer
@@ -277,6 +277,39 @@ def test_a_store_that_does_not_answer_is_503(stored: Stored, monkeypatch: pytest
         await reader.close()
 
     asyncio.run(read())
+
+
+def test_many_readers_that_come_and_go(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlapping pages, a cache that is too small, a tight budget, and a third of them leave early."""
+    monkeypatch.setattr(cold, "LOADING_BYTES_MAX", 400_000)
+    monkeypatch.setattr(object_parts, "FETCH_BYTES_MAX", 200_000)
+    monkeypatch.setattr(cold, "READ_AHEAD_BYTES", 300_000)
+
+    async def read(reader: ColdReader) -> None:
+        draw = random.Random(7)
+
+        async def follow(entry: int) -> None:
+            for _ in range(4):
+                if entry <= stored.info.last:
+                    entry = (await stored.rows(reader, entry, draw.choice([0, 200_000, 600_000])))[
+                        -1
+                    ].last + 1
+
+        readers = [asyncio.ensure_future(follow(draw.randint(1, 20_000))) for _ in range(60)]
+        leaving = draw.sample(readers, 20)
+        for one in leaving:
+            for _ in range(draw.randrange(20)):
+                await asyncio.sleep(0)
+            one.cancel()
+        ended = await asyncio.gather(*readers, return_exceptions=True)
+        for one, result in zip(readers, ended, strict=True):
+            assert result is None or (one in leaving and isinstance(result, asyncio.CancelledError))
+        await asyncio.gather(*reader._work._tasks)
+        assert reader._groups == {}
+        assert reader.parts._fetches == {}
+        assert reader._budget.held == reader.parts._budget.held == 0
+
+    stored.run(read, 500_000)
 
 
 # -- the cache ---------------------------------------------------------------------------------------------
