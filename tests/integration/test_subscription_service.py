@@ -15,6 +15,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import STALLED, Log
 from tailrace.log.model import Stream
+from tailrace.log.reader import Page
 from tailrace.log.transaction import Reply, Transaction, ignore
 from tailrace.settings import Settings
 from tailrace.subscriptions import agent as agent_module
@@ -318,10 +319,30 @@ def test_replies_are_not_lost_when_the_server_stops(tmp_path: Path) -> None:
     run(tmp_path, act)
 
 
+def test_stopping_while_a_link_is_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(world: World) -> None:
+        agent = await world.subscribe(pull())
+        real = world.service.save
+
+        def save(records: Any, done: Callable[[TailraceError | None], None]) -> None:
+            real(records, done)
+            agent.close(TailraceError("unavailable", "the server is stopping"))
+
+        monkeypatch.setattr(world.service, "save", save)
+        await world.create("events/a", 1)
+        await world.until(lambda: "events/a" in agent.sub.links)
+
+    run(tmp_path, act)
+    assert [record.message for record in caplog.records] == []
+
+
 def generations(world: World) -> list[int]:
     """What the wake stream says."""
     stream = world.log.existing("wake")
-    page = world.log.reader.read_now(stream, 0, 1 << 20, 10_000)
+    page = world.log.reader.try_read(stream, 0, 1 << 20, 10_000, None)
+    assert isinstance(page, Page), "it is all in memory"
     return [event["generation"] for event in orjson.loads(b"[" + b",".join(page.parts) + b"]")]
 
 

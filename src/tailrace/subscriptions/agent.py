@@ -189,7 +189,7 @@ class Agent:
             return Step(tuple(changes))
 
         def settled(_: Step, error: TailraceError | None) -> None:
-            if error is None:
+            if error is None and not self.closed:
                 for _path in batch:
                     self._events.popleft()
 
