@@ -81,6 +81,7 @@ _REFUSALS: Final = (
     NotSupportedError,
     InvalidPathError,
     UnknownConfigurationKeyError,
+    RuntimeError,  # what the library raises for a condition that a store does not know
     ValueError,
     TypeError,
 )
