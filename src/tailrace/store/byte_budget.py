@@ -16,10 +16,14 @@ class ByteBudget:
         self.held = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes could be held at once, without waiting."""
+        return not self._waiting and self.held + size <= self.bytes_max
+
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncGenerator[None]:
         size = min(size, self.bytes_max)
-        if self._waiting or self.held + size > self.bytes_max:
+        if not self.has_room(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))
             try:

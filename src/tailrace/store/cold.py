@@ -56,6 +56,10 @@ class _Segment(NamedTuple):
     source: str
     footer: Footer
 
+    def part(self, index: int) -> Part:
+        group = self.footer.group(index)
+        return Part(self.source, group.start, group.stop)
+
 
 class ColdReader:
     def __init__(
@@ -201,13 +205,14 @@ class ColdReader:
     async def _load_stretch(self, whole: _Stretch) -> list[SegmentRows]:
         """What is cached is read and decoded from there; a gap between cached parts is one ranged get."""
         await self.parts.opened()
+        self._read_ahead(whole)
         loaded: list[SegmentRows] = []
         while len(loaded) < len(whole.indices):
             cached, stretch = self._next(whole, len(loaded))
             rows = None if cached is None else await self._from_cache(cached, stretch)
             if rows is None:
                 self.counts.misses += 1
-                raw = await self.parts.fetch(whole.segment.key, stretch.part, self._ahead(stretch))
+                raw = await self.parts.fetch(whole.segment.key, stretch.part)
                 rows = await self._work.on_thread(stretch.decode, raw)
             loaded += rows
         self.counts.decoded_groups += len(loaded)
@@ -241,24 +246,22 @@ class ColdReader:
         await self.parts.drop(cached)
         return None
 
-    def _ahead(self, stretch: _Stretch) -> int:
-        """Where a fetch ends: further than asked, if the reader has come from the row group before."""
+    def _read_ahead(self, stretch: _Stretch) -> None:
+        """If the reader has come from the row group before, it will want what comes behind these."""
         segment, parts = stretch.segment, self.parts
-        footer, first, last = segment.footer, stretch.indices[0], stretch.indices[-1]
-        stop = stretch.part.stop
-        if parts.cache is None:
-            return stop
-        if first > 0:
-            before = footer.group(first - 1)
-            if parts.find(segment.source, before.start, before.stop) is None:
-                return stop
-        for index in range(last + 1, footer.count):
-            group = footer.group(index)
-            too_far = group.stop - stretch.part.start > READ_AHEAD_BYTES
-            if too_far or parts.find(segment.source, group.start, group.stop) is not None:
+        footer, first, following = segment.footer, stretch.indices[0], stretch.indices[-1] + 1
+        if parts.cache is None or following == footer.count:
+            return
+        if first > 0 and not parts.is_near(segment.part(first - 1)):
+            return
+        start = stop = stretch.part.stop
+        for index in range(following, footer.count):
+            part = segment.part(index)
+            if part.stop - start > READ_AHEAD_BYTES or parts.is_near(part):
                 break
-            stop = group.stop
-        return stop
+            stop = part.stop
+        if stop > start:
+            parts.fetch_ahead(segment.key, Part(segment.source, start, stop))
 
 
 class _Stretch(NamedTuple):

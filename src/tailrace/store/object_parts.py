@@ -109,20 +109,33 @@ class ObjectParts:
     def find(self, source: str, start: int, stop: int) -> Part | None:
         return None if self.cache is None else self.cache.find(source, start, stop)
 
-    async def fetch(self, key: str, wanted: Part, stop_ahead: int) -> memoryview:
-        """The wanted bytes, by a ranged get up to `stop_ahead`, or by the one that somebody has under way."""
-        under_way = self._fetches.setdefault(wanted.source, [])
-        for fetch in under_way:
-            if fetch.part.start <= wanted.start and wanted.stop <= fetch.part.stop:
-                break
-        else:
-            part = wanted._replace(stop=stop_ahead)
-            fetch = _Fetch(part, self._work.loop.create_future())
-            under_way.append(fetch)
-            self._work.start(self._get(key, fetch))
+    def is_near(self, wanted: Part) -> bool:
+        """Whether the bytes are in the cache or on their way."""
+        return self.find(*wanted) is not None or self._under_way(wanted) is not None
+
+    async def fetch(self, key: str, wanted: Part) -> memoryview:
+        """The wanted bytes, by a ranged get, or by the one that somebody has under way."""
+        fetch = self._under_way(wanted) or self._start(key, wanted)
         data = await asyncio.shield(fetch.data)
         begin = wanted.start - fetch.part.start
         return memoryview(data)[begin : begin + wanted.size]
+
+    def fetch_ahead(self, key: str, part: Part) -> None:
+        """Get bytes into the cache that somebody will probably want; not while others wait for theirs."""
+        if self.cache is not None and self._budget.has_room(part.size):
+            self._start(key, part)
+
+    def _under_way(self, wanted: Part) -> _Fetch | None:
+        for fetch in self._fetches.get(wanted.source, ()):
+            if fetch.part.start <= wanted.start and wanted.stop <= fetch.part.stop:
+                return fetch
+        return None
+
+    def _start(self, key: str, part: Part) -> _Fetch:
+        fetch = _Fetch(part, self._work.loop.create_future())
+        self._fetches.setdefault(part.source, []).append(fetch)
+        self._work.start(self._get(key, fetch))
+        return fetch
 
     async def read(self, part: Part, wanted: Part) -> bytes | None:
         """Bytes of a cached part; None if its file is gone."""
