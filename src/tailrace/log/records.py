@@ -139,11 +139,12 @@ class Trim(msgspec.Struct, array_like=True):
 
 
 class Recorded(msgspec.Struct, array_like=True):
-    """Manifests that now say what the hot store said after `as_of_file`, and graves that are closed."""
+    """Manifests that now say what the hot store said after `as_of_file`, and what was deleted as of it."""
 
     as_of_file: int
     heads: list[tuple[int, int]]  # stream, generation
-    buried: list[int]
+    buried: list[int]  # streams of which nothing is left
+    trimmed: list[int] = []  # streams of which nothing is left that retention took away
 
 
 Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded
@@ -190,6 +191,16 @@ def decode(payload: bytes) -> Iterator[Op]:
         yield _DECODERS[kind].decode(payload[position : position + length])
         position += length
     assert position == len(payload), "record ends inside an operation"
+
+
+def decode_plain_append(payload: bytes) -> Append | None:
+    """The operation of a record that is one entry and nothing else, as most are; None for any other."""
+    if payload[0] != APPEND or payload[1] or len(payload) < APPEND_HEAD_BYTES:
+        return None
+    _, _, stream, first, time_ns, count, body_bytes = _APPEND_HEAD.unpack_from(payload)
+    if len(payload) != APPEND_HEAD_BYTES + body_bytes:
+        return None
+    return Append(stream, first, count, payload[APPEND_HEAD_BYTES:], None, time_ns)
 
 
 def _decode_append(payload: bytes, position: int) -> tuple[Append, int]:

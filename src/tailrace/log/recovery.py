@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path
-from tailrace.log.records import UNREADABLE, decode
+from tailrace.log.records import UNREADABLE, decode, decode_plain_append
 from tailrace.log.streams import Streams
 
 
@@ -71,5 +71,13 @@ def sync_tail(directory: Path, replayed: Replayed) -> None:
 
 def apply_record(streams: Streams, payload: bytes) -> None:
     """Both halves of `apply`, one after the other: what is in the journal is durable."""
-    for op in decode(payload):
-        streams.publish(op, streams.assign(op))
+    plain = decode_plain_append(payload)
+    if plain is None:
+        for op in decode(payload):
+            streams.publish(op, streams.assign(op))
+        return
+    stream = streams.get(plain.stream)
+    assert stream is not None
+    streams.assign_append(plain, stream)
+    if not stream.removed:
+        streams.publish_append(plain, stream)

@@ -37,6 +37,7 @@ class Journal:
         self.on_prepared: Callable[[], None] | None = None
         self._next: Path | None = None
         self._preparing = False
+        self._hurry = threading.Event()  # somebody waits for the file that is being prepared
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None  # why a file that somebody waits for could not be prepared
         for _, path in list_files(directory):
@@ -55,6 +56,7 @@ class Journal:
         Takes as long as the disk does; while writes are refused it may run on any thread.
         """
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
             self._thread = None
         if self._next is not None:
@@ -112,6 +114,7 @@ class Journal:
     def _is_ready(self, needed: int) -> bool:
         """Whether the next file is there and large enough; if not, it soon will be."""
         if self._preparing:
+            self._hurry.set()
             return False
         if self._error is not None:
             error, self._error = self._error, None
@@ -142,7 +145,7 @@ class Journal:
 
         def work() -> None:
             try:
-                self._next = prepare_file(self.directory, seq, size, zero=in_advance)
+                self._next = prepare_file(self.directory, seq, size, zero=in_advance, hurry=self._hurry)
             except OSError as error:
                 # Nobody waits for a file made in advance: it is tried again when somebody does.
                 self._error = None if in_advance else error
@@ -151,5 +154,6 @@ class Journal:
                 self.on_prepared()
 
         self._preparing = True
+        self._hurry.clear()
         self._thread = threading.Thread(target=work, name="journal-prepare", daemon=True)
         self._thread.start()

@@ -17,16 +17,18 @@ from array import array
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.log.image import StoredStreams, decode_block, encode_block, encode_stream, encode_tombstone
+from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
 from tailrace.log.records import decode
 from tailrace.log.streams import Streams
-from tailrace.protocol.durations import INSTANT_NS_MAX
+from tailrace.store.hot import HotDb
 from tailrace.tier.cold_changes import ColdChanges
+from tailrace.tier.stored import put_due, put_stream
 
 BLOCK_BYTES = 256 * 1024
 MERGE_BELOW_BYTES = 64 * 1024
+IMAGES_AT_ONCE = 1000
 
 
 def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, tombstone_ns: int) -> None:
@@ -45,6 +47,8 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         if header is None or header.previous_seq > done:
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
         db.cold.create()
+        if db.trims.create():
+            write_book_of_forks(db)
         streams = Streams(store)
         streams.next_number = int(str(db.fact("next_number", 1)))
         before = db.meta()
@@ -89,19 +93,23 @@ def write_streams(store: StoredStreams, streams: Streams, cold: ColdChanges) -> 
         write_blocks(store, stream)
         for producer_id, producer in (stream.producers or {}).items():
             db.put_producer(stream.number, producer_id, producer.epoch, producer.seq)
-        db.put_stream(
-            stream.number, stream.name, stream.gone, stored_deadline_ns(stream), encode_stream(stream)
-        )
+        put_stream(db, stream)
+    cold.trim(db)
+    for stream in streams.touched.get(streams.file, ()):
+        if not stream.removed:
+            put_due(db, stream)
 
 
-def stored_deadline_ns(stream: Stream) -> int | None:
-    """When the sweep of the hot store may look at the stream; errs towards later."""
-    if stream.gone:
-        return None
-    deadline_ns = stream.deadline_ns()
-    if deadline_ns is not None and stream.lifetime.ttl_s is not None:
-        deadline_ns += stream.lifetime.ttl_s * 100_000_000
-    return None if deadline_ns is None else min(deadline_ns, INSTANT_NS_MAX)
+def write_book_of_forks(db: HotDb) -> None:
+    """Once, in a store that was made before there was such a book."""
+    name = ""
+    while found := db.images_after(name, "", IMAGES_AT_ONCE):
+        name = found[-1][0]
+        for _, image in found:
+            stream = decode_stream(image)
+            if stream.parent:
+                put_stream(db, stream)
+            put_due(db, stream)
 
 
 def write_blocks(store: StoredStreams, stream: Stream) -> None:
@@ -166,7 +174,7 @@ def say(line: str) -> None:
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
-    os.nice(5)
+    os.nice(10)
     failpoints.in_child()
     store: StoredStreams | None = None
     lines: list[str] = []
