@@ -115,7 +115,7 @@ def test_inspect_manifest_shows_what_is_recorded(data_dir: Path) -> None:
     done = tailrace("inspect", "manifest", "orders", "--data-dir", str(data_dir), "--segments")
     assert done.code == 0, done.err
     head = _head(data_dir, "orders")
-    assert f"stream_id         {head.stream_id}" in done.out
+    assert f"stream_id         {head.stream_id}\n" in done.out
     assert done.out.count("segment  key=segments/") == 5
     described, *segments = tailrace(
         "inspect", "manifest", head.stream_id, "--data-dir", str(data_dir), "--segments", "--json"

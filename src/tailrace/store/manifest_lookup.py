@@ -10,7 +10,7 @@ import msgspec
 
 from tailrace.store.bucket import stream_ids
 from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Head
+from tailrace.store.manifest_model import Head, encode
 from tailrace.store.segments import stream_id
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def find_heads(objects: Objects, name_or_id: str) -> list[Head]:
 
 def describe_head(head: Head, producers: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """Everything the head says, with its lists counted instead of printed: they may be long."""
-    described: dict[str, Any] = msgspec.to_builtins(head)
+    described: dict[str, Any] = msgspec.json.decode(encode(head))
     del described["segments"]
     described["pages"] = [msgspec.structs.asdict(page) for page in head.pages]
     return described | {

@@ -1,0 +1,50 @@
+"""Two servers on one bucket: the second is refused, or it takes over and the first changes nothing more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import StartServer
+from support.cli import Finished, tailrace
+from support.server import ServerFailedError, ServerProcess
+from tailrace.store.segments import stream_id, stream_prefix
+
+
+def _try(server: ServerProcess, *args: str) -> Finished:
+    return tailrace(*args, env={"TAILRACE_ENDPOINT": server.base_url})
+
+
+def _on(server: ServerProcess, *args: str) -> str:
+    done = _try(server, *args)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def test_the_second_server_is_refused_or_fences_the_first(start_server: StartServer, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    store = ("--object-store", bucket.as_uri())
+    first = start_server(*store)
+    _on(first, "append", "orders", "1", "2", "3", "--create")
+    _on(first, "seal")
+    with pytest.raises(ServerFailedError, match="belongs to deployment"):
+        start_server(*store)
+
+    second = start_server(*store, "--bootstrap")
+    head = bucket / stream_prefix(stream_id("orders", 0)) / "manifest.json"
+    adopted = head.read_bytes()
+    assert json.loads(adopted)["fence"] == 2
+    # The first may still take an entry before it notices, but it cannot seal it.
+    _try(first, "append", "orders", "4")
+    assert _try(first, "seal").code != 0
+    assert _try(first, "append", "orders", "5").code != 0
+    assert head.read_bytes() == adopted
+
+    assert _on(second, "read", "orders") == "1\n2\n3\n"
+    _on(second, "append", "orders", "6")
+    _on(second, "seal")
+    assert _on(second, "read", "orders") == "1\n2\n3\n6\n"
+    done = tailrace("verify", *store)
+    assert (done.code, done.out.endswith("no findings\n")) == (0, True), done.out
