@@ -125,7 +125,6 @@ def _with_segments(change: Callable[[tuple[SegmentInfo, ...]], tuple[SegmentInfo
         (_with(uploaded_through=120), "segments end at 80"),
         (_with(tail=90), "not uploaded"),
         (_with(name="other"), "do not give its stream id"),
-        (_with(earliest=10), "only entries that were trimmed"),
         (_with_segments(lambda segments: segments[1:]), "the segment before ends at 60"),
         (_with_segments(lambda segments: (*segments, segments[-1])), "the segment before ends at 80"),
         (_with_segments(lambda segments: (*segments[:-1], segment(71, 80))), "it is not there"),
@@ -151,3 +150,12 @@ def test_damage_is_found(tmp_path: Path, damage: Damage, problem: str) -> None:
 
 def _matches(pattern: str, text: str) -> bool:
     return any(part in text for part in pattern.split("|"))
+
+
+def test_what_forks_keep_of_trimmed_entries_is_no_finding(tmp_path: Path) -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        await fill(objects, manifests, tmp_path, "orders", 8)
+        await manifests.retain(named("orders", 0).stream_id, 55, [(10, 12), (30, 40)])
+
+    seen, findings = verify(work)
+    assert (seen.segments, findings) == (5, [])

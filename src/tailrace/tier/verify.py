@@ -127,10 +127,8 @@ class Verifier:
             problem = "its rows or times are recorded wrongly"
         elif info.epoch > head.epoch:
             problem = f"its epoch {info.epoch} is above the stream's {head.epoch}"
-        elif info.last <= head.earliest and not head.forks:
-            problem = "it holds only entries that were trimmed"
         elif previous is None or previous.last <= head.earliest:
-            # Behind what was trimmed. Of that, forks may still need some parts and not others.
+            # Of what was trimmed, forks need some parts and not others; it goes some time after they did.
             begin = max(head.earliest, head.fork_entry) + 1
             if info.first > begin:
                 problem = f"entries {begin} to {info.first - 1} are missing"
