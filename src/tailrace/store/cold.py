@@ -276,14 +276,9 @@ class _Stretch(NamedTuple):
         return Part(self.segment.source, self.groups[0].start, self.groups[-1].stop)
 
     def decode(self, raw: bytes | memoryview) -> list[SegmentRows]:
-        from tailrace.store.segment_reader import read_row_group
+        from tailrace.store.segment_reader import read_row_groups
 
-        view = memoryview(raw)
-        start = self.groups[0].start
-        return [
-            read_row_group(self.segment.footer, index, view[group.start - start : group.stop - start])
-            for index, group in zip(self.indices, self.groups, strict=True)
-        ]
+        return read_row_groups(self.segment.footer, self.indices, raw)
 
 
 def _kept(end: bytes, size: int) -> bytes | int:

@@ -7,6 +7,7 @@ are compared before the library sees anything.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -180,21 +181,34 @@ def _in_filter(bits: memoryview, hashed: int) -> bool:
 
 def read_row_group(footer: Footer, index: int, raw: bytes | memoryview) -> SegmentRows:
     """The rows of one row group. `raw` is its bytes of the file, from `start` to `stop`."""
-    group = footer.group(index)
-    if len(raw) != group.stop - group.start or xxhash.xxh3_64_hexdigest(raw) != footer.digest(index):
-        raise CorruptSegmentError(f"row group {index} does not have its checksum")
+    return read_row_groups(footer, [index], raw)[0]
+
+
+def read_row_groups(footer: Footer, indices: Sequence[int], raw: bytes | memoryview) -> list[SegmentRows]:
+    """The rows of adjacent row groups, by row group. `raw` is all of their bytes."""
+    groups = [footer.group(index) for index in indices]
+    start, stop = groups[0].start, groups[-1].stop
+    view = memoryview(raw)
+    for index, group in zip(indices, groups, strict=True):
+        own = view[group.start - start : group.stop - start]
+        if len(view) != stop - start or xxhash.xxh3_64_hexdigest(own) != footer.digest(index):
+            raise CorruptSegmentError(f"row group {index} does not have its checksum")
     try:
         file = pq.ParquetFile(
-            _Window(raw, group.start, footer.size),
+            _Window(raw, start, footer.size),
             metadata=footer.metadata,
             read_dictionary=["key"],
             pre_buffer=False,
         )
-        columns = _READ if footer.has_keys(index) else _READ[:3]
-        table = file.read_row_group(index, columns=columns, use_threads=False)
+        tables = [
+            file.read_row_group(
+                index, columns=_READ if footer.has_keys(index) else _READ[:3], use_threads=False
+            )
+            for index in indices
+        ]
     except (pa.ArrowException, OSError) as error:
-        raise CorruptSegmentError(f"row group {index} cannot be decoded: {error}") from error
-    return _rows(table, group.first, footer.json)
+        raise CorruptSegmentError(f"row groups from {indices[0]} cannot be decoded: {error}") from error
+    return [_rows(table, group.first, footer.json) for table, group in zip(tables, groups, strict=True)]
 
 
 class _Window:
