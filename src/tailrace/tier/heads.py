@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tailrace.tier.seal import Sealing
 
 PAGE_COUNT = 64
-PAUSE_S = 5.0
+PAUSE_S_MIN = 2.0
+PAUSE_S_MAX = 300.0
 # Recorded in the journal and not yet in the hot store; more have to wait for a checkpoint.
 REMEMBERED_MAX = 65_536
 
@@ -26,6 +27,7 @@ class Heads:
         self._sealing = sealing
         self._wanted = True
         self._running = False
+        self._pause_s = PAUSE_S_MIN
         self._recorded: dict[int, int] = {}  # stream to the journal file its manifest speaks for
         self._buried: set[int] = set()
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
@@ -33,6 +35,11 @@ class Heads:
     @property
     def pending(self) -> bool:
         return self._wanted or self._running
+
+    @property
+    def unfolded(self) -> bool:
+        """Whether the hot store still lists graves that are closed."""
+        return bool(self._buried)
 
     def checkpointed(self, seq: int) -> None:
         for file in [file for file in self._noted if file <= seq]:
@@ -55,8 +62,11 @@ class Heads:
             done = False
         finally:
             self._running = False
-        if not done:
-            self._sealing.call_later(PAUSE_S, self._want)
+        if done:
+            self._pause_s = PAUSE_S_MIN
+        else:
+            self._sealing.call_later(self._pause_s, self._want)
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
 
     def _want(self) -> None:
         self._wanted = True
