@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.manifests import facts, segment
+from support.turns import Turns, interleave
 from tailrace.store.manifest import Manifests, Stored
 from tailrace.store.manifest_model import FencedError, Head, ManifestConflictError, decode
 from tailrace.store.objects import ObjectExistsError, Objects, open_objects
@@ -25,39 +25,6 @@ Step = tuple[str, int]
 STEPS = st.lists(
     st.tuples(st.sampled_from(["publish", "publish", "publish", "retain"]), st.integers(1, 4)), max_size=6
 )
-
-
-class Turns:
-    """Lets one operation of one writer through at a time; who is next is for the test to say."""
-
-    def __init__(self, objects: Objects, heads: list[Head]) -> None:
-        self._objects = objects
-        self._heads = heads
-        self._may_go = asyncio.Semaphore(0)
-        self.parked = asyncio.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._objects, name)
-        if not asyncio.iscoroutinefunction(operation):
-            return operation
-
-        async def in_turn(*args: Any) -> Any:
-            self.parked.set()
-            await self._may_go.acquire()
-            answer = await operation(*args)
-            if name == "replace" and args[0] == PREFIX + "manifest.json":
-                self._heads.append(decode(args[1], Head, STREAM, "manifest.json"))
-            return answer
-
-        return in_turn
-
-    async def let_go(self, task: asyncio.Task[None]) -> None:
-        """One operation, and everything its writer does up to the next."""
-        self.parked.clear()
-        self._may_go.release()
-        parked = asyncio.ensure_future(self.parked.wait())
-        await asyncio.wait([parked, task], return_when=asyncio.FIRST_COMPLETED)
-        parked.cancel()
 
 
 class Writer:
@@ -112,19 +79,6 @@ class Writer:
             self.trimmed = max(self.trimmed, head.earliest)
 
 
-async def _interleave(data: st.DataObject, runs: Sequence[tuple[Turns, Coroutine[Any, Any, None]]]) -> None:
-    tasks = [(turns, asyncio.ensure_future(run)) for turns, run in runs]
-    for turns, task in tasks:
-        parked = asyncio.ensure_future(turns.parked.wait())
-        await asyncio.wait([parked, task], return_when=asyncio.FIRST_COMPLETED)
-        parked.cancel()
-    while running := [(turns, task) for turns, task in tasks if not task.done()]:
-        turns, task = data.draw(st.sampled_from(running)) if len(running) > 1 else running[0]
-        await turns.let_go(task)
-    for _turns, task in tasks:
-        task.result()
-
-
 def _check_history(heads: list[Head]) -> None:
     generation = through = earliest = fence = 0
     for head in heads:
@@ -158,7 +112,12 @@ async def _check_bucket(objects: Objects, recorded: list[SegmentInfo], trimmed: 
 async def _race(data: st.DataObject, first: list[Step], second: list[Step], *, take_over: bool) -> None:
     objects = open_objects(f"memory://races-{next(_NAMES)}")
     heads: list[Head] = []
-    turns = [Turns(objects, heads), Turns(objects, heads)]
+
+    def note(operation: str, args: tuple[Any, ...]) -> None:
+        if operation == "replace" and args[0] == PREFIX + "manifest.json":
+            heads.append(decode(args[1], Head, STREAM, "manifest.json"))
+
+    turns = [Turns(objects, note), Turns(objects, note)]
     writers = [Writer(turns[0], "a", first), Writer(turns[1], "b", second)]
     runs = [
         (turns[0], writers[0].run(take_over=False)),
@@ -166,7 +125,7 @@ async def _race(data: st.DataObject, first: list[Step], second: list[Step], *, t
     ]
     try:
         await Ownership(objects).claim("a")
-        await _interleave(data, runs)
+        await interleave(data, runs)
         _check_history(heads)
         recorded = [info for writer in writers for info in writer.recorded]
         await _check_bucket(objects, recorded, max(writer.trimmed for writer in writers))
