@@ -12,7 +12,7 @@ from tailrace.store.objects import Objects
 
 
 class Turns:
-    """The store as one user sees it: each operation waits for its turn. `done` hears of those that succeed."""
+    """The store as one user sees it: each operation waits for its turn. `done` hears of what succeeds."""
 
     def __init__(self, objects: Objects, done: Callable[[str, tuple[Any, ...]], None] | None = None) -> None:
         self._objects = objects
