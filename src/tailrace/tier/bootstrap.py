@@ -124,6 +124,7 @@ class Bootstrap:
         self.restored = restored
         self._thread = ThreadPoolExecutor(1, "bootstrap")
         self._writing = asyncio.Lock()
+        self._damaged: set[str] = set()
         self._outcomes: list[Outcome] = []
         self._segments: list[tuple[int, SegmentInfo]] = []
 
@@ -213,7 +214,9 @@ class Bootstrap:
         try:
             stored = await self._manifests.load(found_id)
         except ManifestError as error:
-            self.restored.problem(str(error))
+            if found_id not in self._damaged:
+                self._damaged.add(found_id)
+                self.restored.problem(str(error))
             return None
         if stored is None:
             return None  # segments without a manifest are garbage

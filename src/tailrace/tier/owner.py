@@ -46,7 +46,9 @@ class Owner:
             raise TailraceError(
                 "unavailable",
                 f"the object store {self._url} belongs to deployment {error.owner.deployment}; give this "
-                "server another bucket or prefix, or stop the other one and start this one with --take-over",
+                "server another bucket or prefix. If the disk of the other one is lost, start this one with "
+                "--bootstrap to get its streams back; else stop the other one and start this one with "
+                "--take-over",
             ) from error
         except (TimeoutError, ObjectsError, OSError) as error:
             self.failure = str(error) or "no answer"

@@ -1,0 +1,283 @@
+"""A server whose disk is lost gets everything that was sealed back from the object store."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import StartServer
+from support.calls import Caller, eventually
+from support.loss import BYTES, ENV, JSON, TEXT, World, bootstrap, destroy, look, post, producing, put, seal
+from support.s3 import S3Server
+from support.server import ServerProcess
+
+
+class Lost:
+    """A bucket whose server is gone, and what was in it. Copied for each test, so that none sees another."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bucket = directory / "bucket"
+        server = ServerProcess(
+            directory / "data", args=("--object-store", self.bucket.as_uri()), env=ENV
+        ).start()
+        call = Caller(server)
+        self.world = World()
+        self.world.build(call)
+        self.world.lose(call)
+        destroy(server)
+
+    def copy(self, to: Path) -> str:
+        shutil.copytree(self.bucket, to)
+        return to.as_uri()
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
+    return Lost(tmp_path_factory.mktemp("lost"))
+
+
+@pytest.fixture
+def running() -> Iterator[list[ServerProcess]]:
+    """Servers that are ended after the test."""
+    servers: list[ServerProcess] = []
+    yield servers
+    for server in servers:
+        if server.running:
+            server.stop()
+
+
+def check_goes_on(world: World, call: Caller) -> None:
+    """Everything is there, lost offsets are gone, and streams take new entries."""
+    world.check(call)
+    # Producers are where they were: repeats are duplicates, the next one is taken.
+    for who, epoch, seq in (("one", 2, 2), ("one", 2, 0), ("two", 0, 0)):
+        repeated = call("POST", "produced", b"[0]", headers=producing(who, epoch, seq))
+        assert repeated.status == 204
+    assert call("POST", "produced", b"[0]", headers=producing("one", 1, 0)).status == 403
+    assert call("POST", "produced", b"[0]", headers=producing("one", 2, 4)).status == 409
+    again = {**producing("closer", 0, 0), "Stream-Closed": "true"}
+    assert call("POST", "closed/by", b"[1]", headers=again).status == 204
+    assert call("POST", "closed", b"more", headers=TEXT).status == 409
+    assert call("POST", "seq", b"1", headers={**JSON, "Stream-Seq": "a"}).status == 409
+    assert [entry % 3 for entry in call("GET", "keyed?key=key-1").body] == [1] * 30
+    assert call("GET", "deleted").status == 404
+    assert call("DELETE", "deleted").status == 204
+    assert call("GET", "source/gone").status == 410
+    assert call("PUT", "source/gone", headers=TEXT).status == 409
+    assert call("PUT", "fork", headers={"Stream-Forked-From": "/v1/stream/json"}).status == 200
+    world.check_lost(call)
+
+
+def remember(world: World, call: Caller) -> World:
+    """What there is now, sealed."""
+    seal(call)
+    after = World()
+    after.seen = {row["name"]: look(call, row["name"]) for row in call("GET", "/v1/streams?limit=1000").body}
+    after.lose(call, "never/recorded/either")
+    for name, offsets in world.lost.items():
+        after.lost[name] = offsets + after.lost.get(name, [])
+    return after
+
+
+def test_everything_sealed_comes_back_and_goes_on(
+    lost: Lost, tmp_path: Path, running: list[ServerProcess]
+) -> None:
+    url = lost.copy(tmp_path / "bucket")
+    server = bootstrap(tmp_path / "first", url).start()
+    running.append(server)
+    call = Caller(server)
+    check_goes_on(lost.world, call)
+    metrics = call("GET", "/metrics").raw.decode()
+    assert re.search(r"tailrace_bootstraps_total 1\.0", metrics)
+    assert re.search(r"tailrace_bootstrap_problems 0\.0", metrics)
+    assert "restored 22 streams (5 of them forks)" in server.log  # the registry and a source that is gone
+    # It is a server like any other: it restarts, and what it was asked for once is not done again.
+    server.args = ("--object-store", url)
+    seen = remember(lost.world, call)
+    server.restart(kill=True)
+    assert [row["name"] for row in Caller(server)("GET", "/v1/streams?limit=1000").body] == sorted(
+        {*seen.seen, "never/recorded/either"}
+    )
+    # A second loss is not confused with the first.
+    destroy(server)
+    second = bootstrap(tmp_path / "second", url).start()
+    running.append(second)
+    seen.check(Caller(second))
+    seen.check_lost(Caller(second))
+
+
+def test_the_same_from_a_real_bucket(
+    s3: S3Server, tmp_path: Path, start_server: StartServer, running: list[ServerProcess]
+) -> None:
+    url, env = s3.url("bootstrap"), {**ENV, **s3.env()}
+    first = start_server("--object-store", url, env=env)
+    world = World()
+    world.build(Caller(first))
+    world.lose(Caller(first))
+    destroy(first)
+    server = bootstrap(tmp_path / "again", url, s3.env()).start()
+    running.append(server)
+    check_goes_on(world, Caller(server))
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "after_claim",
+        "after_list",
+        "after_take:1",
+        "after_take:9",
+        "after_batch:2",
+        "before_rename",
+        "after_rename",
+    ],
+)
+def test_killed_anywhere_it_begins_again(
+    lost: Lost, tmp_path: Path, running: list[ServerProcess], moment: str
+) -> None:
+    url = lost.copy(tmp_path / "bucket")
+    server = bootstrap(tmp_path / "data", url, {"TAILRACE_FAILPOINT": f"bootstrap.{moment}"})
+    server.start(ready=False)
+    assert server.wait_exit() == 137
+    server.env.pop("TAILRACE_FAILPOINT")
+    server.start()
+    running.append(server)
+    assert not (server.data_dir / "bootstrap").exists() or moment == "after_rename"
+    lost.world.check(Caller(server))
+    lost.world.check_lost(Caller(server))
+
+
+def test_a_directory_with_streams_is_left_alone(
+    lost: Lost, tmp_path: Path, start_server: StartServer
+) -> None:
+    url = lost.copy(tmp_path / "bucket")
+    server = start_server("--object-store", (tmp_path / "other").as_uri())
+    put(Caller(server), "mine", JSON, b"[1]")
+    server.stop()
+    refused = bootstrap(server.data_dir, url)
+    refused.start(ready=False)
+    assert refused.wait_exit() == 1
+    assert "needs a data directory without streams" in refused.log
+    server.start()
+    assert Caller(server)("GET", "mine").body == [1]
+
+
+def test_a_start_by_mistake_does_not_stand_in_the_way(
+    lost: Lost, tmp_path: Path, running: list[ServerProcess]
+) -> None:
+    url = lost.copy(tmp_path / "bucket")
+    server = ServerProcess(tmp_path / "data", args=("--object-store", url), env=ENV)
+    server.start(ready=False)
+    assert server.wait_exit() == 1
+    assert "--bootstrap" in server.log
+    again = bootstrap(tmp_path / "data", url).start()
+    running.append(again)
+    lost.world.check(Caller(again))
+
+
+def test_the_server_before_can_change_nothing_any_more(
+    tmp_path: Path, start_server: StartServer, running: list[ServerProcess]
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    env = {**ENV, "TAILRACE_SEAL_INTERVAL_MS": "100"}
+    old = start_server("--object-store", url, env=env)
+    before = Caller(old)
+    put(before, "shared", JSON, b"[1,2]")
+    seal(before)
+    post(before, "shared", b"[0]", JSON)
+    new = bootstrap(tmp_path / "new", url, {"TAILRACE_BOOTSTRAP_SETTLE_MS": "8000"}).start()
+    running.append(new)
+    call = Caller(new)
+    assert call("GET", "shared").body == [1, 2]
+    post(call, "shared", b"[3]", JSON)
+    seal(call)
+    seen = look(call, "shared")
+    # The old one notices within a moment, takes nothing in, and what it still has to seal stays with it.
+    refused = eventually(
+        lambda: before("POST", "shared", b"[4]", headers=JSON), lambda answer: answer.status == 503
+    )
+    assert refused.code == "unavailable"
+    assert before("POST", "/v1/server/_seal").status == 503
+    assert before("GET", "shared").status == 200
+    assert look(call, "shared") == seen
+    post(call, "shared", b"[5]", JSON)
+    put(call, "other", JSON, b"[6]")
+    seal(call)
+    assert call("GET", "shared").body == [1, 2, 3, 5]
+    destroy(new)
+    third = bootstrap(tmp_path / "third", url).start()
+    running.append(third)
+    assert Caller(third)("GET", "shared").body == [1, 2, 3, 5]
+    assert Caller(third)("GET", "other").body == [6]
+
+
+def test_what_cannot_be_restored_is_told_and_the_rest_is_there(
+    tmp_path: Path, start_server: StartServer, running: list[ServerProcess]
+) -> None:
+    bucket = tmp_path / "bucket"
+    server = start_server("--object-store", bucket.as_uri(), env=ENV)
+    call = Caller(server)
+    for name in ("broken", "source", "whole"):
+        put(call, name, BYTES, name.encode())
+    put(call, "fork", {**BYTES, "Stream-Forked-From": "/v1/stream/source"}, b" and more")
+    seal(call)
+    destroy(server)
+    for head in bucket.glob("streams/*/*/manifest.json"):
+        name = json.loads(head.read_bytes())["name"]
+        if name == "broken":
+            head.write_bytes(head.read_bytes()[:50])
+        if name == "source":
+            head.unlink()
+    again = bootstrap(tmp_path / "again", bucket.as_uri()).start()
+    running.append(again)
+    call = Caller(again)
+    assert call("GET", "whole").raw == b"whole"
+    assert call("GET", "fork").raw == b" and more"
+    assert call("GET", f"fork?offset={'0' * 26}").status == 410
+    assert call("GET", "broken").status == 404
+    assert "its source source is missing" in again.log
+    assert "2 could not be restored as they were" in again.log
+    post(call, "fork", b" and new", BYTES)
+    seal(call)
+    assert call("GET", "fork").raw == b" and more and new"
+
+
+def test_forks_of_what_was_not_sealed_show_what_there_is(
+    tmp_path: Path, start_server: StartServer, running: list[ServerProcess]
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    server = start_server("--object-store", url, env=ENV)
+    call = Caller(server)
+    put(call, "source", JSON, b"[1,2]")
+    seal(call)
+    post(call, "source", b"[3,4]", JSON)
+    source = {**JSON, "Stream-Forked-From": "/v1/stream/source"}
+    put(call, "bare", source)
+    put(call, "bare/again", {**JSON, "Stream-Forked-From": "/v1/stream/bare"})
+    put(call, "own", source, b"[5]")
+    answer = call("POST", "/v1/server/_seal?stream=own")
+    assert answer.status == 200
+    lost = call("HEAD", "bare").headers["stream-next-offset"]
+    destroy(server)
+    again = bootstrap(tmp_path / "again", url).start()
+    running.append(again)
+    call = Caller(again)
+    assert call("GET", "source").body == [1, 2]
+    # What was sealed of the source is there; where something is missing in between, readers are told.
+    for name in ("bare", "bare/again"):
+        assert call("GET", name).body == [1, 2]
+        assert call("GET", f"{name}?offset={lost}").status == 410
+        post(call, name, b'["new"]', JSON)
+        assert call("GET", name).body == [1, 2, "new"]
+    assert call("GET", "own").body == [5]
+    assert call("GET", f"own?offset={'0' * 26}").status == 410
+    assert "3 could not be restored as they were" in again.log
+    post(call, "own", b'["new"]', JSON)
+    seal(call)
+    assert call("GET", "own").body == [5, "new"]
+    assert call("GET", "bare").body == [1, 2, "new"]
