@@ -11,7 +11,7 @@ from crash.faults import HOT, READ, Disk
 from crash.station import Station, eventually
 
 REQUEST_MS = 300
-LONG_US = 3_000_000
+LONG_US = 1_500_000
 
 
 @pytest.fixture
@@ -30,9 +30,10 @@ def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
 
 
 def test_a_read_that_the_store_keeps_waiting_is_408(post: Station, disk: Disk) -> None:
-    pause = disk.delay(HOT, READ, LONG_US, count=1)
+    # Every read is slow: the checkpointer reads as well, and might take the blow.
+    pause = disk.delay(HOT, READ, LONG_US)
     reading = post.in_background("GET", "lines", query="?offset=-1")
-    eventually(lambda: disk.hits(pause) == 1, "the read is at the store")
+    eventually(lambda: disk.hits(pause) > 0, "the read is at the store")
     post.append_many(1)
     assert post.server.status("/readyz") == 200
     answer = reading.wait()
