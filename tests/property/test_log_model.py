@@ -133,6 +133,7 @@ actions = st.one_of(
     st.tuples(st.just("live"), st.sampled_from([0, 0, 0.001, 4, 9, 11, 120]), picks),
     st.tuples(st.just("store"), st.sampled_from(["all", "all", "one", "untold", "retire"])),
     st.tuples(st.just("store"), st.just("all")),
+    st.tuples(st.just("seal"), picks, st.sampled_from(["", "", "tidy", "all", "all"])),
     st.tuples(
         st.just("restart"),
         st.lists(st.one_of(appends, deletes), max_size=4),
@@ -147,7 +148,9 @@ class LogStates(RuleBasedStateMachine):
     @initialize(cache_bytes=st.sampled_from([0, 300, 2**20]), file_bytes=st.sampled_from([300, 2048]))
     def begin(self, cache_bytes: int, file_bytes: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="tailrace-model-", dir=MEMORY))
-        limits = Limits(journal_file_bytes=file_bytes, block_cache_bytes=cache_bytes)
+        limits = Limits(
+            journal_file_bytes=file_bytes, block_cache_bytes=cache_bytes, seal_entries=3, seal_bytes=80
+        )
         self.real = LogHarness(self.directory, limits)
         self.model = Model()
         self.turn = 0
@@ -226,6 +229,18 @@ class LogStates(RuleBasedStateMachine):
                 self.real.checkpoint(tell=True)
         elif kind != "retire":
             self.real.checkpoint(tell=kind == "one")
+
+    def seal(self, pick: int, then: str) -> None:
+        """Moves a stream to the object store: for everybody who reads it nothing changes."""
+        if pick % 3:
+            self.store("all")
+        stream = self.real.find(self.name_of(DeleteStep(pick)))
+        if stream is not None:
+            self.real.seal(stream)
+        if then == "tidy":
+            self.real.tidy()
+        elif then:
+            self.store(then)
 
     def restart(self, burst: list[Step], turns: int) -> None:
         """With a close, or without: then what was not acknowledged may be there or not, but only in order."""
@@ -370,9 +385,9 @@ class LogStates(RuleBasedStateMachine):
                 assert outcome(resolve, stream, (epoch, entry), 0) == outcome(found.resolve, epoch, entry)
         reader = self.real.log.reader
         for entry in range(max(0, found.tail - 3), found.tail):
-            assert self.real.call(reader.time_of, stream, entry + 1) == found.entries[entry].time_ns
+            assert self.real.time_of(stream, entry + 1) == found.entries[entry].time_ns
         for instant_ns in {0, self.now_ns, *(entry.time_ns + 1 for entry in found.entries[-3:])}:
-            assert self.real.call(reader.entry_before, stream, instant_ns) == found.since(instant_ns)
+            assert self.real.run(reader.find_before(stream, instant_ns)) == found.since(instant_ns)
 
     def check_reads(self, stream: Stream, found: ModelStream) -> None:
         apart = self.turn % 2 == 0

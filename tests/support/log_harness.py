@@ -17,14 +17,20 @@ from tailrace.clock import FakeClock
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.reader import Page
-from tailrace.log.records import Append
+from tailrace.log.records import Append, Recorded, Sealed
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.content_types import DEFAULT, is_json
+from tailrace.store.cold import ColdReader
+from tailrace.store.objects import open_objects
+from tailrace.store.ownership import Ownership
 from tailrace.tier.checkpointer import checkpoint_file
+from tailrace.tier.seal_job import Job, Kind, Report, SealerSetup
+from tailrace.tier.sealer import Sealer
 
 CENTURY_NS = 100 * 365 * 86_400 * 10**9
 T = TypeVar("T")
@@ -67,6 +73,9 @@ class LogHarness:
         self.loop = uvloop.new_event_loop()
         self.directory = directory / "life-0"
         self.retired: list[tuple[int, int]] = []
+        self._bucket = (directory / "objects").as_uri()
+        self._fence = 0
+        self._sealer: Sealer | None = None
         self._open()
 
     def _open(self) -> None:
@@ -81,6 +90,8 @@ class LogHarness:
         self.writer = StoredStreams(self.directory / "hot.db", writer=True)
         self.retired += self.log.recovered.files
         self.log.on_file_retired = lambda seq, end: self.retired.append((seq, end))
+        cold = ColdReader(self._bucket, None, 0, self._limits, self.loop)
+        self.log.reader.history.cold = cold
 
     def run(self, awaitable: Awaitable[T]) -> T:
         async def main() -> T:
@@ -106,8 +117,18 @@ class LogHarness:
         self.run(self.log.committer.drain())
 
     def reopen(self) -> None:
-        self.run(self.log.close())
+        self._end()
         self._open()
+
+    def _end(self) -> None:
+        """What a server has beside its log ends with it."""
+        self.run(self.log.close())
+        cold = self.log.reader.history.cold
+        assert cold is not None
+        self.run(cold.close())
+        if self._sealer is not None:
+            self.run(self._sealer.close())
+            self._sealer = None
 
     def crash(self, *, turns: int) -> None:
         """What a power cut leaves: the files as they are after a few turns of the loop."""
@@ -116,13 +137,13 @@ class LogHarness:
         self._lives += 1
         copy = self._root / f"life-{self._lives}"
         shutil.copytree(self.directory, copy)
-        self.run(self.log.close())
+        self._end()
         shutil.rmtree(self.directory)
         self.directory = copy
         self._open()
 
     def close(self) -> None:
-        self.run(self.log.close())
+        self._end()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
@@ -136,6 +157,49 @@ class LogHarness:
         if tell:
             self.retired.pop(0)
             self.call(self.log.checkpointed, seq)
+
+    # -- cold history ------------------------------------------------------------------------------------
+
+    def seal(self, stream: Stream) -> None:
+        """Moves what the hot store has of a stream to the object store, and writes that down."""
+        if stream.stored <= stream.sealed:
+            return
+        report = self._ask("seal", [stream.number], stream.sealed)
+        if report.segments:
+            sealed = Sealed(stream.number, report.generation, report.as_of, report.segments, report.footers)
+            self.call(self.log.record, sealed)
+            self.settle()
+
+    def tidy(self) -> None:
+        """Brings manifests up to date and deletes the objects of removed streams."""
+        cold = self.log.store.db.cold
+        stale = [number for number, _ in cold.stale_heads(0, 100)]
+        graves = [grave.number for grave in cold.graves(0, 100)]
+        if stale:
+            report = self._ask("heads", stale)
+            heads = [head for head in report.done if head[1]]
+            self.call(self.log.record, Recorded(report.as_of, heads, []))
+        if graves:
+            self._ask("bury", graves)
+            self.call(self.log.record, Recorded(0, [], graves))
+        self.settle()
+
+    def _ask(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
+        if not self._fence:
+            self._fence = self.run(Ownership(open_objects(self._bucket)).claim("model"))
+        if self._sealer is None:
+            setup = SealerSetup(
+                data_dir=str(self.directory),
+                url=self._bucket,
+                deployment="model",
+                fence=self._fence,
+                limits=self._limits,
+            )
+            self._sealer = Sealer(setup)
+        job = Job(id=1, kind=kind, numbers=numbers, sealed=sealed)
+        report = self.run(self._sealer.do(job))
+        assert not report.error, report.error
+        return report
 
     def put_meta(self, key: str, value: bytes) -> None:
         self.call(self.log.put_meta, key, value)
@@ -175,7 +239,14 @@ class LogHarness:
             request = CreateRequest(
                 name, typed, Lifetime(*lifetime), initial.closes, source, position, sub, first
             )
-            self.log.create(request, pending.reply, None)
+            at_hand: list[Pinned] = []
+            while True:
+                try:
+                    self.log.create(request, pending.reply, None, at_hand)
+                except NotAtHandError as needed:
+                    at_hand.append(await self.log.reader.bring(needed.missing))
+                else:
+                    break
 
         return self._submitted(pending, submit())
 
@@ -220,6 +291,15 @@ class LogHarness:
         apart: bool = False,
     ) -> Page:
         return self.run(self.log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart))
+
+    def time_of(self, stream: Stream, entry: int) -> int:
+        async def found() -> int:
+            try:
+                return self.log.reader.time_of(stream, entry)
+            except NotAtHandError as needed:
+                return self.log.reader.time_of(stream, entry, [await self.log.reader.bring(needed.missing)])
+
+        return self.run(found())
 
     def registry(self) -> list[tuple[str, str, bool | None, str | None]]:
         stream = self.find("__registry__")
