@@ -172,7 +172,7 @@ class Sealing:
         age_s = self._log.limits.seal_age_ms / 1000
         aged = any(now_s - self._begun_s[file] >= age_s for file in pending)
         closed = streams.closed_file > self._checkpointed_seq and streams.closed_file in pending
-        if aged or closed or hurry or self._large or self.pressure.untrimmed:
+        if aged or closed or hurry or self._large or self.pressure.untrimmed or self._heads.unfolded:
             self._moved_on_s = now_s
             self._looked_at, self._large = 0, False
             self._log.move_on()

@@ -28,7 +28,7 @@ from tailrace.log.model import Stream
 from tailrace.store.directory import make_directory
 from tailrace.store.footers import fetch_footer
 from tailrace.store.manifest import Manifests, Stored
-from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head
+from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head, ManifestError
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
@@ -73,6 +73,10 @@ class Sealer:
         self._threads = ThreadPoolExecutor(WRITERS, "seal")
         self._confirmed_s = 0.0
 
+    async def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        await self._objects.close()
+
     async def do(self, job: Job) -> Report:
         """Never raises: what went wrong is in the report."""
         report = Report(id=job.id)
@@ -87,6 +91,8 @@ class Sealer:
             report.error, report.trouble = str(error), "fenced"
         except ObjectsUnavailableError as error:
             report.error, report.trouble = str(error), "unavailable"
+        except ManifestError as error:
+            report.error, report.trouble = str(error), "failed"
         except Exception as error:
             logger.exception("a job failed")
             report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
