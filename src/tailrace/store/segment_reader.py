@@ -257,20 +257,21 @@ def _rows(table: Any, first: int, json: bool) -> SegmentRows:
         payload = pc.binary_replace_slice(payload, _BEYOND, _BEYOND, b",")
     _, positions, data = payload.buffers()
     offsets = integers(INT32, positions.slice(4 * payload.offset), count + 1)
-    begin, end = offsets[0].as_py(), offsets[count].as_py() - json
+    at: memoryview[int] = memoryview(positions).cast("i")
+    begin, end = at[payload.offset], at[payload.offset + count] - json
     ends = offsets.slice(1)
     if begin + json:
         ends = pc.subtract(ends, pa.scalar(begin + json, INT32))
     body = b"" if data is None else data.slice(begin, end - begin).to_pybytes()
     micros = _joined(table, "append_time").view(INT64)
-    times = pc.add(pc.multiply(micros, _THOUSAND), _joined(table, "append_ns").cast(INT64))
+    times = pc.add(pc.multiply(micros, _THOUSAND), _joined(table, "append_ns"))
     keys = _keys(_joined(table, "key")) if "key" in table.column_names else None
     return SegmentRows(first, body, numbers_of("I", ends), numbers_of("q", times), keys)
 
 
 def _joined(table: Any, name: str) -> Any:
-    chunks = table.column(name).chunks
-    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
 def _keys(column: Any) -> list[bytes | None] | None:
