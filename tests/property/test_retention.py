@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tailrace.log.model import Lifetime
 from tailrace.store.kept import FOREVER, Kept, Run, joined
-from tailrace.tier.retention import SECOND_NS, Fork, Shown, decide, reached
+from tailrace.store.trim_tables import ForkRow
+from tailrace.tier.retention import SECOND_NS, Shown, decide, reached
 
 ENTRY = st.tuples(st.integers(0, 5), st.integers(0, 3))  # seconds after the one before, payload bytes
 SEGMENTS = st.lists(st.lists(ENTRY, min_size=1, max_size=4), max_size=8)
@@ -111,9 +112,11 @@ class Tree:
             self.tails.append(entry + 10)
             self.gone.append(False)
 
-    def forks_of(self, number: int) -> list[Fork]:
+    def forks_of(self, number: int) -> list[ForkRow]:
         return [
-            Fork(child, self.fork_entries[child], self.earliest[child], self.gone[child], self.count(child))
+            ForkRow(
+                child, self.fork_entries[child], self.earliest[child], self.gone[child], self.count(child)
+            )
             for child, parent in enumerate(self.parents)
             if parent == number
         ]
@@ -166,7 +169,7 @@ def test_forks_reach_exactly_what_they_show_and_never_more_than_before(
 
 
 def test_an_incomplete_book_of_forks_keeps_everything() -> None:
-    book = {1: [Fork(2, 10, 0, gone=False, forks=1)], 2: list[Fork]()}
+    book = {1: [ForkRow(2, 10, 0, gone=False, forks=1)], 2: list[ForkRow]()}
     assert reached(1, 1, lambda number: book[number]) == [(0, FOREVER)]
     assert reached(1, 2, lambda number: book[number]) == [(0, FOREVER)]
     assert reached(1, 0, lambda number: book[number]) == []

@@ -11,6 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from tailrace.errors import TailraceError
+from tailrace.log.decide import gone
 from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segment, Skipped
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import AppendRecord, Block, ReadPart, Stream
@@ -138,7 +140,12 @@ class Reader:
         pinned: Pinned | Skipped | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
             # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
-            found = await self.history.fetch(missing, budget.bytes_left, key)
+            try:
+                found = await self.history.fetch(missing, budget.bytes_left, key)
+            except TailraceError:
+                if budget.next_entry < stream.earliest:  # taken away while we were reading
+                    raise gone(stream, stream.earliest) from None
+                raise
             pinned = found if isinstance(found, Skipped) else self._keep(missing, found)
         return budget.page()
 
@@ -163,8 +170,8 @@ class Reader:
 
     def time_of(self, stream: Stream, entry: int, at_hand: Sequence[Pinned] = ()) -> int:
         """When an entry was appended, to the stream itself or to the ancestor it is from; 0 for the start."""
-        if entry == 0:
-            return 0
+        if entry <= stream.earliest:
+            return 0  # nothing before it is shown
         owner = stream
         while owner.parent and entry <= owner.fork_entry:
             owner = self._streams.parent_of(owner)
@@ -215,7 +222,7 @@ class Reader:
     def _levels(self, stream: Stream) -> list[tuple[Stream, int]]:
         """A stream and its ancestors, oldest first, each with the last of its entries that is shown."""
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
-        while (owner := levels[-1][0]).parent:
+        while (owner := levels[-1][0]).parent and stream.earliest < owner.fork_entry:
             levels.append((self._streams.parent_of(owner), min(owner.fork_entry, levels[-1][1])))
         return levels[::-1]
 

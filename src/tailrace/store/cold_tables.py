@@ -96,6 +96,16 @@ class ColdTables:
             for row in self._db.rows(query, number):
                 yield SegmentRow(*cast("tuple[int, int, bytes, bytes]", row))
 
+    def infos_from(self, number: int, entry: int) -> Iterator[bytes]:
+        """What is recorded about the segment that holds an entry, and about those behind it."""
+        if self.exist():
+            query = (
+                "SELECT info FROM segments WHERE number=?1 AND last>=?2 AND first>=coalesce("
+                "(SELECT max(first) FROM segments WHERE number=?1 AND first<=?2), 0) ORDER BY first"
+            )
+            for row in self._db.rows(query, number, entry):
+                yield cast("bytes", row[0])
+
     def stale_heads(self, after: int, limit: int) -> list[tuple[int, int]]:
         """Streams whose manifest is behind, by number, with the journal file of the last change."""
         if not self.exist():
@@ -162,7 +172,7 @@ class ColdTables:
         row = self._db.one("SELECT coalesce(sum(length(body)), 0) FROM blocks")
         assert row is not None
         self._db.set_fact("hot_bytes", cast("int", row[0]))
-        self._db.execute("INSERT INTO heads SELECT number, 1, 0, 0 FROM streams")
+        self._db.execute("INSERT OR IGNORE INTO heads SELECT number, 1, 0, 0 FROM streams")
 
     def add_hot_bytes(self, difference: int) -> None:
         if difference:
@@ -174,8 +184,12 @@ class ColdTables:
             (number, row.first, row.last, last_ns, row.info, row.footer),
         )
 
-    def drop_segments(self, number: int, last: int) -> None:
-        self._db.execute("DELETE FROM segments WHERE number=? AND last<=?", (number, last))
+    def drop_segments(self, number: int, behind: int, upto: int) -> int:
+        """Segments that lie between two entries; how many there were."""
+        self._db.execute(
+            "DELETE FROM segments WHERE number=? AND first>? AND last<=?", (number, behind, upto)
+        )
+        return self._db.connection.changes()
 
     def drop_blocks(self, number: int, last: int) -> None:
         """Entries that are in segments now; a block that goes beyond them stays whole."""

@@ -17,6 +17,8 @@ import apsw
 from tailrace.errors import TailraceError
 from tailrace.store.cold_tables import SCHEMA as COLD_SCHEMA
 from tailrace.store.cold_tables import ColdTables
+from tailrace.store.trim_tables import SCHEMA as TRIM_SCHEMA
+from tailrace.store.trim_tables import TrimTables
 
 logger = logging.getLogger("tailrace.store")
 
@@ -74,6 +76,7 @@ class HotDb:
 
     def __init__(self, path: Path, *, writer: bool = False) -> None:
         self.cold = ColdTables(self)
+        self.trims = TrimTables(self)
         try:
             self._open(path, writer)
         except apsw.Error as error:
@@ -116,7 +119,7 @@ class HotDb:
     def _create_tables(self) -> None:
         """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
         with self.write():
-            for statement in (_SCHEMA + COLD_SCHEMA).split(";\n"):
+            for statement in (_SCHEMA + COLD_SCHEMA + TRIM_SCHEMA).split(";\n"):
                 if statement.strip():
                     self.execute(statement)
             self.execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
@@ -242,6 +245,7 @@ class HotDb:
 
     def delete_stream(self, number: int) -> None:
         self.cold.delete_stream(number)
+        self.trims.delete_stream(number)
         for table in ("streams", "producers"):
             self.execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
 

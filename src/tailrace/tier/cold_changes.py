@@ -8,8 +8,11 @@ from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
 from tailrace.log.records import Append, Bind, Create, Delete, Op, Recorded, Sealed, Trim
 from tailrace.store.cold_tables import Grave, SegmentRow
+from tailrace.store.hot import HotDb
+from tailrace.store.kept import Kept
 from tailrace.store.segments import stream_id
 from tailrace.tier.facts import encode_buried
+from tailrace.tier.stored import reached_by_forks, stored_stream
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -21,7 +24,8 @@ class ColdChanges:
         self._file = file
         self._changed: dict[int, None] = {}  # streams whose manifest has to be written again
         self._sealed: list[Sealed] = []
-        self._trims: list[Trim] = []
+        self._trimmed: dict[int, None] = {}  # streams that show less than before, or less than their source
+        self._left: dict[int, None] = {}  # streams that lost a fork
         self._recorded: list[Recorded] = []
         self._removed: list[tuple[Delete, Stream]] = []
 
@@ -33,8 +37,12 @@ class ColdChanges:
             self._changed[op.stream] = None
             if isinstance(op, Create) and op.parent:
                 self._changed[op.parent] = None  # a manifest tells how many forks need it
+                if stream is not None and stream.earliest:
+                    self._trimmed[op.stream] = None
         elif isinstance(op, Delete):
             assert stream is not None
+            if stream.parent:
+                self._left[stream.parent] = None
             if op.soft:
                 self._changed[op.stream] = None
             else:
@@ -44,7 +52,7 @@ class ColdChanges:
         elif isinstance(op, Sealed):
             self._sealed.append(op)
         elif isinstance(op, Trim):
-            self._trims.append(op)
+            self._trimmed[op.stream] = None
         elif isinstance(op, Recorded):
             self._recorded.append(op)
 
@@ -75,16 +83,33 @@ class ColdChanges:
             if op.segments:
                 cold.drop_blocks(op.stream, op.segments[-1].last)
             cold.head_recorded(op.stream, op.as_of_file, op.generation)
-        for trim in self._trims:
-            if trim.stream not in removed:
-                cold.drop_segments(trim.stream, trim.earliest)
-                cold.head_changed(trim.stream, self._file)
         for recorded in self._recorded:
             for number, generation in recorded.heads:
                 if number not in removed and store.db.image_by_number(number) is not None:
                     cold.head_recorded(number, recorded.as_of_file, generation)
             for number in recorded.buried:
                 cold.delete_grave(number)
+            for number in recorded.trimmed:
+                store.db.trims.delete_pending(number, recorded.as_of_file)
         for number in self._changed:
             if number not in removed:
                 cold.head_changed(number, self._file)
+
+    def trim(self, db: HotDb) -> None:
+        """Segments out that no stream shows any more. After the streams are written."""
+        affected = [*self._trimmed, *self._left]
+        seen: set[int] = set()
+        while affected:
+            number = affected.pop()
+            stream = None if number in seen else stored_stream(db, number)
+            seen.add(number)
+            if stream is None:
+                continue
+            if stream.parent:
+                affected.append(stream.parent)  # may have kept something for this one
+            if not stream.earliest:
+                continue
+            kept = Kept(stream.earliest, reached_by_forks(db, stream))
+            dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in kept.gaps())
+            if dropped or number in self._trimmed:
+                db.trims.put_pending(number, self._file)

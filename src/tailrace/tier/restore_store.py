@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace.log.image import decode_stream, encode_stream, encode_tombstone
+from tailrace.log.image import decode_stream, encode_tombstone
 from tailrace.log.model import Stream, Tombstone
 from tailrace.store.cold_tables import Grave, SegmentRow
 from tailrace.store.hot import Execute, HotDb
 from tailrace.store.segments import SegmentInfo, stream_id
-from tailrace.tier.checkpointer import stored_deadline_ns
 from tailrace.tier.facts import encode_buried
 from tailrace.tier.restored import Run, Source
+from tailrace.tier.stored import put_due, put_stream
 
 WAITING, RESTORED, DROPPED = 0, 1, 2
 
@@ -178,8 +178,8 @@ class RestoreStore:
             self._found("UPDATE found SET state=? WHERE number=?", (DROPPED, earlier.number))
 
     def _put_stream(self, stream: Stream) -> None:
-        image = encode_stream(stream)
-        self.db.put_stream(stream.number, stream.name, stream.gone, stored_deadline_ns(stream), image)
+        put_stream(self.db, stream)
+        put_due(self.db, stream)
 
     def _dig(self, stream: Stream, at_ns: int, reason: str) -> None:
         folder = stream_id(stream.name, stream.incarnation)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tailrace.log.model import Lifetime
 from tailrace.store.kept import FOREVER, Run
+from tailrace.store.trim_tables import ForkRow
 
 SECOND_NS = 1_000_000_000
 
@@ -66,17 +67,7 @@ def over_at_ns(segment: Shown, lifetime: Lifetime, newer_bytes: int) -> int | No
     return None
 
 
-class Fork(NamedTuple):
-    """A fork as its source has to know it."""
-
-    number: int
-    fork_entry: int
-    earliest: int
-    gone: bool  # soft-deleted: only its own forks read it
-    forks: int
-
-
-def reached(source: int, forks: int, forks_of: Callable[[int], Sequence[Fork]]) -> list[Run]:
+def reached(source: int, forks: int, forks_of: Callable[[int], Sequence[ForkRow]]) -> list[Run]:
     """The entries below their fork points that the forks of a stream show, and the forks of those, and so on.
 
     Runs may overlap. If the book of forks does not have as many as there are, everything counts as shown.
@@ -90,7 +81,7 @@ def reached(source: int, forks: int, forks_of: Callable[[int], Sequence[Fork]]) 
             return [(0, FOREVER)]
         for fork in found:
             shared = min(upto, fork.fork_entry)
-            if not fork.gone and fork.earliest < shared:
+            if not fork.gone and fork.earliest < shared:  # a soft-deleted one is read by its forks only
                 runs.append((fork.earliest, shared))
             if fork.forks:
                 open_streams.append((fork.number, fork.forks, shared))

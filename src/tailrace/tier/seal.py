@@ -29,6 +29,7 @@ from tailrace.tier.owner import Owner
 from tailrace.tier.pressure import Pressure
 from tailrace.tier.seal_job import Kind, Report, SealerSetup
 from tailrace.tier.sealer_process import SealerProcess
+from tailrace.tier.trims import Trims
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -58,6 +59,7 @@ class Sealing:
         self.sealer: SealerProcess | None = None
         self._threads = ThreadPoolExecutor(1, "leftovers")
         self._heads = Heads(self)
+        self.trims = Trims(self, log)
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,6 +117,7 @@ class Sealing:
         self._due.checkpointed(touched, self._loop.time() if begun_s is None else begun_s)
         self.pressure.checkpointed(seq)
         self._heads.checkpointed(seq)
+        self.trims.checkpointed(seq)
         self._notify()
 
     def _notify(self) -> None:
@@ -172,7 +175,8 @@ class Sealing:
         age_s = self._log.limits.seal_age_ms / 1000
         aged = any(now_s - self._begun_s[file] >= age_s for file in pending)
         closed = streams.closed_file > self._checkpointed_seq and streams.closed_file in pending
-        if aged or closed or hurry or self._large or self.pressure.untrimmed or self._heads.unfolded:
+        trimmed = self.pressure.untrimmed or self.trims.waits_for_checkpoint(self._checkpointed_seq)
+        if aged or closed or hurry or self._large or trimmed or self._heads.unfolded:
             self._moved_on_s = now_s
             self._looked_at, self._large = 0, False
             self._log.move_on()
@@ -202,6 +206,7 @@ class Sealing:
             try:
                 self.pressure.look(self.failure)
                 self._take_aged(now_s)
+                self.trims.look(now_s)
                 self._look_for_large()
                 self._move_on_if_due(now_s)
             except TailraceError as error:
@@ -233,6 +238,7 @@ class Sealing:
             self._jobs += 1
             self.spawn(self._seal(number))
         self._heads.dispatch()
+        self.trims.dispatch()
 
     async def _seal(self, number: int) -> None:
         try:

@@ -9,7 +9,7 @@ import msgspec
 from tailrace.limits import Limits
 from tailrace.store.segments import SegmentInfo
 
-Kind = Literal["seal", "heads", "bury"]
+Kind = Literal["seal", "heads", "bury", "trim"]
 
 
 class SealerSetup(msgspec.Struct, kw_only=True):
@@ -23,7 +23,7 @@ class SealerSetup(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`: several streams at once."""
+    """`seal`: one stream, from the entry behind `sealed`. The others: several streams at once."""
 
     id: int
     kind: Kind
@@ -52,7 +52,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     segments: list[SegmentInfo] = []
     footers: list[bytes] = []
     more: bool = False
-    done: list[tuple[int, int]] = []  # heads: stream and generation; bury: stream and 0
+    done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""
     trouble: Literal["", "unavailable", "fenced", "failed"] = ""
     usage: Usage = msgspec.field(default_factory=Usage)

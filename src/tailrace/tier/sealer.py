@@ -27,14 +27,17 @@ from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Stream
 from tailrace.store.directory import make_directory
 from tailrace.store.footers import fetch_footer
+from tailrace.store.kept import Run
 from tailrace.store.manifest import Manifests, Stored
 from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head, ManifestError
+from tailrace.store.manifest_resolve import is_same_life
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
 from tailrace.tier.cut import Portion, part_of, portions
 from tailrace.tier.facts import decode_buried, facts_of
 from tailrace.tier.seal_job import Job, Report, SealerSetup, Usage
+from tailrace.tier.stored import reached_by_forks
 
 logger = logging.getLogger("tailrace.sealer")
 
@@ -85,8 +88,8 @@ class Sealer:
             if job.kind == "seal":
                 await self._seal(job, report)
             else:
-                one = self._head if job.kind == "heads" else self._bury
-                await self._several(job, report, one)
+                work = {"heads": self._head, "bury": self._bury, "trim": self._trim}
+                await self._several(job, report, work[job.kind])
         except FencedError as error:
             report.error, report.trouble = str(error), "fenced"
         except ObjectsUnavailableError as error:
@@ -117,7 +120,7 @@ class Sealer:
         if facts is None:
             return  # removed meanwhile
         stored = await self._manifests.load(facts.stream_id)
-        if stored is not None and self._is_ahead(stored.head, job):
+        if stored is not None and self._is_ahead(stored.head, facts, job):
             await self._adopt(job, stored.head, report)
             return
         snapshot = await loop.run_in_executor(self._threads, self._write, number, job.sealed)
@@ -140,10 +143,10 @@ class Sealer:
         report.more = snapshot.more
         report.as_of = 0 if snapshot.more else snapshot.as_of
 
-    def _is_ahead(self, head: Head, job: Job) -> bool:
+    def _is_ahead(self, head: Head, facts: Facts, job: Job) -> bool:
         """Only what we recorded ourselves holds the entries we have; another owner's may be others."""
-        ours = head.fence == self._manifests.fence and head.deleted is None
-        return ours and head.uploaded_through > job.sealed
+        ours = head.fence == self._manifests.fence or is_same_life(facts, head)
+        return ours and head.deleted is None and head.uploaded_through > job.sealed
 
     async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
         added = [file.info for file, _ in snapshot.files]
@@ -268,10 +271,32 @@ class Sealer:
         raw = await loop.run_in_executor(self._threads, self._grave, number)
         if raw is not None:
             stream, at_ns, reason = decode_buried(raw)
-            failpoints.reached("gc.before_delete")
             await self._manifests.bury(facts_of(stream, 0), at_ns, reason)
-            failpoints.reached("gc.after_delete")
         return 0
+
+    async def _trim(self, number: int) -> int:
+        """Deletes what neither the stream nor a fork of it shows any more."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, self._retained, number)
+        if found is None:
+            return 0  # removed meanwhile: all of it goes
+        facts, earliest, reached = found
+        failpoints.reached("retain.before_manifest")
+        try:
+            if await self._manifests.load(facts.stream_id) is None:
+                await self._manifests.publish(facts)  # a fork of a trimmed stream that is still empty
+            await self._manifests.retain(facts.stream_id, earliest, reached)
+        except BuriedError:
+            pass
+        return 0
+
+    def _retained(self, number: int) -> tuple[Facts, int, list[Run]] | None:
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            facts = facts_of(stream, self._as_of(), self._store)
+            return facts, stream.earliest, reached_by_forks(self._store.db, stream)
 
     def _grave(self, number: int) -> bytes | None:
         found = self._store.db.cold.graves(number - 1, 1)

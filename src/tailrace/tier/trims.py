@@ -1,0 +1,212 @@
+"""Retention at work: streams are looked at when they are due, and what they no longer show is deleted.
+
+Strictly in this order: the journal says that the entries are gone, and from then on readers are told so; a
+checkpoint takes the segments that no stream shows any more out of the hot store; the sealer takes them out of
+the manifest, then deletes them; the journal says that this is done. Each step is found to be missing by the
+next look and done again, so a crash between any two of them loses nothing but time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailrace import failpoints
+from tailrace.errors import TailraceError
+from tailrace.log import registry
+from tailrace.log.image import StoredStreams
+from tailrace.log.log import Log
+from tailrace.log.model import Lifetime
+from tailrace.log.records import Recorded, Trim
+from tailrace.tier.retention import has_bounds
+from tailrace.tier.stored import decide_stored, stored_stream
+
+if TYPE_CHECKING:
+    from tailrace.tier.seal import Sealing
+
+LOOK_COUNT = 100  # streams in one look
+PAGE_COUNT = 64  # streams in one job of the sealer
+REMEMBERED_MAX = 65_536  # deletions in the journal and not in the hot store; more wait for a checkpoint
+PAUSE_S = 5.0
+LOOK_S_MAX = 60.0
+_START = (-(2**63), 0)
+
+
+class Wanted(NamedTuple):
+    """What the hot store says should be trimmed, as long as the stream is still as it was there."""
+
+    number: int
+    earliest_was: int
+    trim: Trim
+
+
+class Look(NamedTuple):
+    """What one look at the hot store found, how far it got, and when the next stream is due."""
+
+    wanted: list[Wanted]
+    seen: tuple[int, int]
+    next_ns: int | None
+
+
+def look_at_due(
+    store: StoredStreams, seen: tuple[int, int], system: list[tuple[int, Lifetime]], now_ns: int
+) -> Look:
+    """On a thread: some streams of those that are due, behind those seen, and system streams in any case."""
+    db = store.db
+    next_ns: int | None = None
+    wanted: list[Wanted] = []
+
+    def decide(number: int, lifetime: Lifetime | None) -> None:
+        stream = stored_stream(db, number)
+        if stream is None:
+            return
+        decision = decide_stored(db, stream, lifetime or stream.lifetime, now_ns)
+        if decision.earliest > stream.earliest:
+            trim = Trim(number, decision.earliest, decision.payload_bytes)
+            wanted.append(Wanted(number, stream.earliest, trim))
+
+    with store.snapshot():
+        for number, lifetime in system:
+            decide(number, lifetime)
+        found = db.trims.due_after(*seen, LOOK_COUNT)
+        for at_ns, number in found:
+            if at_ns > now_ns:
+                next_ns = at_ns
+                break
+            seen = (at_ns, number)
+            decide(number, None)
+        else:
+            if len(found) == LOOK_COUNT:
+                next_ns = now_ns  # there are more
+    return Look(wanted, seen, next_ns)
+
+
+class Trims:
+    """One look and one round of deletions at a time. A checkpoint asks for the next ones."""
+
+    def __init__(self, sealing: Sealing, log: Log) -> None:
+        self._sealing = sealing
+        self._log = log
+        self._looking = False
+        self._look_at_s = 0.0
+        self._checkpoints = 0
+        self._seen = _START  # time and number up to which due streams were looked at
+        self._file = 0  # the last journal file with something that only a checkpoint brings forward
+        self._deleting = False
+        self._wanted = True
+        self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
+        self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
+        self.entries = 0  # taken away so far
+
+    @property
+    def pending(self) -> bool:
+        return self._wanted or self._deleting
+
+    def waits_for_checkpoint(self, checkpointed_seq: int) -> bool:
+        return self._file > checkpointed_seq
+
+    def checkpointed(self, seq: int) -> None:
+        for file in [file for file in self._noted if file <= seq]:
+            for number in self._noted.pop(file):
+                self._done.pop(number, None)
+        self._checkpoints += 1
+        self._seen = _START
+        self._look_at_s = 0.0
+        self._wanted = True
+
+    # -- what is over a bound --------------------------------------------------------------------------
+
+    def look(self, now_s: float) -> None:
+        """Called every turn; does something when a stream is due."""
+        if not self._looking and now_s >= self._look_at_s and self._log.refusal is None:
+            self._looking = True
+            self._sealing.spawn(self._look(now_s))
+
+    async def _look(self, now_s: float) -> None:
+        delay_s = PAUSE_S
+        try:
+            now_ns = self._log.clock.now_ns()
+            checkpoints = self._checkpoints
+            work = partial(look_at_due, self._log.store, self._seen, self._system_streams(), now_ns)
+            found = await self._sealing.on_thread(work)
+            await self._trim(found.wanted)
+            delay_s = 0.0
+            if checkpoints == self._checkpoints:  # else there may be more to see
+                self._seen = found.seen
+                delay_s = LOOK_S_MAX if found.next_ns is None else (found.next_ns - now_ns) / 1e9
+        except TailraceError:
+            self._seen = _START  # the journal or the hot store cannot be used just now
+        finally:
+            self._looking = False
+            self._look_at_s = now_s + min(delay_s, LOOK_S_MAX)
+
+    def _system_streams(self) -> list[tuple[int, Lifetime]]:
+        """Streams whose bounds are a setting of the server: these are in no book."""
+        stream = self._log.streams.by_name.get(registry.NAME)
+        if stream is None or self._seen != _START or not has_bounds(stream.lifetime):
+            return []
+        return [(stream.number, stream.lifetime)]
+
+    async def _trim(self, wanted: Sequence[Wanted]) -> None:
+        trims: list[Trim] = []
+        for number, earliest_was, trim in wanted:
+            stream = self._log.streams.get(number)
+            # The hot store may be behind: then the checkpoint that brings it forward asks again.
+            if stream is not None and not stream.removed and stream.earliest == earliest_was:
+                trims.append(trim)
+                self.entries += trim.earliest - earliest_was
+        if trims:
+            failpoints.reached("retain.before_trim")
+            await asyncio.gather(*(self._sealing.journal(trim) for trim in trims))
+            failpoints.reached("retain.after_trim")
+            self._file = self._sealing.journal_file
+
+    # -- what nobody shows any more --------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        if self._wanted and not self._deleting:
+            self._wanted = False
+            self._deleting = True
+            self._sealing.spawn(self._delete())
+
+    async def _delete(self) -> None:
+        clean = False
+        try:
+            clean = await self._delete_pending()
+        except TailraceError:
+            pass
+        finally:
+            self._deleting = False
+        if not clean:
+            self._sealing.call_later(PAUSE_S, self._want)
+
+    def _want(self) -> None:
+        self._wanted = True
+
+    async def _delete_pending(self) -> bool:
+        """True if all went well. What is wrong with one stream does not hold up the others."""
+        clean = True
+        after = 0
+        while len(self._done) < REMEMBERED_MAX:
+            rows = await self._sealing.on_thread(lambda after=after: self._pending(after))
+            numbers = [number for number, file in rows if self._done.get(number, 0) < file]
+            if numbers:
+                report = await self._sealing.ask("trim", numbers)
+                done = [number for number, _ in report.done]
+                if done:
+                    await self._sealing.journal(Recorded(report.as_of, [], [], done))
+                    self._done.update((number, report.as_of) for number in done)
+                    self._noted.setdefault(self._sealing.journal_file, []).extend(done)
+                clean = clean and not report.error
+                if report.trouble in ("unavailable", "fenced"):
+                    return False
+            if len(rows) < PAGE_COUNT:
+                return clean
+            after = rows[-1][0]
+        self._file = self._sealing.journal_file
+        return clean
+
+    def _pending(self, after: int) -> list[tuple[int, int]]:
+        return self._log.store.db.trims.pending(after, PAGE_COUNT)
