@@ -256,9 +256,10 @@ def _rows(table: Any, first: int, json: bool) -> SegmentRows:
         payload = pa.Array.from_buffers(BINARY, count, payload.buffers(), offset=payload.offset)
         payload = pc.binary_replace_slice(payload, _BEYOND, _BEYOND, b",")
     _, positions, data = payload.buffers()
-    offsets = integers(INT32, positions.slice(4 * payload.offset), count + 1)
+    skipped: int = payload.offset
+    offsets = integers(INT32, positions.slice(4 * skipped), count + 1)
     at: memoryview[int] = memoryview(positions).cast("i")
-    begin, end = at[payload.offset], at[payload.offset + count] - json
+    begin, end = at[skipped], at[skipped + count] - json
     ends = offsets.slice(1)
     if begin + json:
         ends = pc.subtract(ends, pa.scalar(begin + json, INT32))
