@@ -151,7 +151,7 @@ def measure(shape: Shape, total_bytes: int, rounds: int, directory: Path) -> Fig
     segments: list[SegmentFile] = []
     write_s = decode_s = 0.0
     first = 1
-    for _ in range(max(total_bytes // SEGMENT_BYTES, 1)):
+    for _ in range(max(total_bytes // SEGMENT_BYTES, 2)):
         given = runs(shape, first, SEGMENT_BYTES)
         path = objects / "new"
 
