@@ -27,19 +27,21 @@ class Heads:
         self._sealing = sealing
         self._wanted = True
         self._running = False
+        self.rounds = 0  # that have ended, well or not
         self._pause_s = PAUSE_S_MIN
         self._recorded: dict[int, int] = {}  # stream to the journal file its manifest speaks for
         self._buried: set[int] = set()
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
 
     @property
-    def pending(self) -> bool:
-        return self._wanted or self._running
-
-    @property
     def unfolded(self) -> bool:
-        """Whether the hot store still lists graves that are closed."""
-        return bool(self._buried)
+        """Whether the hot store still lists graves that are closed, or very many manifests as behind."""
+        return bool(self._buried) or len(self._recorded) >= REMEMBERED_MAX // 2
+
+    def want(self) -> int:
+        """Asks for a round that begins after now; the number of `rounds` at which it has ended."""
+        self._wanted = True
+        return self.rounds + self._running + 1
 
     def checkpointed(self, seq: int) -> None:
         for file in [file for file in self._noted if file <= seq]:
@@ -62,6 +64,7 @@ class Heads:
             done = False
         finally:
             self._running = False
+            self.rounds += 1
         if done:
             self._pause_s = PAUSE_S_MIN
         else:

@@ -126,8 +126,11 @@ class Sealing:
         progress, self._progress = self._progress, asyncio.Event()
         progress.set()
 
-    async def _look_back(self, *, force: bool = False) -> None:
-        """Finds what an earlier life of the server left in the hot store; with `force`, seals all of it."""
+    async def _look_back(self, forced: dict[int, int] | None = None) -> None:
+        """Finds what an earlier life of the server left in the hot store.
+
+        With `forced` all of it is due, and is listed there: stream and last entry.
+        """
         number = 0
         now_ns, now_s = self._log.clock.now_ns(), self._loop.time()
         age_s = self._log.limits.seal_age_ms / 1000
@@ -140,7 +143,10 @@ class Sealing:
                 if row.last <= (row.sealed if stream is None else stream.sealed):
                     continue
                 old = now_ns - row.oldest_ns >= age_s * 1e9
-                if force or old or self._due.is_enough(row.entries, row.size_bytes, row.closed):
+                if forced is not None:
+                    forced[number] = row.last
+                    self._due.add(number)
+                elif old or self._due.is_enough(row.entries, row.size_bytes, row.closed):
                     self._due.add(number)
                 else:
                     later.add(number, row.last)
@@ -378,18 +384,20 @@ class Sealing:
     async def seal_now(self, name: str | None) -> None:
         """Returns when the stream, or everything, is on the object store as it is now."""
         await self._fold()
+        wanted: dict[int, int] = {}
         if name is None:
-            await self._look_back(force=True)
-            while self.queued:
-                await self._step()
+            await self._look_back(wanted)
         else:
             stream = self._log.readable(name)
-            number, last = stream.number, stream.stored
-            self._due.add(number)
+            wanted[stream.number] = stream.stored
+            self._due.add(stream.number)
             self._wake.set()
+        for number, last in wanted.items():
             while (found := self._log.streams.get(number)) is not None and found.sealed < last:
                 await self._step()
-        while self._heads.pending:
+        through = self._heads.want()
+        while self._heads.rounds < through:
+            self._wake.set()
             await self._step()
 
     async def _fold(self) -> None:
