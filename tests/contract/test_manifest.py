@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -176,8 +176,6 @@ def test_an_older_snapshot_does_not_replace_a_newer_one(url: str) -> None:
         assert older == newer
         # Another owner counts its snapshots from the beginning.
         other = Manifests(objects, 2)
-        with pytest.raises(ManifestConflictError, match="adopted"):
-            await other.publish(facts(5, as_of=1))
         await other.adopt(STREAM)
         head = await other.publish(facts(5, as_of=1, epochs=((0, 1), (1, 6))))
         assert (head.as_of, head.fence, head.epoch) == (1, 2, 1)
@@ -223,6 +221,28 @@ def test_a_higher_fence_ends_the_lower_one(url: str) -> None:
         assert await keys_of(objects) == before
         with pytest.raises(ManifestConflictError):
             await second.adopt("0" * 32)
+
+    on(url, work)
+
+
+@pytest.mark.parametrize("other", [{"created_ns": CREATED_NS + 1}, {"epochs": ((0, 1), (1, 4))}])
+def test_only_the_very_same_stream_is_taken_from_an_earlier_owner(url: str, other: dict[str, Any]) -> None:
+    """Another server made a stream of this name, or restored this one and went on in an epoch of its own."""
+
+    async def work(objects: Objects) -> None:
+        await Manifests(objects, 1).publish(facts(5), run_of(1, 5))
+        later = Manifests(objects, 3)
+        before = await later.load(STREAM)
+        with pytest.raises(ManifestConflictError, match="adopted"):
+            await later.publish(facts(6, **other), [segment(6, 6)])
+        with pytest.raises(ManifestConflictError, match="adopted"):
+            await later.bury(facts(5, **other), CREATED_NS + 9, "deleted")
+        with pytest.raises(ManifestConflictError, match="adopted"):
+            await later.retain(STREAM, 2)
+        assert await later.load(STREAM) == before
+        # Its owner from before is back.
+        head = await later.publish(facts(6), [segment(6, 6)])
+        assert (head.fence, head.uploaded_through) == (3, 6)
 
     on(url, work)
 

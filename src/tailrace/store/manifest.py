@@ -36,7 +36,7 @@ from tailrace.store.manifest_model import (
     sha256_of,
 )
 from tailrace.store.manifest_pages import Listed, Pages, extend
-from tailrace.store.manifest_resolve import base_of, speaks_for_tail, tombstone, with_facts
+from tailrace.store.manifest_resolve import base_of, is_same_life, speaks_for_tail, tombstone, with_facts
 from tailrace.store.objects import (
     ObjectConflictError,
     ObjectMissingError,
@@ -152,13 +152,14 @@ class Manifests:
             head = msgspec.structs.replace(head, pages=listed.pages, segments=listed.segments)
             return Change(head, superseded)
 
-        return await self._change(facts.stream_id, plan, known)
+        return await self._change(facts.stream_id, plan, known, facts=facts)
 
     async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> Head:
         """Put our fence on the head of an earlier owner, who cannot change it from now on.
 
         A server that restores a stream does this before it serves it, with the epoch it continues in. No
-        other change is made to a head that was not adopted: only a restored stream holds the same entries.
+        other change is made to a head that was not adopted, unless it is our own from before somebody else
+        owned the bucket: only then are its entries those we have.
         """
 
         async def plan(current: Head | None) -> Change:
@@ -202,7 +203,7 @@ class Manifests:
         async def plan(current: Head | None) -> Change:
             return Change(tombstone(facts, current, self.fence, at_ns, reason))
 
-        head = await self._change(facts.stream_id, plan)
+        head = await self._change(facts.stream_id, plan, facts=facts)
         if head.deleted is not None:
             failpoints.reached("gc.before_delete")
             await clear_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
@@ -221,7 +222,13 @@ class Manifests:
         return True
 
     async def _change(
-        self, stream_id: str, plan: Plan, known: Stored | None = None, *, adopting: bool = False
+        self,
+        stream_id: str,
+        plan: Plan,
+        known: Stored | None = None,
+        *,
+        facts: Facts | None = None,
+        adopting: bool = False,
     ) -> Head:
         """Plan a head from the present one and put it in its place, until nobody comes in between."""
         prefix = stream_prefix(stream_id)
@@ -229,7 +236,8 @@ class Manifests:
             stored, known = known or await self.load(stream_id), None
             current = None if stored is None else stored.head
             if current is not None:
-                self._check_fence(current, adopting=adopting)
+                same = facts is not None and is_same_life(facts, current)
+                self._check_fence(current, adopting=adopting or same)
             planned_ns = self._clock.now_ns()
             try:
                 change = await plan(current)

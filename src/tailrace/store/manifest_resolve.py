@@ -32,6 +32,15 @@ def base_of(facts: Facts, current: Head | None, fence: int) -> Head:
     raise BuriedError(facts.stream_id, f"it was {current.deleted.reason} and takes nothing more")
 
 
+def is_same_life(facts: Facts, head: Head) -> bool:
+    """Whether a head of another fence speaks of the very stream we have.
+
+    No two servers create one in the same nanosecond, and a server that restores it begins a new epoch. So
+    this is ours from before somebody took the bucket over without restoring it.
+    """
+    return facts.created_ns == head.created_ns and facts.epochs == head.epochs
+
+
 def is_older(facts: Facts, base: Head, fence: int) -> bool:
     """Whether a newer snapshot of the same owner is recorded already. Owners do not share their numbers."""
     return base.fence == fence and facts.as_of < base.as_of
