@@ -6,14 +6,16 @@ import random
 import subprocess
 import sys
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from support.segments import Entry, read_all, run_of, runs_of, write
+from support.segments import STREAM_ID, Entry, read_all, run_of, runs_of, write
 from tailrace.store import segment_tail
 from tailrace.store.segment_reader import Footer, read_row_group
+from tailrace.store.segment_writer import write_segment
 from tailrace.store.segments import (
     CorruptSegmentError,
     SegmentRows,
@@ -52,6 +54,34 @@ def test_the_same_entries_make_the_same_file(tmp_path: Path) -> None:
     two = write(tmp_path / "two.parquet", runs_of(1, entries, True, 1100), True)
     assert one == two
     assert one.info.key == segment_name(0, 1, 3000, one.info.sha256)
+
+
+def test_row_groups_are_written_as_they_fill(tmp_path: Path) -> None:
+    """However large a segment is, only about a row group of it is in memory."""
+    path = tmp_path / "large.parquet"
+    draw = random.Random(1)
+    written = 0
+
+    def runs() -> Iterator[SegmentRows]:
+        nonlocal written
+        for number in range(24):
+            yield run_of(1 + number, [Entry(draw.randbytes(1 << 18), number)], False)
+            on_disk = path.stat().st_size
+            assert on_disk >= written - (3 << 19), "what came before is on disk"
+            written += 1 << 18
+
+    made = write_segment(runs(), path, name="large", stream_id=STREAM_ID, epoch=0, json=False)
+    assert made.info.payload_bytes == 24 << 18
+    assert [group.rows for group in Footer(made.footer).row_groups] == [4] * 6
+
+
+def test_rows_that_fail_midway_fail_the_segment(tmp_path: Path) -> None:
+    def runs() -> Iterator[SegmentRows]:
+        yield run_of(1, orders(3000), True)
+        raise OSError("the hot store went away")
+
+    with pytest.raises(OSError, match="went away"):
+        write_segment(runs(), tmp_path / "half", name="half", stream_id=STREAM_ID, epoch=0, json=True)
 
 
 @pytest.mark.parametrize(

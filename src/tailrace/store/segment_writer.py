@@ -279,7 +279,7 @@ def _open(sink: _Sink, payload: Any, first: _Group) -> Any:
     ]
     integers = COLUMNS[:3]
     # A filter sized by the first row group. A stream that has no keys there gets none: it is only a shortcut.
-    distinct = len(set(first.keys)) if first.has_keys else 0
+    distinct = len(set(first.keys) - {None})
     bloom = {"ndv": max(distinct, BLOOM_KEYS_MIN), "fpp": BLOOM_FALSE_POSITIVES}
     return pq.ParquetWriter(
         sink,
