@@ -154,6 +154,20 @@ def test_a_footer_that_was_not_kept_is_fetched_once(stored: Stored) -> None:
     stored.run(read)
 
 
+def test_a_kept_footer_that_is_damaged_is_fetched_instead(
+    stored: Stored, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = bytearray(stored.footer)
+    damaged[len(damaged) // 2] ^= 1
+
+    async def read(reader: ColdReader) -> None:
+        await stored.rows(reader, 5000, footer=bytes(damaged))
+        await stored.rows(reader, 1, footer=b"nonsense")
+
+    stored.run(read)
+    assert "the kept footer" in caplog.text
+
+
 def test_footers_in_memory_are_bounded(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "FOOTER_BYTES_MAX", 1)
 

@@ -228,3 +228,11 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     segment_tail.stamp(tail)
     with pytest.raises(CorruptSegmentError, match="format 9"):
         Footer(segment_tail.keep(tail))
+
+
+def test_every_fact_of_a_segment_is_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+    footer = Footer(write(tmp_path / "facts.parquet", runs_of(1, orders(3), True), True).footer)
+    assert [fact for fact in footer.facts if f"`tailrace.{fact}`" not in page] == []
+    columns = [footer.metadata.schema.column(index).name for index in range(5)]
+    assert [column for column in columns if f"| `{column}` |" not in page] == []

@@ -147,7 +147,14 @@ class ColdReader:
         return _Segment(key, source_of(key), footer)
 
     async def _load_footer(self, key: str, info: SegmentInfo, kept: bytes) -> Footer:
-        footer = await self._work.on_thread(_parse, kept or await self._fetch_footer(key, info.bytes), info)
+        footer = None
+        if kept:
+            try:
+                footer = await self._work.on_thread(_parse, kept, info)
+            except CorruptSegmentError as error:
+                logger.warning("the kept footer of %s cannot be used: %s", key, error)
+        if footer is None:
+            footer = await self._work.on_thread(_parse, await self._fetch_footer(key, info.bytes), info)
         self._footers[key] = footer
         self._footer_bytes += footer.memory_bytes
         while self._footer_bytes > FOOTER_BYTES_MAX and len(self._footers) > 1:
