@@ -59,6 +59,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool,
         Meta(description="Restore everything from the object store; needs a data directory without streams."),
     ] = False
+    recovery_key: Annotated[
+        Secret,
+        Meta(
+            description="Encrypts the webhook keys on the object store, 32 bytes or more; without it they "
+            "are not kept there."
+        ),
+    ] = ""
     public_url: Annotated[
         str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
     ] = ""
@@ -360,6 +367,8 @@ def _check(settings: Settings) -> None:
         _ = settings.webhook_keys_since_ms
     except ValueError:
         raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
+    if settings.recovery_key and len(settings.recovery_key.encode()) < 32:
+        raise SettingsError("recovery_key is shorter than 32 bytes, which is not safe")
     if settings.auth_jwt_secret and len(settings.auth_jwt_secret.encode()) < 32:
         raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
 

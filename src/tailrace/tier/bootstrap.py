@@ -32,10 +32,12 @@ from tailrace.store.directory import DataDirectory, make_directory, sync_directo
 from tailrace.store.manifest import Stored
 from tailrace.store.manifest_model import HEAD_KEY, Head, ManifestError, decode
 from tailrace.store.manifest_takeover import RestoringManifests
+from tailrace.store.meta_objects import MetaCorruptError, MetaObjects, SubscriptionObject
 from tailrace.store.objects import ObjectMissingError, Objects, ObjectsError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentInfo
 from tailrace.tier.bootstrap_report import Restored, shown
+from tailrace.tier.restore_meta import put_facts, tails_of, take_secrets, take_subscription
 from tailrace.tier.restore_store import FoundHead, Outcome, RestoreStore, Waiting
 from tailrace.tier.restored import Sums, restored_head, restored_stream, runs_of
 
@@ -143,6 +145,7 @@ class Bootstrap:
                     settle_s = self._settings.limits.bootstrap_settle_ms / 1000
                     await asyncio.sleep(max(0.0, claimed_s + settle_s - loop.time()))
                     await self._round()
+                await self._restore_meta()
                 await self._on_thread(self._finish)
         finally:
             self._thread.shutdown(wait=True)
@@ -299,6 +302,34 @@ class Bootstrap:
             segments, self._segments = self._segments, []
             if outcomes or segments:
                 await self._on_thread(lambda: self._store.put(outcomes, segments))
+
+    # -- what is no stream -----------------------------------------------------------------------------
+
+    async def _restore_meta(self) -> None:
+        objects = MetaObjects(self._objects, self._manifests.fence)
+        db = self._store.db
+
+        async def subscription(key: str) -> None:
+            try:
+                loaded = await objects.load(key, SubscriptionObject)
+                if loaded is None:
+                    return
+                names = [link.stream for link in loaded[0].links]
+                tails = await self._on_thread(lambda: tails_of(db, names))
+                facts = await take_subscription(objects, key, loaded[0], tails)
+            except MetaCorruptError as error:
+                self.restored.problem(str(error))
+                return
+            await self._on_thread(lambda: put_facts(db, facts))
+            self.restored.subscriptions += loaded[0].config is not None
+
+        await self._each(objects.subscription_keys(), subscription)
+        try:
+            secrets = await take_secrets(objects, self._settings.recovery_key)
+        except MetaCorruptError as error:
+            self.restored.problem(f"{error}; webhooks are signed with new keys")
+            return
+        await self._on_thread(lambda: put_facts(db, secrets))
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from tailrace.log.model import Block, Stream
 from tailrace.log.records import decode
 from tailrace.log.streams import Streams
 from tailrace.store.hot import HotDb
+from tailrace.store.meta_tables import MetaTables
 from tailrace.tier.cold_changes import ColdChanges
 from tailrace.tier.stored import put_due, put_stream
 
@@ -64,9 +65,11 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
             failpoints.reached("seal.before_trim")
         cold.dig_graves(store)
         write_streams(store, streams, cold)
-        for key in before.keys() | streams.meta.keys():
-            if before.get(key) != streams.meta.get(key):
-                db.put_meta(key, streams.meta.get(key))
+        keys = before.keys() | streams.meta.keys()
+        changed = [key for key in keys if before.get(key) != streams.meta.get(key)]
+        MetaTables(db).changed(changed, seq)
+        for key in changed:
+            db.put_meta(key, streams.meta.get(key))
         db.expire_tombstones(time.time_ns() - tombstone_ns)
         db.set_fact("next_number", streams.next_number)
         db.set_fact("journal_seq", seq)

@@ -60,6 +60,7 @@ class Heads:
         try:
             stale = await self._record_stale()
             done = await self._bury() and stale
+            done = await self._sealing.meta.record() and done
         except TailraceError:
             done = False
         finally:

@@ -25,6 +25,7 @@ from tailrace.store.manifest_model import FencedError
 from tailrace.tier.due import Aging, DueStreams
 from tailrace.tier.heads import Heads
 from tailrace.tier.leftovers import PAGE_COUNT, leftovers_after
+from tailrace.tier.meta_recording import MetaRecording
 from tailrace.tier.owner import Owner
 from tailrace.tier.pressure import Pressure
 from tailrace.tier.seal_job import Kind, Report, SealerSetup
@@ -59,6 +60,7 @@ class Sealing:
         self.sealer: SealerProcess | None = None
         self._threads = ThreadPoolExecutor(1, "leftovers")
         self._heads = Heads(self)
+        self.meta = MetaRecording(self, log, settings.recovery_key)
         self.trims = Trims(self, log)
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
@@ -297,7 +299,7 @@ class Sealing:
                 fence=self._owner.fence,
                 limits=self._log.limits,
             )
-            self.sealer = SealerProcess(setup)
+            self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.ask(kind, numbers, sealed)
         if not report.error:
             self._pause_s = PAUSE_S_MIN

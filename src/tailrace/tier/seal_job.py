@@ -9,7 +9,10 @@ import msgspec
 from tailrace.limits import Limits
 from tailrace.store.segments import SegmentInfo
 
-Kind = Literal["seal", "heads", "bury", "trim"]
+Kind = Literal["seal", "heads", "bury", "trim", "meta"]
+
+# Where the sealer finds the one setting that is no argument.
+RECOVERY_KEY = "TAILRACE_RECOVERY_KEY"
 
 
 class SealerSetup(msgspec.Struct, kw_only=True):
@@ -23,7 +26,10 @@ class SealerSetup(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`seal`: one stream, from the entry behind `sealed`. The others: several streams at once."""
+    """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`, `trim`: several streams at once.
+
+    `meta`: facts of the server that changed after the journal file `sealed`.
+    """
 
     id: int
     kind: Kind

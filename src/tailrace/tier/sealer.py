@@ -36,7 +36,8 @@ from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
 from tailrace.tier.cut import Portion, part_of, portions
 from tailrace.tier.facts import decode_buried, facts_of
-from tailrace.tier.seal_job import Job, Report, SealerSetup, Usage
+from tailrace.tier.meta_seal import MetaSealing
+from tailrace.tier.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
 from tailrace.tier.stored import reached_by_forks
 
 logger = logging.getLogger("tailrace.sealer")
@@ -74,6 +75,8 @@ class Sealer:
         self._manifests = Manifests(self._objects, setup.fence)
         self._ownership = Ownership(self._objects)
         self._threads = ThreadPoolExecutor(WRITERS, "seal")
+        recovery_key = os.environ.get(RECOVERY_KEY, "")  # not an argument: those can be read by everybody
+        self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._confirmed_s = 0.0
 
     async def close(self) -> None:
@@ -87,6 +90,8 @@ class Sealer:
             await self._confirm()
             if job.kind == "seal":
                 await self._seal(job, report)
+            elif job.kind == "meta":
+                report.as_of = await self._meta.record(job.sealed)
             else:
                 work = {"heads": self._head, "bury": self._bury, "trim": self._trim}
                 await self._several(job, report, work[job.kind])

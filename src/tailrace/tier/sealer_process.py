@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections import Counter
 
 import msgspec
 
-from tailrace.tier.seal_job import Job, Kind, Report, SealerSetup
+from tailrace.tier.seal_job import RECOVERY_KEY, Job, Kind, Report, SealerSetup
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -20,8 +21,9 @@ LINE_BYTES_MAX = 256 * 1024 * 1024
 class SealerProcess:
     """Asks jobs of the child and hands out its reports. A child that ends fails what it was asked."""
 
-    def __init__(self, setup: SealerSetup) -> None:
+    def __init__(self, setup: SealerSetup, recovery_key: str = "") -> None:
         self._setup = setup
+        self._recovery_key = recovery_key
         self._child: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
@@ -81,6 +83,7 @@ class SealerProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     limit=LINE_BYTES_MAX,
+                    env={**os.environ, RECOVERY_KEY: self._recovery_key},
                 )
                 self._reading = asyncio.create_task(self._read(self._child))
             return self._child

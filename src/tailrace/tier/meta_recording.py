@@ -1,0 +1,54 @@
+"""The server's part of `meta/` objects: knows how far the bucket is behind, and has the sealer catch up.
+
+That is a fact of the log itself, so nothing is written again after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from tailrace.errors import TailraceError
+from tailrace.log.log import Log
+from tailrace.log.transaction import Transaction
+from tailrace.store.meta_objects import fingerprint
+from tailrace.store.meta_tables import MetaTables
+
+if TYPE_CHECKING:
+    from tailrace.tier.seal import Sealing
+
+RECORDED: Final = "recorded/meta"
+
+
+class MetaRecording:
+    def __init__(self, sealing: Sealing, log: Log, recovery_key: str) -> None:
+        self._sealing = sealing
+        self._log = log
+        self._fingerprint = fingerprint(recovery_key)
+
+    async def record(self) -> bool:
+        """True if the bucket has what the hot store has."""
+        file, _, key = self._log.streams.meta.get(RECORDED, b"-1").decode().partition(" ")
+        newest = await self._sealing.on_thread(lambda: MetaTables(self._log.store.db).newest_file())
+        if newest < 0 or (newest <= int(file) and key == self._fingerprint):
+            return True
+        report = await self._sealing.ask("meta", [], int(file))
+        if report.error:
+            return False
+        await self._put(f"{report.as_of} {self._fingerprint}".encode())
+        return True
+
+    async def _put(self, value: bytes) -> None:
+        """Returns when it is durable."""
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        self._log.put_meta(RECORDED, value, reply)
+        await settled
