@@ -10,7 +10,17 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.log.model import FIRST_EPOCH, NO_LIFETIME, Block, Lifetime, Producer, Stream, Tombstone
+from tailrace.log.model import (
+    FIRST_EPOCH,
+    NO_COLD,
+    NO_LIFETIME,
+    Block,
+    ColdSums,
+    Lifetime,
+    Producer,
+    Stream,
+    Tombstone,
+)
 from tailrace.store.hot import BlockRow, HotDb
 
 
@@ -42,6 +52,7 @@ class StreamImage(msgspec.Struct, array_like=True):
     sealed: int = 0
     sealed_bytes: int = 0
     earliest: int = 0
+    cold: ColdSums = NO_COLD
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -77,6 +88,7 @@ def encode_stream(stream: Stream) -> bytes:
             stream.sealed,
             stream.sealed_bytes,
             stream.earliest,
+            stream.cold,
         )
     )
 
@@ -107,6 +119,7 @@ def decode_stream(raw: bytes) -> Stream:
     stream.sealed = max(image.sealed, image.fork_entry)
     stream.sealed_bytes = image.sealed_bytes
     stream.earliest = image.earliest
+    stream.cold = image.cold
     stream.grant_grace()
     return stream
 

@@ -82,6 +82,18 @@ class Lifetime(msgspec.Struct, frozen=True, array_like=True):
 NO_LIFETIME = Lifetime()
 
 
+class ColdSums(msgspec.Struct, frozen=True, array_like=True):
+    """What a stream shows of the object store, summed up so that nobody has to count it."""
+
+    segments: int = 0
+    segment_bytes: int = 0  # size of their files
+    generation: int = 0  # of the manifest
+    recorded_ns: int = 0  # when the last segment was recorded in it
+
+
+NO_COLD = ColdSums()
+
+
 class LiveReader(Protocol):
     """Somebody who waits at a stream's tail."""
 
@@ -97,6 +109,7 @@ class Stream:
         "blocks",
         "closed",
         "closed_by",
+        "cold",
         "content_type",
         "created_ns",
         "earliest",
@@ -169,6 +182,7 @@ class Stream:
         self.stored = 0
         self.sealed = 0  # of the stream's own entries: a fork's begins where it leaves its source
         self.sealed_bytes = 0  # payload in recorded segments
+        self.cold = NO_COLD
         self.earliest = 0
         self.blocks: list[Block] | None = None
         self.recent: list[AppendRecord] | None = None

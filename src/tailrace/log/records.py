@@ -128,6 +128,7 @@ class Sealed(msgspec.Struct, array_like=True):
     as_of_file: int
     segments: list[SegmentInfo]
     footers: list[bytes]
+    at_ns: int = 0
 
 
 class Trim(msgspec.Struct, array_like=True):
@@ -136,6 +137,8 @@ class Trim(msgspec.Struct, array_like=True):
     stream: int
     earliest: int
     payload_bytes: int = 0
+    segments: int = 0  # of the stream's own that it shows no more
+    segment_bytes: int = 0
 
 
 class Recorded(msgspec.Struct, array_like=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 from sortedcontainers import SortedDict
 
-from tailrace.log.model import NO_LIFETIME, AppendRecord, Producer, Stream, Tombstone, fold
+from tailrace.log.model import NO_LIFETIME, AppendRecord, ColdSums, Producer, Stream, Tombstone, fold
 from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Recorded, Sealed, Touch
 
 # Appends kept one by one at the very tail before they are folded into a block.
@@ -133,16 +134,17 @@ class Streams:
         elif isinstance(op, Bind):
             stream.bind(op.content_type)
         elif isinstance(op, Sealed):
-            for segment in op.segments:
-                assert segment.first == stream.sealed + 1, "segments out of order"
-                assert segment.last <= stream.tail
-                stream.sealed = segment.last
-                stream.sealed_bytes += segment.payload_bytes
+            _assign_sealed(op, stream)
         else:
             assert stream.earliest <= op.earliest <= stream.sealed
             stream.earliest = op.earliest
             stream.size_bytes -= op.payload_bytes
             stream.sealed_bytes -= op.payload_bytes
+            stream.cold = msgspec.structs.replace(
+                stream.cold,
+                segments=max(0, stream.cold.segments - op.segments),
+                segment_bytes=max(0, stream.cold.segment_bytes - op.segment_bytes),
+            )
         return stream
 
     def assign_append(self, op: Append, stream: Stream) -> None:
@@ -303,3 +305,19 @@ class Streams:
             self.memory_bytes -= blocks.pop(0).memory_bytes
         if not blocks:
             stream.blocks = None
+
+
+def _assign_sealed(op: Sealed, stream: Stream) -> None:
+    cold, size_bytes = stream.cold, 0
+    for segment in op.segments:
+        assert segment.first == stream.sealed + 1, "segments out of order"
+        assert segment.last <= stream.tail
+        stream.sealed = segment.last
+        stream.sealed_bytes += segment.payload_bytes
+        size_bytes += segment.bytes
+    stream.cold = ColdSums(
+        cold.segments + len(op.segments),
+        cold.segment_bytes + size_bytes,
+        max(cold.generation, op.generation),
+        op.at_ns if op.segments else cold.recorded_ns,
+    )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
+from tailrace.log.model import NO_LIFETIME, ColdSums, Lifetime, Stream
 from tailrace.store.manifest_model import Head, RecordedLifetime
 from tailrace.store.segments import SegmentInfo
 
@@ -34,6 +34,7 @@ class Sums:
     def __init__(self, earliest: int = 0) -> None:
         self._earliest = earliest
         self.entries = self.payload_bytes = self.last_ns = 0
+        self.segments = self.segment_bytes = 0
         self.runs: list[Run] = []
 
     def add(self, info: SegmentInfo) -> None:
@@ -41,6 +42,8 @@ class Sums:
         self.last_ns = info.last_ns
         if info.last > self._earliest:  # an older one is kept for forks only
             self.payload_bytes += info.payload_bytes
+            self.segments += 1
+            self.segment_bytes += info.bytes
         if self.runs and self.runs[-1][1] == info.first - 1:
             self.runs[-1] = (self.runs[-1][0], info.last)
         else:
@@ -102,6 +105,7 @@ def restored_stream(number: int, head: Head, source: Source | None, sums: Sums, 
     stream.closed_by = head.closed_by
     stream.tail = stream.visible = stream.stored = stream.sealed = head.uploaded_through
     stream.size_bytes = stream.sealed_bytes = sums.payload_bytes
+    stream.cold = ColdSums(sums.segments, sums.segment_bytes, head.generation)
     stream.last_ns = max(head.tail_ns, sums.last_ns)
     if source is not None and not stream.last_ns:
         stream.last_ns = source.last_ns

@@ -24,6 +24,7 @@ class Shown(NamedTuple):
     last_ns: int
     payload_bytes: int
     own: bool = True  # not an ancestor's
+    file_bytes: int = 0
 
 
 class Decision(NamedTuple):
@@ -32,6 +33,8 @@ class Decision(NamedTuple):
     earliest: int
     payload_bytes: int  # of the stream's own entries among them
     next_ns: int | None
+    segments: int = 0  # of the stream's own
+    segment_bytes: int = 0
 
 
 def has_bounds(lifetime: Lifetime) -> bool:
@@ -46,16 +49,20 @@ def decide(
     `shown` begins behind `earliest`, oldest first, and is read only as far as it is needed. `shown_bytes` is
     the payload of everything the stream shows, that which is not sealed included.
     """
-    own_bytes = 0
+    decided = Decision(earliest, 0, None)
     for segment in shown:
         newer_bytes = shown_bytes - segment.payload_bytes
         over_ns = over_at_ns(segment, lifetime, newer_bytes)
         if over_ns is None or over_ns > now_ns:
-            return Decision(earliest, own_bytes, over_ns)
-        earliest, shown_bytes = segment.last, newer_bytes
+            return decided._replace(next_ns=over_ns)
+        decided, shown_bytes = decided._replace(earliest=segment.last), newer_bytes
         if segment.own:
-            own_bytes += segment.payload_bytes
-    return Decision(earliest, own_bytes, None)
+            decided = decided._replace(
+                payload_bytes=decided.payload_bytes + segment.payload_bytes,
+                segments=decided.segments + 1,
+                segment_bytes=decided.segment_bytes + segment.file_bytes,
+            )
+    return decided
 
 
 def over_at_ns(segment: Shown, lifetime: Lifetime, newer_bytes: int) -> int | None:

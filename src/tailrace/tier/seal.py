@@ -277,7 +277,10 @@ class Sealing:
             return False  # its objects are deleted when the hot store has heard of it
         if stream.sealed != sealed:
             return True  # a failed commit took the journal back meanwhile
-        await self.journal(Sealed(number, report.generation, report.as_of, report.segments, report.footers))
+        now_ns = self._log.clock.now_ns()
+        await self.journal(
+            Sealed(number, report.generation, report.as_of, report.segments, report.footers, now_ns)
+        )
         for segment in report.segments:
             self.segments += 1
             self.segment_bytes += segment.bytes

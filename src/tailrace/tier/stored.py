@@ -82,7 +82,8 @@ def shown_segments(db: HotDb, stream: Stream, count_max: int | None = None) -> I
                 return
             whole = info.first == entry and info.last <= upto
             last = min(info.last, upto)
-            yield Shown(last, info.last_ns, info.payload_bytes if whole else 0, owner is stream)
+            payload_bytes = info.payload_bytes if whole else 0
+            yield Shown(last, info.last_ns, payload_bytes, owner is stream, info.bytes)
             count_max = None if count_max is None else count_max - 1
             entry = last + 1
             if entry > upto:

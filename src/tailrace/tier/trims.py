@@ -64,7 +64,13 @@ def look_at_due(
             return
         decision = decide_stored(db, stream, lifetime or stream.lifetime, now_ns)
         if decision.earliest > stream.earliest:
-            trim = Trim(number, decision.earliest, decision.payload_bytes)
+            trim = Trim(
+                number,
+                decision.earliest,
+                decision.payload_bytes,
+                decision.segments,
+                decision.segment_bytes,
+            )
             wanted.append(Wanted(number, stream.earliest, trim))
 
     with store.snapshot():
