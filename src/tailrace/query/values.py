@@ -1,0 +1,173 @@
+"""The one value function: what a field's values are in a record.
+
+Server, tail index, scans and index jobs all call this, so that they cannot disagree. A field has a list of
+0..n values: the leaves at its pointer, arrays flattened, each converted by the field's kind; leaves that do
+not convert are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from datetime import date
+from typing import Final, cast
+
+from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.search_fields import Field
+
+Value = str | int | float | bool
+Convert = Callable[[object], Value | None]
+
+INT64_MAX: Final = 2**63 - 1
+
+_HALVES: Final = re.compile("[\ud800-\udfff]")
+_INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_DATE: Final = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})")
+_INSTANT: Final = re.compile(
+    _DATE.pattern + r"[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
+    r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9]))"
+)
+_EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
+_DAYS_400_YEARS: Final = 146_097
+_BOOLS: Final = {"true": True, "false": False}
+
+
+def values_of(record: object, field: Field, version: int) -> list[Value]:
+    """The values of a field in a record, promoted to `version`. A record that is no object has none."""
+    pointer = field.pointer_at(version)
+    if pointer is None or not isinstance(record, dict):
+        return []
+    tokens = parse_pointer(pointer)
+    assert tokens is not None, "pointers are checked when a registry is installed"
+    convert = converter(field)
+    values = (convert(leaf) for leaf in leaves(find(cast("object", record), tokens)))
+    return [value for value in values if value is not None]
+
+
+def leaves(value: object) -> list[object]:
+    """Arrays flattened to whatever depth; a pointer that finds nothing has no leaves."""
+    if value is ABSENT:
+        return []
+    if not isinstance(value, list):
+        return [value]
+    found: list[object] = []
+    waiting: list[object] = [cast("object", value)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(reversed(cast("list[object]", item)))
+        else:
+            found.append(item)
+    return found
+
+
+def converter(field: Field) -> Convert:
+    """A leaf into the field's canonical value, or None if it has none. Text stays as it is: see `analyze`."""
+    if field.kind == "keyword" and field.normalizer == "lowercase_v1":
+        return to_lowercase
+    return _CONVERTERS[field.kind]
+
+
+def to_string(leaf: object) -> str | None:
+    if not isinstance(leaf, str):
+        return None
+    # Half a surrogate pair cannot be stored anywhere; it counts as the replacement character.
+    return leaf if leaf.isascii() else _HALVES.sub("�", leaf)
+
+
+def to_lowercase(leaf: object) -> str | None:
+    text = to_string(leaf)
+    return None if text is None else text.lower()
+
+
+def to_integer(leaf: object) -> int | None:
+    """Signed 64 bits. A float counts if it is whole; at the very edge it may have been rounded: no value."""
+    if isinstance(leaf, bool):
+        return None
+    if isinstance(leaf, int):
+        return _int64(leaf)
+    if isinstance(leaf, float):
+        return int(leaf) if abs(leaf) < 2.0**63 and leaf.is_integer() else None
+    if isinstance(leaf, str):
+        return _integer_in(leaf)
+    return None
+
+
+def to_float(leaf: object) -> float | None:
+    """A finite double; zero has no sign."""
+    if isinstance(leaf, bool):
+        return None
+    if isinstance(leaf, int | float):
+        try:
+            number = float(leaf)
+        except OverflowError:
+            return None
+    elif isinstance(leaf, str) and _DECIMAL.fullmatch(leaf):
+        number = float(leaf)
+    else:
+        return None
+    return number + 0.0 if math.isfinite(number) else None
+
+
+def to_date(leaf: object) -> int | None:
+    """Unix milliseconds, cut off towards zero; instants and days of the calendar; integers as text."""
+    if isinstance(leaf, bool):
+        return None
+    if isinstance(leaf, int):
+        return _int64(leaf)
+    if isinstance(leaf, float):
+        return int(leaf) if abs(leaf) < 2.0**63 else None
+    if isinstance(leaf, str):
+        instant_ms = _instant_ms(leaf)
+        return _integer_in(leaf) if instant_ms is None else instant_ms
+    return None
+
+
+def to_bool(leaf: object) -> bool | None:
+    if isinstance(leaf, bool):
+        return leaf
+    if isinstance(leaf, str) and len(leaf) <= 5:
+        return _BOOLS.get(leaf.lower())
+    return None
+
+
+def _int64(number: int) -> int | None:
+    return number if -INT64_MAX - 1 <= number <= INT64_MAX else None
+
+
+def _integer_in(text: str) -> int | None:
+    # 19 digits and a sign are the most that fit.
+    return _int64(int(text)) if len(text) <= 20 and _INTEGER.fullmatch(text) else None
+
+
+def _instant_ms(text: str) -> int | None:
+    match = _INSTANT.fullmatch(text) or _DATE.fullmatch(text)
+    if match is None:
+        return None
+    year = int(match[1])
+    try:
+        # Python's calendar begins with year 1; it repeats every 400 years.
+        day = date(year or 400, int(match[2]), int(match[3])).toordinal() - _EPOCH_DAY
+    except ValueError:
+        return None
+    if not year:
+        day -= _DAYS_400_YEARS
+    if match.re is _DATE:
+        return day * 86_400_000
+    seconds = int(match[4]) * 3600 + int(match[5]) * 60 + int(match[6])
+    if match[8]:
+        ahead = int(match[9]) * 3600 + int(match[10]) * 60
+        seconds -= ahead if match[8] == "+" else -ahead
+    return day * 86_400_000 + seconds * 1000 + int(((match[7] or "") + "000")[:3])
+
+
+_CONVERTERS: Final[dict[str, Convert]] = {
+    "keyword": to_string,
+    "text": to_string,
+    "integer": to_integer,
+    "float": to_float,
+    "date": to_date,
+    "bool": to_bool,
+}
