@@ -65,6 +65,7 @@ class Owner:
                 await self.claim()
             else:
                 await self._ownership.confirm(self.deployment, self.fence)
+            self.failure = ""
         except OwnedElsewhereError as error:
             raise FencedError(error.message) from error
         except (ObjectsError, OSError) as error:

@@ -72,6 +72,8 @@ class Sealing:
         self._moved_on_s = self._confirmed_s = loop.time()
         self._looked_at = 0  # how many streams of the present journal file were asked for their size
         self._large = False
+        self._confirming = False
+        self._owner_said = ""  # what was wrong when it was asked last
         self._paused_until_s = 0.0
         self._pause_s = PAUSE_S_MIN
         self.failure = ""  # why the object store cannot be used just now
@@ -83,7 +85,7 @@ class Sealing:
     async def start(self) -> None:
         """Claims the bucket; raises if it is somebody else's."""
         await self._owner.start()
-        self.failure = self._owner.failure
+        self.failure = self._owner_said = self._owner.failure
         self.pressure.start()
         self._log.on_checkpointed = self._checkpointed
         self.spawn(self._run())
@@ -184,7 +186,8 @@ class Sealing:
         aged = any(now_s - self._begun_s[file] >= age_s for file in pending)
         closed = streams.closed_file > self._checkpointed_seq and streams.closed_file in pending
         trimmed = self.pressure.untrimmed or self.trims.waits_for_checkpoint(self._checkpointed_seq)
-        if aged or closed or hurry or self._large or trimmed or self._heads.unfolded:
+        facts = self.meta.waits_for_checkpoint(self._checkpointed_seq, now_s)
+        if aged or closed or hurry or self._large or trimmed or facts or self._heads.unfolded:
             self._moved_on_s = now_s
             self._looked_at, self._large = 0, False
             self._log.move_on()
@@ -219,23 +222,37 @@ class Sealing:
                 self._move_on_if_due(now_s)
             except TailraceError as error:
                 logger.warning("sealing waits: %s", error)
-            await self._confirm_owner(now_s)
+            except Exception:
+                logger.exception("a step of sealing failed")  # the next one may not
+            self._confirm_if_due(now_s)
             if now_s >= self._paused_until_s and self._owner.fence and not self.fenced:
                 self._dispatch()
 
-    async def _confirm_owner(self, now_s: float) -> None:
+    def _confirm_if_due(self, now_s: float) -> None:
         wait_s = max(self._interval_s, TICK_S) if self._owner.fence else self._pause_s
-        if now_s - self._confirmed_s < wait_s:
-            return
-        self._confirmed_s = now_s
+        if not self._confirming and now_s - self._confirmed_s >= wait_s:
+            self._confirming = True
+            self.spawn(self._confirm_owner())
+
+    async def _confirm_owner(self) -> None:
+        """A store that is down answers late, and nobody waits for it."""
         try:
             await self._owner.confirm()
         except FencedError as error:
             self._give_up(str(error))
+        except TailraceError as error:
+            logger.error("the owner of the object store cannot be told: %s", error)
         else:
-            if self._owner.failure and not self._owner.fence:
+            said, self._owner_said = self._owner_said, self._owner.failure
+            if self._owner_said and not self._owner.fence:
                 self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-                self.failure = self._owner.failure
+                self.failure = self._owner_said
+            elif self.failure == said and not self._owner_said:
+                self.failure = ""
+        finally:
+            self._confirming = False
+            self._confirmed_s = self._loop.time()
+            self._wake.set()
 
     def _dispatch(self) -> None:
         while self._jobs < JOBS_MAX and len(self._due):
