@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,27 @@ def test_a_key_that_is_set_later_is_used_at_once(
     again = bootstrap(tmp_path / "again", url, KEY).start()
     running.append(again)
     assert Caller(again)("GET", "__ds/jwks.json").body == keys
+
+
+def test_a_change_of_subscriptions_alone_gets_to_the_bucket(
+    tmp_path: Path, start_server: StartServer
+) -> None:
+    env = {**ENV, "TAILRACE_SEAL_AGE_MS": "200", "TAILRACE_SEAL_INTERVAL_MS": "50"}
+    server = start_server("--object-store", (tmp_path / "bucket").as_uri(), env=env)
+    call = Caller(server)
+    assert (
+        call("PUT", control("s"), {"type": "pull-wake", "streams": ["a"], "wake_stream": "w"}).status == 201
+    )
+    written = tmp_path / "bucket" / "meta" / "subscriptions" / "s.json"
+
+    def links() -> list[str]:
+        return (
+            [link["stream"] for link in json.loads(written.read_bytes())["links"]] if written.exists() else []
+        )
+
+    eventually(links, lambda found: found == ["a"])
+    assert call("POST", control("s", "/streams"), {"streams": ["b"]}).status == 204
+    eventually(links, lambda found: sorted(found) == ["a", "b"])
+    assert call("DELETE", control("s")).status == 204
+    eventually(links, lambda found: found == [])
+    assert json.loads(written.read_bytes())["config"] is None

@@ -150,3 +150,15 @@ def test_secrets_need_their_key() -> None:
         unlock_secrets("k" * 32, msgspec.structs.replace(locked, sealed=locked.sealed[:-1]))
     assert fingerprint("k" * 32) not in ("", fingerprint("l" * 32))
     assert fingerprint("") == ""
+
+
+def test_the_example_in_the_documentation_is_a_subscription() -> None:
+    page = Path(__file__).parents[2] / "docs" / "formats.md"
+    text = page.read_text(encoding="utf-8").partition("```json subscription\n")[2].partition("```")[0]
+    written = text.replace("\n", "").encode()
+    found = msgspec.json.decode(written, type=SubscriptionObject)
+    assert msgspec.json.encode(found, order="sorted") == written
+    assert meta_facts.subscription_facts(found).keys() == {
+        "subscription/orders",
+        "subscription-link/orders/orders/1",
+    }

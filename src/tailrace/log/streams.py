@@ -14,6 +14,7 @@ from sortedcontainers import SortedDict
 
 from tailrace.log.model import NO_LIFETIME, AppendRecord, ColdSums, Producer, Stream, Tombstone, fold
 from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Recorded, Sealed, Touch
+from tailrace.store.meta_tables import subject_of
 
 # Appends kept one by one at the very tail before they are folded into a block.
 RECENT_COUNT_MAX = 256
@@ -47,6 +48,7 @@ class Streams:
         self.memory_bytes = 0
         self.file = 0  # journal file of what is being published
         self.closed_file = 0  # the last one in which a stream was closed
+        self.meta_file = 0  # the last one with a fact that the object store keeps too
         self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
         # Streams removed since the checkpoint, likewise: the hot store still has their rows.
         self.removed: dict[int, int] = {}
@@ -226,6 +228,8 @@ class Streams:
             return  # nothing to show, or deleted by a later operation that is durable as well
         if isinstance(op, Append):
             self.publish_append(op, stream)
+        if stream is None and isinstance(op, Meta) and subject_of(op.key) is not None:
+            self.meta_file = self.file
             return
         if isinstance(op, Create):
             stream.visible = op.fork_entry

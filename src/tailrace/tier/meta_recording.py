@@ -25,6 +25,21 @@ class MetaRecording:
         self._sealing = sealing
         self._log = log
         self._fingerprint = fingerprint(recovery_key)
+        self._age_s = log.limits.seal_age_ms / 1000
+        self._waits_since_s: float | None = None
+
+    def waits_for_checkpoint(self, seq: int, now_s: float) -> bool:
+        """Whether facts have been in the journal only for as long as entries may be."""
+        if not self.unfolded(seq):
+            self._waits_since_s = None
+            return False
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        return now_s - self._waits_since_s >= self._age_s
+
+    def unfolded(self, seq: int) -> bool:
+        """Whether there are facts behind this journal file."""
+        return self._log.streams.meta_file > seq
 
     async def record(self) -> bool:
         """True if the bucket has what the hot store has."""

@@ -425,7 +425,8 @@ class Sealing:
     async def _fold(self) -> None:
         """Everything that is durable now gets into the hot store."""
         file = self._log.streams.file
-        if file > self._checkpointed_seq and self._log.streams.touched:
+        touched = self._log.streams.touched or self.meta.unfolded(self._checkpointed_seq)
+        if file > self._checkpointed_seq and touched:
             self._log.move_on()
             while self._checkpointed_seq < file:
                 await self._step()
