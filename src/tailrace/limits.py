@@ -67,6 +67,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="Wait of a long-poll that names no timeout.")
     ] = 4000
     long_poll_max_ms: Annotated[Millis, Meta(description="Longest wait of a long-poll.")] = 4500
+    details_max_wait_ms: Annotated[
+        Millis, Meta(description="Longest wait for a change of what _details or _index_status shows.")
+    ] = 4500
     sse_rotation_ms: Annotated[Millis, Meta(description="Life of one server-sent-events answer.")] = 60_000
     sse_keep_alive_ms: Annotated[Millis, Meta(description="Silence after which an SSE comment is sent.")] = (
         15_000

@@ -53,6 +53,10 @@ def error(refusal: TailraceError) -> tuple[int, bytes, bytes]:
     return refusal.status, head, refusal.body()
 
 
+def not_allowed(allow: str) -> TailraceError:
+    return TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
+
+
 def refuse(exchange: Exchange, refusal: TailraceError) -> None:
     exchange.respond(*error(refusal))
 

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 
 from tailrace.api import answers
-from tailrace.api.answers import add_phase
+from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
 from tailrace.api.health import HealthRoutes
+from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
 from tailrace.api.read import ReadRoutes
@@ -28,6 +29,7 @@ NAMES_CACHED = 65_536
 PATH_BYTES_CACHED = 256
 
 Control = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
+Resource = Callable[[Exchange, Identity, bytes, str], None]  # with the method and the stream's name
 
 
 class TailraceApp:
@@ -42,6 +44,12 @@ class TailraceApp:
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
         self.control: Control | None = None
+        self.details = DetailsRoutes(context, self.live)
+        # What belongs to a stream, by the last segment of its path.
+        self.resources: dict[str, Resource] = {
+            "_details": self.details.details,
+            "_index_status": self.details.index_status,
+        }
         self.seal: Callable[[Exchange, Identity], None] | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
@@ -107,6 +115,7 @@ class TailraceApp:
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
         self._reads.end_waits()
+        self.details.end_waits()
         self.live.end_all()
 
     # -- routing ---------------------------------------------------------------------------------------
@@ -138,12 +147,20 @@ class TailraceApp:
         if decoded is None or not names.is_valid(decoded, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name")
         if names.is_sub_resource(decoded):
-            raise TailraceError("not_found", "there is no such resource on this server")
+            self._sub_resource(exchange, identity, method, decoded)
+            return
         if len(exchange.path) <= PATH_BYTES_CACHED:
             if len(self._names) >= NAMES_CACHED:
                 self._names.clear()
             self._names[exchange.path] = decoded
         self._stream_method(exchange, identity, method, decoded)
+
+    def _sub_resource(self, exchange: Exchange, identity: Identity, method: bytes, path: str) -> None:
+        name, _, resource = path.rpartition("/")
+        serve = self.resources.get(resource) if name else None
+        if serve is None:
+            raise TailraceError("not_found", "there is no such resource on this server")
+        serve(exchange, identity, method, name)
 
     def _stream_method(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method == b"POST":
@@ -186,10 +203,6 @@ class TailraceApp:
             self.seal(exchange, self.identify(exchange))
         else:
             raise TailraceError("not_found", "there is nothing at this path")
-
-
-def not_allowed(allow: str) -> TailraceError:
-    return TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
 
 
 def common_headers(resource_policy: str, origin: str | None) -> bytes:

@@ -57,6 +57,17 @@ _ONCE = frozenset(
 )
 
 
+def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
+    """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
+    if (exact := query.get("timeout_ms")) is not None:
+        if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
+            raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
+        return min(int(exact), max_ms)
+    if (text := query.get("timeout")) is not None:
+        return min(durations.parse_wait_ms(text), max_ms)
+    return min(default_ms, max_ms)
+
+
 def bad_header(name: str, why: str) -> TailraceError:
     return TailraceError("invalid_header", f"{name} {why}", header=name)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.live import Live
-from tailrace.api.parse import parse_query
+from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import resolve
@@ -148,15 +148,7 @@ class ReadRoutes:
 
     def _wait_ms(self, query: dict[str, str]) -> int:
         limits = self._limits
-        if (exact := query.get("timeout_ms")) is not None:
-            if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
-                raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
-            wanted = int(exact)
-        elif (text := query.get("timeout")) is not None:
-            wanted = durations.parse_wait_ms(text)
-        else:
-            wanted = limits.long_poll_default_ms
-        return min(wanted, limits.long_poll_max_ms)
+        return wait_ms(query, limits.long_poll_default_ms, limits.long_poll_max_ms)
 
     # -- catch-up --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from tailrace.errors import TailraceError
 from tailrace.log.commit import Batch
 from tailrace.log.model import Stream
-from tailrace.log.records import Append, Create, Delete
+from tailrace.log.records import Append, Create, Delete, Recorded
 from tailrace.log.streams import Streams
 from tailrace.log.transaction import Transaction
 
@@ -69,6 +69,8 @@ class Publisher:
         for op, stream in item.steps():
             self._streams.publish(op, stream)
             if stream is None:
+                if isinstance(op, Recorded):
+                    self._recorded(op, woken)
                 continue
             if isinstance(op, Append):
                 self.entries += op.count
@@ -76,6 +78,13 @@ class Publisher:
             if stream.batch is batch:
                 stream.batch = None
             if stream.readers is not None:
+                woken[stream] = None
+
+    def _recorded(self, op: Recorded, woken: dict[Stream, None]) -> None:
+        """A new manifest is news to those who watch a stream rather than read it."""
+        for number, _ in op.heads:
+            stream = self._streams.by_number.get(number)
+            if stream is not None and stream.readers is not None:
                 woken[stream] = None
 
     def _tell_observers(self, batch: Batch) -> None:

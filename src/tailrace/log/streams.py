@@ -127,7 +127,11 @@ class Streams:
                 self.meta[op.key] = op.value
             return None
         if isinstance(op, Recorded):
-            return None  # about objects, which only the hot store keeps book of
+            # About objects, of which the hot store keeps book; streams in memory only show it.
+            for number, generation in op.heads:
+                if (known := self.by_number.get(number)) is not None:
+                    known.cold = msgspec.structs.replace(known.cold, generation=generation)
+            return None
         stream = self.get(op.stream)
         assert stream is not None
         if isinstance(op, Touch):

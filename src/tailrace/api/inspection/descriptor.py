@@ -1,0 +1,146 @@
+"""`_details`: everything the server can tell about one stream, put together from numbers it keeps anyway.
+
+Nothing here counts segments or looks at other streams, so that a console may ask as often as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import orjson
+import xxhash
+
+from tailrace.api.inspection.documents import Documents
+from tailrace.api.inspection.index_status import index_status, instant
+from tailrace.log.model import Stream
+from tailrace.protocol.content_types import DEFAULT
+from tailrace.protocol.durations import format_instant
+
+ARTIFACTS = (
+    "segment",
+    "manifest",
+    "schema_registry",
+    "routing_index",
+    "routing_key_lexicon",
+    "exact_index",
+    "bundled_companion",
+)
+COUNTERS = ("puts", "reads", "gets", "heads", "lists", "deletes")
+
+Requests = Mapping[str, Mapping[str, int]]  # counters by artifact
+
+
+class Surroundings(NamedTuple):
+    """What is no state of the stream itself: shown, and no reason for another ETag."""
+
+    shared_bytes: int  # of the hot store
+    segment_cache_bytes: int
+    requests: Requests
+
+
+def details(stream: Stream, documents: Documents, generation: int, around: Surroundings) -> dict[str, object]:
+    return {
+        "stream": summary(stream, documents.profile_kind),
+        "profile": documents.profile,
+        "schema": documents.schema,
+        "index_status": index_status(stream, documents, generation),
+        "storage": _storage(stream, documents, around),
+        "object_store_requests": _requests(around.requests),
+    }
+
+
+def summary(stream: Stream, profile: str) -> dict[str, object]:
+    """The stream itself. All numbers are of what is durable."""
+    deadline_ns = stream.deadline_ns()
+    pending_rows = str(max(0, stream.visible - stream.sealed))
+    pending_bytes = str(unsealed_bytes(stream))
+    segments = stream.cold.segments
+    sealed_through = str(stream.sealed - 1)
+    return {
+        "name": stream.name,
+        "content_type": stream.content_type or DEFAULT,
+        "profile": profile,
+        "created_at": format_instant(stream.created_ns),
+        "updated_at": format_instant(max(stream.created_ns, stream.last_ns, stream.cold.recorded_ns)),
+        "expires_at": None if deadline_ns is None else format_instant(deadline_ns),
+        "ttl_seconds": stream.lifetime.ttl_s,
+        "stream_seq": None if stream.seq is None else stream.seq.decode("latin-1"),
+        "closed": stream.visible_closed,
+        "epoch": stream.epoch,
+        "next_offset": str(stream.visible),
+        "sealed_through": sealed_through,
+        "uploaded_through": sealed_through,
+        "segment_count": segments,
+        "uploaded_segment_count": segments,
+        "pending_rows": pending_rows,
+        "pending_bytes": pending_bytes,
+        "total_size_bytes": str(stream.size_bytes),
+        "wal_rows": pending_rows,
+        "wal_bytes": pending_bytes,
+        "last_append_at": instant(stream.last_ns if stream.visible else 0),
+        "last_segment_cut_at": instant(stream.cold.recorded_ns),
+    }
+
+
+def unsealed_bytes(stream: Stream) -> int:
+    """Payload that is in the journal, in memory or in the hot store only."""
+    return max(0, stream.size_bytes - stream.sealed_bytes)
+
+
+def _storage(stream: Stream, documents: Documents, around: Surroundings) -> dict[str, object]:
+    waiting = unsealed_bytes(stream)
+    segment_bytes = stream.cold.segment_bytes
+    return {
+        "object_storage": {
+            "total_bytes": str(segment_bytes + documents.schema_bytes),
+            "segments_bytes": str(segment_bytes),
+            "indexes_bytes": "0",
+            "manifest_and_meta_bytes": str(documents.schema_bytes),
+            "manifest_bytes": "0",
+            "schema_registry_bytes": str(documents.schema_bytes),
+            "segment_object_count": stream.cold.segments,
+            "routing_index_object_count": 0,
+            "routing_lexicon_object_count": 0,
+            "exact_index_object_count": 0,
+            "bundled_companion_object_count": 0,
+        },
+        "local_storage": {
+            "total_bytes": str(waiting + around.segment_cache_bytes),
+            "wal_retained_bytes": str(waiting),
+            "pending_tail_bytes": str(waiting),
+            "pending_sealed_segment_bytes": "0",
+            "segment_cache_bytes": str(around.segment_cache_bytes),
+            "routing_index_cache_bytes": "0",
+            "exact_index_cache_bytes": "0",
+            "lexicon_index_cache_bytes": "0",
+            "companion_cache_bytes": "0",
+            "sqlite_shared_total_bytes": str(around.shared_bytes),
+        },
+        "companion_families": dict.fromkeys(
+            ("col_bytes", "fts_bytes", "agg_bytes", "mblk_bytes", "exact_bytes"), "0"
+        ),
+    }
+
+
+def _requests(found: Requests) -> dict[str, object]:
+    total = dict.fromkeys(COUNTERS, 0)
+    rows: list[dict[str, object]] = []
+    for artifact in ARTIFACTS:
+        counted = found.get(artifact, {})
+        for name in COUNTERS:
+            total[name] += counted.get(name, 0)
+        rows.append({"artifact": artifact, **{name: str(counted.get(name, 0)) for name in COUNTERS}})
+    return {**{name: str(count) for name, count in total.items()}, "by_artifact": rows}
+
+
+def tag_of(kind: str, stream: Stream, documents: Documents, generation: int) -> str:
+    """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
+    around = Surroundings(0, 0, {})
+    if kind == "details":
+        shown = details(stream, documents, generation, around)
+    else:
+        shown = index_status(stream, documents, generation)
+    # The number and the incarnation: a name that is used again is another stream, however alike.
+    state = orjson.dumps([stream.number, stream.incarnation, shown])
+    return f'W/"{kind}:{xxhash.xxh3_128_hexdigest(state)}"'

@@ -1,0 +1,165 @@
+"""GET `_details` and `_index_status`: at once, only if something changed, or when it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.inspection import descriptor
+from tailrace.api.inspection.descriptor import Requests, Surroundings
+from tailrace.api.inspection.documents import Documents, documents_of
+from tailrace.api.inspection.index_status import index_status
+from tailrace.api.live import Live
+from tailrace.api.parse import parse_query, wait_ms
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.net.http1 import Exchange
+from tailrace.protocol.etag import none_match
+
+WAIT_DEFAULT_MS = 3000
+METHODS = "GET, HEAD, OPTIONS"
+
+Kind = Literal["details", "index_status"]
+
+
+class DetailsRoutes:
+    """Both endpoints have one contract. What is in one answer is of one moment: it is put together at once."""
+
+    def __init__(self, context: Context, live: Live) -> None:
+        self._context = context
+        self._log = context.log
+        self._live = live
+        self._waits: set[Wait] = set()
+        self.requests_of: Callable[[Stream], Requests] = lambda _: {}
+        self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
+
+    def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        self._answer(exchange, identity, method, name, "details")
+
+    def index_status(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        self._answer(exchange, identity, method, name, "index_status")
+
+    def _answer(self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: Kind) -> None:
+        if method not in (b"GET", b"HEAD"):
+            raise answers.not_allowed(METHODS)
+        authorise(identity, Action.QUERY_STREAM, stream=name)
+        query = parse_query(exchange.query)
+        stream = self._log.readable(name)
+        live = query.get("live", "")
+        if live not in ("", "false", "0", "true", "1", "long-poll"):
+            raise TailraceError("invalid_request", "live must be true or long-poll")
+        waits_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
+        known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
+        tag = self.tag(stream, kind)
+        if not known or not none_match(known, tag):
+            self.show(exchange, stream, kind)
+        elif live in ("", "false", "0") or not waits_ms:
+            self.unchanged(exchange, tag)
+        else:
+            self._live.admit("long-poll")
+            wait = Wait(self, exchange, stream, kind, tag)
+            self._waits.add(wait)
+            wait.begin(self._context.loop.call_later(waits_ms / 1000, wait.end))
+
+    # -- what a wait needs -------------------------------------------------------------------------------
+
+    def tag(self, stream: Stream, kind: Kind) -> str:
+        return descriptor.tag_of(kind, stream, documents_of(stream), self._generation(stream))
+
+    def show(self, exchange: Exchange, stream: Stream, kind: Kind) -> None:
+        documents, generation = documents_of(stream), self._generation(stream)
+        tag = descriptor.tag_of(kind, stream, documents, generation)
+        head = answers.JSON_TYPE + answers.NO_STORE + _etag(tag)
+        exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, generation)))
+
+    def unchanged(self, exchange: Exchange, tag: str) -> None:
+        exchange.respond(304, answers.NO_STORE + _etag(tag))
+
+    def ended(self, wait: Wait) -> None:
+        self._waits.discard(wait)
+        self._live.dismiss("long-poll")
+
+    def end_waits(self) -> None:
+        """Shutdown: whoever waits is answered as if the time were up."""
+        for wait in tuple(self._waits):
+            wait.end()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _body(self, stream: Stream, kind: Kind, documents: Documents, generation: int) -> dict[str, object]:
+        if kind == "index_status":
+            return index_status(stream, documents, generation)
+        around = Surroundings(
+            shared_bytes(self._log.directory), self.cached_bytes_of(stream), self.requests_of(stream)
+        )
+        return descriptor.details(stream, documents, generation, around)
+
+    def _generation(self, stream: Stream) -> int:
+        """Of the manifest. One that was recorded while the stream was not in memory is in the hot store."""
+        return max(stream.cold.generation, self._log.store.db.cold.generation(stream.number))
+
+
+class Wait:
+    """Somebody who waits for a change: a place in the stream's list and one timer."""
+
+    __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer")
+
+    def __init__(
+        self, routes: DetailsRoutes, exchange: Exchange, stream: Stream, kind: Kind, tag: str
+    ) -> None:
+        self._routes = routes
+        self._exchange = exchange
+        self._stream = stream
+        self._kind: Kind = kind
+        self._tag = tag
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, timer: asyncio.TimerHandle) -> None:
+        self._timer = timer
+        self._exchange.on_gone = self._leave
+        readers = self._stream.readers
+        self._stream.readers = [self] if readers is None else [*readers, self]
+
+    def on_published(self, stream: Stream) -> None:
+        if stream.removed or stream.gone:
+            self._leave()
+            code = "stream_gone" if stream.gone and not stream.removed else "not_found"
+            answers.refuse(self._exchange, TailraceError(code, "the stream was deleted"))
+        elif self._routes.tag(stream, self._kind) != self._tag:
+            self._leave()
+            self._routes.show(self._exchange, stream, self._kind)
+
+    def end(self) -> None:
+        self._leave()
+        self._routes.unchanged(self._exchange, self._tag)
+
+    def _leave(self) -> None:
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        readers = self._stream.readers or ()
+        self._stream.readers = [other for other in readers if other is not self] or None
+        self._routes.ended(self)
+
+
+def _etag(tag: str) -> bytes:
+    return b"ETag: %b\r\n" % tag.encode()
+
+
+def shared_bytes(directory: Path) -> int:
+    """Size of the hot store, which all streams share."""
+    total = 0
+    for suffix in ("", "-wal", "-shm"):
+        try:
+            total += (directory / f"hot.db{suffix}").stat().st_size
+        except FileNotFoundError:
+            pass
+    return total
