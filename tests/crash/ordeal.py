@@ -12,6 +12,8 @@ from crash.gate import Crew, Writer, pick
 from crash.shared import Follower, Loader, ProducerWriter, SeqWriter, SharedStream, SharedWriter
 from crash.station import eventually
 from crash.wire import Wire
+from support.cli import tailrace
+from support.sealing import SEALING_ENV, hot
 from support.server import ServerProcess
 
 STEPS_BETWEEN_DEATHS = (50, 1000)
@@ -20,13 +22,17 @@ STEPS_BETWEEN_DEATHS = (50, 1000)
 class Ordeal:
     """Everything random comes from the seed; only the interleaving is the machine's own."""
 
-    def __init__(self, seed: int, directory: Path, disk: Disk) -> None:
+    def __init__(self, seed: int, directory: Path, disk: Disk, *, sealing: bool = False) -> None:
         self.random = random.Random(seed)
         self.disk = disk
         # Small files: many rotations and checkpoints between two deaths. Small tails: memory is let go early.
-        file_bytes, tail_bytes = (("32KiB", "256KiB"), ("256KiB", "1MiB"), ("64MiB", "256MiB"))[seed % 3]
+        sizes = (("32KiB", "256KiB"), ("256KiB", "1MiB"), ("64MiB", "256MiB"))
+        # With sealing, the journal moves on too often for large files.
+        file_bytes, tail_bytes = sizes[seed % (2 if sealing else 3)]
         flags = ("--journal-file-bytes", file_bytes, "--tail-memory-bytes", tail_bytes)
-        self.server = ServerProcess(directory / "data", args=flags, env=disk.env)
+        env = {**disk.env, **SEALING_ENV} if sealing else disk.env
+        self.server = ServerProcess(directory / "data", args=flags, env=env)
+        self.sealing = sealing
         self.slow = seed % 2 == 1
         self.kills = 0
         self.deaths: dict[str, int] = {}
@@ -59,6 +65,12 @@ class Ordeal:
             self.crew.end()
             self.server.kill()
         assert len(self.stream.entries) > 20 * kills, "the writers hardly wrote"
+
+    def check_bucket(self) -> None:
+        """What the object store holds is whole, and it holds something."""
+        assert list((self.server.data_dir / "objects").rglob("*.parquet"))
+        done = tailrace("verify", "--data-dir", str(self.server.data_dir))
+        assert done.code == 0, done.out + done.err
 
     def run_faults(self, rounds: int) -> None:
         """One fault after the other instead of deaths; now and then a death on top of it."""
@@ -102,6 +114,10 @@ class Ordeal:
             # Syncs that take a while are kept in flight side by side, and finish in any order.
             self.disk.jitter(JOURNAL, WRITE | SYNC, 4000)
         self.crew.go()
+        if self.sealing:
+            # The sealer takes a moment to start, and has to be at work when the server dies.
+            before = hot(self.server.data_dir).get("segments", 0)
+            eventually(lambda: hot(self.server.data_dir).get("segments", 0) > before, "segments are recorded")
         if self.random.random() < 0.5:
             self._kill_checkpointer()
         kind = pick(self.random, {"kill": 6, "tear": 2, "die": 2})

@@ -22,6 +22,13 @@ def test_no_fault_of_the_disk_breaks_a_promise(seed: int, tmp_path: Path, disk: 
     Ordeal(seed, tmp_path, disk).run_faults(rounds=4)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_or_doubled_while_everything_is_sealed(seed: int, tmp_path: Path, disk: Disk) -> None:
+    ordeal = Ordeal(seed, tmp_path, disk, sealing=True)
+    ordeal.run(kills=4)
+    ordeal.check_bucket()
+
+
 @pytest.mark.parametrize("file", ["VERSION", "deployment", "hot.db-wal", ".jnl"])
 @pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
 def test_a_first_start_that_is_killed_can_be_repeated(
@@ -47,3 +54,13 @@ def test_nothing_acknowledged_is_lost_or_doubled_all_night(seed: int, tmp_path: 
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_no_fault_of_the_disk_breaks_a_promise_all_night(seed: int, tmp_path: Path, disk: Disk) -> None:
     Ordeal(seed, tmp_path, disk).run_faults(rounds=12)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(300, 320))
+def test_nothing_is_lost_or_doubled_while_everything_is_sealed_all_night(
+    seed: int, tmp_path: Path, disk: Disk
+) -> None:
+    ordeal = Ordeal(seed, tmp_path, disk, sealing=True)
+    ordeal.run(kills=10)
+    ordeal.check_bucket()

@@ -96,7 +96,7 @@ class Heads:
                         self._recorded[number] = report.as_of
                         self._note(number)
                 clean = clean and not report.error
-                if report.trouble in ("unavailable", "fenced"):
+                if report.trouble in ("unavailable", "fenced", "ended"):
                     return False
             if len(rows) < PAGE_COUNT:
                 break
@@ -123,7 +123,7 @@ class Heads:
                         self._buried.add(number)
                         self._note(number)
                 clean = clean and not report.error
-                if report.trouble in ("unavailable", "fenced"):
+                if report.trouble in ("unavailable", "fenced", "ended"):
                     return False
             if len(rows) < PAGE_COUNT:
                 break

@@ -22,6 +22,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.settings import Settings
 from tailrace.store.cold_tables import ColdTables
 from tailrace.store.manifest_model import FencedError
+from tailrace.store.object_book import ObjectBook
 from tailrace.tier.due import Aging, DueStreams
 from tailrace.tier.heads import Heads
 from tailrace.tier.leftovers import PAGE_COUNT, leftovers_after
@@ -58,6 +59,7 @@ class Sealing:
         self._due = DueStreams(log.limits)
         self.pressure = Pressure(log)
         self.sealer: SealerProcess | None = None
+        self.book = ObjectBook()
         self._threads = ThreadPoolExecutor(1, "leftovers")
         self._heads = Heads(self)
         self.meta = MetaRecording(self, log, settings.recovery_key)
@@ -271,7 +273,7 @@ class Sealing:
         except TailraceError as error:
             logger.warning("stream %d is not sealed yet: %s", number, error)
             again = False
-            self._later(number)
+            self._later(number, PAUSE_S_MIN)
         finally:
             self.busy.discard(number)
             self._jobs -= 1
@@ -287,7 +289,7 @@ class Sealing:
         sealed = stream.sealed
         report = await self.ask("seal", [number], sealed)
         if report.error:
-            self._later(number)
+            self._later(number, 0.0 if report.trouble in ("unavailable", "ended") else PAUSE_S_MAX)
             return False
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
@@ -304,9 +306,8 @@ class Sealing:
             self.pressure.sealed(segment.payload_bytes)
         return report.more or self._due.is_due(stream)
 
-    def _later(self, number: int) -> None:
-        """Again after a pause: of this stream alone, or of everything while the store fails."""
-        pause_s = 0.0 if self.failure else PAUSE_S_MAX
+    def _later(self, number: int, pause_s: float) -> None:
+        """Again after a pause of its own; 0 where everything pauses."""
         self._loop.call_later(pause_s, self._due.add, number)
 
     async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
@@ -321,6 +322,7 @@ class Sealing:
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.ask(kind, numbers, sealed)
+        self.book.take(report.usage.by_stream, report.usage.heads, self._log.clock.now_ns())
         if not report.error:
             self._pause_s = PAUSE_S_MIN
             if self.failure:
@@ -334,11 +336,20 @@ class Sealing:
             if not self.failure:
                 logger.error("the object store cannot be used: %s; trying again for ever", report.error)
             self.failure = report.error
-            self._paused_until_s = self._loop.time() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+            self._pause()
+        elif report.trouble == "ended":
+            logger.error("%s of streams %s: %s", kind, numbers[:5], report.error)
+            self._pause()
         else:
             logger.error("%s of streams %s failed: %s", kind, numbers[:5], report.error)
         return report
+
+    def _pause(self) -> None:
+        """Longer each time; several jobs that fail at once are one failure."""
+        now_s = self._loop.time()
+        if now_s >= self._paused_until_s:
+            self._paused_until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
 
     async def journal(self, op: Sealed | Trim | Recorded) -> None:
         """Returns when the operation is durable."""

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.limits import Limits
+from tailrace.store.object_book import RecordedHead
 from tailrace.store.segments import SegmentInfo
 
 Kind = Literal["seal", "heads", "bury", "trim", "meta"]
@@ -38,18 +39,20 @@ class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the sealer has asked of the object store so far."""
+    """What the sealer has asked of the object store so far; by stream, since its last report."""
 
     requests: dict[str, int] = {}
     bytes_out: int = 0
     bytes_in: int = 0
+    by_stream: list[tuple[str, str, str, int]] = []  # stream id, artifact, counter, number
+    heads: list[RecordedHead] = []
 
 
 class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The outcome of a job. Of a `seal`: what to journal; `more` if there was too much for one job.
 
     `as_of` is the journal file the manifests speak for. `trouble` tells what kind of failure `error` is:
-    the store cannot be used, somebody else owns it, or something is wrong with this stream.
+    the store cannot be used, somebody else owns it, the sealer died, or something is wrong with this stream.
     """
 
     id: int
@@ -60,5 +63,5 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     more: bool = False
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""
-    trouble: Literal["", "unavailable", "fenced", "failed"] = ""
+    trouble: Literal["", "unavailable", "fenced", "ended", "failed"] = ""
     usage: Usage = msgspec.field(default_factory=Usage)

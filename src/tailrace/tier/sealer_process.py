@@ -59,7 +59,7 @@ class SealerProcess:
             await child.stdin.drain()
             return await answer
         except OSError as error:
-            return Report(id=job.id, error=f"the sealer cannot be asked: {error}", trouble="failed")
+            return Report(id=job.id, error=f"the sealer cannot be asked: {error}", trouble="ended")
         finally:
             self._asked.pop(job.id, None)
 
@@ -107,4 +107,4 @@ class SealerProcess:
         self._bytes = [self._bytes[0] + self._bytes[2], self._bytes[1] + self._bytes[3], 0, 0]
         for number, answer in list(self._asked.items()):
             if not answer.done():
-                answer.set_result(Report(id=number, error="the sealer ended", trouble="failed"))
+                answer.set_result(Report(id=number, error="the sealer ended", trouble="ended"))
