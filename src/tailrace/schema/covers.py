@@ -1,0 +1,283 @@
+"""Whether a schema accepts every value of a shape. What cannot be decided counts as no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+import msgspec
+
+from tailrace.schema.documents import Document, Path
+from tailrace.schema.lens import Tokens, shown
+from tailrace.schema.shapes import ALL_TYPES, ANY, Shape
+from tailrace.schema.validate import subschemas
+
+_ANNOTATIONS: Final = frozenset(
+    [
+        "$schema",
+        "$id",
+        "$anchor",
+        "$dynamicAnchor",
+        "$comment",
+        "$defs",
+        "definitions",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    ]
+)
+_CONTENT: Final = frozenset({"contentEncoding", "contentMediaType", "contentSchema"})
+_ENCODER: Final = msgspec.json.Encoder(order="sorted")
+
+
+class UnprovenError(Exception):
+    """The schema may refuse a value. `made_by` is the operation to blame, if there is one."""
+
+    def __init__(self, reason: str, made_by: int | None) -> None:
+        super().__init__(reason)
+        self.made_by = made_by
+
+
+class Cover:
+    """One comparison of shapes with the schema they have to fit."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._validators = subschemas(document)
+        # Pairs that hold, or are being looked at further up: a recursive schema is compared once.
+        self._settled: set[tuple[Path, object]] = set()
+
+    def check(self, path: Path, shape: Shape, at: Tokens = (), made_by: int | None = None) -> None:
+        """Raises UnprovenError unless the schema at `path` accepts every value of the shape."""
+        if shape.never:
+            return
+        if shape.made_by is not None:
+            made_by = shape.made_by
+        pair = (path, id(shape) if shape.place is None else (id(shape.place[0]), shape.place[1]))
+        if pair in self._settled:
+            return
+        self._settled.add(pair)
+        node = self._document.node(path)
+        if node is True or node == {} or self._same(node, shape):
+            return
+        values = shape.values
+        if values is None and shape.types <= {"boolean", "null"}:
+            values = [
+                value for kind in shape.types for value in ((None,) if kind == "null" else (True, False))
+            ]
+        if values is not None:
+            self._check_values(path, values, at, made_by)
+            return
+        if not isinstance(node, dict):
+            raise UnprovenError(f"{shown(at)} is not allowed by the new schema", made_by)
+        _Comparison(self, self._document, cast("dict[str, object]", node), path, shape, at, made_by).run()
+
+    def attempt(self, path: Path, shape: Shape, at: Tokens, made_by: int | None) -> bool:
+        before = set(self._settled)
+        try:
+            self.check(path, shape, at, made_by)
+        except UnprovenError:
+            self._settled = before
+            return False
+        return True
+
+    def _check_values(self, path: Path, values: Sequence[object], at: Tokens, made_by: int | None) -> None:
+        pointer = "".join("/" + token.replace("~", "~0").replace("/", "~1") for token in path)
+        validator = self._validators.get(f"#{pointer}")
+        if validator is None or not all(validator.is_valid(value) for value in values):
+            raise UnprovenError(f"{shown(at)} may hold a value that the new schema refuses", made_by)
+
+    def _same(self, node: object, shape: Shape) -> bool:
+        """The same words mean the same, unless they refer to something else."""
+        if shape.place is None or shape.place[0].is_draft_7 != self._document.is_draft_7:
+            return False
+        ours = _ENCODER.encode(node)
+        refers = b'"$ref"' in ours or b'"$dynamicRef"' in ours
+        return not refers and ours == _ENCODER.encode(shape.place[0].node(shape.place[1]))
+
+
+class _Comparison:
+    """One schema object against one shape, keyword by keyword."""
+
+    def __init__(
+        self,
+        cover: Cover,
+        document: Document,
+        schema: dict[str, object],
+        path: Path,
+        shape: Shape,
+        at: Tokens,
+        made_by: int | None,
+    ) -> None:
+        self._cover = cover
+        self._document = document
+        self._schema = schema
+        self._path = path
+        self._shape = shape
+        self._at = at
+        self._made_by = made_by
+
+    def run(self) -> None:
+        if "$ref" in self._schema:
+            target = self._document.target(self._path)
+            if target is None:
+                raise self._no("cannot be followed through its $ref")
+            self._cover.check(target, self._shape, self._at, self._made_by)
+            if self._document.is_draft_7:
+                return  # what stands beside a $ref has no meaning there
+        for keyword, value in self._schema.items():
+            rule = _RULES.get(keyword)
+            if rule is not None:
+                rule(self, value)
+            elif keyword not in _ANNOTATIONS and (keyword not in _CONTENT or self._document.is_draft_7):
+                raise self._no(f"cannot be decided because of {keyword}")
+
+    def _no(self, what: str) -> UnprovenError:
+        return UnprovenError(f"{shown(self._at)} {what}", self._made_by)
+
+    def _inner(self, path: Path, shape: Shape, *tokens: str) -> None:
+        self._cover.check((*self._path, *path), shape, (*self._at, *tokens), self._made_by)
+
+    def reference(self, _: object) -> None:
+        """Was followed before everything else."""
+
+    def type(self, value: object) -> None:
+        kinds = set(cast("list[str]", value)) if isinstance(value, list) else {cast("str", value)}
+        if "number" in kinds:
+            kinds.add("integer")
+        if not self._shape.types <= kinds:
+            found = (
+                ", ".join(sorted(self._shape.types - kinds))
+                if self._shape.types != ALL_TYPES
+                else "any value"
+            )
+            raise self._no(f"may be {found}, which the new schema does not allow")
+
+    def values(self, _: object) -> None:
+        raise self._no("may hold a value that is not among those of the new schema")
+
+    def properties(self, value: object) -> None:
+        if "object" in self._shape.types:
+            for name in cast("dict[str, object]", value):
+                shape = self._shape.props.get(name, self._shape.others or ANY)
+                self._inner(("properties", name), shape, name)
+
+    def additional(self, _: object) -> None:
+        if "object" not in self._shape.types:
+            return
+        declared = self._schema.get("properties", {})
+        assert isinstance(declared, dict)
+        for name, shape in self._shape.props.items():
+            if name not in declared:
+                self._inner(("additionalProperties",), shape, name)
+        self._inner(("additionalProperties",), self._shape.others or ANY, "*")
+
+    def required(self, value: object) -> None:
+        if "object" in self._shape.types:
+            for name in cast("list[str]", value):
+                if name not in self._shape.required:
+                    shape = self._shape.props.get(name)
+                    gone = shape is not None and shape.never
+                    what = (
+                        "is required by the new schema and taken away"
+                        if gone
+                        else "is required by the new schema"
+                    )
+                    at = shown((*self._at, name))
+                    raise UnprovenError(f"{at} {what}", shape.made_by if shape else self._made_by)
+
+    def items(self, value: object) -> None:
+        if "array" in self._shape.types and self._number("maxItems", 1) > 0:
+            if isinstance(value, list):
+                raise self._no("cannot be decided because of items")
+            self._inner(("items",), self._shape.items or ANY, "*")
+
+    def all_of(self, value: object) -> None:
+        for index in range(len(cast("list[object]", value))):
+            self._inner(("allOf", str(index)), self._shape)
+
+    def any_of(self, value: object) -> None:
+        for index in range(len(cast("list[object]", value))):
+            path = (*self._path, "anyOf", str(index))
+            if self._cover.attempt(path, self._shape, self._at, self._made_by):
+                return
+        raise self._no("is not proven to match one of the new schema's alternatives")
+
+    def format(self, value: object) -> None:
+        if (
+            value == "date-time"
+            and "string" in self._shape.types
+            and self._shape.limits.get("format") != value
+        ):
+            raise self._no("is not always a date-time")
+
+    def unique(self, value: object) -> None:
+        if value is True and "array" in self._shape.types:
+            if self._shape.limits.get("uniqueItems") is not True and self._number("maxItems", 2) > 1:
+                raise self._no("may hold equal items")
+
+    def _number(self, keyword: str, default: float) -> float:
+        found = self._shape.limits.get(keyword)
+        return found if isinstance(found, int | float) else default
+
+    def at_least(self, keyword: str, kind: str, value: object) -> None:
+        """`minItems` and its like: the old bound must be as tight."""
+        known = self._number(keyword, 0)
+        if keyword == "minProperties":
+            known = max(known, len(self._shape.required))
+        if kind in self._shape.types and known < cast("float", value):
+            raise self._no(f"is not proven to keep {keyword}")
+
+    def at_most(self, keyword: str, kind: str, value: object) -> None:
+        if kind in self._shape.types and self._number(keyword, float("inf")) > cast("float", value):
+            raise self._no(f"is not proven to keep {keyword}")
+
+    def bound(self, keyword: str, value: object) -> None:
+        """`minimum` and its like; an exclusive bound implies the inclusive one."""
+        sign = 1 if "inimum" in keyword else -1
+        edge = "inimum" if sign == 1 else "aximum"
+        none = -sign * float("inf")
+        wanted = sign * cast("float", value)
+        inclusive = sign * self._number(f"m{edge}", none)
+        exclusive = sign * self._number(f"exclusiveM{edge}", none)
+        strict = keyword.startswith("exclusive")
+        held = exclusive >= wanted or (inclusive > wanted if strict else inclusive >= wanted)
+        if "integer" in self._shape.types and not held:
+            raise self._no(f"is not proven to keep {keyword}")
+
+    def equal(self, keyword: str, kind: str, value: object) -> None:
+        known = self._shape.limits.get(keyword)
+        if kind in self._shape.types and _ENCODER.encode(known) != _ENCODER.encode(value):
+            raise self._no(f"is not proven to keep {keyword}")
+
+
+_RULES: Final[dict[str, Callable[[_Comparison, object], None]]] = {
+    "$ref": _Comparison.reference,
+    "type": _Comparison.type,
+    "const": _Comparison.values,
+    "enum": _Comparison.values,
+    "properties": _Comparison.properties,
+    "additionalProperties": _Comparison.additional,
+    "required": _Comparison.required,
+    "items": _Comparison.items,
+    "allOf": _Comparison.all_of,
+    "anyOf": _Comparison.any_of,
+    "format": _Comparison.format,
+    "uniqueItems": _Comparison.unique,
+    "minItems": lambda self, value: self.at_least("minItems", "array", value),
+    "maxItems": lambda self, value: self.at_most("maxItems", "array", value),
+    "minLength": lambda self, value: self.at_least("minLength", "string", value),
+    "maxLength": lambda self, value: self.at_most("maxLength", "string", value),
+    "minProperties": lambda self, value: self.at_least("minProperties", "object", value),
+    "maxProperties": lambda self, value: self.at_most("maxProperties", "object", value),
+    "minimum": lambda self, value: self.bound("minimum", value),
+    "maximum": lambda self, value: self.bound("maximum", value),
+    "exclusiveMinimum": lambda self, value: self.bound("exclusiveMinimum", value),
+    "exclusiveMaximum": lambda self, value: self.bound("exclusiveMaximum", value),
+    "pattern": lambda self, value: self.equal("pattern", "string", value),
+    "multipleOf": lambda self, value: self.equal("multipleOf", "integer", value),
+}

@@ -1,0 +1,124 @@
+"""JSON Schema documents as trees: where their subschemas are, and what their references mean.
+
+Nothing is ever fetched: a reference that does not stay inside its document is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, cast
+from urllib.parse import unquote, urldefrag, urljoin
+
+from tailrace.schema.body import invalid, shown
+from tailrace.schema.pointer import ABSENT, find, parse_pointer
+
+SCHEMA_BYTES_MAX: Final = 1024 * 1024
+DEPTH_MAX: Final = 64
+
+DRAFT_2020: Final = "https://json-schema.org/draft/2020-12/schema"
+DRAFT_7: Final = "http://json-schema.org/draft-07/schema"
+
+# Keywords whose values are data, not schemas; and those whose values are schemas by name.
+_DATA: Final = frozenset({"enum", "const", "default", "examples"})
+_MAPS: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+
+Path = tuple[str, ...]
+
+
+class Document:
+    """A schema with its references resolved to places in it."""
+
+    def __init__(self, root: object) -> None:
+        self.root = root
+        self.is_draft_7 = _is_draft_7(root)
+        self._resources: dict[str, Path] = {"": ()}  # by absolute URI, anchors with their fragment
+        self._references: dict[Path, tuple[str, str]] = {}  # base and text of every `$ref`
+        self._walk(root, (), "")
+        for base, text in self._references.values():
+            if urldefrag(urljoin(base, text)).url not in self._resources:
+                raise invalid("external $ref is not supported")
+
+    def _walk(self, node: object, path: Path, base: str) -> None:
+        if not isinstance(node, dict):
+            return
+        schema = cast("dict[str, object]", node)
+        named = schema.get("$id")
+        if isinstance(named, str) and not (self.is_draft_7 and "$ref" in schema):
+            base = urljoin(base, named)
+            if not named.startswith("#"):
+                base = urldefrag(base).url
+            self._resources.setdefault(base, path)
+            base = urldefrag(base).url
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := schema.get(keyword), str):
+                self._resources.setdefault(f"{base}#{anchor}", path)
+        _is_draft_7(schema)
+        for keyword in ("$ref", "$dynamicRef"):
+            if isinstance(text := schema.get(keyword), str):
+                self._references[(*path, keyword)] = (base, text)
+        for place, child in children(schema):
+            self._walk(child, (*path, *place), base)
+
+    def node(self, path: Path) -> object:
+        return find(self.root, path)
+
+    def target(self, path: Path) -> Path | None:
+        """Where the `$ref` of the schema at this path leads; None if that is not a plain place."""
+        base, text = self._references[(*path, "$ref")]
+        uri, fragment = urldefrag(urljoin(base, text))
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._resources.get(f"{uri}#{fragment}")
+        home = self._resources.get(uri)
+        tokens = parse_pointer(fragment)
+        if home is None or tokens is None or find(self.root, (*home, *tokens)) is ABSENT:
+            return None
+        return (*home, *tokens)
+
+
+def children(schema: dict[str, object]) -> Iterator[tuple[Path, object]]:
+    """Every subschema, those below unknown keywords included: a reference may lead there."""
+    for keyword, value in schema.items():
+        if keyword in _DATA:
+            continue
+        if isinstance(value, dict):
+            items = cast("dict[str, object]", value)
+            if keyword in _MAPS:
+                yield from (((keyword, name), child) for name, child in items.items())
+            else:
+                yield (keyword,), items
+        elif isinstance(value, list):
+            listed = cast("list[object]", value)
+            yield from (((keyword, str(index)), child) for index, child in enumerate(listed))
+
+
+def _is_draft_7(schema: object) -> bool:
+    """Which of the two dialects a schema is written in; every other one is refused."""
+    dialect = cast("dict[str, object]", schema).get("$schema", DRAFT_2020) if isinstance(schema, dict) else ""
+    if dialect == "":
+        return False
+    if not isinstance(dialect, str):
+        raise invalid("invalid schema: /$schema must be a string")
+    known = dialect.removesuffix("#")
+    if known not in (DRAFT_2020, DRAFT_7):
+        raise invalid(f"unsupported $schema {shown(dialect)}")
+    return known == DRAFT_7
+
+
+def depth_of(value: object) -> int:
+    """How many containers lie inside one another."""
+    deepest = 0
+    level: list[object] = [value]
+    while level:
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(cast("dict[str, object]", item).values())
+            elif isinstance(item, list):
+                inner.extend(cast("list[object]", item))
+        containers = any(isinstance(item, dict | list) for item in level)
+        deepest += containers
+        level = inner
+    return deepest
