@@ -14,6 +14,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.loss import BYTES, ENV, JSON, TEXT, World, bootstrap, destroy, look, post, producing, put, seal
 from support.s3 import S3Server
+from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 
 
@@ -281,3 +282,40 @@ def test_forks_of_what_was_not_sealed_show_what_there_is(
     seal(call)
     assert call("GET", "own").body == [5, "new"]
     assert call("GET", "bare").body == [1, 2, "new"]
+
+
+def test_what_retention_took_stays_gone_and_what_forks_show_stays(
+    tmp_path: Path, start_server: StartServer, running: list[ServerProcess]
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    server = start_server("--object-store", url, env=SEALING_ENV)
+    call = Caller(server)
+    put(call, "trimmed", {**TEXT, "Stream-Retention-Bytes": "20"})
+    source = {**TEXT, "Stream-Forked-From": "/v1/stream/trimmed", "Stream-Retention-Bytes": "1000000"}
+    for entry in range(30):
+        post(call, "trimmed", b"%04d" % entry, TEXT)
+        if entry == 20:
+            shown = call("HEAD", "trimmed").headers["stream-earliest-offset"]
+            put(call, "fork", source, b"own")
+            forked = call("HEAD", "fork").headers["stream-earliest-offset"]
+            assert forked >= shown
+    seal(call)
+
+    def earliest(caller: Caller) -> str:
+        return caller("HEAD", "trimmed").headers["stream-earliest-offset"]
+
+    eventually(lambda: len(call("GET", "trimmed").raw), lambda size: size <= 28)
+    seal(call)
+    seen = {name: look(call, name) for name in ("trimmed", "fork")}
+    last = earliest(call)
+    destroy(server)
+    again = bootstrap(tmp_path / "again", url, SEALING_ENV).start()
+    running.append(again)
+    call = Caller(again)
+    assert {name: look(call, name) for name in seen} == seen
+    assert call("GET", f"trimmed?offset={'0' * 26}").status == 410
+    assert "0 could not be restored as they were" in again.log
+    for entry in range(30, 40):
+        post(call, "trimmed", b"%04d" % entry, TEXT)
+    eventually(lambda: earliest(call), lambda offset: offset > last)
+    assert look(call, "fork") == seen["fork"]

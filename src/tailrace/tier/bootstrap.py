@@ -21,11 +21,8 @@ import msgspec
 from tailrace import failpoints
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
-from tailrace.log import registry
-from tailrace.log.image import StoredStreams
-from tailrace.log.journal import JournalCorruptError, list_files
+from tailrace.log.journal import list_files
 from tailrace.log.model import Tombstone
-from tailrace.log.recovery import Replayed, replay
 from tailrace.settings import Settings
 from tailrace.store.bucket import STREAMS, stream_ids
 from tailrace.store.directory import DataDirectory, make_directory, sync_directory
@@ -36,6 +33,7 @@ from tailrace.store.meta_objects import MetaCorruptError, MetaObjects, Subscript
 from tailrace.store.objects import ObjectMissingError, Objects, ObjectsError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentInfo
+from tailrace.tier.bootstrap_place import already_done
 from tailrace.tier.bootstrap_report import Restored, shown
 from tailrace.tier.restore_meta import put_facts, tails_of, take_secrets, take_subscription
 from tailrace.tier.restore_store import FoundHead, Outcome, RestoreStore, Waiting
@@ -71,45 +69,6 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
         await objects.close()
     logger.warning("bootstrap: %s", restored.summary())
     return restored
-
-
-def already_done(path: Path) -> bool:
-    """Whether a bootstrap got as far as its last step here. Raises if the directory is in use."""
-    hot = path / "hot.db"
-    make_directory(path / "journal")
-    if not hot.exists() and not list_files(path / "journal"):
-        return False
-    try:
-        store = StoredStreams(hot)
-        found = replay(path / "journal", store)
-        count = _count_streams(store, found)
-        finished = store.db.fact("bootstrapped_ns", None) is not None and not found.records
-        store.db.close()
-    except JournalCorruptError as error:
-        raise _refusal(path, f"it holds a journal that cannot be read ({error})") from error
-    if finished:
-        return True
-    if count:
-        raise _refusal(path, f"it holds {count} streams")
-    return False
-
-
-def _count_streams(store: StoredStreams, found: Replayed) -> int:
-    """Apart from the registry as long as that is empty: a server that was started by mistake makes it."""
-    names = {name for name, _ in store.db.images_after("", "", 2)} | found.streams.by_name.keys()
-    own = found.streams.find(registry.NAME)
-    if names <= {registry.NAME} and (own is None or own.tail == 0):
-        return 0
-    return max(store.db.count_streams(), len(names))
-
-
-def _refusal(path: Path, why: str) -> TailraceError:
-    message = (
-        f"--bootstrap needs a data directory without streams, and {path} is none: {why}. To go on with what "
-        "is there, start without --bootstrap; to restore from the object store, move hot.db, hot.db-* and "
-        "journal/ away first"
-    )
-    return TailraceError("unavailable", message)
 
 
 class Bootstrap:
