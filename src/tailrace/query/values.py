@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from datetime import date
+from functools import lru_cache
 from typing import Final, cast
 
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
@@ -24,10 +25,10 @@ INT64_MAX: Final = 2**63 - 1
 _HALVES: Final = re.compile("[\ud800-\udfff]")
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_DATE: Final = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})")
 _INSTANT: Final = re.compile(
-    _DATE.pattern + r"[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
-    r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9]))"
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
+    r"(?:[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
+    r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9])))?"
 )
 _EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
 _DAYS_400_YEARS: Final = 146_097
@@ -143,24 +144,30 @@ def _integer_in(text: str) -> int | None:
 
 
 def _instant_ms(text: str) -> int | None:
-    match = _INSTANT.fullmatch(text) or _DATE.fullmatch(text)
+    match = _INSTANT.fullmatch(text)
     if match is None:
         return None
-    year = int(match[1])
+    day_ms = _day_ms(match[1])
+    hour, minute, second, fraction, sign, ahead_hours, ahead_minutes = match.groups()[1:]
+    if day_ms is None or hour is None:
+        return day_ms
+    seconds = int(hour) * 3600 + int(minute) * 60 + int(second)
+    if sign:
+        ahead = int(ahead_hours) * 3600 + int(ahead_minutes) * 60
+        seconds -= ahead if sign == "+" else -ahead
+    return day_ms + seconds * 1000 + (int((fraction + "00")[:3]) if fraction else 0)
+
+
+@lru_cache(1024)
+def _day_ms(text: str) -> int | None:
+    """Midnight of a day; records of one time share their days."""
+    year = int(text[:4])
     try:
         # Python's calendar begins with year 1; it repeats every 400 years.
-        day = date(year or 400, int(match[2]), int(match[3])).toordinal() - _EPOCH_DAY
+        days = date(year or 400, int(text[5:7]), int(text[8:])).toordinal() - _EPOCH_DAY
     except ValueError:
         return None
-    if not year:
-        day -= _DAYS_400_YEARS
-    if match.re is _DATE:
-        return day * 86_400_000
-    seconds = int(match[4]) * 3600 + int(match[5]) * 60 + int(match[6])
-    if match[8]:
-        ahead = int(match[9]) * 3600 + int(match[10]) * 60
-        seconds -= ahead if match[8] == "+" else -ahead
-    return day * 86_400_000 + seconds * 1000 + int(((match[7] or "") + "000")[:3])
+    return (days if year else days - _DAYS_400_YEARS) * 86_400_000
 
 
 _CONVERTERS: Final[dict[str, Convert]] = {
