@@ -152,13 +152,22 @@ def test_n2_sealing_wakes_and_is_counted(start_server: StartServer) -> None:
     assert int(stored["segments_bytes"]) > 0
     assert stream["last_segment_cut_at"] is not None
     assert shown["storage"]["local_storage"]["pending_tail_bytes"] == "0"
-    tag = http.get("ev/_index_status")["etag"]
+    assert shown["index_status"]["manifest"]["last_uploaded_etag"]
+    assert int(stored["manifest_bytes"]) > 0
+    requests = {row["artifact"]: row for row in shown["object_store_requests"]["by_artifact"]}
+    assert requests["segment"]["puts"] == "2"
+    assert int(requests["manifest"]["puts"]) >= 1
+    assert shown["object_store_requests"]["puts"] == str(sum(int(row["puts"]) for row in requests.values()))
+    assert len(http.get("ev?offset=-1").json) == 6
     http.close()
     server.restart()
     again = http.get("ev/_details").json
     assert again["stream"]["segment_count"] == 2
-    assert again["index_status"]["manifest"] == shown["index_status"]["manifest"]
-    assert http.get("ev/_index_status", {"If-None-Match": tag}).status == 304
+    generation = shown["index_status"]["manifest"]["generation"]
+    assert again["index_status"]["manifest"]["generation"] >= generation
+    assert len(http.get("ev?offset=-1").json) == 6
+    read = http.get("ev/_details").json["object_store_requests"]["by_artifact"][0]
+    assert (read["artifact"], int(read["gets"]) >= 1) == ("segment", True)
     http.close()
 
 

@@ -18,6 +18,7 @@ from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
+from tailrace.api.inspection.cold import connect_details
 from tailrace.api.metrics import MetricsApp
 from tailrace.api.seal import SealRoute
 from tailrace.api.subscriptions import SubscriptionRoutes
@@ -107,6 +108,7 @@ class Server:
         )
         self.log.reader.history.cold = self._cold
         self.app.seal = SealRoute(context, self.sealing).seal
+        connect_details(self.app.details, self.sealing, self._cold)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
         self._http: HttpServer | None = None

@@ -18,6 +18,7 @@ import xxhash
 
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")
 _UNFINISHED = ".new"
+OWNER_DIGITS = 16
 
 
 class Part(NamedTuple):
@@ -33,7 +34,13 @@ class Part(NamedTuple):
 
 
 def source_of(key: str) -> str:
-    return xxhash.xxh3_128_hexdigest(key.encode())
+    """Half of it stands for the stream, so that one can tell what the cache holds of it."""
+    folder, _, _ = key.rpartition("/segments/")
+    return owner_of(folder.rpartition("/")[2]) + xxhash.xxh3_64_hexdigest(key.encode())
+
+
+def owner_of(stream_id: str) -> str:
+    return xxhash.xxh3_64_hexdigest(stream_id.encode())
 
 
 class DiskCache:
@@ -44,6 +51,7 @@ class DiskCache:
         self.evictions = 0
         self._recent: OrderedDict[Part, None] = OrderedDict()
         self._by_source: dict[str, list[tuple[int, int]]] = {}
+        self._by_owner: dict[str, int] = {}  # bytes
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -109,7 +117,7 @@ class DiskCache:
             return []
         self._recent[part] = None
         insort(self._by_source.setdefault(part.source, []), (part.start, part.stop))
-        self.bytes += part.size
+        self._count(part, part.size)
         leaving: list[Part] = []
         while self.bytes > self.bytes_max:
             oldest = next(iter(self._recent))
@@ -122,8 +130,21 @@ class DiskCache:
         if part not in self._recent:
             return
         del self._recent[part]
-        self.bytes -= part.size
+        self._count(part, -part.size)
         ranges = self._by_source[part.source]
         ranges.remove((part.start, part.stop))
         if not ranges:
             del self._by_source[part.source]
+
+    def bytes_of(self, stream_id: str) -> int:
+        """What one stream has in the cache."""
+        return self._by_owner.get(owner_of(stream_id), 0)
+
+    def _count(self, part: Part, difference: int) -> None:
+        self.bytes += difference
+        owner = part.source[:OWNER_DIGITS]
+        held = self._by_owner.get(owner, 0) + difference
+        if held:
+            self._by_owner[owner] = held
+        else:
+            del self._by_owner[owner]

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from tailrace.limits import Limits
 from tailrace.store.byte_budget import ByteBudget
 from tailrace.store.disk_cache import DiskCache, Part
+from tailrace.store.object_book import ObjectBook
 from tailrace.store.objects import Objects, open_objects
 
 logger = logging.getLogger("tailrace.store")
@@ -77,6 +78,7 @@ class ObjectParts:
         local = url.startswith("file:")  # the file itself is as near as a copy of it
         cached = cache_dir is not None and cache_bytes > 0 and not local
         self.cache = DiskCache(cache_dir, cache_bytes) if cached and cache_dir is not None else None
+        self.book = ObjectBook()
         self.fetches = 0
         self.fetched_bytes = 0
         self._budget = ByteBudget(FETCH_BYTES_MAX)
@@ -103,6 +105,7 @@ class ObjectParts:
         """Bytes that are asked for once, past the cache."""
         data = await (await self.opened()).get_range(key, start, stop)
         self.fetches += 1
+        self.book.note(key, "gets")
         self.fetched_bytes += len(data)
         return data
 

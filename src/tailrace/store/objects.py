@@ -64,8 +64,12 @@ class Objects(Protocol):
 
     url: str
     requests: Counter[str]  # tries: create, replace, get, range, head, list, delete; also retry and error
-    bytes_out: int
-    bytes_in: int
+
+    @property
+    def bytes_out(self) -> int: ...
+
+    @property
+    def bytes_in(self) -> int: ...
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
         """A new object; answers its etag. ObjectExistsError if there is one, be it the same.

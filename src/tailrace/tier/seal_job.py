@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.limits import Limits
-from tailrace.store.object_book import RecordedHead
+from tailrace.store.object_book import Count, RecordedHead
 from tailrace.store.segments import SegmentInfo
 
 Kind = Literal["seal", "heads", "bury", "trim", "meta"]
@@ -44,7 +44,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     requests: dict[str, int] = {}
     bytes_out: int = 0
     bytes_in: int = 0
-    by_stream: list[tuple[str, str, str, int]] = []  # stream id, artifact, counter, number
+    by_stream: list[Count] = []
     heads: list[RecordedHead] = []
 
 

@@ -31,6 +31,7 @@ from tailrace.store.kept import Run
 from tailrace.store.manifest import Manifests, Stored
 from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head, ManifestError
 from tailrace.store.manifest_resolve import is_same_life
+from tailrace.store.object_book import BookedObjects, ObjectBook
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
@@ -71,7 +72,8 @@ class Sealer:
         for leftover in self._spool.iterdir():
             leftover.unlink()  # of a sealer that was killed; its job is done again
         self._store = StoredStreams(Path(setup.data_dir) / "hot.db")
-        self._objects = open_objects(setup.url, limits=setup.limits)
+        self._book = ObjectBook()
+        self._objects = BookedObjects(open_objects(setup.url, limits=setup.limits), self._book)
         self._manifests = Manifests(self._objects, setup.fence)
         self._ownership = Ownership(self._objects)
         self._threads = ThreadPoolExecutor(WRITERS, "seal")
@@ -105,8 +107,13 @@ class Sealer:
             logger.exception("a job failed")
             report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
         objects = self._objects
+        counts, heads = self._book.drain()
         report.usage = Usage(
-            requests=dict(objects.requests), bytes_out=objects.bytes_out, bytes_in=objects.bytes_in
+            requests=dict(objects.requests),
+            bytes_out=objects.bytes_out,
+            bytes_in=objects.bytes_in,
+            by_stream=counts,
+            heads=heads,
         )
         return report
 

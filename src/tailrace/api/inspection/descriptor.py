@@ -12,7 +12,7 @@ import orjson
 import xxhash
 
 from tailrace.api.inspection.documents import Documents
-from tailrace.api.inspection.index_status import index_status, instant
+from tailrace.api.inspection.index_status import Manifest, index_status, instant
 from tailrace.log.model import Stream
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
@@ -39,13 +39,15 @@ class Surroundings(NamedTuple):
     requests: Requests
 
 
-def details(stream: Stream, documents: Documents, generation: int, around: Surroundings) -> dict[str, object]:
+def details(
+    stream: Stream, documents: Documents, manifest: Manifest, around: Surroundings
+) -> dict[str, object]:
     return {
         "stream": summary(stream, documents.profile_kind),
         "profile": documents.profile,
         "schema": documents.schema,
-        "index_status": index_status(stream, documents, generation),
-        "storage": _storage(stream, documents, around),
+        "index_status": index_status(stream, documents, manifest),
+        "storage": _storage(stream, documents, manifest, around),
         "object_store_requests": _requests(around.requests),
     }
 
@@ -88,16 +90,19 @@ def unsealed_bytes(stream: Stream) -> int:
     return max(0, stream.size_bytes - stream.sealed_bytes)
 
 
-def _storage(stream: Stream, documents: Documents, around: Surroundings) -> dict[str, object]:
+def _storage(
+    stream: Stream, documents: Documents, manifest: Manifest, around: Surroundings
+) -> dict[str, object]:
     waiting = unsealed_bytes(stream)
     segment_bytes = stream.cold.segment_bytes
+    meta_bytes = manifest.size_bytes + documents.schema_bytes
     return {
         "object_storage": {
-            "total_bytes": str(segment_bytes + documents.schema_bytes),
+            "total_bytes": str(segment_bytes + meta_bytes),
             "segments_bytes": str(segment_bytes),
             "indexes_bytes": "0",
-            "manifest_and_meta_bytes": str(documents.schema_bytes),
-            "manifest_bytes": "0",
+            "manifest_and_meta_bytes": str(meta_bytes),
+            "manifest_bytes": str(manifest.size_bytes),
             "schema_registry_bytes": str(documents.schema_bytes),
             "segment_object_count": stream.cold.segments,
             "routing_index_object_count": 0,
@@ -134,13 +139,13 @@ def _requests(found: Requests) -> dict[str, object]:
     return {**{name: str(count) for name, count in total.items()}, "by_artifact": rows}
 
 
-def tag_of(kind: str, stream: Stream, documents: Documents, generation: int) -> str:
+def tag_of(kind: str, stream: Stream, documents: Documents, manifest: Manifest) -> str:
     """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
     around = Surroundings(0, 0, {})
     if kind == "details":
-        shown = details(stream, documents, generation, around)
+        shown = details(stream, documents, manifest, around)
     else:
-        shown = index_status(stream, documents, generation)
+        shown = index_status(stream, documents, manifest)
     # The number and the incarnation: a name that is used again is another stream, however alike.
     state = orjson.dumps([stream.number, stream.incarnation, shown])
     return f'W/"{kind}:{xxhash.xxh3_128_hexdigest(state)}"'

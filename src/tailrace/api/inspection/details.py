@@ -14,7 +14,7 @@ from tailrace.api.context import Context
 from tailrace.api.inspection import descriptor
 from tailrace.api.inspection.descriptor import Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
-from tailrace.api.inspection.index_status import index_status
+from tailrace.api.inspection.index_status import Manifest, index_status
 from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
@@ -22,6 +22,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
+from tailrace.store.object_book import RecordedHead
 
 WAIT_DEFAULT_MS = 3000
 METHODS = "GET, HEAD, OPTIONS"
@@ -30,7 +31,7 @@ Kind = Literal["details", "index_status"]
 
 
 class DetailsRoutes:
-    """Both endpoints have one contract. What is in one answer is of one moment: it is put together at once."""
+    """Both endpoints have one contract. An answer is of one moment: it is put together at once."""
 
     def __init__(self, context: Context, live: Live) -> None:
         self._context = context
@@ -38,6 +39,7 @@ class DetailsRoutes:
         self._live = live
         self._waits: set[Wait] = set()
         self.requests_of: Callable[[Stream], Requests] = lambda _: {}
+        self.head_of: Callable[[Stream], RecordedHead | None] = lambda _: None
         self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -71,13 +73,13 @@ class DetailsRoutes:
     # -- what a wait needs -------------------------------------------------------------------------------
 
     def tag(self, stream: Stream, kind: Kind) -> str:
-        return descriptor.tag_of(kind, stream, documents_of(stream), self._generation(stream))
+        return descriptor.tag_of(kind, stream, documents_of(stream), self._manifest(stream))
 
     def show(self, exchange: Exchange, stream: Stream, kind: Kind) -> None:
-        documents, generation = documents_of(stream), self._generation(stream)
-        tag = descriptor.tag_of(kind, stream, documents, generation)
+        documents, manifest = documents_of(stream), self._manifest(stream)
+        tag = descriptor.tag_of(kind, stream, documents, manifest)
         head = answers.JSON_TYPE + answers.NO_STORE + _etag(tag)
-        exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, generation)))
+        exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, manifest)))
 
     def unchanged(self, exchange: Exchange, tag: str) -> None:
         exchange.respond(304, answers.NO_STORE + _etag(tag))
@@ -93,17 +95,24 @@ class DetailsRoutes:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _body(self, stream: Stream, kind: Kind, documents: Documents, generation: int) -> dict[str, object]:
+    def _body(
+        self, stream: Stream, kind: Kind, documents: Documents, manifest: Manifest
+    ) -> dict[str, object]:
         if kind == "index_status":
-            return index_status(stream, documents, generation)
+            return index_status(stream, documents, manifest)
         around = Surroundings(
             shared_bytes(self._log.directory), self.cached_bytes_of(stream), self.requests_of(stream)
         )
-        return descriptor.details(stream, documents, generation, around)
+        return descriptor.details(stream, documents, manifest, around)
 
-    def _generation(self, stream: Stream) -> int:
-        """Of the manifest. One that was recorded while the stream was not in memory is in the hot store."""
-        return max(stream.cold.generation, self._log.store.db.cold.generation(stream.number))
+    def _manifest(self, stream: Stream) -> Manifest:
+        """One that was recorded while the stream was not in memory is in the hot store."""
+        cold = stream.cold
+        generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
+        head = self.head_of(stream)
+        if head is not None:
+            return Manifest(generation, head.at_ns, head.etag, head.size_bytes)
+        return Manifest(generation, cold.recorded_ns if cold.generation == generation else 0)
 
 
 class Wait:

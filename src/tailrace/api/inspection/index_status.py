@@ -5,14 +5,25 @@ Families that nobody builds yet are told as they are: configured, and behind by 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tailrace.api.inspection.documents import Documents
 from tailrace.log.model import Stream
 from tailrace.protocol.durations import format_instant
 from tailrace.schema.search_config import SearchConfig
 
 
-def index_status(stream: Stream, documents: Documents, generation: int) -> dict[str, object]:
-    """The body of `_index_status`. `generation` is that of the manifest on the object store."""
+class Manifest(NamedTuple):
+    """The one on the object store. Of what an earlier process uploaded only the generation is known."""
+
+    generation: int
+    uploaded_ns: int = 0
+    etag: str | None = None
+    size_bytes: int = 0
+
+
+def index_status(stream: Stream, documents: Documents, manifest: Manifest) -> dict[str, object]:
+    """The body of `_index_status`."""
     segments = stream.cold.segments
     search = documents.search
     families = _families(search, segments)
@@ -23,11 +34,11 @@ def index_status(stream: Stream, documents: Documents, generation: int) -> dict[
         "desired_index_plan_generation": int(wanted),
         "segments": {"total_count": segments, "uploaded_count": segments},
         "manifest": {
-            "generation": generation,
-            "uploaded_generation": generation,
-            "last_uploaded_at": instant(stream.cold.recorded_ns),
-            "last_uploaded_etag": None,
-            "last_uploaded_size_bytes": None,
+            "generation": manifest.generation,
+            "uploaded_generation": manifest.generation,
+            "last_uploaded_at": instant(manifest.uploaded_ns),
+            "last_uploaded_etag": manifest.etag,
+            "last_uploaded_size_bytes": str(manifest.size_bytes) if manifest.size_bytes else None,
         },
         "routing_key_index": {"configured": documents.routing_key, **_runs(documents.routing_key, segments)},
         "routing_key_lexicon": {

@@ -1,0 +1,32 @@
+"""What the details of a stream tell about the object store: asked of those who use it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tailrace.api.inspection.details import DetailsRoutes
+from tailrace.log.model import Stream
+from tailrace.store.cold import ColdReader
+from tailrace.store.object_book import RecordedHead
+from tailrace.store.segments import stream_id
+from tailrace.tier.seal import Sealing
+
+
+def connect_details(routes: DetailsRoutes, sealing: Sealing, cold: ColdReader) -> None:
+    def requests_of(stream: Stream) -> dict[str, Counter[str]]:
+        folder = stream_id(stream.name, stream.incarnation)
+        found = sealing.book.requests(folder)
+        for artifact, counters in cold.parts.book.requests(folder).items():
+            found[artifact] = found.get(artifact, Counter()) + counters
+        return found
+
+    def head_of(stream: Stream) -> RecordedHead | None:
+        return sealing.book.head(stream_id(stream.name, stream.incarnation))
+
+    def cached_bytes_of(stream: Stream) -> int:
+        cache = cold.parts.cache
+        return 0 if cache is None else cache.bytes_of(stream_id(stream.name, stream.incarnation))
+
+    routes.requests_of = requests_of
+    routes.head_of = head_of
+    routes.cached_bytes_of = cached_bytes_of
