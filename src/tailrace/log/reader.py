@@ -20,20 +20,32 @@ from tailrace.log.streams import Streams
 
 
 class Page:
-    """A slice `(after, next_entry]`; `parts` are runs of entries, to be joined by the stream's separator."""
+    """A slice `(after, next_entry]`; `parts` are runs of entries, to be joined by the stream's separator.
 
-    __slots__ = ("count", "next_entry", "parts")
+    A page by key, asked for with each entry apart, also says which entries those are.
+    """
 
-    def __init__(self, parts: list[ReadPart], next_entry: int, count: int) -> None:
+    __slots__ = ("count", "next_entry", "numbers", "parts")
+
+    def __init__(
+        self, parts: list[ReadPart], next_entry: int, count: int, numbers: list[int] | None = None
+    ) -> None:
         self.parts = parts
         self.next_entry = next_entry
         self.count = count
+        self.numbers = numbers
+
+    def entries(self) -> Sequence[int]:
+        """The number of each entry in the page, in order."""
+        if self.numbers is not None:
+            return self.numbers
+        return range(self.next_entry - self.count + 1, self.next_entry + 1)
 
 
 class Budget:
     """What is left of a page, and what is in it so far."""
 
-    __slots__ = ("apart", "bytes_left", "count", "entries_left", "key", "next_entry", "parts")
+    __slots__ = ("apart", "bytes_left", "count", "entries_left", "key", "next_entry", "numbers", "parts")
 
     def __init__(
         self, after: int, bytes_max: int, entries_max: int, key: bytes | None, *, apart: bool = False
@@ -45,13 +57,14 @@ class Budget:
         self.entries_left = entries_max
         self.key = key
         self.apart = apart  # every entry a part of its own, without what joins entries in a block
+        self.numbers: list[int] | None = [] if apart and key is not None else None
 
     @property
     def full(self) -> bool:
         return self.entries_left <= 0 or self.bytes_left <= 0
 
     def page(self) -> Page:
-        return Page(self.parts, self.next_entry, self.count)
+        return Page(self.parts, self.next_entry, self.count, self.numbers)
 
 
 class BlockCache:
@@ -336,6 +349,8 @@ def _take_keyed(block: Block, budget: Budget, begin: int, end: int, separator: i
                 budget.bytes_left = 0
                 return
             budget.parts.append(memoryview(block.body)[start : ends[index]])
+            if budget.numbers is not None:
+                budget.numbers.append(block.first + index)
             budget.count += 1
             budget.entries_left -= 1
             budget.bytes_left -= size
@@ -385,6 +400,8 @@ def _add(budget: Budget, part: ReadPart, taken: int, lengths: Sequence[int] | No
             position += length + separator
     else:
         budget.parts.append(part)
+    if budget.numbers is not None:
+        budget.numbers += range(budget.next_entry + 1, budget.next_entry + taken + 1)
     budget.count += taken
     budget.entries_left -= taken
     budget.bytes_left -= len(part)

@@ -1,0 +1,60 @@
+"""Pages by key say which entries they hold, wherever those entries are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.log_harness import LogHarness
+from support.log_model import Append
+from tailrace.limits import Limits
+from tailrace.log.model import Stream
+
+JSON = "application/json"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[LogHarness]:
+    harness = LogHarness(tmp_path, Limits(journal_file_bytes=4096, block_cache_bytes=0))
+    yield harness
+    harness.close()
+
+
+def _append(log: LogHarness, key: bytes | None, *payloads: bytes) -> None:
+    pending = log.append("s", Append(list(payloads), JSON, key=key))
+    log.settle()
+    assert pending.code is None
+
+
+def _numbered(
+    log: LogHarness, stream: Stream, after: int, key: bytes | None, bytes_max: int
+) -> dict[int, bytes]:
+    page = log.read(stream, after, bytes_max, 100, key, apart=True)
+    assert len(page.parts) == page.count == len(page.entries())
+    return {entry: bytes(part) for entry, part in zip(page.entries(), page.parts, strict=True)}
+
+
+def test_a_page_with_entries_apart_numbers_them(log: LogHarness) -> None:
+    log.create("s", JSON, (None, None), Append([], JSON), None)
+    log.settle()
+    _append(log, b"a", b"1", b"2")
+    _append(log, b"b", b"3")
+    _append(log, None, b"4", b"5")
+    _append(log, b"a", b"6", b"7")
+    stream = log.find("s")
+    assert stream is not None
+    for _ in range(2):
+        assert _numbered(log, stream, 0, b"a", 1000) == {1: b"1", 2: b"2", 6: b"6", 7: b"7"}
+        assert _numbered(log, stream, 1, b"a", 1000) == {2: b"2", 6: b"6", 7: b"7"}
+        assert _numbered(log, stream, 2, b"a", 1) == {6: b"6"}
+        assert _numbered(log, stream, 0, b"b", 1000) == {3: b"3"}
+        assert _numbered(log, stream, 0, b"c", 1000) == {}
+        assert _numbered(log, stream, 3, None, 1000) == {4: b"4", 5: b"5", 6: b"6", 7: b"7"}
+        # Once more, with everything in the hot store.
+        log.log.retire_active_file()
+        log.create("other", JSON, (None, None), Append([], JSON), None)
+        log.settle()
+        while log.retired:
+            log.checkpoint(tell=True)
