@@ -110,7 +110,7 @@ class _Run:
             if token not in shape.required:
                 self.fail(f"{shown(tokens[: depth + 1])} is not required by the old schema")
             shape = shape.prop(token)
-        return shape
+        return shape.open()
 
     def objects_on(self, root: Shape, tokens: Tokens) -> list[Shape]:
         """The objects on the way to a place, which are required, from the root to its parent."""
