@@ -15,7 +15,7 @@ from support.calls import Caller, eventually
 from support.loss import BYTES, ENV, JSON, TEXT, World, bootstrap, destroy, look, post, producing, put, seal
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV
-from support.server import ServerProcess
+from support.server import ServerProcess, free_port
 
 
 class Lost:
@@ -319,3 +319,61 @@ def test_what_retention_took_stays_gone_and_what_forks_show_stays(
         post(call, "trimmed", b"%04d" % entry, TEXT)
     eventually(lambda: earliest(call), lambda offset: offset > last)
     assert look(call, "fork") == seen["fork"]
+
+
+def test_the_registry_tells_everything_again(
+    tmp_path: Path, start_server: StartServer, running: list[ServerProcess]
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    server = start_server("--object-store", url, env=ENV)
+    call = Caller(server)
+    put(call, "a", JSON)
+    put(call, "deleted", JSON)
+    seal(call)
+    # Their manifests get to the bucket, what the registry says about them does not.
+    put(call, "b", {**TEXT, "Stream-Closed": "true"}, b"x")
+    assert call("DELETE", "deleted").status == 204
+    assert call("POST", "/v1/server/_seal?stream=a").status == 200
+    destroy(server)
+    again = bootstrap(tmp_path / "again", url).start()
+    running.append(again)
+    call = Caller(again)
+    told = call("GET", "__registry__").body
+    controls = [message["headers"].get("control") for message in told]
+    start, end = controls.index("reset"), controls.index("snapshot-end")
+    assert controls[start + 1] == "snapshot-start"
+    assert {message["key"] for message in told[:start]} == {"a", "deleted"}
+    assert {message["key"]: message["value"]["closed"] for message in told[start + 2 : end]} == {
+        "a": False,
+        "b": True,
+    }
+    assert end == len(told) - 1
+    again.args = ("--object-store", url)
+    again.restart()
+    assert call("GET", "__registry__").body == told
+
+
+def test_a_bootstrap_can_be_stopped(lost: Lost, tmp_path: Path, running: list[ServerProcess]) -> None:
+    url = lost.copy(tmp_path / "bucket")
+    server = bootstrap(tmp_path / "data", url, {"TAILRACE_BOOTSTRAP_SETTLE_MS": "600000"})
+    server.start(ready=False)
+    eventually(lambda: server.log, lambda log: "restoring from" in log)
+    server.stop()
+    server.env |= ENV
+    server.start()
+    running.append(server)
+    lost.world.check(Caller(server))
+
+
+def test_a_bucket_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+    env = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+        "TAILRACE_OBJECT_MS": "500",
+    }
+    server = bootstrap(tmp_path / "data", "s3://nowhere/prefix", env)
+    server.start(ready=False)
+    assert server.wait_exit() == 1
+    assert "the bootstrap stopped and can be started again" in server.log

@@ -25,6 +25,7 @@ from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.auth import TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
+from tailrace.log import registry_snapshot
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
 from tailrace.logs import configure
@@ -122,6 +123,7 @@ class Server:
         self._checkpoints.start()
         await self.sealing.start()
         if self._verifier is not None:
+        await registry_snapshot.tell_again(self.log)
             self._verifier.start()
         await self._subscriptions.start()
         self._http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)

@@ -40,6 +40,13 @@ def _value(name: str, content_type: str | None, created_ns: int, closed: bool) -
     }
 
 
+def present(stream: Stream, now_ns: int) -> bytes:
+    """The message for a stream that exists, as a snapshot has it."""
+    value = _value(stream.name, stream.content_type, stream.created_ns, stream.visible_closed)
+    headers = {"operation": "insert", "timestamp": format_instant(now_ns)}
+    return orjson.dumps({"type": "stream", "key": stream.name, "value": value, "headers": headers})
+
+
 def _event(
     registry: Stream,
     name: str,
