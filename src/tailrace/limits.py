@@ -43,6 +43,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Bytes, Meta(description="Payload of one read answer; one larger entry still fits.")
     ] = MIB
     read_page_entries: Annotated[Count, Meta(description="Entries in one read answer.")] = 10_000
+    filter_scan_bytes: Annotated[
+        Bytes, Meta(description="Payload that one read with a filter examines before it answers.")
+    ] = 100 * MIB
     list_page: Annotated[
         Count, Meta(description="Streams in one page of a listing, unless asked otherwise.")
     ] = 100
