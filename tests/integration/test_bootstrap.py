@@ -119,10 +119,16 @@ def test_the_same_from_a_real_bucket(
     first = start_server("--object-store", url, env=env)
     world = World()
     world.build(Caller(first))
+    name = "__ds/subscriptions/%F0%9F%8C%8A%20=%25"
+    config = {"type": "pull-wake", "pattern": "j*", "wake_stream": "text"}
+    assert Caller(first)("PUT", name, config).status == 201
+    seal(Caller(first))
+    links = Caller(first)("GET", name).body["streams"]
     world.lose(Caller(first))
     destroy(first)
     server = bootstrap(tmp_path / "again", url, s3.env()).start()
     running.append(server)
+    assert Caller(server)("GET", name).body["streams"] == links
     check_goes_on(world, Caller(server))
 
 
