@@ -107,11 +107,15 @@ class ColdTables:
                 yield cast("bytes", row[0])
 
     def stale_heads(self, after: int, limit: int) -> list[tuple[int, int]]:
-        """Streams whose manifest is behind, by number, with the journal file of the last change."""
+        """Streams whose manifest is behind, by number, with the journal file of the last change.
+
+        Those with entries in the hot store are left out: their manifest is written when they are sealed.
+        """
         if not self.exist():
             return []
         rows = self._db.rows(
             "SELECT number, changed_file FROM heads WHERE changed_file > recorded_file AND number>? "
+            "AND NOT EXISTS (SELECT 1 FROM blocks WHERE blocks.number = heads.number) "
             "ORDER BY number LIMIT ?",
             after,
             limit,

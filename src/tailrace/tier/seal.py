@@ -35,9 +35,12 @@ from tailrace.tier.trims import Trims
 
 logger = logging.getLogger("tailrace.seal")
 
-JOBS_MAX = 4
+# Small streams cost round trips, large ones memory and room in the spool: one of them counts as four.
+JOBS_MAX = 16
+LARGE_JOB = 4
+LARGE_JOB_BYTES = 1024 * 1024
 TICK_S = 1.0
-AGED_PER_TURN = 500
+AGED_PER_TURN = 100
 LARGE_PER_TURN = 1000
 QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
 PAUSE_S_MIN = 0.5
@@ -72,6 +75,7 @@ class Sealing:
         self._checkpointed_seq = 0
         self._begun_s: dict[int, float] = {}  # when a journal file was first seen to hold something
         self._moved_on_s = self._confirmed_s = loop.time()
+        self._looked_s = 0.0
         self._looked_at = 0  # how many streams of the present journal file were asked for their size
         self._large = False
         self._confirming = False
@@ -166,7 +170,7 @@ class Sealing:
     def _take_aged(self, now_s: float) -> None:
         hurry = self.pressure.hurry
         streams = self._log.streams
-        if len(self._due) > QUEUE_SOFT_MAX:
+        if len(self._due) > AGED_PER_TURN:
             return
         for number, last in self._due.aged(now_s if not hurry else float("inf"), AGED_PER_TURN):
             stream = streams.get(number)
@@ -217,18 +221,24 @@ class Sealing:
             self._wake.clear()
             now_s = self._loop.time()
             try:
-                self.pressure.look(self.failure)
+                if now_s - self._looked_s >= tick_s:
+                    self._looked_s = now_s
+                    self._look(now_s)
                 self._take_aged(now_s)
-                self.trims.look(now_s)
-                self._look_for_large()
-                self._move_on_if_due(now_s)
+                if now_s >= self._paused_until_s and self._owner.fence and not self.fenced:
+                    self._dispatch()
             except TailraceError as error:
                 logger.warning("sealing waits: %s", error)
             except Exception:
                 logger.exception("a step of sealing failed")  # the next one may not
-            self._confirm_if_due(now_s)
-            if now_s >= self._paused_until_s and self._owner.fence and not self.fenced:
-                self._dispatch()
+
+    def _look(self, now_s: float) -> None:
+        """What is looked at now and then, and not whenever a job ends."""
+        self.pressure.look(self.failure)
+        self.trims.look(now_s)
+        self._look_for_large()
+        self._move_on_if_due(now_s)
+        self._confirm_if_due(now_s)
 
     def _confirm_if_due(self, now_s: float) -> None:
         wait_s = max(self._interval_s, TICK_S) if self._owner.fence else self._pause_s
@@ -261,13 +271,22 @@ class Sealing:
             number = self._due.pop(self.busy)
             if number is None:
                 break
+            try:
+                stream = self._log.streams.get(number)
+            except TailraceError:
+                self._due.add(number)
+                raise
+            if stream is None:
+                continue
+            large = stream.size_bytes - stream.sealed_bytes >= LARGE_JOB_BYTES
             self.busy.add(number)
-            self._jobs += 1
-            self.spawn(self._seal(number))
+            weight = LARGE_JOB if large else 1
+            self._jobs += weight
+            self.spawn(self._seal(number, weight))
         self._heads.dispatch()
         self.trims.dispatch()
 
-    async def _seal(self, number: int) -> None:
+    async def _seal(self, number: int, weight: int) -> None:
         try:
             again = await self._seal_once(number)
         except TailraceError as error:
@@ -276,7 +295,7 @@ class Sealing:
             self._later(number, PAUSE_S_MIN)
         finally:
             self.busy.discard(number)
-            self._jobs -= 1
+            self._jobs -= weight
         if again:
             self._due.add(number)
         self._notify()
@@ -392,7 +411,7 @@ class Sealing:
 
     @property
     def queued(self) -> int:
-        return len(self._due) + self._jobs
+        return len(self._due) + len(self.busy)
 
     @property
     def state(self) -> str:

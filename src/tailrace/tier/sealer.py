@@ -138,16 +138,17 @@ class Sealer:
         snapshot = await loop.run_in_executor(self._threads, self._write, number, job.sealed)
         if snapshot is None:
             return
+        spooled = [path for _, path in snapshot.files]
         try:
-            for file, path in snapshot.files:
-                await self._upload(stream_prefix(facts.stream_id) + file.info.key, path)
+            for file, _ in snapshot.files:
+                await self._upload(stream_prefix(facts.stream_id) + file.info.key, spooled)
             failpoints.reached("seal.before_manifest")
             head = await self._publish(snapshot, stored)
             failpoints.reached("seal.after_manifest")
         except BuriedError:
             return
         finally:
-            for _, path in snapshot.files:
+            for path in spooled:
                 discard(path)
         report.segments = [file.info for file, _ in snapshot.files]
         report.footers = [file.footer for file, _ in snapshot.files]
@@ -175,16 +176,17 @@ class Sealer:
         report.generation = head.generation
         report.more = True  # the stream may have grown since, and its head may be behind
 
-    async def _upload(self, key: str, path: Path) -> None:
+    async def _upload(self, key: str, spooled: list[Path]) -> None:
+        """Uploads the first of the files in the spool and takes it out."""
         loop = asyncio.get_running_loop()
-        data = await loop.run_in_executor(None, path.read_bytes)
+        data = await loop.run_in_executor(None, spooled[0].read_bytes)
         failpoints.reached("seal.before_upload")
         try:
             await self._objects.create(key, data)
         except ObjectExistsError:
             pass  # its name holds its hash: an earlier try got this far
         failpoints.reached("seal.after_upload")
-        discard(path)
+        await loop.run_in_executor(None, discard, spooled.pop(0))
 
     # -- on threads --------------------------------------------------------------------------------------
 
@@ -295,8 +297,10 @@ class Sealer:
         facts, earliest, reached = found
         failpoints.reached("retain.before_manifest")
         try:
-            if await self._manifests.load(facts.stream_id) is None:
-                await self._manifests.publish(facts)  # a fork of a trimmed stream that is still empty
+            stored = await self._manifests.load(facts.stream_id)
+            if stored is None or stored.head.fence < self._manifests.fence:
+                # A fork of a trimmed stream that is still empty, or ours from before somebody took over.
+                await self._manifests.publish(facts, known=stored)
             await self._manifests.retain(facts.stream_id, earliest, reached)
         except BuriedError:
             pass
