@@ -111,6 +111,13 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     streams_loaded: Annotated[
         Count, Meta(description="Streams kept in memory; idle ones beyond are put away.")
     ] = 50_000
+    memory_limit_bytes: Annotated[
+        BytesOrNone,
+        Meta(
+            description="Resident memory at which caches are shed and large work is refused; 0 takes nine "
+            "tenths of the control group's limit, or none."
+        ),
+    ] = 0
     disk_reserve_bytes: Annotated[
         BytesOrNone, Meta(description="Free disk space below which appends are answered with 507.")
     ] = 256 * MIB

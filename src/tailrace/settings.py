@@ -12,17 +12,22 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
 
+from tailrace import auto_tune
 from tailrace.limits import MIB, Limits
 
 ENV_PREFIX: Final = "TAILRACE_"
 CONFIG_NAME: Final = "tailrace.toml"
 PORT_DEFAULT: Final = 4437
+# Variables that are read by others: the command line and the failpoints.
+OTHER_VARIABLES: Final = frozenset({"TAILRACE_ENDPOINT", "TAILRACE_TOKEN", "TAILRACE_FAILPOINT"})
+OVERLAY_PREFIX: Final = "TAILRACE_SEARCH_WAL_OVERLAY_"
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Secret = Annotated[str, Meta(extra={"secret": True})]
@@ -44,6 +49,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["default", "small"],
         Meta(description="A set of limits: small keeps caches and queues at a quarter."),
     ] = "default"
+    auto_tune: Annotated[
+        str,
+        Meta(
+            description="Choose memory settings that fit a size in MB; yes takes what the machine or its "
+            "control group has."
+        ),
+    ] = ""
     config: Annotated[str, Meta(description="Settings file; ./tailrace.toml is used when it exists.")] = ""
     object_store: Annotated[
         str,
@@ -265,12 +277,47 @@ def load(
     chosen: dict[str, tuple[object, str]] = {}
     for layer in layers:
         chosen.update(layer)
+    _auto_tune(chosen)
     preset = str(chosen.get("preset", ("default", ""))[0])
     for name, value in PRESETS.get(preset, {}).items():
         chosen.setdefault(name, (value, f"preset {preset}"))
     settings = _build(chosen)
     _check(settings)
     return settings
+
+
+def _auto_tune(chosen: dict[str, tuple[object, str]]) -> None:
+    """Puts the tuned settings among those that were chosen, if that was asked for."""
+    text, source = chosen.get("auto_tune", ("", ""))
+    try:
+        size_mb = auto_tune.requested_mb(str(text))
+        if size_mb is None:
+            chosen.pop("auto_tune", None)
+            return
+        preset = auto_tune.preset_mb(size_mb)
+    except ValueError as error:
+        raise SettingsError(f"{source}: {error}") from None
+    body_bytes = chosen.get("append_body_bytes", (TABLE["append_body_bytes"].default, ""))[0]
+    for name, value in auto_tune.tuned(preset, int(str(body_bytes))).items():
+        if name in chosen:
+            raise SettingsError(f"{chosen[name][1]} cannot be combined with {TABLE['auto_tune'].flag}")
+        chosen[name] = (value, source)
+    chosen["auto_tune"] = (str(size_mb), source)
+
+
+def unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """What to tell somebody about variables that look like settings and are none."""
+    known = {setting.env for setting in TABLE.values()} | OTHER_VARIABLES
+    told: list[str] = []
+    for name in sorted(env):
+        if not name.startswith(ENV_PREFIX) or name in known:
+            continue
+        if name.startswith(OVERLAY_PREFIX):
+            told.append(f"{name} has no effect: the tail is always searched")
+            continue
+        near = get_close_matches(name, known, 1, 0.8)
+        told.append(f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
+    return told
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:

@@ -10,6 +10,8 @@ from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
 from tailrace.api.health import HealthRoutes
 from tailrace.api.inspection.details import DetailsRoutes
+from tailrace.api.inspection.server import PATHS as SERVER_PATHS
+from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
 from tailrace.api.read import ReadRoutes
@@ -51,6 +53,7 @@ class TailraceApp:
             "_index_status": self.details.index_status,
         }
         self.seal: Callable[[Exchange, Identity], None] | None = None
+        self.server: ServerRoutes | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = self._streams.append
@@ -197,6 +200,10 @@ class TailraceApp:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")
             self.health.answer(exchange, path, self.identify)
+        elif path in SERVER_PATHS and self.server is not None:
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            self.server.answer(exchange, self.identify(exchange), path)
         elif path == SEAL_PATH and self.seal is not None:
             if method != b"POST":
                 raise not_allowed("POST, OPTIONS")

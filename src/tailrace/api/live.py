@@ -349,19 +349,26 @@ class Live:
         self.step: dict[str, bytes] = {}
         self.connections = 0
         self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
+        self.by_stream: dict[Stream, int] = {}
         self.demoted = 0
 
     # -- opening ---------------------------------------------------------------------------------------
 
-    def admit(self, mode: str) -> None:
+    def admit(self, mode: str, stream: Stream) -> None:
         if self.connections >= self._limits.live_connections:
             raise TailraceError("overloaded", "there are too many live connections")
         self.connections += 1
         self.open_by_mode[mode] += 1
+        self.by_stream[stream] = self.by_stream.get(stream, 0) + 1
 
-    def dismiss(self, mode: str) -> None:
+    def dismiss(self, mode: str, stream: Stream) -> None:
         self.connections -= 1
         self.open_by_mode[mode] -= 1
+        left = self.by_stream[stream] - 1
+        if left:
+            self.by_stream[stream] = left
+        else:
+            del self.by_stream[stream]
 
     def open_sse(
         self,
@@ -414,7 +421,7 @@ class Live:
         rotation_s: float | None,
         until_s: float | None,
     ) -> Follower:
-        self.admit("ws" if rotation_s is None else "sse")
+        self.admit("ws" if rotation_s is None else "sse", stream)
         follower = Follower(self, stream, start, key, cursor, rotation_s)
         follower.until_s = until_s
         self._followers.add(follower)
@@ -426,7 +433,7 @@ class Live:
 
     def closed(self, follower: Follower, stream: Stream) -> None:
         self._followers.discard(follower)
-        self.dismiss(follower.mode)
+        self.dismiss(follower.mode, stream)
         stream.live -= 1
         self._log.touch(stream)
 

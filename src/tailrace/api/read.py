@@ -305,11 +305,11 @@ class ReadRoutes:
             answers.add_phase(exchange, "wait", self._context.loop.time() - exchange.started)
 
     def live_opened(self, stream: Stream) -> None:
-        self._live.admit("long-poll")
+        self._live.admit("long-poll", stream)
         stream.live += 1
 
     def live_ended(self, stream: Stream) -> None:
-        self._live.dismiss("long-poll")
+        self._live.dismiss("long-poll", stream)
         stream.live -= 1
         self._log.touch(stream)
 

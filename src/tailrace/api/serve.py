@@ -19,6 +19,9 @@ from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
 from tailrace.api.inspection.cold import connect_details
+from tailrace.api.inspection.memory import Node
+from tailrace.api.inspection.server import ServerRoutes
+from tailrace.api.memory_guard import MemoryGuard, limit_of
 from tailrace.api.metrics import MetricsApp
 from tailrace.api.seal import SealRoute
 from tailrace.api.subscriptions import SubscriptionRoutes
@@ -31,7 +34,7 @@ from tailrace.log.log import Log
 from tailrace.logs import configure
 from tailrace.net.http1 import HttpServer
 from tailrace.net.tls import server_context
-from tailrace.settings import Settings
+from tailrace.settings import Settings, unknown_variables
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
@@ -48,6 +51,8 @@ SWITCH_INTERVAL_S = 0.0005
 def run(settings: Settings) -> int:
     """`tailrace serve`: the exit code of a server's whole life."""
     configure(settings.log_level, settings.log_format)
+    for told in unknown_variables(os.environ):
+        logger.warning(told)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
     gc.freeze()
@@ -112,6 +117,11 @@ class Server:
         connect_details(self.app.details, self.sealing, self._cold)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
+        self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
+        self._memory.sheds.append(self._cold.shed)
+        self.app.server = ServerRoutes(
+            Node(context, self.app.live, self._memory, self.sealing, self._checkpoints, self._cold)
+        )
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
         self.url = ""
@@ -120,6 +130,7 @@ class Server:
         settings = self._settings
         self.log.open()
         self._disk.start()
+        self._memory.start()
         self._checkpoints.start()
         await self.sealing.start()
         if self._verifier is not None:
@@ -153,6 +164,7 @@ class Server:
             await self._metrics.drain()
         await self._subscriptions.stop()
         self._disk.stop()
+        self._memory.stop()
         await self.sealing.stop()
         await self.log.close()
         await self._checkpoints.stop()

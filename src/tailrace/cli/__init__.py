@@ -14,7 +14,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = build(arguments)(arguments)
+        code = build(arguments)(spelled_out(arguments))
     except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
         code = explain(error, as_json="--json" in arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """`--auto-tune` may stand without its value, which no other flag may."""
+    following = [*arguments[1:], ""]
+    return [
+        f"{word}=yes" if word == "--auto-tune" and not after.isdigit() else word
+        for word, after in zip(arguments, following, strict=True)
+    ]

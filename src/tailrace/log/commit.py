@@ -116,6 +116,20 @@ class Committer:
         return self._in_flight[-1] if self._in_flight else None
 
     @property
+    def queued_records(self) -> int:
+        return sum(len(batch.items) for batch in (*self._in_flight, self._open))
+
+    @property
+    def syncs_allowed(self) -> int:
+        """At once, with a disk as fast as it has been lately."""
+        return self._allowed()
+
+    @property
+    def in_flight(self) -> int:
+        """Syncs that are under way."""
+        return len(self._in_flight)
+
+    @property
     def idle(self) -> bool:
         return not self._in_flight and not self._open.items
 

@@ -80,6 +80,7 @@ class History:
         self._store = store
         self._threads = ThreadPoolExecutor(THREADS, "read")
         self.cold: ColdReader | None = None
+        self.fetching = 0  # reads of the hot store that run or wait for a thread
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -91,7 +92,11 @@ class History:
     ) -> list[Block] | Skipped:
         """The block that holds the entry and some that follow; or, for a key, what need not be looked at."""
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, self.look, missing, bytes_max)
+        self.fetching += 1
+        try:
+            found = await loop.run_in_executor(self._threads, self.look, missing, bytes_max)
+        finally:
+            self.fetching -= 1
         if isinstance(found, list):
             return found
         cold, (prefix, info, footer) = self._cold, found

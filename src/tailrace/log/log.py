@@ -51,6 +51,7 @@ logger = logging.getLogger("tailrace.log")
 
 
 STALL_CHECK_S = 0.5
+LARGE_BYTES = 64 * 1024  # of one append, when memory is short
 STALLED = TailraceError(
     "append_timeout",
     "append timed out; append outcome is unknown, check Stream-Next-Offset before retrying",
@@ -90,6 +91,7 @@ class Log:
         self.publisher = Publisher(self.streams)
         self.refusal: TailraceError | None = None  # why nothing can be written now
         self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
+        self.pressure: TailraceError | None = None  # why nothing large is taken on
         self._shortages: dict[str, TailraceError] = {}
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
@@ -395,6 +397,8 @@ class Log:
         """Refuses what the queues have no room for, before anything is assigned."""
         if self.refusal is not None or self.shortage is not None:
             raise self.refusal or self.shortage or AssertionError
+        if self.pressure is not None and size > LARGE_BYTES:
+            raise self.pressure
         limits = self.limits
         if self.committer.queued_bytes + size > limits.append_queue_bytes:
             raise TailraceError("overloaded", "the server's append queue is full")

@@ -103,6 +103,10 @@ class BlockCache:
         while self.bytes > self._bytes_max and len(self._blocks) > 1:
             self._evict()
 
+    def clear(self) -> None:
+        while self._blocks:
+            self._evict()
+
     def _evict(self) -> None:
         (number, first), block = self._blocks.popitem(last=False)
         self.bytes -= block.memory_bytes

@@ -115,6 +115,15 @@ class ColdReader:
             index = found.next_with_key(key, found.find(entry))
             return info.last + 1 if index is None else max(entry, found.group(index).first)
 
+    @property
+    def footer_bytes(self) -> int:
+        return self._footer_bytes
+
+    def shed(self) -> None:
+        """Lets go of what can be had again."""
+        self._footers.clear()
+        self._footer_bytes = 0
+
     async def close(self) -> None:
         await self._work.end()
         await self.parts.close()

@@ -65,7 +65,7 @@ class DetailsRoutes:
         elif live in ("", "false", "0") or not waits_ms:
             self.unchanged(exchange, tag)
         else:
-            self._live.admit("long-poll")
+            self._live.admit("long-poll", stream)
             wait = Wait(self, exchange, stream, kind, tag)
             self._waits.add(wait)
             wait.begin(self._context.loop.call_later(waits_ms / 1000, wait.end))
@@ -84,9 +84,9 @@ class DetailsRoutes:
     def unchanged(self, exchange: Exchange, tag: str) -> None:
         exchange.respond(304, answers.NO_STORE + _etag(tag))
 
-    def ended(self, wait: Wait) -> None:
+    def ended(self, wait: Wait, stream: Stream) -> None:
         self._waits.discard(wait)
-        self._live.dismiss("long-poll")
+        self._live.dismiss("long-poll", stream)
 
     def end_waits(self) -> None:
         """Shutdown: whoever waits is answered as if the time were up."""
@@ -156,7 +156,7 @@ class Wait:
         self._timer = None
         readers = self._stream.readers or ()
         self._stream.readers = [other for other in readers if other is not self] or None
-        self._routes.ended(self)
+        self._routes.ended(self, self._stream)
 
 
 def _etag(tag: str) -> bytes:

@@ -1,0 +1,125 @@
+"""The memory of the server, by who holds it: all numbers are kept by their owners and only read here."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any, NamedTuple
+
+import apsw
+
+from tailrace.api.context import Context
+from tailrace.api.inspection.allocator import heap
+from tailrace.api.live import Live
+from tailrace.api.memory_guard import MemoryGuard
+from tailrace.protocol.durations import format_instant
+from tailrace.store.cold import ColdReader
+from tailrace.tier.checkpoint import Checkpoints
+from tailrace.tier.seal import Sealing
+
+Group = dict[str, int]
+
+
+class Node(NamedTuple):
+    """The parts of a server that can tell something."""
+
+    context: Context
+    live: Live
+    memory: MemoryGuard
+    sealing: Sealing
+    checkpoints: Checkpoints
+    cold: ColdReader
+
+
+def process(node: Node) -> Group:
+    used, total = heap()
+    arrow = arrow_bytes()
+    return {
+        "rss_bytes": node.memory.rss_bytes,
+        "heap_total_bytes": total,
+        "heap_used_bytes": used,
+        "external_bytes": arrow,
+        "array_buffers_bytes": arrow,
+    }
+
+
+def arrow_bytes() -> int:
+    """Of Arrow's pool. It is not imported just to be asked."""
+    arrow: Any = sys.modules.get("pyarrow")
+    return 0 if arrow is None else int(arrow.total_allocated_bytes())
+
+
+def breakdown(measured: Group, sqlite_bytes: int) -> Group:
+    managed = measured["heap_total_bytes"] + measured["external_bytes"]
+    rest = measured["rss_bytes"] - managed - sqlite_bytes
+    return {
+        "managed_bytes": managed,
+        "mapped_file_bytes": 0,
+        "sqlite_runtime_bytes": sqlite_bytes,
+        "unattributed_rss_bytes": max(0, rest),
+    }
+
+
+def sqlite() -> dict[str, object]:
+    used, highest = apsw.status(apsw.SQLITE_STATUS_MEMORY_USED)
+    return {"available": True, "memory_used_bytes": used, "memory_highwater_bytes": highest}
+
+
+def collector() -> dict[str, object]:
+    rows = gc.get_stats()
+    return {
+        "collections": sum(row["collections"] for row in rows),
+        "collected": sum(row["collected"] for row in rows),
+        "uncollectable": sum(row["uncollectable"] for row in rows),
+        "frozen": gc.get_freeze_count(),
+    }
+
+
+def high_water(memory: MemoryGuard) -> dict[str, object]:
+    marks = sorted(memory.high_water.items())
+    return {name: {"value": mark.value, "at": format_instant(mark.at_ns)} for name, mark in marks}
+
+
+def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
+    log, limits = node.context.log, node.context.limits
+    cache = node.cold.parts.cache
+    return {
+        "heap_estimates": {
+            "ingest_queue_bytes": log.committer.queued_bytes,
+            "tail_memory_bytes": log.streams.memory_bytes,
+            "block_cache_bytes": log.reader.cache.bytes,
+            "segment_footer_bytes": node.cold.footer_bytes,
+            "tail_index_bytes": 0,
+        },
+        "mapped_files": {},
+        "disk_caches": {"segment_cache_bytes": 0 if cache is None else cache.bytes},
+        "configured_budgets": {
+            "ingest_queue_budget_bytes": limits.append_queue_bytes,
+            "tail_memory_budget_bytes": limits.tail_memory_bytes,
+            "block_cache_budget_bytes": limits.block_cache_bytes,
+            "segment_cache_budget_bytes": limits.cold_cache_bytes,
+            "tail_index_budget_bytes": 0,
+        },
+        "pipeline_buffers": {"spooled_segment_bytes": node.sealing.spooled_bytes()},
+        "sqlite_runtime": {"memory_used_bytes": sqlite_bytes},
+        "counts": {
+            "streams_loaded": len(log.streams.by_number),
+            "live_connections": node.live.connections,
+            "streams_with_waiters": len(node.live.by_stream),
+            "checkpoints_pending": node.checkpoints.files_pending,
+        },
+    }
+
+
+_TOTALS = {
+    "heap_estimates": "heap_estimate_bytes",
+    "mapped_files": "mapped_file_bytes",
+    "disk_caches": "disk_cache_bytes",
+    "configured_budgets": "configured_budget_bytes",
+    "pipeline_buffers": "pipeline_buffer_bytes",
+    "sqlite_runtime": "sqlite_runtime_bytes",
+}
+
+
+def totals(groups: dict[str, Group]) -> Group:
+    return {name: sum(groups[group].values()) for group, name in _TOTALS.items()}

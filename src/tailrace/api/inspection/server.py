@@ -1,0 +1,186 @@
+"""GET /v1/server/_details and /v1/server/_mem: limits, queues and memory of the whole server."""
+
+from __future__ import annotations
+
+import orjson
+
+from tailrace import auto_tune
+from tailrace.api import answers
+from tailrace.api.inspection import memory
+from tailrace.api.inspection.memory import Node
+from tailrace.api.inspection.top_streams import TopStreams
+from tailrace.auth import Action, Identity, authorise
+from tailrace.log.history import THREADS
+from tailrace.net.http1 import Exchange
+from tailrace.protocol.durations import format_instant
+from tailrace.settings import TABLE, Setting
+from tailrace.store.segments import stream_id
+
+DETAILS, MEM = b"/v1/server/_details", b"/v1/server/_mem"
+PATHS = frozenset({DETAILS, MEM})
+GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory")
+
+
+class ServerRoutes:
+    """Nothing here depends on the number of streams."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.top = TopStreams(node.context.log, node.live)
+        cache = node.cold.parts.cache
+        if cache is not None:
+            self.top.cached_bytes_of = lambda stream: cache.bytes_of(
+                stream_id(stream.name, stream.incarnation)
+            )
+        node.memory.ticks.append(self.top.look)
+        log = node.context.log
+        node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
+        node.memory.gauges["ingest_queue_bytes"] = lambda: log.committer.queued_bytes
+        node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
+
+    def answer(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
+        authorise(identity, Action.INSPECT_SERVER)
+        body = self._details() if path == DETAILS else self._mem()
+        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+    # -- details ---------------------------------------------------------------------------------------
+
+    def _details(self) -> dict[str, object]:
+        return {
+            "auto_tune": self._auto_tune(),
+            "configured_limits": configured_limits(self._node),
+            "runtime": {
+                "memory": self._memory(),
+                **self._queues(),
+                "concurrency": self._concurrency(),
+                "top_streams": self.top.shown(),
+            },
+        }
+
+    def _auto_tune(self) -> dict[str, object]:
+        size_mb = auto_tune.requested_mb(self._node.context.settings.auto_tune)
+        preset_mb = None if size_mb is None else auto_tune.preset_mb(size_mb)
+        return {
+            "enabled": size_mb is not None,
+            "requested_memory_mb": size_mb,
+            "preset_mb": preset_mb,
+            "effective_memory_limit_mb": preset_mb,
+        }
+
+    def _memory(self) -> dict[str, object]:
+        guard = self._node.memory
+        sqlite = memory.sqlite()
+        sqlite_bytes = int(str(sqlite["memory_used_bytes"]))
+        measured = memory.process(self._node)
+        groups = memory.subsystems(self._node, sqlite_bytes)
+        return {
+            "pressure_active": guard.active,
+            "pressure_limit_bytes": guard.limit_bytes,
+            "last_rss_bytes": guard.rss_bytes,
+            "max_rss_bytes": guard.max_rss_bytes,
+            "process": measured,
+            "process_breakdown": memory.breakdown(measured, sqlite_bytes),
+            "sqlite": sqlite,
+            "gc": memory.collector(),
+            "subsystems": groups,
+            "totals": memory.totals(groups),
+            "high_water": memory.high_water(guard),
+        }
+
+    def _queues(self) -> dict[str, object]:
+        node = self._node
+        committer, limits = node.context.log.committer, node.context.limits
+        pressure = node.sealing.pressure
+        return {
+            "ingest_queue": {
+                "requests": committer.queued_records,
+                "bytes": committer.queued_bytes,
+                "full": committer.queued_bytes >= limits.append_queue_bytes,
+            },
+            "local_backpressure": {
+                "enabled": True,
+                "current_bytes": pressure.waiting_bytes,
+                "max_bytes": limits.spool_bytes,
+                "over_limit": pressure.refusing,
+            },
+            "uploads": {"pending_segments": node.sealing.queued},
+        }
+
+    def _concurrency(self) -> dict[str, object]:
+        log = self._node.context.log
+        committer, reading = log.committer, log.reader.history.fetching
+        syncs = self._node.context.limits.journal_syncs_in_flight
+        none = {"configured_limit": 0, "current_limit": 0, "active": 0, "queued": 0}
+        return {
+            "ingest": {
+                "configured_limit": syncs,
+                "current_limit": committer.syncs_allowed,
+                "active": committer.in_flight,
+                "queued": committer.queued_records,
+            },
+            "read": {
+                "configured_limit": THREADS,
+                "current_limit": THREADS,
+                "active": min(reading, THREADS),
+                "queued": max(0, reading - THREADS),
+            },
+            "search": none,
+            "async_index": none,
+        }
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def _mem(self) -> dict[str, object]:
+        guard, log = self._node.memory, self._node.context.log
+        sqlite = memory.sqlite()
+        sqlite_bytes = int(str(sqlite["memory_used_bytes"]))
+        measured = memory.process(self._node)
+        groups = memory.subsystems(self._node, sqlite_bytes)
+        totals = memory.totals(groups)
+        counts = groups.pop("counts")
+        return {
+            "ts": format_instant(self._node.context.clock.now_ns()),
+            "process": measured,
+            "process_breakdown": memory.breakdown(measured, sqlite_bytes),
+            "sqlite": sqlite,
+            "gc": memory.collector(),
+            "high_water": memory.high_water(guard),
+            "counters": {
+                "append_entries": log.publisher.entries,
+                "append_bytes": log.publisher.bytes,
+                "memory_pressures": guard.pressures,
+                "live_demoted": self._node.live.demoted,
+            },
+            "runtime_counts": counts,
+            "runtime_bytes": groups,
+            "runtime_totals": totals,
+            "top_streams": self.top.shown(),
+        }
+
+
+def configured_limits(node: Node) -> dict[str, dict[str, object]]:
+    """Every limit, in one of the groups."""
+    groups: dict[str, dict[str, object]] = {name: {} for name in GROUPS}
+    for setting in TABLE.values():
+        if setting.limit:
+            value: object = getattr(node.context.limits, setting.name)
+            groups[group_of(setting)][setting.name] = value
+    groups["memory"]["pressure_limit_bytes"] = node.memory.limit_bytes
+    return groups
+
+
+def group_of(setting: Setting) -> str:
+    name = setting.name
+    if name.startswith("memory_"):
+        return "memory"
+    if name.startswith(("search_", "filter_", "tail_index_")):
+        return "search"
+    if name.startswith(("seal_", "spool_")):
+        return "segmenting"
+    if setting.unit == "ms":
+        return "timeouts"
+    if "cache" in name or name == "streams_loaded":
+        return "caches"
+    if "connections" in name or name.endswith(("_in_flight", "_requests", "_concurrency")):
+        return "concurrency"
+    return "ingest"

@@ -1,0 +1,147 @@
+"""Watches the process's memory: lets caches go and refuses large work before the kernel ends the server.
+
+Twice a second the resident size is read, one line of a file that the kernel makes up. Above the limit caches
+are shed and large work is told to come back; well above it nothing that grows the log is taken in, while
+reads and deletes go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tailrace.auto_tune import group_limit_bytes
+from tailrace.clock import Clock
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log.log import Log
+
+logger = logging.getLogger("tailrace.memory")
+
+CHECK_S = 0.5
+RELIEF_SHARE = 0.9  # pressure ends below this share of the limit, not right under it
+REFUSE_SHARE = 1.15  # from here on nothing is taken in
+COLLECT_S = 10.0  # full collections and trims take a while: no more often than this
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_STATM = Path("/proc/self/statm")
+
+PRESSED = TailraceError("overloaded", "memory is short; large requests are refused for now")
+EXHAUSTED = TailraceError("overloaded", "memory is used up; nothing is taken in until there is some again")
+
+
+class Mark(NamedTuple):
+    """The highest value that was seen, and when."""
+
+    value: int
+    at_ns: int
+
+
+def resident_bytes() -> int:
+    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+
+
+def limit_of(limits: Limits) -> int:
+    """Where pressure begins; 0 if there is no limit."""
+    return limits.memory_limit_bytes or int((group_limit_bytes() or 0) * 0.9)
+
+
+class MemoryGuard:
+    """`sheds` are called whenever memory is short; `gauges` are watched for their highest values."""
+
+    def __init__(
+        self,
+        log: Log,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        limit_bytes: int,
+        read: Callable[[], int] = resident_bytes,
+    ) -> None:
+        self._log = log
+        self._clock = clock
+        self._loop = loop
+        self._read = read
+        self._timer: asyncio.TimerHandle | None = None
+        self._collected_s = -COLLECT_S
+        self.limit_bytes = limit_bytes
+        self.rss_bytes = 0
+        self.active = False
+        self.refusing = False
+        self.sheds: list[Callable[[], None]] = [log.reader.cache.clear]
+        self.gauges: dict[str, Callable[[], int]] = {"rss_bytes": lambda: self.rss_bytes}
+        self.ticks: list[Callable[[], None]] = []  # others who have to look at something now and then
+        self.high_water: dict[str, Mark] = {}
+        self.pressures = 0  # times it began
+
+    def start(self) -> None:
+        self._timer = self._loop.call_later(CHECK_S, self.start)
+        try:
+            self.look()
+        except OSError as error:
+            logger.warning("cannot tell the size of this process: %s", error)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def look(self) -> None:
+        self.rss_bytes = self._read()
+        now_ns = self._clock.now_ns()
+        for name, read in self.gauges.items():
+            value = read()
+            known = self.high_water.get(name)
+            if known is None or value > known.value:
+                self.high_water[name] = Mark(value, now_ns)
+        if self.limit_bytes:
+            self._compare()
+        for tick in self.ticks:
+            tick()
+
+    @property
+    def max_rss_bytes(self) -> int:
+        """As the kernel remembers it, so that peaks between two looks count."""
+        return max(self.rss_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def _compare(self) -> None:
+        rss, limit = self.rss_bytes, self.limit_bytes
+        if not self.active and rss > limit:
+            self.active = True
+            self.pressures += 1
+            self._log.pressure = PRESSED
+            logger.warning("%d MiB resident, above the limit of %d MiB: caches go", rss >> 20, limit >> 20)
+        elif self.active and rss < RELIEF_SHARE * limit:
+            self.active = False
+            self._log.pressure = None
+            logger.info("memory is below its limit again")
+        refusing = self.active and (rss > REFUSE_SHARE * limit or (self.refusing and rss > limit))
+        if refusing != self.refusing:
+            self.refusing = refusing
+            self._log.set_shortage("memory", EXHAUSTED if refusing else None)
+        if self.active:
+            self._shed()
+
+    def _shed(self) -> None:
+        for shed in self.sheds:
+            shed()
+        log = self._log
+        if not log.checkpoint_pending and log.committer.idle and log.refusal is None:
+            if log.streams.memory_bytes > 0:
+                log.move_on()  # recent entries go to the hot store early
+        now_s = self._loop.time()
+        if now_s - self._collected_s >= COLLECT_S:
+            self._collected_s = now_s
+            gc.collect()
+            give_back()
+
+
+def give_back() -> None:
+    """Memory that was freed goes back to the system, as far as the C library knows how."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

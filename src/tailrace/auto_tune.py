@@ -1,0 +1,82 @@
+"""`--auto-tune`: memory settings chosen together, from what the machine or the control group has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from tailrace.limits import MIB
+
+PRESETS_MB: Final = (256, 512, 1024, 2048, 4096, 8192)
+
+# Setting to its values in MiB, one for each preset.
+TUNED: Final[dict[str, tuple[int, ...]]] = {
+    "tail_memory_bytes": (32, 64, 128, 256, 512, 1024),
+    "append_queue_bytes": (16, 32, 64, 128, 256, 256),
+    "cold_cache_bytes": (256, 512, 1024, 2048, 4096, 8192),
+    "memory_limit_bytes": PRESETS_MB,
+}
+_OFF: Final = frozenset({"", "no", "off", "false", "0"})
+_ON: Final = frozenset({"yes", "on", "true"})
+_ROOT: Final = Path("/sys/fs/cgroup")
+
+
+def requested_mb(text: str) -> int | None:
+    """The size that was asked for in MB, the machine's if only `yes` was said; None if tuning is off."""
+    word = text.strip().lower()
+    if word in _OFF:
+        return None
+    if word in _ON:
+        return machine_bytes() // MIB
+    if not word.isascii() or not word.isdigit():
+        raise ValueError(f"{text!r} is neither a size in MB nor yes or no")
+    return int(word)
+
+
+def preset_mb(size_mb: int) -> int:
+    """The largest preset that fits."""
+    fitting = [preset for preset in PRESETS_MB if preset <= size_mb]
+    if not fitting:
+        raise ValueError(f"{size_mb} MB is less than {PRESETS_MB[0]} MB, the smallest preset")
+    return fitting[-1]
+
+
+def tuned(preset: int, append_body_bytes: int) -> dict[str, int]:
+    """The settings of a preset."""
+    column = PRESETS_MB.index(preset)
+    values = {name: sizes[column] * MIB for name, sizes in TUNED.items()}
+    # One stream may take a quarter of the queue, and always one body of the largest size.
+    values["append_queue_stream_bytes"] = max(values["append_queue_bytes"] // 4, append_body_bytes)
+    return values
+
+
+def machine_bytes() -> int:
+    """The memory this process may use: the control group's limit, else all there is."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = group_limit_bytes()
+    return physical if limit is None else min(limit, physical)
+
+
+def group_limit_bytes(root: Path = _ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The memory limit of the control group, either version; None if there is none."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    found: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        # In a container the path may be one of the host's, of which only the end of the tree is mounted.
+        for folder in (top / path.strip("/"), top):
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) < 1 << 60:
+                found.append(int(text))
+    return min(found, default=None)

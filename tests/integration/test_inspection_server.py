@@ -1,0 +1,165 @@
+"""`/v1/server/_details` and `/v1/server/_mem`, automatic tuning, and a server that is short of memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from conftest import StartServer
+from support.calls import eventually
+from support.wire import Wire, fresh, request_bytes
+from tailrace.limits import Limits
+
+JSON, TEXT = "application/json", "text/plain"
+MIB = 1 << 20
+
+
+def test_the_groups_of_server_details(http: Wire) -> None:
+    answer = http.get("/v1/server/_details")
+    assert answer["cache-control"] == "no-store"
+    shown = answer.json
+    assert list(shown) == ["auto_tune", "configured_limits", "runtime"]
+    assert shown["auto_tune"] == {
+        "enabled": False,
+        "requested_memory_mb": None,
+        "preset_mb": None,
+        "effective_memory_limit_mb": None,
+    }
+    groups = shown["configured_limits"]
+    assert list(groups) == ["caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory"]
+    told = {name: value for group in groups.values() for name, value in group.items()}
+    limits = msgspec.structs.asdict(Limits())
+    assert told.keys() == limits.keys() | {"pressure_limit_bytes"}
+    assert {name: told[name] for name in limits} == limits
+    runtime = shown["runtime"]
+    assert list(runtime) == [
+        "memory",
+        "ingest_queue",
+        "local_backpressure",
+        "uploads",
+        "concurrency",
+        "top_streams",
+    ]
+    assert list(runtime["concurrency"]) == ["ingest", "read", "search", "async_index"]
+    memory = runtime["memory"]
+    assert memory["max_rss_bytes"] >= memory["last_rss_bytes"] > 10 * MIB
+    assert memory["process"]["heap_total_bytes"] >= memory["process"]["heap_used_bytes"] > MIB
+    assert memory["process_breakdown"]["unattributed_rss_bytes"] >= 0
+    assert memory["totals"]["configured_budget_bytes"] == sum(
+        memory["subsystems"]["configured_budgets"].values()
+    )
+    assert set(memory["high_water"]["rss_bytes"]) == {"value", "at"}
+    assert memory["sqlite"]["available"] is True
+
+
+def test_the_groups_of_mem(http: Wire) -> None:
+    shown = http.get("/v1/server/_mem").json
+    assert list(shown) == [
+        "ts",
+        "process",
+        "process_breakdown",
+        "sqlite",
+        "gc",
+        "high_water",
+        "counters",
+        "runtime_counts",
+        "runtime_bytes",
+        "runtime_totals",
+        "top_streams",
+    ]
+    assert "counts" not in shown["runtime_bytes"]
+    assert set(shown["runtime_totals"]) == {
+        "heap_estimate_bytes",
+        "mapped_file_bytes",
+        "disk_cache_bytes",
+        "configured_budget_bytes",
+        "pipeline_buffer_bytes",
+        "sqlite_runtime_bytes",
+    }
+
+
+def test_the_busiest_streams_are_told(http: Wire) -> None:
+    name, quiet = fresh("busy"), fresh("busy")
+    http.put(name, TEXT, "x" * 500_000)
+    http.put(quiet, TEXT)
+
+    def largest() -> list[str]:
+        rows = http.get("/v1/server/_mem").json["top_streams"]["pending_wal_bytes"]
+        assert len(rows) <= 10
+        return [row["stream"] for row in rows if row["bytes"] >= 500_000]
+
+    eventually(largest, lambda names: name in names)
+    with http.connect() as connection:
+        path = f"/v1/stream/{quiet}?offset=now&live=long-poll&timeout=4s"
+        connection.send(request_bytes("GET", path))
+
+        def waiters() -> list[str]:
+            rows = http.get("/v1/server/_details").json["runtime"]["top_streams"]["notifier_waiters"]
+            return [row["stream"] for row in rows]
+
+        eventually(waiters, lambda names: quiet in names)
+        http.post(quiet, TEXT, "now")
+        assert connection.read_answer().status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/server/_details", "/v1/server/_mem"])
+def test_only_asking_is_allowed(http: Wire, path: str) -> None:
+    assert http.call("POST", path).code == "method_not_allowed"
+    assert http.call("HEAD", path).status == 200
+
+
+def test_auto_tune_is_told_and_used(start_server: StartServer) -> None:
+    server = start_server(
+        "--auto-tune=700", env={"TAILRACE_SEARCH_WAL_OVERLAY_ROWS": "5", "TAILRACE_PROT": "1"}
+    )
+    http = Wire(server.port)
+    shown = http.get("/v1/server/_details").json
+    assert shown["auto_tune"] == {
+        "enabled": True,
+        "requested_memory_mb": 700,
+        "preset_mb": 512,
+        "effective_memory_limit_mb": 512,
+    }
+    assert shown["configured_limits"]["ingest"]["tail_memory_bytes"] == 64 * MIB
+    assert shown["runtime"]["memory"]["pressure_limit_bytes"] == 512 * MIB
+    assert "TAILRACE_SEARCH_WAL_OVERLAY_ROWS has no effect" in server.log
+    assert "TAILRACE_PROT is no setting; did you mean TAILRACE_PORT?" in server.log
+    http.close()
+
+
+def test_large_work_is_refused_when_memory_is_short(start_server: StartServer) -> None:
+    """The limit is just below what any server needs: pressed, and not yet exhausted."""
+    probe = start_server()
+    wire = Wire(probe.port)
+    rss = wire.get("/v1/server/_mem").json["process"]["rss_bytes"]
+    wire.close()
+    probe.stop()
+    server = start_server("--memory-limit-bytes", str(int(rss * 0.93)))
+    http = Wire(server.port)
+    memory = eventually(
+        lambda: http.get("/v1/server/_details").json["runtime"]["memory"],
+        lambda found: found["pressure_active"],
+    )
+    assert memory["pressure_limit_bytes"] == int(rss * 0.93)
+    http.put("s", TEXT)
+    large = http.post("s", TEXT, "x" * 100_000)
+    assert (large.status, large.code) == (429, "overloaded")
+    assert http.get("s?offset=-1").status == 200
+    http.close()
+
+
+def test_nothing_is_taken_in_when_memory_is_used_up(start_server: StartServer) -> None:
+    server = start_server(data_dir=None)
+    http = Wire(server.port)
+    http.put("s", TEXT, "kept")
+    http.close()
+    server.stop()
+    server.args = ("--memory-limit-bytes", "1MiB")
+    server.start(ready=False)
+    eventually(lambda: server.status("/healthz"), lambda status: status == 200)
+    http = Wire(server.port)
+    refused = eventually(lambda: http.post("s", TEXT, "more"), lambda answer: answer.status == 429)
+    assert int(refused["retry-after"]) >= 1
+    assert http.get("s?offset=-1").body.startswith(b"kept")
+    assert http.delete("s").status == 204
+    http.close()
