@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from tailrace.query.bind import (
     All,
@@ -19,8 +20,11 @@ from tailrace.query.bind import (
     StartsWith,
     Words,
 )
-from tailrace.query.column import Column
+from tailrace.query.chunk_score import add_statistics, chunk_scores
+from tailrace.query.column import Column, column_of, joined, occurrences
 from tailrace.query.packed import WordTerms, bits_of, rows_of
+from tailrace.query.score import Scorer, Statistics
+from tailrace.query.values import Value
 from tailrace.query.view import Row
 from tailrace.schema.search_config import SearchConfig
 
@@ -28,14 +32,11 @@ from tailrace.schema.search_config import SearchConfig
 class Chunk:
     """Rows in the order of their entries. Every row knows its entry: none is found by counting."""
 
-    def __init__(self, config: SearchConfig, entries: Sequence[int], rows: Sequence[Row]) -> None:
+    def __init__(self, entries: Iterable[int], columns: dict[str, Column]) -> None:
         self.entries: array[int] = array("Q", entries)
-        self.count = len(entries)
+        self.count = len(self.entries)
         self.all_rows = (1 << self.count) - 1
-        self.columns: dict[str, Column] = {
-            name: Column(field, [row[index] for row in rows])
-            for index, (name, field) in enumerate(config.fields.items())
-        }
+        self.columns = columns
 
     @property
     def first(self) -> int:
@@ -60,6 +61,26 @@ class Chunk:
     def after(self, entry: int) -> int:
         """The set of rows behind an entry."""
         return self.all_rows & ~((1 << bisect_left(self.entries, entry + 1)) - 1)
+
+    # -- what a search asks of a source --------------------------------------------------------------------
+
+    def edge(self, name: str, row: int, largest: bool) -> Value | None:
+        """The smallest or largest value of a field in a row."""
+        return self.columns[name].edge(row, largest)
+
+    def bounds(self, name: str) -> tuple[Value, Value] | None:
+        """The smallest and largest value of a field; None if no row has one."""
+        terms = self.columns[name].terms
+        return (terms[0], terms[len(terms) - 1]) if len(terms) else None
+
+    def has_missing(self, name: str) -> bool:
+        return self.columns[name].present != self.all_rows
+
+    def add_statistics(self, statistics: Statistics, after: int) -> None:
+        add_statistics(self, statistics, after)
+
+    def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
+        return chunk_scores(self, query, rows, scorer)
 
     def match(self, query: Bound) -> int:
         """The set of rows that match."""
@@ -134,6 +155,23 @@ class Chunk:
         return found
 
 
+def chunk_of(config: SearchConfig, entries: Sequence[int], rows: Sequence[Row]) -> Chunk:
+    """A chunk of these entries, given the values of all fields in each."""
+    columns = {
+        name: column_of(field, [row[index] for row in rows])
+        for index, (name, field) in enumerate(config.fields.items())
+    }
+    return Chunk(entries, columns)
+
+
+def join_chunks(config: SearchConfig, chunks: Sequence[Chunk]) -> Chunk:
+    columns = {
+        name: joined(field, [chunk.columns[name] for chunk in chunks])
+        for name, field in config.fields.items()
+    }
+    return Chunk(chain.from_iterable(chunk.entries for chunk in chunks), columns)
+
+
 def token_ranges(column: Column, query: Words) -> list[range]:
     """The ranks that each token of a clause stands for; the last one may be a prefix."""
     terms = column.terms
@@ -146,15 +184,3 @@ def token_ranges(column: Column, query: Words) -> list[range]:
     if query.prefix:
         wanted.append(terms.starting_with(query.tokens[-1]))
     return wanted
-
-
-def occurrences(column: Column, row: int, ranks: Sequence[int]) -> int:
-    """How often the tokens follow one another in a row. A break has a rank of its own and is in no phrase."""
-    found = column.ranks_of(row)
-    first, length = ranks[0], len(ranks)
-    wanted = array(found.typecode, ranks)
-    count = 0
-    for at in range(len(found) - length + 1):
-        if found[at] == first and found[at : at + length] == wanted:
-            count += 1
-    return count

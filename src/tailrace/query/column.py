@@ -1,75 +1,64 @@
 """One field of one chunk: its distinct values, which of them each row has, and which rows have each of them.
 
 `ranks` is the column: the values of all rows in order, as numbers of terms. For a text the terms are its
-tokens, and a break stands between two values, so that the column holds positions too. The inverted list
-(`rows` by term) is made from the column and may be dropped again; then the column is searched.
+tokens, and a break stands between two values, so that the column holds positions too. The inverted lists
+(`rows` by term) are made from the column and may be dropped again; then the column is searched.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tailrace.query.analyze import tokens_of
 from tailrace.query.packed import NumberTerms, Terms, WordTerms, bits_of, pack, size_of
 from tailrace.query.values import Value
 from tailrace.schema.search_fields import Field
 
+_BREAK = ""  # is no token
+_OVERHEAD_BYTES = 400  # of a column's objects
+
 
 class Column:
-    """`starts[row]` is where a row's ranks begin; None if every row has exactly one."""
+    """Made by `column_of` from values or by `joined` from other columns."""
 
-    def __init__(self, field: Field, values: Sequence[Sequence[Value]]) -> None:
-        self.is_text = field.kind == "text"
-        self.count = len(values)
-        listed = _tokens(values) if self.is_text else values
-        distinct: set[Value] = set()
-        for row in listed:
-            distinct.update(row)
-        if self.is_text:
-            distinct.discard(_BREAK)
-        terms = sorted(distinct)  # pyright: ignore[reportArgumentType]
+    def __init__(
+        self, field: Field, terms: list[Any], ranks: list[int], starts: list[int], multiple: int, present: int
+    ) -> None:
+        self.count = len(starts) - 1
         self.terms: Terms = (
-            WordTerms(terms)  # pyright: ignore[reportArgumentType]
+            WordTerms(terms)
             if field.kind in ("keyword", "text")
-            else NumberTerms(terms, field.kind == "float")  # pyright: ignore[reportArgumentType]
+            else NumberTerms(terms, field.kind == "float")
         )
-        numbers: dict[Value, int] = {term: rank for rank, term in enumerate(terms)}
         self.break_rank = len(terms)
-        if self.is_text:
-            numbers[_BREAK] = self.break_rank
-        ranks: list[int] = []
-        starts: list[int] = [0]
-        for row in listed:
-            ranks += [numbers[value] for value in row]
-            starts.append(len(ranks))
         self.ranks = pack(ranks, len(terms))
-        single = len(ranks) == self.count and all(len(row) == 1 for row in listed)
-        self.starts = None if single else pack(starts, len(ranks))
-        self.multiple = bits_of((row for row, found in enumerate(values) if len(found) > 1), self.count)
-        self.present = bits_of((row for row, found in enumerate(values) if len(found)), self.count)
-        self.tokens = len(ranks) - ranks.count(self.break_rank) if self.is_text else 0
-        self.documents = sum(1 for row in listed if any(row)) if self.is_text else 0
-        self._rows: array[int] | None = None
-        self._ends: array[int] | None = None
-        self._invert(ranks)
+        single = len(ranks) == self.count and starts == list(range(len(starts)))
+        self.starts = None if single else pack(starts, len(ranks))  # None: every row has exactly one
+        self.multiple = multiple  # rows with more than one value
+        self.present = present  # rows with a value
+        self.tokens = self.documents = 0
+        if field.kind == "text":
+            self.tokens = len(ranks) - ranks.count(self.break_rank)
+            self.documents = self._count_documents()
+        self._lists = self._invert(ranks)
         self.memory_bytes = self._measure()
+
+    def _count_documents(self) -> int:
+        """Rows with a token."""
+        return sum(1 for row in range(self.count) if self.length_of(row))
 
     def _measure(self) -> int:
         bits = (self.multiple.bit_length() + self.present.bit_length()) // 8
-        return (
-            self.terms.memory_bytes
-            + size_of(self.ranks)
-            + size_of(self.starts)
-            + size_of(self._rows)
-            + size_of(self._ends)
-            + bits
-            + 200
-        )
+        lists = 0 if self._lists is None else size_of(self._lists[0]) + size_of(self._lists[1])
+        columns = self.terms.memory_bytes + size_of(self.ranks) + size_of(self.starts)
+        return columns + lists + bits + _OVERHEAD_BYTES
 
     # -- inverted lists ----------------------------------------------------------------------------------
 
-    def _invert(self, ranks: Sequence[int]) -> None:
+    def _invert(self, ranks: Sequence[int]) -> tuple[array[int], array[int]]:
+        """The rows of each term, one list behind the other, and where each ends."""
         lists: list[list[int]] = [[] for _ in range(len(self.terms))]
         if self.starts is None:
             for row, rank in enumerate(ranks):
@@ -84,16 +73,15 @@ class Column:
         for one in lists:
             rows += one
             ends.append(len(rows))
-        self._rows = pack(rows, self.count)
-        self._ends = pack(ends, len(rows))
+        return pack(rows, self.count), pack(ends, len(rows))
 
     @property
     def inverted(self) -> bool:
-        return self._rows is not None
+        return self._lists is not None
 
     def drop_lists(self) -> None:
-        """Leaves the column alone."""
-        self._rows = self._ends = None
+        """Leaves the column alone. Somebody may be reading it on another thread: one assignment."""
+        self._lists = None
         self.memory_bytes = self._measure()
 
     # -- questions ---------------------------------------------------------------------------------------
@@ -102,14 +90,14 @@ class Column:
         """The rows that have some term in this stretch of ranks."""
         if not wanted:
             return 0
-        if self._rows is not None and self._ends is not None:
-            begin = self._ends[wanted.start - 1] if wanted.start else 0
-            return bits_of(self._rows[begin : self._ends[wanted.stop - 1]], self.count)
+        lists = self._lists
+        if lists is not None:
+            rows, ends = lists
+            begin = ends[wanted.start - 1] if wanted.start else 0
+            return bits_of(rows[begin : ends[wanted.stop - 1]], self.count)
         low, high = wanted.start, wanted.stop
-        if self.starts is None:
-            return bits_of((row for row, rank in enumerate(self.ranks) if low <= rank < high), self.count)
         found = [at for at, rank in enumerate(self.ranks) if low <= rank < high]
-        return bits_of(self._owners(found), self.count)
+        return bits_of(found if self.starts is None else self._owners(found), self.count)
 
     def _owners(self, positions: Iterable[int]) -> Iterable[int]:
         """The rows that these positions of the column belong to. Positions ascend."""
@@ -122,8 +110,9 @@ class Column:
 
     def documents_with(self, rank: int) -> int:
         """How many rows have a term."""
-        if self._ends is not None:
-            return self._ends[rank] - (self._ends[rank - 1] if rank else 0)
+        lists = self._lists
+        if lists is not None:
+            return lists[1][rank] - (lists[1][rank - 1] if rank else 0)
         return self.with_ranks(range(rank, rank + 1)).bit_count()
 
     def ranks_of(self, row: int) -> array[int]:
@@ -161,7 +150,47 @@ class Column:
         return self.terms[ranks[0] if len(ranks) == 1 else max(ranks) if largest else min(ranks)]
 
 
-_BREAK = ""  # is no token
+def column_of(field: Field, values: Sequence[Sequence[Value]]) -> Column:
+    """The column of a field, given its values in each row."""
+    is_text = field.kind == "text"
+    listed: Sequence[Sequence[Any]] = _tokens(values) if is_text else values
+    distinct: set[Any] = set()
+    for row in listed:
+        distinct.update(row)
+    if is_text:
+        distinct.discard(_BREAK)
+    terms = sorted(distinct)
+    numbers: dict[Value, int] = {term: rank for rank, term in enumerate(terms)}
+    if is_text:
+        numbers[_BREAK] = len(terms)
+    ranks: list[int] = []
+    starts: list[int] = [0]
+    for row in listed:
+        ranks += [numbers[value] for value in row]
+        starts.append(len(ranks))
+    multiple = bits_of((row for row, found in enumerate(values) if len(found) > 1), len(values))
+    present = bits_of((row for row, found in enumerate(values) if found), len(values))
+    return Column(field, terms, ranks, starts, multiple, present)
+
+
+def joined(field: Field, columns: Sequence[Column]) -> Column:
+    """One column of several, one behind the other."""
+    listed = [[column.terms[rank] for rank in range(len(column.terms))] for column in columns]
+    terms: list[Any] = sorted({term for terms in listed for term in terms})
+    numbers = {term: rank for rank, term in enumerate(terms)}
+    ranks: list[int] = []
+    starts: list[int] = [0]
+    multiple = present = count = 0
+    for column, own in zip(columns, listed, strict=True):
+        renumbered = [numbers[term] for term in own] + [len(terms)]
+        base = len(ranks)
+        ranks += [renumbered[rank] for rank in column.ranks]
+        ends = range(1, column.count + 1) if column.starts is None else column.starts[1:]
+        starts += [base + end for end in ends]
+        multiple |= column.multiple << count
+        present |= column.present << count
+        count += column.count
+    return Column(field, terms, ranks, starts, multiple, present)
 
 
 def _tokens(values: Sequence[Sequence[Value]]) -> list[list[str]]:
@@ -174,3 +203,15 @@ def _tokens(values: Sequence[Sequence[Value]]) -> list[list[str]]:
             tokens += tokens_of(str(value))
         rows.append(tokens)
     return rows
+
+
+def occurrences(column: Column, row: int, ranks: Sequence[int]) -> int:
+    """How often the tokens follow one another in a row. A break has a rank of its own and is in no phrase."""
+    found = column.ranks_of(row)
+    first, length = ranks[0], len(ranks)
+    wanted = array(found.typecode, ranks)
+    count = 0
+    for at in range(len(found) - length + 1):
+        if found[at] == first and found[at : at + length] == wanted:
+            count += 1
+    return count

@@ -63,7 +63,7 @@ class NumberTerms:
     """Integers, dates, truths and floats."""
 
     def __init__(self, values: Sequence[int | float], is_float: bool) -> None:
-        self._values: array[int] | array[float] = array("d" if is_float else "q", values)  # pyright: ignore[reportAttributeAccessIssue]
+        self._values: array[int] | array[float] = array("d" if is_float else "q", values)
         self.memory_bytes = size_of(self._values)
 
     def __len__(self) -> int:

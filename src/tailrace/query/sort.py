@@ -120,7 +120,7 @@ def parse_after(given: object, keys: Sequence[SortKey]) -> tuple[SortValue, ...]
     values = cast("list[object]", given)
     if len(values) != len(keys):
         raise invalid(f"search_after must have {len(keys)} values, one for each sort key")
-    return tuple(_after(index, key, value) for index, (key, value) in enumerate(zip(keys, values, strict=True)))
+    return tuple(_after(index, keys[index], value) for index, value in enumerate(values))
 
 
 def _after(index: int, key: SortKey, value: object) -> SortValue:

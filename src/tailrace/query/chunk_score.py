@@ -1,0 +1,95 @@
+"""Statistics and scores of chunks: from their columns, without the records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Phrase, Words
+from tailrace.query.column import occurrences
+from tailrace.query.packed import rows_of
+from tailrace.query.score import Scorer, Statistics, Target
+
+if TYPE_CHECKING:
+    from tailrace.query.chunk import Chunk
+
+
+def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
+    """Counts a chunk in; `after` is the last entry that retention has taken."""
+    whole = chunk.first > after
+    kept = chunk.after(after)
+    for name, field in statistics.items():
+        column = chunk.columns[name]
+        if whole:
+            documents, tokens = column.documents, column.tokens
+        else:
+            lengths = [column.length_of(row) for row in rows_of(kept)]
+            documents, tokens = sum(1 for length in lengths if length), sum(lengths)
+        with_token: dict[str, int] = {}
+        for token in field.with_token:
+            rank = column.terms.find(token)
+            if rank < 0:
+                continue
+            with_token[token] = (
+                column.documents_with(rank)
+                if whole
+                else (column.with_ranks(range(rank, rank + 1)) & kept).bit_count()
+            )
+        field.add(documents, tokens, with_token)
+
+
+def chunk_scores(chunk: Chunk, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
+    """The scores of matching rows, added up in the order of the clauses."""
+    scores = dict.fromkeys(rows_of(rows), 0.0)
+    _add(chunk, query, rows, scorer, scores)
+    return scores
+
+
+def _add(chunk: Chunk, query: Bound, rows: int, scorer: Scorer, scores: dict[int, float]) -> None:
+    match query:
+        case All(clauses):
+            for clause in clauses:
+                _add(chunk, clause, rows, scorer, scores)
+        case AnyOf(clauses):
+            for clause in clauses:
+                matching = rows & chunk.match(clause)
+                if matching:
+                    _add(chunk, clause, matching, scorer, scores)
+        case Anywhere(targets):
+            best: dict[int, float] = {}
+            for target in targets:
+                for row, weight in _weights(chunk, target, rows & chunk.match(target), scorer).items():
+                    if weight > best.get(row, 0.0):
+                        best[row] = weight
+            for row, weight in best.items():
+                scores[row] += weight
+        case Words() | Phrase():
+            for row, weight in _weights(chunk, query, rows, scorer).items():
+                scores[row] += weight
+        case _:
+            return
+
+
+def _weights(chunk: Chunk, clause: Target, rows: int, scorer: Scorer) -> dict[int, float]:
+    """The weight of one clause in each row, all of which match it."""
+    if not rows:
+        return {}
+    column = chunk.columns[clause.field]
+    if isinstance(clause, Phrase):
+        ranks = [column.terms.find(token) for token in clause.tokens]
+        return {
+            row: scorer.weigh(clause, (occurrences(column, row, ranks),), column.length_of(row))
+            for row in rows_of(rows)
+        }
+    if not isinstance(clause, Words) or clause.prefix:
+        return dict.fromkeys(rows_of(rows), scorer.boost(clause.field))
+    ranks = [column.terms.find(token) for token in clause.tokens]
+    weights: dict[int, float] = {}
+    known: dict[tuple[tuple[int, ...], int], float] = {}  # few combinations, many rows
+    for row in rows_of(rows):
+        own = column.ranks_of(row)
+        key = (tuple([own.count(rank) for rank in ranks]), column.length_of(row))
+        weight = known.get(key)
+        if weight is None:
+            weight = known[key] = scorer.weigh(clause, *key)
+        weights[row] = weight
+    return weights

@@ -1,0 +1,204 @@
+"""One search under way: counts matches, keeps the best, and knows what is still undecided.
+
+Everything here is computing and runs on a thread of the search; never two steps of one search at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from tailrace.query.coverage import Counters
+from tailrace.query.facts import Facts
+from tailrace.query.packed import rows_of
+from tailrace.query.plan import Indexed, Stretch
+from tailrace.query.scan import Counts, Payload, Scanner
+from tailrace.query.score import Group, Scorer
+from tailrace.query.search_request import SearchRequest
+from tailrace.query.sort import SortValue, TopHits, has_text, rank, rank_part, shown_value
+from tailrace.query.view import View
+
+WEIGHED_LATER_MAX = 20_000  # matches that wait for the statistics; the rest is scanned a second time
+
+
+class Hit(NamedTuple):
+    entry: int
+    score: float
+    values: list[SortValue]  # with the entry's number in the place of the offset
+    groups: list[Group]  # what weighs, while the score is not known
+    source: Indexed | None = None  # who knows what weighs, if that is not known here
+    row: int = 0
+
+
+class Collector:
+    """`trimmed` is the last entry that retention has taken: it and what comes before is not there."""
+
+    def __init__(self, view: View, request: SearchRequest, trimmed: int, total_exact_max: int) -> None:
+        self.request = request
+        self.counters = Counters()
+        self.scanner = Scanner(view, request, self._take)
+        self.matches = 0
+        self.primary_max: int | None = None
+        self.undecided: list[Stretch] = []
+        self._view = view
+        self._trimmed = trimmed
+        self._total_exact_max = total_exact_max
+        after = None if request.after is None else rank(request.sort, request.after)
+        self.top: TopHits[Hit] = TopHits(request.size, after)
+        self.weighs = has_text(request.query)
+        self.statistics = self.scanner.new_statistics()
+        self._scorer = Scorer(view.config, self.statistics)
+        self._waiting: list[Hit] = []
+        self._overflowed = False  # more matches than may wait
+        self._settled = not (self.weighs and request.by_score)
+
+    # -- scans -------------------------------------------------------------------------------------------
+
+    def scan(self, first: int, payloads: Sequence[Payload], counts: Counts | None, deadline: float) -> int:
+        """How many payloads were decided before the deadline."""
+        begun = time.monotonic()
+        decided = self.scanner.scan(first, payloads, counts, deadline)
+        self.counters.json_parse_s += time.monotonic() - begun
+        return decided
+
+    def counted(self, counts: Counts) -> None:
+        """A stretch, or what was decided of it, is counted in."""
+        self._see_primary(counts.primary_max)
+        for name, field in counts.statistics.items():
+            self.statistics[name].add(field.documents, field.tokens, field.with_token)
+
+    def known(self, facts: Facts) -> None:
+        """As `counted`, for a stretch that was counted before."""
+        self._see_primary(facts.primary_max)
+        facts.add_to(self.statistics)
+
+    def _see_primary(self, primary: int | None) -> None:
+        if primary is not None and (self.primary_max is None or primary > self.primary_max):
+            self.primary_max = primary
+
+    def _take(self, entry: int, values: list[SortValue], groups: list[Group]) -> None:
+        if self._settled or not self._overflowed:
+            self.matches += 1
+        if self._settled:
+            score = self._scorer.score(groups) if self.weighs and self.request.by_score else 0.0
+            self._offer(Hit(entry, score, values, groups))
+        elif not self._overflowed:
+            self._waiting.append(Hit(entry, 0.0, values, groups))
+
+    @property
+    def must_scan_again(self) -> bool:
+        """Whether what comes now is only counted: it is scanned again when the statistics are known."""
+        if len(self._waiting) >= WEIGHED_LATER_MAX:
+            self._overflowed = True
+        return self._overflowed and not self._settled
+
+    def settle(self) -> None:
+        """All statistics are in: from here on scores are final."""
+        self._scorer = Scorer(self._view.config, self.statistics)
+        self._settled = True
+        waiting, self._waiting = self._waiting, []
+        for hit in waiting:
+            self._offer(hit._replace(score=self._scorer.score(hit.groups)))
+
+    # -- indexed sources ---------------------------------------------------------------------------------
+
+    def count_sources(self, sources: Sequence[Indexed]) -> None:
+        """The statistics of sources, and how far their timestamps reach."""
+        begun = time.monotonic()
+        primary = self._view.primary
+        for source in sources:
+            source.add_statistics(self.statistics, self._trimmed)
+            if primary is not None and (bounds := source.bounds(primary)) is not None:
+                assert isinstance(bounds[1], int)
+                self._see_primary(bounds[1])
+        self.counters.fts_clause_estimate_s += time.monotonic() - begun
+
+    def source(self, source: Indexed) -> None:
+        """Decides all rows of a source."""
+        request = self.request
+        rows = source.match(request.query)
+        if source.first <= self._trimmed:
+            rows &= source.after(self._trimmed)
+        if not rows:
+            return
+        found = rows.bit_count()
+        self.matches += found
+        self.counters.candidates += found
+        if self._hopeless(source):
+            return
+        weighed = self.weighs and request.by_score
+        scores = source.scores(request.query, rows, self._scorer) if weighed else None
+        # The newest first: for most orders the page fills at once, and the rest is passed over.
+        listed = rows_of(rows)
+        for row in listed if not request.sort[0].descending else reversed(listed):
+            score = 0.0 if scores is None else scores[row]
+            values = self._sort_values(source, row, score)
+            self._offer(Hit(source.entries[row], score, values, [], source, row))
+            if request.sort[0].kind == "offset" and self.top.full and self._behind(values):
+                break
+
+    def _behind(self, values: list[SortValue]) -> bool:
+        """Whether a row in the order of offsets comes behind all that is kept: then all others do."""
+        worst = self.top.worst
+        return worst is not None and rank(self.request.sort, values) >= worst
+
+    def _sort_values(self, source: Indexed, row: int, score: float) -> list[SortValue]:
+        values: list[SortValue] = []
+        for key in self.request.sort:
+            if key.kind == "offset":
+                values.append(source.entries[row])
+            elif key.kind == "score":
+                values.append(score)
+            else:
+                values.append(shown_value(source.edge(key.name, row, key.descending)))
+        return values
+
+    def _hopeless(self, source: Indexed) -> bool:
+        """Whether no row of a source can get among the best, by the first sort key alone."""
+        worst = self.top.worst
+        key = self.request.sort[0]
+        if worst is None or key.kind == "score":
+            return False
+        if key.kind == "offset":
+            best: SortValue = source.last if key.descending else source.first
+        else:
+            if key.descending and source.has_missing(key.name):
+                return False
+            bounds = source.bounds(key.name)
+            best = None if bounds is None else shown_value(bounds[1] if key.descending else bounds[0])
+        return cast("Any", worst[0]) < rank_part(key, best)
+
+    # -- the page ----------------------------------------------------------------------------------------
+
+    def _offer(self, hit: Hit) -> None:
+        sort = self.request.sort
+        if self.request.by_score:
+            pairs = zip(sort, hit.values, strict=True)
+            hit = hit._replace(values=[hit.score if key.kind == "score" else value for key, value in pairs])
+        place = rank(sort, hit.values)
+        if self.top.wants(place):
+            self.top.add(place, hit)
+
+    @property
+    def enough(self) -> bool:
+        """Whether nothing that is left, in the order of offsets, can change the page or has to be counted.
+
+        Where words weigh, every row counts for the weights.
+        """
+        in_order = self.request.sort[0].kind == "offset" and not self.weighs
+        return in_order and self.top.full and self.matches >= self._total_exact_max
+
+    def hits(self) -> list[Hit]:
+        """The best, in order; one more than a page if others follow."""
+        self.counters.peak_hits = self.top.peak
+        self.counters.decoded += self.scanner.decoded
+        if not self.weighs or self.request.by_score:
+            return self.top.hits
+        scorer = Scorer(self._view.config, self.statistics)
+        return [hit._replace(score=self._weigh(hit, scorer)) for hit in self.top.hits]
+
+    def _weigh(self, hit: Hit, scorer: Scorer) -> float:
+        if hit.source is None:
+            return scorer.score(hit.groups)
+        return hit.source.scores(self.request.query, 1 << hit.row, scorer)[hit.row]

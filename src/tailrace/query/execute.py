@@ -1,0 +1,291 @@
+"""Runs searches: takes a snapshot, plans, brings the rows that have to be decoded, and watches the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple, TypeGuard, TypeVar, TypeVarTuple, Unpack
+
+from tailrace.errors import TailraceError
+from tailrace.log.history import NotAtHandError
+from tailrace.log.model import Stream
+from tailrace.log.reader import Reader
+from tailrace.query.collect import Collector, Hit
+from tailrace.query.coverage import Counters, Omitted, omitted, touched, visible_through
+from tailrace.query.facts import Facts, FactsCache
+from tailrace.query.plan import Indexed, Piece, Stretch, plan
+from tailrace.query.scan import Counts
+from tailrace.query.search_request import SearchRequest
+from tailrace.query.tail_index import TailIndex
+from tailrace.query.view import View
+from tailrace.store.segments import SegmentInfo
+
+READ_BYTES = 1 << 20
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+class Outcome(NamedTuple):
+    """What a search found. `hits` has one more than a page if others follow."""
+
+    hits: list[Hit]
+    matches: int
+    exact: bool  # whether `matches` is all of them
+    timed_out: bool
+    first: int
+    last: int  # of the snapshot
+    through: int  # the last entry with nothing undecided at or below it
+    primary_max: int | None
+    omitted: Omitted
+    oldest_omitted_ns: int | None
+    counters: Counters
+
+    @property
+    def complete(self) -> bool:
+        return not self.timed_out and not self.omitted.rows
+
+
+class Searcher:
+    """The searches of one server."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        tail: TailIndex,
+        threads: Executor,
+        segments_of: Callable[[int], list[SegmentInfo]],
+        total_exact_max: int,
+    ) -> None:
+        self.reader = reader
+        self.tail = tail
+        self.threads = threads
+        self.segments_of = segments_of  # of the stream with this number, asked on a thread
+        self.total_exact_max = total_exact_max
+        self.facts = FactsCache()
+        self.scans = True  # without them, what is not indexed is left out
+
+    async def search(self, stream: Stream, view: View, request: SearchRequest, deadline: float) -> Outcome:
+        """`deadline` is a time of the monotonic clock."""
+        run = _Run(self, stream, view, request, deadline)
+        await run.decide()
+        return await run.outcome()
+
+
+class _Run:
+    """One search. What it computes runs on threads; what it reads comes through the loop."""
+
+    def __init__(
+        self, searcher: Searcher, stream: Stream, view: View, request: SearchRequest, deadline: float
+    ) -> None:
+        self._searcher = searcher
+        self._stream = stream
+        self._view = view
+        self._request = request
+        self._deadline = deadline
+        self._first = stream.earliest + 1
+        self._last = stream.visible
+        self._loop = asyncio.get_running_loop()
+        self._collector = Collector(view, request, stream.earliest, searcher.total_exact_max)
+        self._stopped_early = False
+        self._timed_out = False
+        self._left_out = False
+        self._again: list[Stretch] = []
+        self._scanned: list[Stretch] = []
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    async def decide(self) -> None:
+        sources: Sequence[Indexed] = ()
+        if not self._late:
+            sources = await self._searcher.tail.chunks(self._stream, self._view, self._last)
+        key = self._request.sort[0]
+        ascending = key.kind == "offset" and not key.descending
+        pieces = plan(self._first, self._last, sources, newest_first=not ascending)
+        if self._collector.weighs and self._request.by_score:
+            await self._decide_by_weight(pieces)
+        else:
+            indexed = [piece for piece in pieces if is_indexed(piece)]
+            if not self._late:
+                self._collector.count_sources(indexed)
+            await self._decide_in_order(pieces)
+
+    async def _decide_in_order(self, pieces: list[Piece]) -> None:
+        waiting = pieces[::-1]
+        while waiting:
+            if self._collector.enough:
+                self._stopped_early = True
+                return
+            if self._late:
+                break
+            piece = waiting[-1]
+            if is_indexed(piece):
+                indexed: list[Indexed] = []
+                while waiting and is_indexed(found := waiting[-1]):
+                    indexed.append(found)
+                    waiting.pop()
+                waiting += await self._sources(indexed)
+            else:
+                assert isinstance(piece, Stretch)
+                waiting.pop()
+                await self._scan(piece)
+        self._give_up(waiting)
+
+    async def _decide_by_weight(self, pieces: list[Piece]) -> None:
+        """All statistics first, then scores: indexed rows are weighed when the scans have been counted."""
+        collector = self._collector
+        indexed = [piece for piece in pieces if is_indexed(piece)]
+        stretches = [piece for piece in pieces if isinstance(piece, Stretch)]
+        if not self._late:
+            await self._on_thread(collector.count_sources, indexed)
+        while stretches and not self._late:
+            await self._scan(stretches.pop(0))
+        await self._on_thread(collector.settle)
+        left = indexed if self._late else await self._sources(indexed)
+        while self._again and not self._late:
+            await self._scan(self._again.pop(0), again=True)
+        self._give_up([*left, *stretches, *self._again])
+
+    def _give_up(self, pieces: Sequence[Piece]) -> None:
+        """The clock has run out with these undecided."""
+        if pieces:
+            self._timed_out = True
+            self._collector.undecided += [Stretch(piece.first, piece.last) for piece in pieces]
+
+    # -- indexed sources ---------------------------------------------------------------------------------
+
+    async def _sources(self, indexed: list[Indexed]) -> list[Indexed]:
+        """Decides sources one after the other; answers, in reverse, those that were not reached."""
+        begun = time.monotonic()
+        left = await self._on_thread(self._decide_sources, indexed)
+        self._collector.counters.scanned_tail_s += time.monotonic() - begun
+        return left
+
+    def _decide_sources(self, indexed: list[Indexed]) -> list[Indexed]:
+        collector = self._collector
+        for index, source in enumerate(indexed):
+            if self._late or collector.enough:
+                return indexed[index:][::-1]
+            collector.source(source)
+            collector.counters.scanned_tail_docs += len(source.entries)
+        return []
+
+    # -- scans -------------------------------------------------------------------------------------------
+
+    async def _scan(self, stretch: Stretch, *, again: bool = False) -> None:
+        if not self._searcher.scans:
+            self._collector.undecided.append(stretch)
+            self._left_out = True
+            return
+        collector = self._collector
+        repeat = not again and collector.must_scan_again
+        facts = self._facts_of(stretch)
+        counts: Counts | None = None
+        if again:
+            pass  # it was counted the first time
+        elif facts is not None:
+            collector.known(facts)
+        else:
+            counts = Counts(collector.scanner.new_statistics())
+        if repeat:
+            self._again.append(stretch)
+            if counts is None:
+                return
+        decided = await self._scan_rows(stretch, counts)
+        if counts is not None:
+            collector.counted(counts)
+            if decided == stretch.last and stretch.whole:
+                known = self._searcher.facts.find(self._stream.number, stretch, self._view) or Facts()
+                known.learn(counts.statistics, counts.primary_max)
+                self._searcher.facts.put(self._stream.number, stretch, self._view, known)
+        if decided < stretch.last and not repeat:
+            collector.undecided.append(Stretch(decided + 1, stretch.last))
+
+    def _facts_of(self, stretch: Stretch) -> Facts | None:
+        if not stretch.whole:
+            return None
+        facts = self._searcher.facts.find(self._stream.number, stretch, self._view)
+        if facts is None or not facts.answers(self._collector.scanner.wanted, self._view.primary):
+            return None
+        return facts
+
+    async def _scan_rows(self, stretch: Stretch, counts: Counts | None) -> int:
+        """The last entry that was decided."""
+        collector, counters = self._collector, self._collector.counters
+        after = stretch.first - 1
+        begun = time.monotonic()
+        self._scanned.append(stretch)
+        while after < stretch.last:
+            try:
+                async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                    page = await self._searcher.reader.read(
+                        self._stream, after, READ_BYTES, stretch.last - after, apart=True
+                    )
+            except TimeoutError:
+                self._timed_out = True
+                break
+            except TailraceError as refusal:
+                if refusal.code == "offset_gone":
+                    return stretch.last  # taken away while we were looking: not there any more
+                self._left_out = True
+                break
+            payloads = page.parts
+            decided = await self._on_thread(collector.scan, after + 1, payloads, counts, self._deadline)
+            counters.payload_bytes += sum(map(len, payloads))
+            after += decided
+            if decided < len(payloads):
+                self._timed_out = True
+                break
+        seconds = time.monotonic() - begun
+        if stretch.first <= self._stream.sealed:
+            counters.scanned_s += seconds
+        else:
+            counters.scanned_tail_s += seconds
+            counters.scanned_tail_docs += after - stretch.first + 1
+        return after
+
+    async def _on_thread(self, work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
+        return await self._loop.run_in_executor(self._searcher.threads, work, *arguments)
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    async def outcome(self) -> Outcome:
+        collector = self._collector
+        undecided = collector.undecided
+        segments: list[SegmentInfo] = []
+        if self._stream.sealed and (self._scanned or undecided):
+            segments = await self._on_thread(self._searcher.segments_of, self._stream.number)
+        ranges = [(info.first, info.last) for info in segments]
+        collector.counters.scanned_segments = touched(ranges, self._scanned)
+        left = omitted(undecided, self._stream.sealed, ranges)
+        hits = await self._on_thread(collector.hits)
+        return Outcome(
+            hits,
+            collector.matches,
+            not (self._timed_out or undecided or self._stopped_early),
+            self._timed_out,
+            self._first,
+            self._last,
+            visible_through(self._first, self._last, undecided),
+            collector.primary_max,
+            left,
+            None if left.oldest is None else self._appended_ns(left.oldest, segments),
+            collector.counters,
+        )
+
+    def _appended_ns(self, entry: int, segments: Sequence[SegmentInfo]) -> int | None:
+        for info in segments:
+            if info.first <= entry <= info.last:
+                return info.first_ns  # at the latest: the entry itself is on the object store
+        try:
+            return self._searcher.reader.time_of(self._stream, entry)
+        except (NotAtHandError, TailraceError):
+            return None
+
+
+def is_indexed(piece: Piece) -> TypeGuard[Indexed]:
+    return not isinstance(piece, Stretch)

@@ -1,0 +1,78 @@
+"""Who decides which rows: indexed sources where there are any, scans for the rest.
+
+Each row at or below the head is decided by exactly one piece. An indexed source is anything that answers the
+questions of `Indexed`: chunks of the tail index do, and files of built indexes can do so as well. What no
+source covers is cut into stretches that are decoded at request time. Stretches begin at fixed entries, so
+that what was learnt about one serves the next search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tailrace.query.bind import Bound
+from tailrace.query.score import Scorer, Statistics
+from tailrace.query.values import Value
+
+SCAN_ROWS = 4096
+
+
+class Indexed(Protocol):
+    """Rows, in the order of their entries, that can be decided without their records."""
+
+    @property
+    def entries(self) -> Sequence[int]: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+    def after(self, entry: int) -> int: ...
+    def match(self, query: Bound) -> int: ...
+    def edge(self, name: str, row: int, largest: bool) -> Value | None: ...
+    def bounds(self, name: str) -> tuple[Value, Value] | None: ...
+    def has_missing(self, name: str) -> bool: ...
+    def add_statistics(self, statistics: Statistics, after: int) -> None: ...
+    def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]: ...
+
+
+class Stretch(NamedTuple):
+    """Entries from `first` to `last` that have to be decoded."""
+
+    first: int
+    last: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is one of the fixed ones, from edge to edge."""
+        return self.last - self.first + 1 == SCAN_ROWS and (self.first - 1) % SCAN_ROWS == 0
+
+
+Piece = Indexed | Stretch
+
+
+def plan(first: int, last: int, sources: Sequence[Indexed], *, newest_first: bool) -> list[Piece]:
+    """Pieces that cover the entries from `first` to `last`, each entry once, in the order of the search."""
+    pieces: list[Piece] = []
+    at = first
+    for source in sources:
+        if source.last < at:
+            continue
+        if source.first > last:
+            break
+        if source.last > last:
+            break  # rows behind the snapshot: scanned rather than masked
+        pieces += _stretches(at, source.first - 1)
+        pieces.append(source)
+        at = source.last + 1
+    pieces += _stretches(at, last)
+    return pieces[::-1] if newest_first else pieces
+
+
+def _stretches(first: int, last: int) -> list[Stretch]:
+    found: list[Stretch] = []
+    while first <= last:
+        end = min(last, (first - 1) // SCAN_ROWS * SCAN_ROWS + SCAN_ROWS)
+        found.append(Stretch(first, end))
+        first = end + 1
+    return found

@@ -1,0 +1,233 @@
+"""The tail index: rows that no built index covers, taken apart in memory, as far as the budget goes.
+
+A stream gets chunks when it is first searched. From then on each search adds what was appended since; larger
+gaps, after a restart for example, are filled in the background, the newest rows first, while searches scan.
+Chunks of a stream cover one run of entries without a hole. All changes happen on the loop thread; chunks are
+made on a thread and never change, apart from losing their inverted lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.log.reader import Reader
+from tailrace.query.chunk import Chunk, chunk_of, join_chunks
+from tailrace.query.scan import Payload
+from tailrace.query.view import Extractor, View
+
+logger = logging.getLogger("tailrace.query")
+
+CHUNK_ROWS = 2048
+CHUNK_BYTES = 4 << 20  # of payload
+READ_BYTES = 1 << 20
+ROOM_TO_GO_BACK = 0.75  # of the budget: beyond, older rows are left to scans
+
+
+class StreamIndex:
+    """The chunks of one stream, oldest first."""
+
+    def __init__(self, stream: Stream, view: View) -> None:
+        self.stream = stream
+        self.view = view
+        self.extractor = Extractor(view, list(view.config.fields))
+        self.chunks: list[Chunk] = []
+        self.bytes = 0
+        self.used = 0  # when it was last searched, as a count
+        self.dropped_rows = 0
+        self.too_large = False  # even its newest rows do not fit the budget
+        self.filling: asyncio.Task[Any] | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+    def measure(self) -> None:
+        self.bytes = sum(chunk.memory_bytes for chunk in self.chunks)
+
+
+class TailIndex:
+    """All streams' chunks, under one budget. With a budget of 0 there is none, and everything is scanned."""
+
+    def __init__(
+        self, reader: Reader, bytes_max: int, threads: Executor, rows_at_once: int = CHUNK_ROWS
+    ) -> None:
+        self._reader = reader
+        self.bytes_max = bytes_max
+        self._threads = threads
+        self._rows = rows_at_once
+        self._streams: dict[int, StreamIndex] = {}
+        self._uses = 0
+        # Asked to seal a stream early, when the budget is not enough.
+        self.on_pressure: Callable[[Stream], None] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(index.bytes for index in self._streams.values())
+
+    def find(self, number: int) -> StreamIndex | None:
+        return self._streams.get(number)
+
+    def close(self) -> None:
+        for index in self._streams.values():
+            if index.filling is not None:
+                index.filling.cancel()
+        self._streams.clear()
+
+    def forget(self, number: int) -> None:
+        index = self._streams.pop(number, None)
+        if index is not None and index.filling is not None:
+            index.filling.cancel()
+
+    # -- what a search asks ------------------------------------------------------------------------------
+
+    async def chunks(self, stream: Stream, view: View, last: int) -> list[Chunk]:
+        """The chunks for a search up to `last`: what is new is added first, if that is little."""
+        if not self.bytes_max:
+            return []
+        index = self._index(stream, view)
+        if index.filling is None and not index.too_large:
+            newest = index.chunks[-1].last if index.chunks else max(stream.earliest, last - self._rows)
+            if 0 < last - newest <= self._rows and (index.chunks or newest == stream.earliest):
+                index.filling = asyncio.current_task()
+                try:
+                    await self._extend(index, newest, last)
+                finally:
+                    index.filling = None
+            if self._has_gap(index, last):
+                index.filling = asyncio.get_running_loop().create_task(self._fill(index))
+                index.filling.add_done_callback(lambda task: self._filled(index, task))
+        return list(index.chunks)
+
+    def _index(self, stream: Stream, view: View) -> StreamIndex:
+        for number in [number for number, index in self._streams.items() if index.stream.removed]:
+            self.forget(number)
+        index = self._streams.get(stream.number)
+        if index is not None and not index.view.same_values(view):
+            self.forget(stream.number)
+            index = None
+        if index is None:
+            index = self._streams[stream.number] = StreamIndex(stream, view)
+        index.stream = stream
+        self._uses += 1
+        index.used = self._uses
+        while index.chunks and index.chunks[0].last <= stream.earliest:
+            del index.chunks[0]
+            index.measure()
+        return index
+
+    # -- growing -----------------------------------------------------------------------------------------
+
+    def _has_gap(self, index: StreamIndex, last: int) -> bool:
+        if not index.chunks or index.chunks[-1].last < last:
+            return last > index.stream.earliest
+        return self._can_go_back(index)
+
+    def _can_go_back(self, index: StreamIndex) -> bool:
+        room = self.bytes < self.bytes_max * ROOM_TO_GO_BACK
+        return room and bool(index.chunks) and index.chunks[0].first > index.stream.earliest + 1
+
+    async def _fill(self, index: StreamIndex) -> None:
+        """Everything that is missing, the newest rows first."""
+        stream = index.stream
+        while not stream.removed:
+            last = stream.visible
+            newest = index.chunks[-1].last if index.chunks else max(stream.earliest, last - self._rows)
+            if newest < last:
+                await self._extend(index, newest, min(last, newest + self._rows))
+                if not index.chunks:
+                    return  # no room at all
+            elif self._can_go_back(index):
+                first = index.chunks[0].first
+                older = await self._made(index, max(stream.earliest, first - 1 - self._rows), first - 1)
+                if not index.chunks or index.chunks[0].first != first:
+                    continue  # some were dropped meanwhile
+                index.chunks[:0] = older
+                self._changed(index)
+            else:
+                return
+
+    def _filled(self, index: StreamIndex, task: asyncio.Task[None]) -> None:
+        index.filling = None
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not index.stream.removed:
+            # Searches scan what is missing; the next one tries again.
+            level = logging.INFO if isinstance(error, TailraceError) else logging.ERROR
+            logger.log(level, "the tail index of %s was not completed: %r", index.stream.name, error)
+
+    async def _extend(self, index: StreamIndex, after: int, last: int) -> None:
+        """Adds new rows. Small chunks are joined, so that a stream has few of them."""
+        loop = asyncio.get_running_loop()
+        for chunk in await self._made(index, after, last):
+            tail, size = [chunk], chunk.count
+            for older in reversed(index.chunks):
+                if older.count >= 2 * size or older.count + size > self._rows:
+                    break
+                tail.insert(0, older)
+                size += older.count
+            replaced = tail[:-1]
+            if replaced:
+                joined = await loop.run_in_executor(self._threads, join_chunks, index.view.config, tail)
+                if index.chunks[-len(replaced) :] == replaced:  # else some were dropped meanwhile
+                    index.chunks[-len(replaced) :] = [joined]
+                    continue
+            if not index.chunks or index.chunks[-1].last + 1 == chunk.first:
+                index.chunks.append(chunk)
+        self._changed(index)
+
+    async def _made(self, index: StreamIndex, after: int, last: int) -> list[Chunk]:
+        """New chunks for the entries behind `after` up to `last`."""
+        loop = asyncio.get_running_loop()
+        made: list[Chunk] = []
+        payloads: list[Payload] = []
+        size = 0
+        first = after + 1
+        while after < last:
+            page = await self._reader.read(index.stream, after, READ_BYTES, last - after, apart=True)
+            payloads += page.parts
+            size += sum(map(len, page.parts))
+            after = page.next_entry
+            if size >= CHUNK_BYTES or after >= last:
+                made.append(await loop.run_in_executor(self._threads, _make, index, first, payloads))
+                first, payloads, size = after + 1, [], 0
+        return made
+
+    # -- shrinking ---------------------------------------------------------------------------------------
+
+    def _changed(self, index: StreamIndex) -> None:
+        index.measure()
+        if self.bytes > self.bytes_max:
+            self._shed()
+            index.too_large = not index.chunks
+
+    def _shed(self) -> None:
+        """Over budget: early sealing is asked for, then inverted lists go, then whole chunks."""
+        if self.on_pressure is not None:
+            largest = max(self._streams.values(), key=lambda index: index.bytes)
+            self.on_pressure(largest.stream)
+        by_use = sorted(self._streams.values(), key=lambda index: index.used)
+        for index in by_use:
+            for chunk in index.chunks:
+                if self.bytes <= self.bytes_max:
+                    return
+                if chunk.inverted:
+                    chunk.drop_lists()
+                    index.measure()
+        for index in by_use:
+            while index.chunks and self.bytes > self.bytes_max:
+                index.dropped_rows += index.chunks.pop(0).count
+                index.measure()
+
+
+def _make(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
+    row = index.extractor.row
+    entries = range(first, first + len(payloads))
+    rows = [row(entry, payload) for entry, payload in zip(entries, payloads, strict=True)]
+    return chunk_of(index.view.config, entries, rows)
