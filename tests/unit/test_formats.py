@@ -50,7 +50,7 @@ def test_the_sizes_are_those_of_the_code() -> None:
 def test_every_kind_and_flag_is_there() -> None:
     kinds = {"create": records.CREATE, "delete": records.DELETE, "touch": records.TOUCH}
     kinds |= {"meta": records.META, "bind": records.BIND, "sealed": records.SEALED}
-    kinds |= {"trim": records.TRIM, "recorded": records.RECORDED}
+    kinds |= {"trim": records.TRIM, "recorded": records.RECORDED, "describe": records.DESCRIBE}
     flags = PAGE[PAGE.index("| flag | part |") : PAGE.index("In the body of a JSON stream")]
     for name, kind in kinds.items():
         assert re.search(rf"^\| {kind} \| {name} \|", PAGE, re.MULTILINE), name
@@ -63,6 +63,7 @@ def test_every_kind_and_flag_is_there() -> None:
             records.HAS_KEY,
             records.BINDS,
             records.HAS_LENGTHS,
+            records.HAS_KEYS,
         )
     )
 

@@ -132,6 +132,10 @@ def test_the_hot_store_in_numbers(tmp_path: Path) -> None:
         "segments": 0,
         "heads": 0,
         "graves": 0,
+        "forks": 0,
+        "due": 0,
+        "trims": 0,
+        "documents": 0,
     }
     assert len(described["streams"]) == 20
     assert described["streams"][0] == {

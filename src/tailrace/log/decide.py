@@ -6,7 +6,7 @@ order in which the protocol lists them, and the first that fails decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tailrace.errors import TailraceError
@@ -18,7 +18,7 @@ from tailrace.protocol.content_types import media_type
 class AppendRequest:
     """An append as the protocol layer understood it: headers parsed, JSON cut."""
 
-    __slots__ = ("body", "closes", "content_type", "hint_ns", "key", "lengths", "producer", "seq")
+    __slots__ = ("body", "check", "closes", "content_type", "hint_ns", "key", "lengths", "producer", "seq")
 
     def __init__(
         self,
@@ -39,6 +39,9 @@ class AppendRequest:
         self.hint_ns = hint_ns
         self.seq = seq
         self.producer = producer
+        # Looks at the entries by the stream's documents, when all else is in order: refuses by raising, or
+        # gives each its key (None: they have the one of the request).
+        self.check: Callable[[Stream], Sequence[bytes | None] | None] | None = None
 
     @property
     def count(self) -> int:
@@ -97,6 +100,11 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
                 ("Stream-Received-Seq", request.seq.decode("utf-8", "replace")),
             ),
         )
+    key, keys = request.key, None
+    if stream.documents is not None and count and request.check is not None:
+        keys = request.check(stream)
+        if keys is not None and len(set(keys)) == 1:
+            key, keys = keys[0], None
     return Append(
         stream.number,
         stream.tail + 1,
@@ -104,11 +112,12 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
         request.body,
         request.lengths,
         append_time_ns(stream, request.hint_ns, now_ns, ahead_ns),
-        request.key,
+        key,
         request.producer,
         request.seq,
         binds,
         request.closes,
+        keys,
     )
 
 

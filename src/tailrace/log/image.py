@@ -53,6 +53,7 @@ class StreamImage(msgspec.Struct, array_like=True):
     sealed_bytes: int = 0
     earliest: int = 0
     cold: ColdSums = NO_COLD
+    has_documents: bool = False
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -89,6 +90,7 @@ def encode_stream(stream: Stream) -> bytes:
             stream.sealed_bytes,
             stream.earliest,
             stream.cold,
+            stream.documents is not None,
         )
     )
 
@@ -120,6 +122,8 @@ def decode_stream(raw: bytes) -> Stream:
     stream.sealed_bytes = image.sealed_bytes
     stream.earliest = image.earliest
     stream.cold = image.cold
+    if image.has_documents:
+        stream.documents = stream.visible_documents = {}
     stream.grant_grace()
     return stream
 
@@ -168,11 +172,17 @@ class StoredStreams:
 
     def stream_by_name(self, name: str) -> Stream | None:
         raw = self.db.image_by_name(name)
-        return None if raw is None else decode_stream(raw)
+        return None if raw is None else self._whole(raw)
 
     def stream_by_number(self, number: int) -> Stream | None:
         raw = self.db.image_by_number(number)
-        return None if raw is None else decode_stream(raw)
+        return None if raw is None else self._whole(raw)
+
+    def _whole(self, raw: bytes) -> Stream:
+        stream = decode_stream(raw)
+        if stream.documents is not None:
+            stream.documents = stream.visible_documents = self.db.documents.of(stream.number)
+        return stream
 
     def tombstone(self, name: str) -> Tombstone | None:
         raw = self.db.tombstone(name)

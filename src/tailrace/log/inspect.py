@@ -30,6 +30,7 @@ from tailrace.log.records import (
     Bind,
     Create,
     Delete,
+    Describe,
     Meta,
     Op,
     Recorded,
@@ -48,6 +49,7 @@ _KINDS: dict[type, str] = {
     Sealed: "sealed",
     Trim: "trim",
     Recorded: "recorded",
+    Describe: "describe",
 }
 
 
@@ -184,13 +186,15 @@ def _describe(op: Op) -> dict[str, object]:
         for name, raw in (("key", op.key), ("seq", op.seq)):
             if raw is not None:
                 shown[name] = raw.decode("utf-8", "replace")
+        if op.keys is not None:
+            shown["keys"] = [None if key is None else key.decode("utf-8", "replace") for key in op.keys]
         if op.binds is not None:
             shown["binds"] = op.binds
         if op.closes:
             shown["closes"] = True
         return shown
     fields = msgspec.structs.asdict(op)
-    if isinstance(op, Meta):
+    if isinstance(op, Meta | Describe):
         fields["value"] = None if op.value is None else f"{len(op.value)} bytes"
     elif isinstance(op, Sealed):
         fields["footers"] = [f"{len(footer)} bytes" for footer in op.footers]

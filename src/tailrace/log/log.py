@@ -32,6 +32,7 @@ from tailrace.log.reader import Reader
 from tailrace.log.records import (
     APPEND,
     Append,
+    Describe,
     Meta,
     Recorded,
     Sealed,
@@ -327,6 +328,19 @@ class Log:
         for key, value in facts:
             transaction.add(self.streams, Meta(key, value))
         self._submit(transaction)
+
+    def describe(
+        self, stream: Stream, key: str, value: bytes | None, reply: Reply = ignore, context: object = None
+    ) -> None:
+        """Sets or removes one document of a stream; the next append is decided by it."""
+        self._admit(stream, len(value or b""))
+        transaction = Transaction(stream, reply, context)
+        transaction.add(self.streams, Describe(stream.number, key, value))
+        self._submit(transaction)
+
+    def settled(self, stream: Stream, reply: Reply, context: object = None) -> None:
+        """`reply` comes when everything that was decided about the stream so far is durable."""
+        self._after(Transaction(stream, reply, context))
 
     def record(self, op: Sealed | Trim | Recorded, reply: Reply = ignore) -> None:
         """Writes down what was done on the object store."""

@@ -112,6 +112,7 @@ class Stream:
         "cold",
         "content_type",
         "created_ns",
+        "documents",
         "earliest",
         "epochs",
         "fork_entry",
@@ -146,6 +147,7 @@ class Stream:
         "touched_saved_ns",
         "visible",
         "visible_closed",
+        "visible_documents",
     )
 
     def __init__(self, number: int, name: str, created_ns: int) -> None:
@@ -176,6 +178,10 @@ class Stream:
         self.gone = False  # soft-deleted: only forks may read it
         self.gone_reason = ""  # "deleted" or "expired", once it is
         self.removed = False
+        # What is said about the stream as a whole, by key; None for nearly every stream. The dictionaries
+        # are never changed in place. An image that was decoded alone has an empty one: there are some.
+        self.documents: dict[str, bytes] | None = None
+        self.visible_documents: dict[str, bytes] | None = None  # those that are durable
         # Publication and memory.
         self.visible = -1  # -1 until the creation itself is durable
         self.visible_closed = False
@@ -248,6 +254,7 @@ class AppendRecord(Protocol):
     lengths: Sequence[int] | None
     time_ns: int
     key: bytes | None
+    keys: Sequence[bytes | None] | None
 
 
 def fold(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
@@ -269,9 +276,9 @@ def fold(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
                 ends.append(position)
                 position += separator
             times.extend([record.time_ns] * record.count)
-        if record.key is not None or keys is not None:
+        if record.key is not None or keys is not None or record.keys is not None:
             if keys is None:
                 keys = list[bytes | None]([None]) * (len(ends) - record.count)
-            keys.extend([record.key] * record.count)
+            keys.extend([record.key] * record.count if record.keys is None else record.keys)
     glue = b"," if separator else b""
     return Block(records[0].first, glue.join([record.body for record in records]), ends, times, keys, file)

@@ -15,7 +15,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.decide import gone
 from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segment, Skipped
 from tailrace.log.image import StoredStreams
-from tailrace.log.model import AppendRecord, Block, ReadPart, Stream
+from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold
 from tailrace.log.streams import Streams
 
 
@@ -365,7 +365,10 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
     """Takes one append, or the part of a batch that is wanted."""
     last = record.first + record.count - 1
     if budget.key is not None and record.key != budget.key:
-        budget.next_entry = min(last, upto)
+        if record.keys is not None:
+            take_block(fold([record], separator, 0), budget, upto, separator)
+        else:
+            budget.next_entry = min(last, upto)
         return
     lengths = record.lengths
     begin = budget.next_entry + 1 - record.first

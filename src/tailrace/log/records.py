@@ -15,14 +15,15 @@ import msgspec
 from tailrace.log.model import Lifetime
 from tailrace.store.segments import SegmentInfo
 
-APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED = 1, 2, 3, 4, 5, 6, 7, 8, 9
+APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED, DESCRIBE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 
-CLOSES, HAS_PRODUCER, HAS_SEQ, HAS_KEY, BINDS, HAS_LENGTHS = 1, 2, 4, 8, 16, 32
+CLOSES, HAS_PRODUCER, HAS_SEQ, HAS_KEY, BINDS, HAS_LENGTHS, HAS_KEYS = 1, 2, 4, 8, 16, 32, 64
 
 _APPEND_HEAD = struct.Struct("<BBQQqII")  # kind, flags, stream, first entry, time ns, count, body bytes
 _SMALL_HEAD = struct.Struct("<BI")  # kind, bytes of msgpack that follow
 _PRODUCER = struct.Struct("<HQQ")  # id bytes, epoch, seq
 _SHORT = struct.Struct("<H")
+_LONG = struct.Struct("<I")
 APPEND_HEAD_BYTES = _APPEND_HEAD.size
 pack_append_head = _APPEND_HEAD.pack
 
@@ -48,6 +49,7 @@ class Append(msgspec.Struct, eq=False, gc=False):
     seq: bytes | None = None
     binds: str | None = None
     closes: bool = False
+    keys: Sequence[bytes | None] | None = None  # of each entry, where they differ
 
     def encode(self) -> bytes:
         body = self.body
@@ -71,6 +73,10 @@ class Append(msgspec.Struct, eq=False, gc=False):
             flags |= BINDS
             raw = self.binds.encode()
             parts.append(_SHORT.pack(len(raw)) + raw)
+        if self.keys is not None:
+            flags |= HAS_KEYS
+            raw = _ENCODER.encode(self.keys)
+            parts.append(_LONG.pack(len(raw)) + raw)
         if self.closes:
             flags |= CLOSES
         head = pack_append_head(APPEND, flags, self.stream, self.first, self.time_ns, self.count, len(body))
@@ -150,7 +156,15 @@ class Recorded(msgspec.Struct, array_like=True):
     trimmed: list[int] = []  # streams of which nothing is left that retention took away
 
 
-Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded
+class Describe(msgspec.Struct, array_like=True):
+    """One document about a stream as a whole, such as its registry: set, or removed with nil."""
+
+    stream: int
+    key: str
+    value: bytes | None
+
+
+Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe
 Op = Append | Small
 
 _KIND: dict[type, int] = {
@@ -162,11 +176,13 @@ _KIND: dict[type, int] = {
     Sealed: SEALED,
     Trim: TRIM,
     Recorded: RECORDED,
+    Describe: DESCRIBE,
 }
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Small]] = {
     kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KIND.items()
 }
 _ENCODER = msgspec.msgpack.Encoder()
+_KEYS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
 def encode(ops: Sequence[Op]) -> bytes:
@@ -223,6 +239,13 @@ def _decode_append(payload: bytes, position: int) -> tuple[Append, int]:
     seq, position = _short(payload, position, flags & HAS_SEQ)
     key, position = _short(payload, position, flags & HAS_KEY)
     binds, position = _short(payload, position, flags & BINDS)
+    keys: list[bytes | None] | None = None
+    if flags & HAS_KEYS:
+        (length,) = _LONG.unpack_from(payload, position)
+        position += _LONG.size
+        keys = _KEYS.decode(payload[position : position + length])
+        assert len(keys) == count, "a key for each entry"
+        position += length
     body = payload[position : position + body_bytes]
     return Append(
         stream,
@@ -236,6 +259,7 @@ def _decode_append(payload: bytes, position: int) -> tuple[Append, int]:
         seq,
         None if binds is None else binds.decode(),
         bool(flags & CLOSES),
+        keys,
     ), position + body_bytes
 
 

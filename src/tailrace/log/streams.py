@@ -13,7 +13,7 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from tailrace.log.model import NO_LIFETIME, AppendRecord, ColdSums, Producer, Stream, Tombstone, fold
-from tailrace.log.records import Append, Bind, Create, Delete, Meta, Op, Recorded, Sealed, Touch
+from tailrace.log.records import Append, Bind, Create, Delete, Describe, Meta, Op, Recorded, Sealed, Touch
 from tailrace.store.meta_tables import subject_of
 
 # Appends kept one by one at the very tail before they are folded into a block.
@@ -139,6 +139,8 @@ class Streams:
             stream.touched_saved_ns = max(stream.touched_saved_ns, op.at_ns)
         elif isinstance(op, Bind):
             stream.bind(op.content_type)
+        elif isinstance(op, Describe):
+            stream.documents = described(stream.documents, op)
         elif isinstance(op, Sealed):
             _assign_sealed(op, stream)
         else:
@@ -252,6 +254,8 @@ class Streams:
                 self.changed_names[stream.name] = self.file
             self._release(stream)
             return
+        elif isinstance(op, Describe):
+            stream.visible_documents = described(stream.visible_documents, op)
         self.touch_file(stream)
 
     def _release(self, stream: Stream) -> None:
@@ -329,3 +333,13 @@ def _assign_sealed(op: Sealed, stream: Stream) -> None:
         max(cold.generation, op.generation),
         op.at_ns if op.segments else cold.recorded_ns,
     )
+
+
+def described(documents: dict[str, bytes] | None, op: Describe) -> dict[str, bytes] | None:
+    """The documents with one of them set or removed; whoever holds the old ones keeps them as they were."""
+    changed: dict[str, bytes] = {} if documents is None else dict(documents)
+    if op.value is None:
+        changed.pop(op.key, None)
+    else:
+        changed[op.key] = op.value
+    return changed or None

@@ -17,6 +17,8 @@ import apsw
 from tailrace.errors import TailraceError
 from tailrace.store.cold_tables import SCHEMA as COLD_SCHEMA
 from tailrace.store.cold_tables import ColdTables
+from tailrace.store.document_table import SCHEMA as DOCUMENT_SCHEMA
+from tailrace.store.document_table import DocumentTable
 from tailrace.store.trim_tables import SCHEMA as TRIM_SCHEMA
 from tailrace.store.trim_tables import TrimTables
 
@@ -77,6 +79,7 @@ class HotDb:
     def __init__(self, path: Path, *, writer: bool = False) -> None:
         self.cold = ColdTables(self)
         self.trims = TrimTables(self)
+        self.documents = DocumentTable(self)
         try:
             self._open(path, writer)
         except apsw.Error as error:
@@ -119,7 +122,7 @@ class HotDb:
     def _create_tables(self) -> None:
         """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
         with self.write():
-            for statement in (_SCHEMA + COLD_SCHEMA + TRIM_SCHEMA).split(";\n"):
+            for statement in (_SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA).split(";\n"):
                 if statement.strip():
                     self.execute(statement)
             self.execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
@@ -181,6 +184,17 @@ class HotDb:
         query = f"SELECT {_BLOCK} FROM blocks WHERE number=? AND first>=? ORDER BY first"  # noqa: S608
         for found in self.rows(query, number, row[0]):
             yield BlockRow(*cast("tuple[int, int, bytes, bytes, bytes | None, bytes]", found))
+
+    def keys_within(self, number: int, after: int, upto: int) -> Iterator[tuple[int, bytes]]:
+        """First entry and keys of the blocks with keyed entries behind `after`, up to `upto`."""
+        rows = self.rows(
+            "SELECT first, keys FROM blocks WHERE number=? AND first<=? AND last>? AND keys IS NOT NULL "
+            "ORDER BY first",
+            number,
+            upto,
+            after,
+        )
+        yield from cast("Iterator[tuple[int, bytes]]", rows)
 
     def last_block(self, number: int) -> BlockRow | None:
         row = self.one(
@@ -246,6 +260,7 @@ class HotDb:
     def delete_stream(self, number: int) -> None:
         self.cold.delete_stream(number)
         self.trims.delete_stream(number)
+        self.documents.delete_stream(number)
         for table in ("streams", "producers"):
             self.execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
 

@@ -9,7 +9,10 @@ import apsw
 
 from tailrace.store.hot import Execute
 
-TABLES = ("streams", "tombstones", "producers", "blocks", "meta", "segments", "heads", "graves")
+TABLES = (
+    "streams", "tombstones", "producers", "blocks", "meta", "segments", "heads", "graves", "forks", "due",
+    "trims", "documents",
+)  # fmt: skip
 SAMPLE_COUNT = 20
 
 _COUNT = {table: f"SELECT count(*) FROM {table}" for table in TABLES}  # noqa: S608

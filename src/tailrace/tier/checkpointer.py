@@ -20,7 +20,7 @@ from tailrace import failpoints
 from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
-from tailrace.log.records import decode
+from tailrace.log.records import Describe, decode
 from tailrace.log.streams import Streams
 from tailrace.store.hot import HotDb
 from tailrace.store.meta_tables import MetaTables
@@ -48,6 +48,7 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         if header is None or header.previous_seq > done:
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
         db.cold.create()
+        db.documents.create()
         if db.trims.create():
             write_book_of_forks(db)
         streams = Streams(store)
@@ -56,15 +57,21 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         streams.meta = dict(before)
         streams.file = seq
         cold = ColdChanges(seq)
+        documents: dict[tuple[int, str], bytes | None] = {}
         for _, payload in Scan(path, header, end):
             for op in decode(payload):
                 stream = streams.assign(op)
                 streams.publish(op, stream)
                 cold.take(op, stream)
+                if type(op) is Describe:
+                    documents[op.stream, op.key] = op.value
         if cold.trims:
             failpoints.reached("seal.before_trim")
         cold.dig_graves(store)
         write_streams(store, streams, cold)
+        for (number, key), value in documents.items():
+            if number not in streams.removed:
+                db.documents.put(number, key, value)
         keys = before.keys() | streams.meta.keys()
         changed = [key for key in keys if before.get(key) != streams.meta.get(key)]
         MetaTables(db).changed(changed, seq)
