@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tailrace.api import answers
 from tailrace.api.context import Context
+from tailrace.api.filtered import FilteredReads, registry_of
 from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
@@ -21,6 +22,9 @@ from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
+from tailrace.query.filtering import Sieve
+
+Answer = Callable[[Exchange], None]
 
 YEAR_S = 31_536_000
 LIVE_MODES = {
@@ -49,6 +53,8 @@ class ReadRequest(NamedTuple):
     key: str
     wait_ms: int
     cursor: str | None
+    filter_text: str = ""
+    scanned_bytes: int = 0  # that a filter has cost so far
 
 
 class ReadRoutes:
@@ -59,6 +65,7 @@ class ReadRoutes:
         self._live = live
         self._public = b"private" if context.settings.auth_configured else b"public"
         self._tasks: set[asyncio.Task[None]] = set()
+        self._filtered = FilteredReads(context, registry_of)
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
@@ -107,8 +114,9 @@ class ReadRoutes:
         if mode is None:
             raise TailraceError("invalid_request", "live must be long-poll, sse or ws")
         stream = self._log.readable(name)
-        if "filter" in query:
-            raise TailraceError("invalid_filter", "the stream has no searchable fields")
+        filter_text = query.get("filter")
+        if filter_text is not None:
+            self._filtered.check(stream, filter_text, mode)
         fmt = query.get("format") or ("json" if stream.json else "raw")
         if fmt not in ("json", "raw"):
             raise TailraceError("unsupported_format", "format must be json or raw")
@@ -129,6 +137,7 @@ class ReadRoutes:
             key,
             wait_ms,
             query.get("cursor"),
+            filter_text or "",
         )
 
     def _start(self, stream: Stream, query: dict[str, str], mode: str) -> tuple[int, bool]:
@@ -155,6 +164,9 @@ class ReadRoutes:
     def answer(self, exchange: Exchange, request: ReadRequest) -> None:
         """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
         limits = self._limits
+        if request.filter_text:
+            self._answer_filtered(exchange, request)
+            return
         key = request.key.encode() or None
         found = self._log.reader.try_read(
             request.stream,
@@ -167,26 +179,32 @@ class ReadRoutes:
         if not isinstance(found, Missing):
             self._answer_page(exchange, request, found)
             return
-        self._later(self._answer_later(exchange, request, key))
+        self._later(self._answer_later(exchange, request, self._read(request, key)))
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer_later(self, exchange: Exchange, request: ReadRequest, key: bytes | None) -> None:
+    async def _read(self, request: ReadRequest, key: bytes | None) -> Answer:
         limits = self._limits
+        page = await self._log.reader.read(
+            request.stream,
+            request.start,
+            limits.read_page_bytes,
+            limits.read_page_entries,
+            key,
+            apart=request.fmt == "raw",
+        )
+        return lambda exchange: self._answer_page(exchange, request, page)
+
+    async def _answer_later(
+        self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, Answer]
+    ) -> None:
         begun = self._context.loop.time()
         try:
-            async with asyncio.timeout(limits.request_ms / 1000):
-                page = await self._log.reader.read(
-                    request.stream,
-                    request.start,
-                    limits.read_page_bytes,
-                    limits.read_page_entries,
-                    key,
-                    apart=request.fmt == "raw",
-                )
+            async with asyncio.timeout(self._limits.request_ms / 1000):
+                answer = await work
         except TimeoutError:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
@@ -203,7 +221,43 @@ class ReadRoutes:
             raise
         if self._context.settings.server_timing:
             answers.add_phase(exchange, "hot", self._context.loop.time() - begun)
-        self._answer_page(exchange, request, page)
+        answer(exchange)
+
+    # -- filtered --------------------------------------------------------------------------------------
+
+    def _answer_filtered(self, exchange: Exchange, request: ReadRequest) -> None:
+        """As `answer`, with the entries that match a filter."""
+        key = request.key.encode() or None
+        try:
+            sieve = self._filtered.begin(
+                request.stream, request.filter_text, request.start, request.scanned_bytes
+            )
+        except TailraceError as refusal:
+            # The registry may have changed under somebody who waited.
+            answers.refuse(exchange, refusal)
+            return
+        if self._filtered.try_scan(request.stream, sieve, key):
+            self._answer_sieve(exchange, request, sieve)
+        else:
+            until = self._filtered.patience(exchange.started)
+            self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
+
+    async def _sift(self, request: ReadRequest, sieve: Sieve, key: bytes | None, until: float) -> Answer:
+        await self._filtered.scan(request.stream, sieve, key, until)
+        return lambda exchange: self._answer_sieve(exchange, request, sieve)
+
+    def _answer_sieve(self, exchange: Exchange, request: ReadRequest, sieve: Sieve) -> None:
+        page = Page(sieve.parts, sieve.decided, sieve.count)
+        if not request.mode or page.count or sieve.scan_limit_reached:
+            more = self._filtered.limit_lines(sieve, request.scanned_bytes)
+            self._answer_page(exchange, request, page, sieve.mark, more)
+        elif sieve.done:
+            scanned_bytes = request.scanned_bytes + sieve.scanned_bytes
+            self._wait(exchange, request._replace(start=sieve.decided, scanned_bytes=scanned_bytes))
+        else:
+            self.answer_idle(exchange, request, sieve.decided)
+
+    # -- pages -----------------------------------------------------------------------------------------
 
     def _answer_now(self, exchange: Exchange, request: ReadRequest) -> None:
         stream = request.stream
@@ -214,17 +268,28 @@ class ReadRoutes:
             head += answers.CLOSED
         exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
 
-    def _answer_page(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
+    def _answer_page(
+        self, exchange: Exchange, request: ReadRequest, page: Page, mark: str = "", more: bytes = b""
+    ) -> None:
+        """Answers with a page. The mark stands for what else its bytes depend on; `more` are header lines."""
         stream = request.stream
-        if request.mode and not page.count:
+        if request.mode and not page.count and not more:
             # Nothing has the key so far: what was looked at is passed over, and the wait begins behind it.
             self._wait(exchange, request._replace(start=page.next_entry))
             return
         following = stream.offset(page.next_entry)
         at_tail = page.next_entry >= stream.visible
         closed = at_tail and stream.visible_closed
-        tag = slice_tag(stream.offset(request.start), following, request.key, request.fmt, "", closed)
-        head = answers.next_offset(following)
+        tag = slice_tag(
+            stream.offset(request.start),
+            following,
+            request.key,
+            request.fmt,
+            request.filter_text,
+            closed,
+            mark,
+        )
+        head = answers.next_offset(following) + more
         head += answers.end_offset(following if at_tail else stream.offset(stream.visible))
         if at_tail:
             head += answers.UP_TO_DATE
@@ -234,11 +299,13 @@ class ReadRoutes:
             head += line("Stream-Earliest-Offset", stream.offset(stream.earliest))
         if request.mode:
             head += (
-                answers.NO_STORE if request.at_now or not request.shared else self._max_age(stream, 20, False)
+                answers.NO_STORE
+                if request.at_now or not request.shared or mark
+                else self._max_age(stream, 20, False)
             )
             if not closed:
                 head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
-        elif at_tail and not closed:
+        elif mark or (at_tail and not closed):
             head += b"Cache-Control: no-cache\r\n"
         else:
             head += self._max_age(stream, YEAR_S, True)
@@ -293,8 +360,11 @@ class ReadRoutes:
         stream = request.stream
         offset = stream.offset(position)
         head = answers.next_offset(offset) + answers.end_offset(stream.offset(stream.visible))
-        head += answers.UP_TO_DATE + answers.NO_STORE
-        if stream.visible_closed:
+        head += answers.NO_STORE
+        at_tail = position >= stream.visible
+        if at_tail:
+            head += answers.UP_TO_DATE
+        if at_tail and stream.visible_closed:
             head += answers.CLOSED
         else:
             head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
@@ -316,8 +386,21 @@ class ReadRoutes:
     def later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         return self._context.loop.call_later(wait_ms / 1000, callback)
 
-    def next_match(self, request: ReadRequest, position: int) -> Page | Missing:
+    def next_match(self, request: ReadRequest, position: int) -> Page | Missing | None:
+        """What a waiting reader waits for, or a page of nothing; None if that cannot be said at once."""
+        if request.filter_text:
+            return self._next_filtered(request, position)
         return self._log.reader.try_read(request.stream, position, 1, 1, request.key.encode() or None)
+
+    def _next_filtered(self, request: ReadRequest, position: int) -> Page | None:
+        try:
+            sieve = self._filtered.begin(request.stream, request.filter_text, position, request.scanned_bytes)
+        except TailraceError:
+            return None  # the registry changed, and the filter with it
+        done = self._filtered.try_scan(request.stream, sieve, request.key.encode() or None)
+        if not done or sieve.scan_limit_reached:
+            return None
+        return Page(sieve.parts, sieve.decided, sieve.count)
 
 
 class LongPoll:
@@ -355,10 +438,10 @@ class LongPoll:
             answers.refuse(self._exchange, TailraceError(code, "the stream was deleted"))
             return
         if stream.visible > self._position:
-            if request.key:
+            if request.key or request.filter_text:
                 # Only what is new has to be looked at; what does not match is passed over for good.
                 found = self._routes.next_match(request, self._position)
-                if not isinstance(found, Missing) and not found.count:
+                if isinstance(found, Page) and not found.count:
                     self._position = found.next_entry
                     if not stream.visible_closed:
                         return

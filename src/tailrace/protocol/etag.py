@@ -5,11 +5,17 @@ from __future__ import annotations
 from urllib.parse import quote
 
 
-def slice_tag(start: str, following: str, key: str, fmt: str, filter_text: str, closed: bool) -> str:
-    """The weak tag of the slice `(start, following]`; closing alone changes it."""
+def slice_tag(
+    start: str, following: str, key: str, fmt: str, filter_text: str, closed: bool, mark: str = ""
+) -> str:
+    """The weak tag of the slice `(start, following]`; closing alone changes it.
+
+    The mark stands for whatever else the bytes depend on, such as the stream's schema registry.
+    """
     tail = ":closed" if closed else ""
+    known = f":registry={mark}" if mark else ""
     key, filter_text = quote(key, safe=""), quote(filter_text, safe="")
-    return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}:filter={filter_text}{tail}"'
+    return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}{known}:filter={filter_text}{tail}"'
 
 
 def none_match(header: str, tag: str) -> bool:

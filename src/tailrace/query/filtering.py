@@ -81,6 +81,10 @@ class Sieve:
         self.count = 0
 
     @property
+    def mark(self) -> str:
+        return self._filter.mark
+
+    @property
     def scan_limit_reached(self) -> bool:
         return self.scanned_bytes >= self._scan_bytes_max
 
