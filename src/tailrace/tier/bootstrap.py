@@ -54,6 +54,7 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
     restored = Restored()
     if already_done(directory.path):
         logger.warning("the bootstrap was finished before; starting from what it restored")
+        shutil.rmtree(directory.path / WORK, ignore_errors=True)
         return restored
     try:
         objects = open_objects(settings.object_store_url, limits=settings.limits)
