@@ -230,12 +230,12 @@ class Streams:
     # -- apply, second half: when it is durable ---------------------------------------------------------
 
     def publish(self, op: Op, stream: Stream | None) -> None:
+        if stream is None and isinstance(op, Meta) and subject_of(op.key) is not None:
+            self.meta_file = self.file
         if stream is None or (stream.removed and not isinstance(op, Delete)):
             return  # nothing to show, or deleted by a later operation that is durable as well
         if isinstance(op, Append):
             self.publish_append(op, stream)
-        if stream is None and isinstance(op, Meta) and subject_of(op.key) is not None:
-            self.meta_file = self.file
             return
         if isinstance(op, Create):
             stream.visible = op.fork_entry
