@@ -10,6 +10,7 @@ from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
 from tailrace.api.health import HealthRoutes
 from tailrace.api.inspection.details import DetailsRoutes
+from tailrace.api.inspection.routing_keys import RoutingKeyRoutes
 from tailrace.api.inspection.server import PATHS as SERVER_PATHS
 from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
@@ -47,10 +48,12 @@ class TailraceApp:
         self.health = HealthRoutes(context)
         self.control: Control | None = None
         self.details = DetailsRoutes(context, self.live)
+        self.routing_keys = RoutingKeyRoutes(context)
         # What belongs to a stream, by the last segment of its path.
         self.resources: dict[str, Resource] = {
             "_details": self.details.details,
             "_index_status": self.details.index_status,
+            "_routing_keys": self.routing_keys.routing_keys,
         }
         self.seal: Callable[[Exchange, Identity], None] | None = None
         self.server: ServerRoutes | None = None

@@ -118,7 +118,7 @@ class Server:
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
-        self._memory.sheds.append(self._cold.shed)
+        self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         self.app.server = ServerRoutes(
             Node(context, self.app.live, self._memory, self.sealing, self._checkpoints, self._cold)
         )

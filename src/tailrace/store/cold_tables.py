@@ -96,6 +96,16 @@ class ColdTables:
             for row in self._db.rows(query, number):
                 yield SegmentRow(*cast("tuple[int, int, bytes, bytes]", row))
 
+    def segments_within(self, number: int, after: int, upto: int) -> Iterator[SegmentRow]:
+        """Segments with entries behind `after`, up to `upto`, oldest first."""
+        if self.exist():
+            query = (
+                "SELECT first, last, info, footer FROM segments WHERE number=? AND first<=? AND last>? "
+                "ORDER BY first"
+            )
+            for row in self._db.rows(query, number, upto, after):
+                yield SegmentRow(*cast("tuple[int, int, bytes, bytes]", row))
+
     def infos_from(self, number: int, entry: int) -> Iterator[bytes]:
         """What is recorded about the segment that holds an entry, and about those behind it."""
         if self.exist():

@@ -44,8 +44,8 @@ def details(
 ) -> dict[str, object]:
     return {
         "stream": summary(stream, documents.profile_kind),
-        "profile": documents.profile,
-        "schema": documents.schema,
+        "profile": orjson.Fragment(documents.profile),
+        "schema": orjson.Fragment(documents.schema),
         "index_status": index_status(stream, documents, manifest),
         "storage": _storage(stream, documents, manifest, around),
         "object_store_requests": _requests(around.requests),

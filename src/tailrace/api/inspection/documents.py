@@ -1,35 +1,51 @@
-"""The documents of a stream that its details repeat: registry and profile."""
+"""The documents of a stream that its details repeat: registry and profile, as they are durable."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import orjson
+
 from tailrace.log.model import Stream
+from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig
 
-SCHEMA_VERSION = "durable.streams/schema-registry/v1"
 PROFILE_VERSION = "durable.streams/profile/v1"
+GENERIC = orjson.dumps({"apiVersion": PROFILE_VERSION, "profile": {"kind": "generic"}})
 
 
 class Documents(NamedTuple):
     """Bodies as their own endpoints show them, and what index families have to know of them."""
 
-    schema: dict[str, object]
-    schema_bytes: int
-    profile: dict[str, object]
+    schema: bytes
+    schema_bytes: int  # of one that was set
+    profile: bytes
     profile_kind: str
     routing_key: bool
     search: SearchConfig | None
 
 
 def documents_of(stream: Stream) -> Documents:
-    schema: dict[str, object] = {
-        "apiVersion": SCHEMA_VERSION,
-        "schema": stream.name,
-        "currentVersion": 0,
-        "boundaries": [],
-        "schemas": {},
-        "lenses": {},
-    }
-    profile: dict[str, object] = {"apiVersion": PROFILE_VERSION, "profile": {"kind": "generic"}}
-    return Documents(schema, 0, profile, "generic", False, None)
+    found = stream.visible_documents or {}
+    raw = found.get("schema")
+    registry = Registry(name=stream.name) if raw is None else _registry(raw)
+    profile = found.get("profile", GENERIC)
+    return Documents(
+        registry.to_json() if raw is None else raw,
+        0 if raw is None else len(raw),
+        profile,
+        _profile_kind(profile),
+        registry.routing_key is not None,
+        registry.search,
+    )
+
+
+@lru_cache(maxsize=32)
+def _registry(raw: bytes) -> Registry:
+    return read_registry(raw)
+
+
+@lru_cache(maxsize=32)
+def _profile_kind(raw: bytes) -> str:
+    return str(orjson.loads(raw)["profile"]["kind"])

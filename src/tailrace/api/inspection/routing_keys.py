@@ -1,0 +1,101 @@
+"""GET `_routing_keys`: the distinct keys of a stream in order, page by page."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.inspection.details import METHODS
+from tailrace.api.inspection.documents import documents_of
+from tailrace.api.parse import parse_query
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.key_listing import KeyListing, KeyPage
+from tailrace.log.model import Stream
+from tailrace.net.http1 import Exchange
+
+LIMIT_DEFAULT, LIMIT_MAX = 100, 500
+SCAN_SHARE = 0.6  # of a request's time; the rest is for what is under way when that ends
+
+
+class RoutingKeyRoutes:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.listing = KeyListing(context.log)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def routing_keys(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method not in (b"GET", b"HEAD"):
+            raise answers.not_allowed(METHODS)
+        authorise(identity, Action.QUERY_STREAM, stream=name)
+        stream = self._context.log.readable(name)
+        query = parse_query(exchange.query)
+        limit = _limit(query.get("limit"))
+        after = query.get("after")
+        if not documents_of(stream).routing_key:
+            raise TailraceError("invalid_request", "routing key not configured")
+        task = self._context.loop.create_task(
+            self._answer(exchange, stream, None if after is None else after.encode(), limit)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange, stream: Stream, after: bytes | None, limit: int) -> None:
+        request_s = self._context.limits.request_ms / 1000
+        try:
+            async with asyncio.timeout(request_s):
+                page = await self.listing.page(stream, after, limit, SCAN_SHARE * request_s)
+        except TimeoutError:
+            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            deleted = TailraceError("not_found", "the stream was deleted")
+            answers.refuse(exchange, deleted if stream.removed else refusal)
+        except Exception:
+            answers.refuse(exchange, TailraceError("internal", "the listing failed"))
+            raise
+        else:
+            body = orjson.dumps(body_of(stream, page))
+            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, body)
+
+
+def body_of(stream: Stream, page: KeyPage) -> dict[str, object]:
+    keys = [key.decode("utf-8", "replace") for key in page.keys]
+    unsealed_ms, segments_ms = round(page.unsealed_s * 1000), round(page.segments_s * 1000)
+    return {
+        "stream": stream.name,
+        "source": {"kind": "routing_key", "name": ""},
+        "took_ms": round((page.unsealed_s + page.segments_s) * 1000),
+        "coverage": {
+            "complete": page.missing_segments == 0,
+            "indexed_segments": 0,
+            "scanned_uploaded_segments": page.segments,
+            "scanned_local_segments": 0,
+            "scanned_wal_rows": page.unsealed_rows,
+            "possible_missing_uploaded_segments": page.missing_segments,
+            "possible_missing_local_segments": 0,
+        },
+        "timing": {
+            "lexicon_run_get_ms": 0,
+            "lexicon_decode_ms": 0,
+            "lexicon_enumerate_ms": 0,
+            "lexicon_merge_ms": 0,
+            "fallback_scan_ms": unsealed_ms + segments_ms,
+            "fallback_segment_get_ms": segments_ms,
+            "fallback_wal_scan_ms": unsealed_ms,
+            "lexicon_runs_loaded": 0,
+        },
+        "keys": keys,
+        "next_after": keys[-1] if page.more else None,
+    }
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return LIMIT_DEFAULT
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= LIMIT_MAX:
+        raise TailraceError("invalid_request", "invalid limit")
+    return limit

@@ -1,0 +1,234 @@
+"""The distinct routing keys of a stream in byte order, a page at a time, wherever its entries are.
+
+Three sources are merged: the memory tail, blocks of the hot store, and segments. The keys of a segment never
+change, so what a scan found is kept, bounded in bytes. A lexicon built elsewhere takes the place of scanning
+the segments it covers; the rest stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.log.history import Segment
+from tailrace.log.image import StoredStreams
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.store.cold import ColdReader
+from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+
+CACHE_BYTES_MAX = 16 << 20
+SEGMENT_KEY_BYTES_MAX = 4 << 20  # of one segment, to be kept
+READ_BYTES = 4 << 20  # of a segment, at once
+KEY_OVERHEAD_BYTES = 50
+SCANS_AT_ONCE = 2
+SCANS_WAITING_MAX = 32
+
+_INFO = msgspec.msgpack.Decoder(SegmentInfo)
+_KEYS = msgspec.msgpack.Decoder(list[bytes | None])
+
+
+class Level(NamedTuple):
+    """A stream or an ancestor of it, and what is shown of it: the entries behind `after` up to `upto`."""
+
+    owner: Stream
+    after: int
+    upto: int
+
+
+class KeyPage(NamedTuple):
+    keys: list[bytes]
+    more: bool
+    segments: int  # that were looked at
+    missing_segments: int  # that there was no time for
+    unsealed_rows: int
+    unsealed_s: float
+    segments_s: float
+
+
+class Smallest:
+    """The smallest keys behind `after`, or of all; a few more than are wanted, whatever is put in."""
+
+    def __init__(self, after: bytes | None, wanted: int) -> None:
+        self.after = after
+        self.wanted = wanted
+        self._keys: set[bytes] = set()
+
+    def add(self, keys: Iterable[bytes | None]) -> None:
+        after, held = self.after, self._keys
+        held.update([key for key in keys if key is not None and (after is None or key > after)])
+        if len(held) > 8 * self.wanted + 4096:
+            self._keys = set(sorted(held)[: self.wanted])
+
+    def first(self) -> list[bytes]:
+        return sorted(self._keys)[: self.wanted]
+
+
+class KeyCache:
+    """Sorted keys of segments, least recently used out first."""
+
+    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._held: OrderedDict[str, tuple[list[bytes], int]] = OrderedDict()
+        self.bytes = 0
+
+    def find(self, key: str) -> list[bytes] | None:
+        found = self._held.get(key)
+        if found is None:
+            return None
+        self._held.move_to_end(key)
+        return found[0]
+
+    def put(self, key: str, keys: list[bytes], size: int) -> None:
+        if key not in self._held:
+            self._held[key] = (keys, size)
+            self.bytes += size
+        while self.bytes > self._bytes_max:
+            _, (_, old) = self._held.popitem(last=False)
+            self.bytes -= old
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.bytes = 0
+
+
+class KeyListing:
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._gate = asyncio.Semaphore(SCANS_AT_ONCE)
+        self._waiting = 0
+        self.cache = KeyCache()
+
+    async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
+        """Up to `limit` keys behind `after`. Segments that do not fit into the time are counted instead."""
+        if self._log.pressure is not None:
+            raise self._log.pressure
+        if self._waiting >= SCANS_WAITING_MAX:
+            raise TailraceError("overloaded", "too many listings of routing keys wait")
+        self._waiting += 1
+        try:
+            async with self._gate:
+                return await self._page(stream, after, limit, seconds_max)
+        finally:
+            self._waiting -= 1
+
+    async def _page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        levels = list(self._levels(stream))
+        # Memory first: what leaves it meanwhile is in the hot store by then.
+        recent = [run for level in levels for run in _in_memory(level)]
+        smallest = Smallest(after, limit + 1)
+        segments = await loop.run_in_executor(None, _gather, self._log.store, levels, recent, smallest)
+        gathered_s = loop.time()
+        missing = 0
+        for index, (segment, low, high) in enumerate(segments):
+            if not await self._scan(segment, low, high, smallest, begun_s + seconds_max):
+                missing = len(segments) - index
+                break
+        keys = smallest.first()
+        return KeyPage(
+            keys[:limit],
+            len(keys) > limit,
+            len(segments) - missing,
+            missing,
+            sum(max(0, level.upto - max(level.after, level.owner.sealed)) for level in levels),
+            gathered_s - begun_s,
+            loop.time() - gathered_s,
+        )
+
+    def _levels(self, stream: Stream) -> Iterator[Level]:
+        """The stream itself, then those it inherits entries from."""
+        owner, upto = stream, stream.visible
+        while True:
+            below = max(stream.earliest, owner.fork_entry if owner.parent else 0)
+            if upto > below:
+                yield Level(owner, below, upto)
+            if not owner.parent or stream.earliest >= owner.fork_entry:
+                return
+            upto = min(upto, owner.fork_entry)
+            owner = self._log.streams.parent_of(owner)
+
+    async def _scan(self, segment: Segment, low: int, high: int, smallest: Smallest, until_s: float) -> bool:
+        """Looks at the keys of entries behind `low` up to `high`; False if there is no time left."""
+        prefix, info, _ = segment
+        whole = low < info.first and info.last <= high
+        known = self.cache.find(prefix + info.key) if whole else None
+        if known is not None:
+            begin = 0 if smallest.after is None else bisect_right(known, smallest.after)
+            smallest.add(known[begin : begin + smallest.wanted])
+            return True
+        cold = self._log.reader.history.cold
+        if cold is None:
+            raise TailraceError("unavailable", "this server has no object store to read from")
+        kept: set[bytes] | None = set() if whole else None
+        size = 0
+        async for keys in _keys_of(cold, segment, max(low + 1, info.first), min(high, info.last)):
+            found = {key for key in keys if key is not None}
+            smallest.add(found)
+            if kept is not None:
+                size += sum(len(key) + KEY_OVERHEAD_BYTES for key in found - kept)
+                kept |= found
+                if size > SEGMENT_KEY_BYTES_MAX:
+                    kept = None
+            if asyncio.get_running_loop().time() > until_s:
+                return False
+        if kept is not None:
+            self.cache.put(prefix + info.key, sorted(kept), size + KEY_OVERHEAD_BYTES)
+        return True
+
+
+def _in_memory(level: Level) -> Iterator[Sequence[bytes | None]]:
+    """Keys of the memory tail: a look at lists that nobody changes in place, or at copies of them."""
+    owner = level.owner
+    for block in tuple(owner.blocks or ()):
+        if block.keys is not None and block.last > level.after and block.first <= level.upto:
+            begin = max(0, level.after + 1 - block.first)
+            yield block.keys[begin : level.upto + 1 - block.first]
+    for record in tuple(owner.recent or ()):
+        keys = record.keys if record.keys is not None else [record.key] * min(record.count, 1)
+        if record.first > level.after and record.first + record.count - 1 <= level.upto:
+            yield keys
+        elif record.keys is not None:
+            begin = max(0, level.after + 1 - record.first)
+            yield keys[begin : max(0, level.upto + 1 - record.first)]
+        elif record.first <= level.upto and record.first + record.count > level.after + 1:
+            yield keys
+
+
+def _gather(
+    store: StoredStreams, levels: list[Level], recent: list[Sequence[bytes | None]], smallest: Smallest
+) -> list[tuple[Segment, int, int]]:
+    """On a thread: memory and hot store into `smallest`; the segments that are left to be looked at."""
+    for keys in recent:
+        smallest.add(keys)
+    segments: list[tuple[Segment, int, int]] = []
+    with store.snapshot():
+        for owner, after, upto in levels:
+            prefix = stream_prefix(stream_id(owner.name, owner.incarnation))
+            through = after
+            for row in store.db.cold.segments_within(owner.number, after, upto):
+                segments.append((Segment(prefix, _INFO.decode(row.info), row.footer), after, upto))
+                through = row.last
+            for first, raw in store.db.keys_within(owner.number, through, upto):
+                keys = _KEYS.decode(raw)
+                smallest.add(keys[max(0, through + 1 - first) : max(0, upto + 1 - first)])
+    return segments
+
+
+async def _keys_of(
+    cold: ColdReader, segment: Segment, first: int, last: int
+) -> AsyncIterator[list[bytes | None]]:
+    entry = first
+    while entry <= last:
+        for rows in await cold.rows(*segment, entry, READ_BYTES):
+            keys, begin = rows.keys, max(0, entry - rows.first)
+            if keys is not None:
+                yield keys[begin : last + 1 - rows.first]
+            entry = rows.first + len(rows.ends)
