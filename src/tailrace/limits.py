@@ -18,6 +18,7 @@ DAY_MS = 24 * HOUR_MS
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]
 BytesOrNone = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]
 Millis = Annotated[int, Meta(ge=1, extra={"unit": "ms"})]
+MillisOrNone = Annotated[int, Meta(ge=0, extra={"unit": "ms"})]
 Count = Annotated[int, Meta(ge=1, extra={"unit": "count"})]
 
 
@@ -141,6 +142,12 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spool_bytes: Annotated[
         Bytes, Meta(description="Entries that are not on the object store yet; beyond, appends are refused.")
     ] = 8192 * MIB
+    registry_retention_ms: Annotated[
+        MillisOrNone, Meta(description="Age up to which __registry__ is kept; 0 keeps all of it.")
+    ] = 0
+    registry_retention_bytes: Annotated[
+        BytesOrNone, Meta(description="Payload up to which __registry__ is kept; 0 keeps all of it.")
+    ] = 0
     cold_cache_bytes: Annotated[
         BytesOrNone, Meta(description="Local disk cache of what was read from the object store.")
     ] = 1024 * MIB

@@ -9,11 +9,13 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append
+from support.manifests import segment
 from tailrace import __version__
 from tailrace.api.context import Context
 from tailrace.api.live import Follower, Live
 from tailrace.limits import Limits
 from tailrace.log.model import Stream
+from tailrace.log.records import Sealed, Trim
 from tailrace.settings import Settings
 from tailrace.telemetry import Telemetry
 
@@ -69,7 +71,7 @@ class Scene:
         self.quick_follower = self.follow(self.quick)
 
     def follow(self, socket: Socket, key: str = "") -> Follower:
-        self.live.admit("sse")
+        self.live.admit("sse", self.stream)
         follower = Follower(self.live, self.stream, self.stream.visible, key, None, 60.0)
         self.stream.live += 1
 
@@ -122,6 +124,24 @@ def test_a_step_that_others_took_long_ago_is_not_all_there_is(scene: Scene) -> N
     assert "".join(scene.slow.sent) == "-ab"
 
 
+def test_a_follower_that_retention_has_overtaken_is_sent_away_to_be_told(scene: Scene) -> None:
+    scene.append(b"a")
+    scene.slow.unsent_bytes = 2**30
+    scene.append(b"b")
+    scene.append(b"c")
+    log, number = scene.log.log, scene.stream.number
+    sealed = Sealed(number, 1, 0, [segment(1, 2), segment(3, 3)], [b"", b""])
+    for op in (sealed, Trim(number, 2)):
+        scene.log.call(log.record, op)
+        scene.log.settle()
+    scene.append(b"d")
+    scene.drain()
+    assert scene.slow.sent == ["-", "a"]
+    assert scene.slow.ended_with == 1001  # its way back leads to a 410
+    assert scene.quick.sent == ["-", "a", "b", "c", "d"]
+    assert scene.quick.ended_with is None
+
+
 def test_a_follower_that_drains_after_the_end_learns_of_it(scene: Scene) -> None:
     scene.slow.unsent_bytes = 2**30
     scene.append(b"a")
@@ -144,7 +164,7 @@ def test_a_follower_that_drains_after_a_deletion_ends(scene: Scene) -> None:
 def test_nothing_that_matches_is_said_at_once(scene: Scene) -> None:
     scene.append(b"a", key=b"other")
     socket = Socket()
-    scene.live.admit("sse")
+    scene.live.admit("sse", scene.stream)
     follower = Follower(scene.live, scene.stream, 0, "mine", None, 60.0)
     scene.stream.live += 1
 

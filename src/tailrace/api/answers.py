@@ -23,6 +23,11 @@ def end_offset(offset: str) -> bytes:
     return f"Stream-End-Offset: {offset}\r\n".encode("ascii")
 
 
+def earliest(stream: Stream) -> bytes:
+    """Where reading can begin, once that is no longer the start."""
+    return line("Stream-Earliest-Offset", stream.offset(stream.earliest)) if stream.earliest else b""
+
+
 def content_type(stream: Stream) -> bytes:
     return line("Content-Type", stream.content_type or DEFAULT)
 

@@ -65,9 +65,9 @@ def describe(stream: Stream) -> dict[str, object]:
         "closed": stream.visible_closed,
         "epoch": stream.epoch,
         "next_offset": str(stream.visible),
-        "sealed_through": "-1",
-        "uploaded_through": "-1",
+        "sealed_through": str(stream.sealed - 1),
+        "uploaded_through": str(stream.sealed - 1),
         "end_offset": stream.offset(stream.visible),
-        "earliest_offset": stream.offset(0),
+        "earliest_offset": stream.offset(stream.earliest),
         "total_size_bytes": str(stream.size_bytes),
     }

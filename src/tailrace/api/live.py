@@ -11,6 +11,7 @@ import asyncio
 import random
 from typing import Protocol
 
+from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -170,7 +171,8 @@ class Follower:
             if stream.removed or stream.gone:
                 self.finish(4404)
                 return True
-            if self._type_was_unset and stream.content_type is not None:
+            if (self._type_was_unset and stream.content_type is not None) or self._position < stream.earliest:
+                # It comes back: to the right encoding, or to be told that it has missed something.
                 self.finish(1001)
                 return True
             if self._position >= stream.visible:
@@ -234,6 +236,9 @@ class Follower:
                         return
         except asyncio.CancelledError:
             raise
+        except TailraceError as refusal:
+            # The client comes back and is answered properly.
+            self.finish(1001 if refusal.code == "offset_gone" else 1013)
         except Exception:
             self.finish(1011)
             raise
@@ -385,6 +390,7 @@ class Live:
         head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
         if not text:
             head += b"Stream-SSE-Data-Encoding: base64\r\n"
+        head += answers.earliest(stream)
         outlet = exchange.open_stream(200, head)
         outlet.on_gone = follower.gone
         outlet.on_drain = follower.on_drain

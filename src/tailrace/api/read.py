@@ -13,7 +13,7 @@ from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.log.decide import resolve
+from tailrace.log.decide import gone, resolve
 from tailrace.log.history import Missing, NotAtHandError
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
@@ -163,13 +163,16 @@ class ReadRoutes:
 
     def answer(self, exchange: Exchange, request: ReadRequest) -> None:
         """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
-        limits = self._limits
+        limits, stream = self._limits, request.stream
+        if request.start < stream.earliest:  # retention has overtaken somebody who waited
+            answers.refuse(exchange, gone(stream, stream.earliest))
+            return
         if request.filter_text:
             self._answer_filtered(exchange, request)
             return
         key = request.key.encode() or None
         found = self._log.reader.try_read(
-            request.stream,
+            stream,
             request.start,
             limits.read_page_bytes,
             limits.read_page_entries,
@@ -263,7 +266,7 @@ class ReadRoutes:
         stream = request.stream
         tail = stream.offset(stream.visible)
         head = self._type(request) + answers.next_offset(tail) + answers.end_offset(tail)
-        head += answers.UP_TO_DATE + answers.NO_STORE
+        head += answers.UP_TO_DATE + answers.NO_STORE + answers.earliest(stream)
         if stream.visible_closed:
             head += answers.CLOSED
         exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
@@ -295,8 +298,7 @@ class ReadRoutes:
             head += answers.UP_TO_DATE
         if closed:
             head += answers.CLOSED
-        if stream.earliest:
-            head += line("Stream-Earliest-Offset", stream.offset(stream.earliest))
+        head += answers.earliest(stream)
         if request.mode:
             head += (
                 answers.NO_STORE
@@ -360,7 +362,7 @@ class ReadRoutes:
         stream = request.stream
         offset = stream.offset(position)
         head = answers.next_offset(offset) + answers.end_offset(stream.offset(stream.visible))
-        head += answers.NO_STORE
+        head += answers.NO_STORE + answers.earliest(stream)
         at_tail = position >= stream.visible
         if at_tail:
             head += answers.UP_TO_DATE

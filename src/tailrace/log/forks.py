@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.errors import TailraceError
-from tailrace.log.decide import CreateRequest, ForkPoint, resolve
+from tailrace.log.decide import CreateRequest, ForkPoint, gone, resolve
 from tailrace.log.history import Pinned
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
@@ -36,7 +36,11 @@ def fork_point(
     if source.json:
         if entry + sub > source.visible:
             raise TailraceError("invalid_fork", "the sub-offset is past the end of the source")
+        if entry + sub < source.earliest:
+            raise gone(source, source.earliest)
         return ForkPoint(source, entry + sub, b"", reader.time_of(source, entry + sub, at_hand))
+    if entry < source.earliest:
+        raise gone(source, source.earliest)
     following = reader.entry_now(source, entry + 1, at_hand)
     if sub > len(following):
         raise TailraceError("invalid_fork", "the sub-offset is longer than the next entry")

@@ -366,14 +366,14 @@ class Log:
         return stream
 
     def _create_system_streams(self) -> None:
-        if self.streams.find(registry.NAME) is not None:
-            return
-        transaction = Transaction(None, ignore, None)
-        request = CreateRequest(registry.NAME, "application/json")
-        now_ns, streams = self.clock.now_ns(), self.streams
-        create = decide_create(request, streams.next_number, None, None, now_ns, streams.first_epoch)
-        transaction.add(self.streams, create)
-        self._submit(transaction)
+        if self.streams.find(registry.NAME) is None:
+            transaction = Transaction(None, ignore, None)
+            request = CreateRequest(registry.NAME, "application/json")
+            now_ns, streams = self.clock.now_ns(), self.streams
+            create = decide_create(request, streams.next_number, None, None, now_ns, streams.first_epoch)
+            transaction.add(self.streams, create)
+            self._submit(transaction)
+        self._registry().lifetime = registry.lifetime(self.limits)
 
     def _confirm(
         self,

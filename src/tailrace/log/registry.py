@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import orjson
 
-from tailrace.log.model import Stream
+from tailrace.limits import Limits
+from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.records import Append, Create
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
@@ -15,6 +16,14 @@ NAME = "__registry__"
 def is_listed(name: str) -> bool:
     """Streams of the server itself do not appear in the registry."""
     return not name.startswith("__") and not name.startswith("hub/")
+
+
+def lifetime(limits: Limits) -> Lifetime:
+    """Its bounds are a setting of the server, and may be others after a restart."""
+    age_ms, size_bytes = limits.registry_retention_ms, limits.registry_retention_bytes
+    if not age_ms and not size_bytes:
+        return NO_LIFETIME
+    return Lifetime(retention_s=-(-age_ms // 1000) or None, retention_bytes=size_bytes or None)
 
 
 def inserted(registry: Stream, create: Create, content_type: str | None, closed: bool) -> Append:
@@ -31,6 +40,13 @@ def deleted(registry: Stream, name: str, reason: str, now_ns: int) -> Append:
     return _event(registry, name, "delete", None, now_ns, reason)
 
 
+def present(stream: Stream, now_ns: int) -> bytes:
+    """The message for a stream that exists, as a snapshot has it."""
+    value = _value(stream.name, stream.content_type, stream.created_ns, stream.visible_closed)
+    headers = {"operation": "insert", "timestamp": format_instant(now_ns)}
+    return orjson.dumps({"type": "stream", "key": stream.name, "value": value, "headers": headers})
+
+
 def _value(name: str, content_type: str | None, created_ns: int, closed: bool) -> dict[str, object]:
     return {
         "path": name,
@@ -38,13 +54,6 @@ def _value(name: str, content_type: str | None, created_ns: int, closed: bool) -
         "createdAt": created_ns // 1_000_000,
         "closed": closed,
     }
-
-
-def present(stream: Stream, now_ns: int) -> bytes:
-    """The message for a stream that exists, as a snapshot has it."""
-    value = _value(stream.name, stream.content_type, stream.created_ns, stream.visible_closed)
-    headers = {"operation": "insert", "timestamp": format_instant(now_ns)}
-    return orjson.dumps({"type": "stream", "key": stream.name, "value": value, "headers": headers})
 
 
 def _event(

@@ -99,7 +99,7 @@ class Trims:
         self._look_at_s = 0.0
         self._checkpoints = 0
         self._seen = _START  # time and number up to which due streams were looked at
-        self._file = 0  # the last journal file with something that only a checkpoint brings forward
+        self._file = 0  # the last journal file that takes entries away
         self._deleting = False
         self._wanted = True
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
@@ -111,7 +111,8 @@ class Trims:
         return self._wanted or self._deleting
 
     def waits_for_checkpoint(self, checkpointed_seq: int) -> bool:
-        return self._file > checkpointed_seq
+        """Whether objects can only be deleted, or struck off the list, after the next checkpoint."""
+        return self._file > checkpointed_seq or bool(self._done)
 
     def checkpointed(self, seq: int) -> None:
         for file in [file for file in self._noted if file <= seq]:
@@ -211,7 +212,6 @@ class Trims:
             if len(rows) < PAGE_COUNT:
                 return clean
             after = rows[-1][0]
-        self._file = self._sealing.journal_file
         return clean
 
     def _pending(self, after: int) -> list[tuple[int, int]]:
