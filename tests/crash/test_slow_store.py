@@ -17,7 +17,8 @@ LONG_US = 1_500_000
 @pytest.fixture
 def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
     """A server whose entries are in the hot store only, and not in any cache of its own."""
-    waits = ("--request-ms", str(REQUEST_MS), "--long-poll-max-ms", "200", "--long-poll-default-ms", "100")
+    waits = ["--request-ms", str(REQUEST_MS), "--long-poll-max-ms", "200", "--long-poll-default-ms", "100"]
+    waits += ["--details-max-wait-ms", "200"]
     station = Station(tmp_path, disk, "--journal-file-bytes", "64KiB", *waits).start()
     station.append_many(8, size=15_000)
     eventually(lambda: len(station.journal_files) <= 2, "the entries are in the hot store")
