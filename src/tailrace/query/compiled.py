@@ -118,7 +118,11 @@ class _Compiler:
         tokens = parse_pointer(pointer)
         assert tokens, "pointers are checked when a registry is installed"
         attribute = self.members.setdefault(tokens[0], f"m{len(self.members)}")
-        return _some(_getter(attribute, tokens[1:]), converter(field), _check(clause))
+        get = _getter(attribute, tokens[1:])
+        test = _some(get, converter(field), _check(clause))
+        if isinstance(clause, Equals) and isinstance(clause.value, str):
+            return _equals(get, clause.value, field.normalizer == "lowercase_v1", test)
+        return test
 
 
 def _all(tests: list[Test]) -> Test:
@@ -155,6 +159,18 @@ def _some(get: Callable[[object], object], convert: Convert, check: Check) -> Te
             value = convert(found)
             return value is not None and check(value)
         return any(check(value) for value in _converted(leaves(cast("object", found)), convert))
+
+    return test
+
+
+def _equals(get: Callable[[object], object], wanted: str, lower: bool, otherwise: Test) -> Test:
+    """The clause that most filters have: one plain string against another."""
+
+    def test(members: object) -> bool:
+        found = get(members)
+        if type(found) is str and found.isascii():
+            return (found.lower() if lower else found) == wanted
+        return otherwise(members)
 
     return test
 
