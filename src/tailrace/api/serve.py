@@ -132,9 +132,9 @@ class Server:
         self._disk.start()
         self._memory.start()
         self._checkpoints.start()
+        await registry_snapshot.tell_again(self.log)
         await self.sealing.start()
         if self._verifier is not None:
-        await registry_snapshot.tell_again(self.log)
             self._verifier.start()
         await self._subscriptions.start()
         self._http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
