@@ -74,6 +74,12 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     details_max_wait_ms: Annotated[
         Millis, Meta(description="Longest wait for a change of what _details or _index_status shows.")
     ] = 4500
+    touch_max_waiters: Annotated[
+        Count, Meta(description="Open waits for touches; beyond, they are refused with 429.")
+    ] = 20_000
+    touch_replay_max: Annotated[
+        Count, Meta(description="Entries read again for an old touch cursor; beyond, it is stale.")
+    ] = 200_000
     sse_rotation_ms: Annotated[Millis, Meta(description="Life of one server-sent-events answer.")] = 60_000
     sse_keep_alive_ms: Annotated[Millis, Meta(description="Silence after which an SSE comment is sent.")] = (
         15_000

@@ -333,9 +333,20 @@ class Log:
         self, stream: Stream, key: str, value: bytes | None, reply: Reply = ignore, context: object = None
     ) -> None:
         """Sets or removes one document of a stream; the next append is decided by it."""
-        self._admit(stream, len(value or b""))
+        self.describe_all(stream, [(key, value)], reply, context)
+
+    def describe_all(
+        self,
+        stream: Stream,
+        documents: Sequence[tuple[str, bytes | None]],
+        reply: Reply = ignore,
+        context: object = None,
+    ) -> None:
+        """Sets or removes several documents of a stream: all of them, or none."""
+        self._admit(stream, sum(len(value or b"") for _, value in documents))
         transaction = Transaction(stream, reply, context)
-        transaction.add(self.streams, Describe(stream.number, key, value))
+        for key, value in documents:
+            transaction.add(self.streams, Describe(stream.number, key, value))
         self._submit(transaction)
 
     def settled(self, stream: Stream, reply: Reply, context: object = None) -> None:
