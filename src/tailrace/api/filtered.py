@@ -19,8 +19,9 @@ from tailrace.schema.registry import Registry, read_registry
 
 THREADS = 2
 SCANS_MAX = 8  # at once; each holds a page or two
-FILTERS_KEPT = 256
-FILTER_BYTES_KEPT = 1024
+FILTERS_KEPT_BYTES = 256 * 1024  # of their texts, each with something on top: what is compiled grows alike
+FILTER_BASE_BYTES = 1024
+SHORT_FILTER_BYTES = 1024  # a longer one is never evaluated on the loop
 INLINE_BYTES = 32 * 1024  # decided on the loop: less than handing them to a thread would cost
 WORK_BYTES = 256 * 1024  # decided on a thread before others have their turn
 # Part of the time for a request after which an answer is given with what is decided so far.
@@ -48,6 +49,7 @@ class FilteredReads:
         self._threads = ThreadPoolExecutor(THREADS, "filter")
         self._turns = asyncio.Semaphore(SCANS_MAX)
         self._kept: OrderedDict[tuple[int, str], Filter] = OrderedDict()
+        self._kept_bytes = 0
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -68,11 +70,14 @@ class FilteredReads:
         if found is not None and found.registry is registry:
             self._kept.move_to_end(key)
             return found
-        made = Filter(text, registry)
-        if len(text) <= FILTER_BYTES_KEPT:
-            self._kept[key] = made
-            if len(self._kept) > FILTERS_KEPT:
-                self._kept.popitem(last=False)
+        if found is not None:
+            del self._kept[key]
+            self._kept_bytes -= len(text) + FILTER_BASE_BYTES
+        made = self._kept[key] = Filter(text, registry)
+        self._kept_bytes += len(text) + FILTER_BASE_BYTES
+        while self._kept_bytes > FILTERS_KEPT_BYTES:
+            (_, oldest), _ = self._kept.popitem(last=False)
+            self._kept_bytes -= len(oldest) + FILTER_BASE_BYTES
         return made
 
     def begin(self, stream: Stream, text: str, start: int, scanned_bytes: int) -> Sieve:
@@ -91,6 +96,8 @@ class FilteredReads:
         """Scans a little, on the spot. Whether that was all there is to do."""
         if sieve.done:
             return True
+        if sieve.filter_bytes > SHORT_FILTER_BYTES:
+            return False
         page = self._reader.try_read(
             stream, sieve.decided, INLINE_BYTES, self._limits.read_page_entries, key, apart=True
         )

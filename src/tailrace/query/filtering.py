@@ -85,6 +85,10 @@ class Sieve:
         return self._filter.mark
 
     @property
+    def filter_bytes(self) -> int:
+        return len(self._filter.text)
+
+    @property
     def scan_limit_reached(self) -> bool:
         return self.scanned_bytes >= self._scan_bytes_max
 
