@@ -16,6 +16,7 @@ from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
 from tailrace.api.read import ReadRoutes
+from tailrace.api.schema import SchemaRoutes
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
@@ -43,7 +44,8 @@ class TailraceApp:
         self._verifier = verifier
         self.live = Live(context)
         self._reads = ReadRoutes(context, self.live)
-        self._streams = StreamRoutes(context)
+        self._streams = StreamRoutes(context, self.live.contracts)
+        self.schema = SchemaRoutes(context, self.live)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
         self.control: Control | None = None
@@ -53,6 +55,7 @@ class TailraceApp:
         self.resources: dict[str, Resource] = {
             "_details": self.details.details,
             "_index_status": self.details.index_status,
+            "_schema": self.schema.serve,
             "_routing_keys": self.routing_keys.routing_keys,
         }
         self.seal: Callable[[Exchange, Identity], None] | None = None

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tailrace.api import answers
 from tailrace.api.context import Context
+from tailrace.api.contracts import PAGE_BYTES, PAGE_ENTRIES, Contracts
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -166,6 +167,13 @@ class Follower:
 
     def _advance(self) -> bool:
         """Sends what memory has. True if the follower now waits at the tail, or is done."""
+        try:
+            return self._go_on()
+        except TailraceError:
+            self.finish(1011)  # an entry that cannot be shown; a plain read says which, and why
+            return True
+
+    def _go_on(self) -> bool:
         stream, live = self._stream, self._live
         while not self.ended:
             if stream.removed or stream.gone:
@@ -344,6 +352,7 @@ class Live:
         self._limits = context.limits
         self.loop = context.loop
         self.unsent_bytes_max = context.limits.live_unsent_bytes
+        self.contracts = Contracts(context.limits.key_bytes)
         self._followers: set[Follower] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.now = self.loop.time()  # moved by the tick
@@ -467,17 +476,27 @@ class Live:
         return int(next_cursor(None, self.now_s()))
 
     def try_page(self, stream: Stream, after: int, key: bytes | None) -> Page | None:
-        limits = self._limits
-        found = self._log.reader.try_read(
-            stream, after, limits.read_page_bytes, limits.read_page_entries, key
-        )
-        return found if isinstance(found, Page) else None
+        limits, documents = self._limits, stream.visible_documents
+        if documents is None:
+            found = self._log.reader.try_read(
+                stream, after, limits.read_page_bytes, limits.read_page_entries, key
+            )
+            return found if isinstance(found, Page) else None
+        found = self._log.reader.try_read(stream, after, PAGE_BYTES, PAGE_ENTRIES, key, apart=True)
+        return self._promoted(stream, after, found) if isinstance(found, Page) else None
 
     async def page(self, stream: Stream, after: int, key: bytes | None) -> Page:
         limits = self._limits
-        return await self._log.reader.read(
-            stream, after, limits.read_page_bytes, limits.read_page_entries, key
-        )
+        if stream.visible_documents is None:
+            return await self._log.reader.read(
+                stream, after, limits.read_page_bytes, limits.read_page_entries, key
+            )
+        page = await self._log.reader.read(stream, after, PAGE_BYTES, PAGE_ENTRIES, key, apart=True)
+        return self._promoted(stream, after, page)
+
+    def _promoted(self, stream: Stream, after: int, page: Page) -> Page:
+        contract = self.contracts.of(stream.visible_documents)
+        return page if contract is None else contract.promoted(stream, after, page)
 
     def encoded(self, wire: Wire, stream: Stream, after: int) -> bytes | None:
         """The step from `after` to the tail in one wire form, made once for all who take it now."""

@@ -22,11 +22,10 @@ from tailrace.protocol.offsets import next_offset_line
 class PlainAppend:
     """Handles the appends of one head; whatever is not as usual goes the general way."""
 
-    __slots__ = ("_by_name", "_content_type", "_general", "_json", "_json_depth", "_log", "_name")
+    __slots__ = ("_content_type", "_general", "_json", "_json_depth", "_log", "_name")
 
     def __init__(self, log: Log, name: str, content_type: str, general: Callable[[Exchange], None]) -> None:
         self._log = log
-        self._by_name = log.streams.by_name
         self._json_depth = log.limits.json_depth
         self._name = name
         self._content_type = content_type
@@ -34,13 +33,14 @@ class PlainAppend:
         self._general = general
 
     def __call__(self, exchange: Exchange) -> None:
-        stream = self._by_name.get(self._name)
+        stream = self._log.streams.by_name.get(self._name)
         if (
             stream is None
             or stream.closed
             or stream.gone
             or stream.lifetime is not NO_LIFETIME
             or stream.content_type != self._content_type
+            or stream.documents is not None
         ):
             self._general(exchange)
             return

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tailrace.api import answers
 from tailrace.api.context import Context
+from tailrace.api.contracts import PAGE_BYTES, PAGE_ENTRIES
 from tailrace.api.filtered import FilteredReads, registry_of
 from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
@@ -163,7 +164,7 @@ class ReadRoutes:
 
     def answer(self, exchange: Exchange, request: ReadRequest) -> None:
         """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
-        limits, stream = self._limits, request.stream
+        stream = request.stream
         if request.start < stream.earliest:  # retention has overtaken somebody who waited
             answers.refuse(exchange, gone(stream, stream.earliest))
             return
@@ -172,15 +173,10 @@ class ReadRoutes:
             return
         key = request.key.encode() or None
         found = self._log.reader.try_read(
-            stream,
-            request.start,
-            limits.read_page_bytes,
-            limits.read_page_entries,
-            key,
-            apart=request.fmt == "raw",
+            stream, request.start, *self._page_of(request), key, apart=_apart(request)
         )
         if not isinstance(found, Missing):
-            self._answer_page(exchange, request, found)
+            self._answer_read(exchange, request, found)
             return
         self._later(self._answer_later(exchange, request, self._read(request, key)))
 
@@ -190,16 +186,31 @@ class ReadRoutes:
         task.add_done_callback(self._tasks.discard)
 
     async def _read(self, request: ReadRequest, key: bytes | None) -> Answer:
-        limits = self._limits
         page = await self._log.reader.read(
-            request.stream,
-            request.start,
-            limits.read_page_bytes,
-            limits.read_page_entries,
-            key,
-            apart=request.fmt == "raw",
+            request.stream, request.start, *self._page_of(request), key, apart=_apart(request)
         )
-        return lambda exchange: self._answer_page(exchange, request, page)
+        return lambda exchange: self._answer_read(exchange, request, page)
+
+    def _page_of(self, request: ReadRequest) -> tuple[int, int]:
+        """How large a page may be, in bytes and entries."""
+        limits = self._limits
+        if request.stream.visible_documents is not None:
+            return min(PAGE_BYTES, limits.read_page_bytes), min(PAGE_ENTRIES, limits.read_page_entries)
+        return limits.read_page_bytes, limits.read_page_entries
+
+    def _answer_read(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
+        """Answers with a page as it was read: what is of an older schema version is promoted."""
+        stream = request.stream
+        contract = self._live.contracts.of(stream.visible_documents)
+        if contract is None:
+            self._answer_page(exchange, request, page)
+            return
+        try:
+            page = contract.promoted(stream, request.start, page)
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+            return
+        self._answer_page(exchange, request, page, contract.mark(page))
 
     async def _answer_later(
         self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, Answer]
@@ -482,6 +493,11 @@ def _since_ns(text: str) -> int:
     if since_ns is None:
         raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
     return since_ns
+
+
+def _apart(request: ReadRequest) -> bool:
+    """Entries that may have to be promoted are read one by one, as are those of raw answers."""
+    return request.fmt == "raw" or request.stream.visible_documents is not None
 
 
 def leave(stream: Stream, reader: object) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import orjson
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
+from tailrace.api.contracts import Contracts
 from tailrace.api.plain_append import PlainAppend
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
@@ -42,8 +44,9 @@ SPECIAL_HEADERS = frozenset(
 class StreamRoutes:
     """What changes a stream, and its metadata."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, contracts: Contracts) -> None:
         self._context = context
+        self._contracts = contracts
         self._log = context.log
         self._limits = context.limits
         self._tasks: set[asyncio.Task[None]] = set()
@@ -57,7 +60,10 @@ class StreamRoutes:
         stream = log.streams.by_name.get(name)
         if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
             stream = log.existing(name)
-        log.append(stream, self._append_request(exchange, stream), self._answer_append, exchange)
+        request = self._append_request(exchange, stream)
+        if stream.documents is not None:
+            request.check = partial(self._contracts.guard, request)
+        log.append(stream, request, self._answer_append, exchange)
 
     def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
         """The short way for appends that repeat this head, if there is one."""

@@ -1,0 +1,129 @@
+"""What a stream's registry means for those who write to it and read from it: made once, used often."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tailrace.errors import TailraceError
+from tailrace.log.decide import AppendRequest
+from tailrace.log.model import ReadPart, Stream
+from tailrace.log.reader import Page
+from tailrace.protocol.content_types import is_json
+from tailrace.schema.convert import LensFailureError
+from tailrace.schema.promote import Promoter
+from tailrace.schema.record import UnusableRecordError, load_record
+from tailrace.schema.registry import Registry, read_registry
+from tailrace.schema.routing import KeyRule, key_not_allowed
+from tailrace.schema.validate import Validator, compile_schema
+
+SCHEMA = "schema"  # key of the document
+KEPT_BYTES = 64 * 1024 * 1024  # of documents whose contracts are kept
+# A page that may have to be promoted is smaller: that is done on the loop.
+PAGE_BYTES = 128 * 1024
+PAGE_ENTRIES = 1000
+
+
+class Contract:
+    """A registry, ready for use."""
+
+    def __init__(self, document: bytes, key_bytes_max: int) -> None:
+        self.registry: Registry = read_registry(document)
+        registry = self.registry
+        self._validator: Validator | None = None
+        if registry.version:
+            self._validator = compile_schema(registry.schemas[registry.version])
+        self._rule = None if registry.routing_key is None else KeyRule(registry.routing_key, key_bytes_max)
+        self._promoter = Promoter(registry)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def check(self, request: AppendRequest) -> Sequence[bytes | None] | None:
+        """Refuses entries that do not fit; gives their keys if the registry says where they are."""
+        if self._rule is not None and request.key is not None:
+            raise key_not_allowed()
+        if self._validator is None and self._rule is None:
+            return None
+        batch = request.lengths is not None
+        keys: list[bytes | None] = []
+        for index, payload in enumerate(_cut(request)):
+            where = f"record {index}: " if batch else ""
+            try:
+                record = load_record(payload)
+            except UnusableRecordError as error:
+                raise TailraceError("invalid_request", f"{where}(root) {error}") from None
+            if self._validator is not None:
+                complaint = self._validator.complaint(record)
+                if complaint is not None:
+                    raise TailraceError("invalid_request", where + complaint)
+            if self._rule is not None:
+                keys.append(self._rule.key_of(record))
+        return keys if self._rule is not None else None
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def mark(self, page: Page) -> str:
+        """What the bytes of a page depend on beside its entries; "" if they will never be others."""
+        registry = self.registry
+        touched = registry.boundaries and page.next_entry > registry.boundaries[0].offset
+        return f"v{registry.version}" if touched else ""
+
+    def promoted(self, stream: Stream, after: int, page: Page) -> Page:
+        """A page with each entry apart, as readers get it. It ends early if it grows too large by that."""
+        if not self._promoter.needed(after):  # sequence numbers count from 0
+            return page
+        parts: list[ReadPart] = []
+        size = 0
+        for entry, part in zip(page.entries(), page.parts, strict=True):
+            if size > PAGE_BYTES:
+                return Page(parts, entry - 1, len(parts))
+            try:
+                parts.append(self._promoter.promote_payload(part, entry - 1))
+            except LensFailureError as failure:
+                offset = stream.offset(entry)
+                raise TailraceError(
+                    "invalid_request", f"lens promotion failed at offset {offset}: {failure}"
+                ) from None
+            size += len(parts[-1])
+        return Page(parts, page.next_entry, page.count)
+
+
+class Contracts:
+    """Contracts by their documents, least recently used out first, bounded in bytes."""
+
+    def __init__(self, key_bytes_max: int) -> None:
+        self._key_bytes_max = key_bytes_max
+        self._kept: OrderedDict[bytes, Contract] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, documents: dict[str, bytes] | None) -> Contract | None:
+        """The contract in a stream's documents; None if it has no registry."""
+        document = None if documents is None else documents.get(SCHEMA)
+        if document is None:
+            return None
+        found = self._kept.get(document)  # the same object until it changes: its hash is known
+        if found is not None:
+            self._kept.move_to_end(document)
+            return found
+        found = self._kept[document] = Contract(document, self._key_bytes_max)
+        self._bytes += len(document)
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._bytes -= len(self._kept.popitem(last=False)[0])
+        return found
+
+    def guard(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
+        """What the sequencer asks when all else about an append is in order."""
+        binds_json = stream.content_type is None and is_json(request.content_type)
+        contract = self.of(stream.documents) if stream.json or binds_json else None
+        return None if contract is None else contract.check(request)
+
+
+def _cut(request: AppendRequest) -> list[bytes]:
+    if request.lengths is None:
+        return [request.body]
+    payloads: list[bytes] = []
+    position = 0
+    for length in request.lengths:
+        payloads.append(request.body[position : position + length])
+        position += length + 1
+    return payloads

@@ -1,0 +1,122 @@
+"""GET and POST `_schema`: a stream's registry."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.contracts import SCHEMA
+from tailrace.api.live import Live
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Transaction
+from tailrace.net.http1 import Exchange
+from tailrace.query.includes import check_includes
+from tailrace.schema.registry import Registry, read_registry
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.update import Update, decide_update, prepare_update
+
+METHODS = "GET, HEAD, POST, OPTIONS"
+
+
+class SchemaRoutes:
+    """Checking an update may take long and is done on a thread; deciding it is one step on the loop."""
+
+    def __init__(self, context: Context, live: Live) -> None:
+        self._context = context
+        self._log = context.log
+        self._live = live
+        self._thread = ThreadPoolExecutor(1, "schema")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method == b"POST":
+            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
+            self._log.existing(name)
+            self._post(exchange, name, parse(exchange.body))
+        elif method in (b"GET", b"HEAD"):
+            authorise(identity, Action.QUERY_STREAM, stream=name)
+            stream = self._log.readable(name)
+            _answer(exchange, document_of(stream, stream.visible_documents))
+        else:
+            raise answers.not_allowed(METHODS)
+
+    def _post(self, exchange: Exchange, name: str, body: object) -> None:
+        task = self._context.loop.create_task(self._update(exchange, name, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _update(self, exchange: Exchange, name: str, body: object) -> None:
+        try:
+            stream = self._log.existing(name)
+            before = document_of(stream, stream.documents)
+            async with asyncio.timeout(self._context.limits.request_ms / 1000):
+                registry, update = await self._context.loop.run_in_executor(
+                    self._thread, _prepare, before, body
+                )
+            self._decide(exchange, name, before, registry, update)
+        except TimeoutError:
+            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+        except Exception:
+            answers.refuse(exchange, TailraceError("internal", "the update failed"))
+            raise
+
+    def _decide(
+        self, exchange: Exchange, name: str, before: bytes, registry: Registry, update: Update
+    ) -> None:
+        """From the look at the stream to the record in the journal nothing comes between."""
+        stream = self._log.existing(name)
+        if stream.content_type is not None and not stream.json:
+            raise TailraceError("invalid_request", "schema requires application/json stream content-type")
+        if document_of(stream, stream.documents) != before:
+            raise TailraceError("conflict", "schema registry changed concurrently")
+        after = decide_update(registry, update, stream.tail).to_json()
+        if after == before:
+            self._log.settled(stream, self._decided, exchange)
+        else:
+            self._log.describe(stream, SCHEMA, after, self._decided, exchange)
+
+    def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
+        exchange, stream = transaction.context, transaction.subject
+        assert type(exchange) is Exchange
+        assert stream is not None
+        if error is not None:
+            answers.refuse(exchange, error)
+            return
+        self._live.step_stream = None  # what was encoded for one reader was promoted by the old registry
+        _answer(exchange, document_of(stream, stream.visible_documents))
+
+
+def document_of(stream: Stream, documents: dict[str, bytes] | None) -> bytes:
+    """The registry as it is shown; a stream that never had one has an empty one."""
+    found = None if documents is None else documents.get(SCHEMA)
+    return Registry(name=stream.name).to_json() if found is None else found
+
+
+def parse(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
+
+
+def _prepare(document: bytes, body: object) -> tuple[Registry, Update]:
+    registry = read_registry(document)
+    update = prepare_update(registry, body)
+    if isinstance(update.search, SearchConfig):
+        check_includes(update.search)
+    return registry, update
+
+
+def _answer(exchange: Exchange, document: bytes) -> None:
+    exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
