@@ -11,6 +11,7 @@ import pytest
 from crash.faults import ALLOCATE, JOURNAL, SYNC, WRITE, Disk
 from crash.station import Station, eventually
 from crash.wire import TEXT
+from support.wire import Wire, fresh
 from tailrace.log.inspect import inspect_journal
 
 OpenStation = Callable[..., Station]
@@ -155,3 +156,26 @@ def test_a_reader_waits_through_a_failure(station: OpenStation, disk: Disk) -> N
     answer = waiting.wait()
     assert answer is not None
     assert (answer.status, answer.body) == (200, post.acknowledged[-1])
+
+
+def test_repeated_appends_follow_the_state_that_was_rolled_back_to(station: OpenStation, disk: Disk) -> None:
+    """Their head is known, so they take the short way; that way must not remember streams of before."""
+    post = station().start()
+    wire = Wire(post.server.port)
+    name = fresh()
+    assert wire.put(name, "text/plain").status == 201
+    for _ in range(16):
+        assert wire.post(name, "text/plain", "x").status == 204
+    disk.fail(JOURNAL, WRITE, errno.EIO)
+    assert wire.post(name, "text/plain", "y").status == 503
+    disk.heal()
+    eventually(lambda: wire.post(name, "text/plain", "z").status == 204, "appends are accepted again")
+    assert wire.delete(name).status == 204
+    assert wire.post(name, "text/plain", "x").status == 404
+    assert wire.put(name, "text/plain").status == 201
+    assert wire.post(name, "text/plain", "x").status == 204
+    assert wire.get(name).body == b"x"
+    wire.close()
+    post.server.restart(kill=True)
+    assert wire.get(name).body == b"x"
+    wire.close()

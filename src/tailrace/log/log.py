@@ -207,6 +207,7 @@ class Log:
         There is nothing to decide but the time: the case is common enough to have its own, shorter way.
         """
         assert not stream.closed
+        assert not stream.removed
         body_bytes = len(body)
         self._admit(stream, body_bytes)
         now_ns = self.clock.now_ns()
