@@ -35,6 +35,7 @@ class Decision(NamedTuple):
     next_ns: int | None
     segments: int = 0  # of the stream's own
     segment_bytes: int = 0
+    to_the_end: bool = False  # every segment goes that there was
 
 
 def has_bounds(lifetime: Lifetime) -> bool:
@@ -62,7 +63,7 @@ def decide(
                 segments=decided.segments + 1,
                 segment_bytes=decided.segment_bytes + segment.file_bytes,
             )
-    return decided
+    return decided._replace(to_the_end=True)
 
 
 def over_at_ns(segment: Shown, lifetime: Lifetime, newer_bytes: int) -> int | None:

@@ -59,7 +59,7 @@ def decide_stored(db: HotDb, stream: Stream, lifetime: Lifetime, now_ns: int) ->
         shown_bytes += sum(part.payload_bytes for part in shown_segments(db, stream) if not part.own)
     shown = shown_segments(db, stream, SEGMENTS_MAX)
     decision = decide(stream.earliest, shown, lifetime, shown_bytes, now_ns)
-    if decision.next_ns is None and inherits and decision.earliest < stream.fork_entry:
+    if decision.to_the_end and inherits and decision.earliest < stream.fork_entry:
         # Its source has yet to seal what it shows of it, and nobody will say when that is done.
         return decision._replace(next_ns=0)
     return decision
