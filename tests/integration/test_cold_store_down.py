@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -112,6 +113,29 @@ def test_too_much_waiting_is_refused_until_it_has_drained(started: Started, buck
     while len(text) < 10_000 * taken + 1:
         text += http.get(f"a?offset={encode(0, len(text) // 10_000)}").body
     assert text == b"x" * 10_000 * taken + b"y"
+
+
+def test_history_that_is_elsewhere_is_not_served_with_holes(
+    started: Started, bucket: Bucket, tmp_path: Path
+) -> None:
+    server, http = started()
+    assert http.put("a", TEXT, "x").status == 201
+    wait_sealed(server.data_dir)
+    http.close()
+    server.stop()
+    server.env["TAILRACE_OBJECT_STORE"] = (tmp_path / "another").as_uri()
+    with pytest.raises(ServerFailedError, match="name the store that has it"):
+        server.start()
+    # All of it copied, it is as good as the one before.
+    shutil.copytree(tmp_path / "bucket", tmp_path / "another")
+    server.start()
+    assert http.get("a").body == b"x"
+    http.close()
+    server.stop()
+    server.env |= {"TAILRACE_OBJECT_STORE": (tmp_path / "third").as_uri(), "TAILRACE_TAKE_OVER": "yes"}
+    server.start()
+    assert http.get("a").code == "unavailable"
+    assert http.put("b", TEXT, "y").status == 201
 
 
 def test_a_bucket_has_one_owner(started: Started) -> None:

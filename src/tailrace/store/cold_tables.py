@@ -77,6 +77,9 @@ class ColdTables:
         found = None if row is None else SegmentRow(*cast("tuple[int, int, bytes, bytes]", row))
         return None if found is None or found.last < entry else found
 
+    def any_segments(self) -> bool:
+        return self.exist() and self._db.one("SELECT 1 FROM segments LIMIT 1") is not None
+
     def segment_since(self, number: int, since_ns: int) -> SegmentRow | None:
         """The first segment with an entry appended at or after the instant; times never decrease."""
         if not self.exist():

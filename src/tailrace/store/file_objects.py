@@ -281,6 +281,8 @@ class _Files:
         try:
             fd = os.open(self._root / key, os.O_RDONLY | os.O_CLOEXEC)
         except ABSENT as error:
+            if isinstance(error, NotADirectoryError) and not self._root.is_dir():
+                raise  # it is the whole store that is not there
             raise ObjectMissingError(key, "is not there") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):

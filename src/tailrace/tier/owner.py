@@ -18,10 +18,21 @@ logger = logging.getLogger("tailrace.seal")
 START_S_MAX = 5.0
 
 
-class Owner:
-    """The fence we write with, 0 while we have none."""
+class HistoryElsewhereError(TailraceError):
+    """Streams are sealed, but not to this object store: serving them would be serving holes."""
 
-    def __init__(self, url: str, deployment: str, take_over: bool, limits: Limits) -> None:
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            "unavailable",
+            f"the object store {url} has nothing of the history that this data directory sealed before; name "
+            "the store that has it, or copy all of it there. To go on without it, start with --take-over",
+        )
+
+
+class Owner:
+    """The fence we write with, 0 while we have none. `sealed`: whether there is history to be found there."""
+
+    def __init__(self, url: str, deployment: str, take_over: bool, sealed: bool, limits: Limits) -> None:
         try:
             self._objects = open_objects(url, limits=limits)
         except ValueError as error:
@@ -30,6 +41,7 @@ class Owner:
         self._url = url
         self.deployment = deployment
         self._take_over = take_over
+        self._sealed = sealed
         self.fence = 0
         self.failure = ""
 
@@ -55,6 +67,8 @@ class Owner:
             logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
 
     async def claim(self) -> None:
+        if self._sealed and not self._take_over and await self._ownership.current() is None:
+            raise HistoryElsewhereError(self._url)
         self.fence = await self._ownership.claim(self.deployment, self._take_over)
         self.failure = ""
 
@@ -66,7 +80,7 @@ class Owner:
             else:
                 await self._ownership.confirm(self.deployment, self.fence)
             self.failure = ""
-        except OwnedElsewhereError as error:
+        except (OwnedElsewhereError, HistoryElsewhereError) as error:
             raise FencedError(error.message) from error
         except (ObjectsError, OSError) as error:
             self.failure = str(error)

@@ -58,7 +58,9 @@ class Sealing:
         self._loop = loop
         self._settings = settings
         self._interval_s = log.limits.seal_interval_ms / 1000
-        self._owner = Owner(settings.object_store_url, deployment, settings.take_over, log.limits)
+        sealed = log.store.db.cold.any_segments()
+        url = settings.object_store_url
+        self._owner = Owner(url, deployment, settings.take_over, sealed, log.limits)
         self._due = DueStreams(log.limits)
         self.pressure = Pressure(log)
         self.sealer: SealerProcess | None = None

@@ -25,6 +25,7 @@ import msgspec
 from tailrace import failpoints
 from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Stream
+from tailrace.logs import configure
 from tailrace.store.directory import make_directory
 from tailrace.store.footers import fetch_footer
 from tailrace.store.kept import Run
@@ -359,7 +360,7 @@ def _say(line: bytes) -> None:
 def main() -> None:
     os.nice(5)
     failpoints.in_child()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    configure("warning", "auto")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
 
 
