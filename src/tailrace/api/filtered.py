@@ -6,7 +6,6 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 from tailrace.api.context import Context
 from tailrace.errors import TailraceError
@@ -15,7 +14,7 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.headers import line
 from tailrace.query.filtering import Filter, Sieve
-from tailrace.schema.registry import Registry, read_registry
+from tailrace.schema.registry import Registry
 
 THREADS = 2
 SCANS_MAX = 8  # at once; each holds a page or two
@@ -26,16 +25,6 @@ INLINE_BYTES = 32 * 1024  # decided on the loop: less than handing them to a thr
 WORK_BYTES = 256 * 1024  # decided on a thread before others have their turn
 # Part of the time for a request after which an answer is given with what is decided so far.
 PATIENCE = 0.6
-
-
-def registry_of(stream: Stream) -> Registry | None:
-    """The registry that readers of a stream go by."""
-    document = None if stream.visible_documents is None else stream.visible_documents.get("schema")
-    return None if document is None else known_registry(document)
-
-
-# Parsed once for all reads; a stream's document is one object until it changes.
-known_registry = lru_cache(128)(read_registry)
 
 
 class FilteredReads:

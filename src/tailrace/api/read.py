@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import PAGE_BYTES, PAGE_ENTRIES
-from tailrace.api.filtered import FilteredReads, registry_of
+from tailrace.api.filtered import FilteredReads
 from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
@@ -24,6 +24,7 @@ from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
 from tailrace.query.filtering import Sieve
+from tailrace.schema.registry import Registry
 
 Answer = Callable[[Exchange], None]
 
@@ -66,7 +67,7 @@ class ReadRoutes:
         self._live = live
         self._public = b"private" if context.settings.auth_configured else b"public"
         self._tasks: set[asyncio.Task[None]] = set()
-        self._filtered = FilteredReads(context, registry_of)
+        self._filtered = FilteredReads(context, self._registry_of)
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
@@ -238,6 +239,10 @@ class ReadRoutes:
         answer(exchange)
 
     # -- filtered --------------------------------------------------------------------------------------
+
+    def _registry_of(self, stream: Stream) -> Registry | None:
+        contract = self._live.contracts.of(stream.visible_documents)
+        return None if contract is None else contract.registry
 
     def _answer_filtered(self, exchange: Exchange, request: ReadRequest) -> None:
         """As `answer`, with the entries that match a filter."""
