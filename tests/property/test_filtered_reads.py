@@ -228,6 +228,27 @@ def test_f1_a_match_in_the_last_row_only_is_found_after_empty_answers(walk: Walk
             assert found == [b'{"id": "x"}']
 
 
+def test_v3_has_gives_the_same_answer_wherever_an_entry_is(walk: Walk) -> None:
+    without: list[Any] = [
+        {},
+        {"id": None},
+        {"id": []},
+        {"id": [[None], {}]},
+        {"id": 5},
+        {"id": {"id": "x"}},
+        7,
+    ]
+    having: list[Any] = [{"id": ""}, {"id": "x"}, {"id": [None, "x"]}, {"id": [[], ["", 5]]}]
+    rows = [*without, *having]
+    everything = Bounds(2**20, 10_000, 2**20)
+    for then in ("", "checkpoint", "seal"):
+        stream = walk.fill([Batch(None, rows, then)])
+        for text, expected in (("has:id", having), ("-has:id", without)):
+            for inline in (True, False):
+                found = walk.walk(stream, _registry(None), text, None, everything, inline=inline)
+                assert found == [payload_of(record) for record in expected], (then, text)
+
+
 def test_l3_old_entries_are_found_through_the_renamed_field(walk: Walk) -> None:
     old = [{"other": "x"}, {"other": "y"}, {"id": "x"}, 7]
     stream = walk.fill([Batch(None, old, "seal"), Batch(None, [{"id": "x"}, {"other": "x"}], "")])

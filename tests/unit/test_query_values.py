@@ -10,7 +10,9 @@ import pytest
 
 from tailrace.query.analyze import TOKEN_BYTES_MAX, tokens_of
 from tailrace.query.values import leaves, to_string, values_of
+from tailrace.query.view import Extractor, View
 from tailrace.schema.payload import UnreadableRecordError, decode_record
+from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import parse_search
 
 CORPUS: dict[str, Any] = json.loads(
@@ -28,6 +30,16 @@ def test_v1_values_are_those_of_the_shared_vectors(vector: dict[str, Any]) -> No
     assert json.dumps(some, sort_keys=True) == json.dumps(vector["values"], sort_keys=True)
     if "tokens" in vector:
         assert [tokens_of(str(value)) for value in found["text"]] == vector["tokens"]
+
+
+def test_v1_the_extractor_of_scans_and_indexes_gives_the_same_values() -> None:
+    registry = Registry(name="s", version=CORPUS["version"], search=CONFIG, boundaries=(Boundary(0, 2),))
+    names = list(CONFIG.fields)
+    extractor = Extractor(View(registry), names)
+    for vector in CORPUS["vectors"]:
+        row = extractor.row(1, vector["payload"].encode())
+        some = {name: list(values) for name, values in zip(names, row, strict=True) if values}
+        assert json.dumps(some, sort_keys=True) == json.dumps(vector["values"], sort_keys=True)
 
 
 def test_long_tokens_are_cut_at_whole_characters() -> None:
