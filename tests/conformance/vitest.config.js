@@ -7,5 +7,7 @@ export default defineConfig({
     pool: "forks",
     fileParallelism: false,
     watch: false,
+    // One test compares 100 KiB byte by byte: on a busy machine that alone takes longer than the default.
+    testTimeout: 30_000,
   },
 })
