@@ -154,6 +154,16 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     registry_retention_bytes: Annotated[
         BytesOrNone, Meta(description="Payload up to which __registry__ is kept; 0 keeps all of it.")
     ] = 0
+    metrics_flush_ms: Annotated[
+        MillisOrNone, Meta(description="How often __stream_metrics__ is written; 0 never.")
+    ] = 10_000
+    metrics_retention: Annotated[
+        MillisOrNone, Meta(description="Age up to which __stream_metrics__ is kept; 0 keeps all of it.")
+    ] = 7 * DAY_MS
+    metrics_max_series: Annotated[
+        int,
+        Meta(ge=2, extra={"unit": "count"}, description="Series that one interval of metrics may hold."),
+    ] = 2000
     cold_cache_bytes: Annotated[
         BytesOrNone, Meta(description="Local disk cache of what was read from the object store.")
     ] = 1024 * MIB

@@ -157,7 +157,9 @@ class ServerProcess:
     def _environment(self) -> dict[str, str]:
         # Settings of whoever runs the tests must not reach the server under test.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
-        return {**kept, "PYTHONUNBUFFERED": "1", **self.env}
+        # Only tests about it want a server that writes something by itself.
+        quiet = {"TAILRACE_METRICS_FLUSH_MS": "0"}
+        return {**kept, "PYTHONUNBUFFERED": "1", **quiet, **self.env}
 
     def _directory(self) -> Path:
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,8 @@ from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.memory_guard import MemoryGuard, limit_of
 from tailrace.api.metrics import MetricsApp
 from tailrace.api.seal import SealRoute
+from tailrace.api.stream_metrics.sources import series_book
+from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.auth import TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
@@ -119,9 +121,9 @@ class Server:
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
-        self.app.server = ServerRoutes(
-            Node(context, self.app.live, self._memory, self.sealing, self._checkpoints, self._cold)
-        )
+        node = Node(context, self.app.live, self._memory, self.sealing, self._checkpoints, self._cold)
+        self.app.server = ServerRoutes(node)
+        self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
         self.url = ""
@@ -131,6 +133,7 @@ class Server:
         self.log.open()
         self._disk.start()
         self._memory.start()
+        self._stream_metrics.start()
         self._checkpoints.start()
         await registry_snapshot.tell_again(self.log)
         await self.sealing.start()
@@ -165,6 +168,7 @@ class Server:
         await self._subscriptions.stop()
         self._disk.stop()
         self._memory.stop()
+        self._stream_metrics.stop()
         await self.sealing.stop()
         await self.log.close()
         await self._checkpoints.stop()

@@ -10,6 +10,7 @@ from tailrace.log.commit import Batch
 from tailrace.log.model import Stream
 from tailrace.log.records import Append, Create, Delete, Recorded
 from tailrace.log.streams import Streams
+from tailrace.log.traffic import Traffic
 from tailrace.log.transaction import Transaction
 
 logger = logging.getLogger("tailrace.log")
@@ -29,6 +30,7 @@ class Publisher:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.observers: list[Observer] = []
+        self.traffic: Traffic | None = None
         self.entries = 0
         self.bytes = 0
 
@@ -45,6 +47,8 @@ class Publisher:
                 publish_append(op, subject)
                 self.entries += op.count
                 self.bytes += len(op.body)
+                if self.traffic is not None:
+                    self.traffic.add(subject, op.count, len(op.body))
                 if subject.batch is batch:
                     subject.batch = None
                 if subject.readers is not None:
@@ -75,6 +79,8 @@ class Publisher:
             if isinstance(op, Append):
                 self.entries += op.count
                 self.bytes += len(op.body)
+                if self.traffic is not None:
+                    self.traffic.add(stream, op.count, len(op.body))
             if stream.batch is batch:
                 stream.batch = None
             if stream.readers is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tailrace.errors import TailraceError
-from tailrace.log import registry
+from tailrace.log import registry, system
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import JournalCorruptError, list_files
 from tailrace.log.recovery import Replayed, replay
@@ -36,10 +36,10 @@ def already_done(path: Path) -> bool:
 
 
 def _count_streams(store: StoredStreams, found: Replayed) -> int:
-    """Apart from the registry as long as that is empty: a server that was started by mistake makes it."""
-    names = {name for name, _ in store.db.images_after("", "", 2)} | found.streams.by_name.keys()
+    """Apart from the server's own as long as the registry is empty: one started by mistake makes them."""
+    names = {name for name, _ in store.db.images_after("", "", 3)} | found.streams.by_name.keys()
     own = found.streams.find(registry.NAME)
-    if names <= {registry.NAME} and (own is None or own.tail == 0):
+    if names <= set(system.BOUNDED) and (own is None or own.tail == 0):
         return 0
     return max(store.db.count_streams(), len(names))
 

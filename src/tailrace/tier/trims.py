@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace import failpoints
 from tailrace.errors import TailraceError
-from tailrace.log import registry
+from tailrace.log import system
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
@@ -151,10 +151,14 @@ class Trims:
 
     def _system_streams(self) -> list[tuple[int, Lifetime]]:
         """Streams whose bounds are a setting of the server: these are in no book."""
-        stream = self._log.streams.by_name.get(registry.NAME)
-        if stream is None or self._seen != _START or not has_bounds(stream.lifetime):
+        if self._seen != _START:
             return []
-        return [(stream.number, stream.lifetime)]
+        found = [self._log.streams.by_name.get(name) for name in system.BOUNDED]
+        return [
+            (stream.number, stream.lifetime)
+            for stream in found
+            if stream is not None and has_bounds(stream.lifetime)
+        ]
 
     async def _trim(self, wanted: Sequence[Wanted]) -> None:
         trims: list[Trim] = []

@@ -1,0 +1,151 @@
+"""Which records an interval is worth: bounded in number, and hardly any while nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from heapq import nlargest
+from typing import Literal, NamedTuple
+
+from tailrace.log.traffic import Share
+from tailrace.profiles.metrics import Record, normalise
+from tailrace.telemetry import Distribution
+
+QUIET_MS_MAX = 300_000  # something unchanged is told again after this time
+BUSIEST = 50  # streams that have series of their own
+OTHER = "__other__"
+DROPPED = "tailrace.metrics.series_dropped"
+NO_TAGS: Mapping[str, str] = {}
+
+
+class Source(NamedTuple):
+    """A series that always exists. Counters are told by how much they grew, gauges as they are."""
+
+    metric: str
+    unit: str
+    kind: Literal["counter", "gauge"]
+    read: Callable[[], float]
+    tags: Mapping[str, str] = NO_TAGS
+
+
+class Timing(NamedTuple):
+    """A distribution of seconds, told in milliseconds."""
+
+    metric: str
+    distribution: Distribution
+
+
+class Window(NamedTuple):
+    start_ms: int
+    end_ms: int
+
+
+class SeriesBook:
+    """Remembers what was told last. Nothing here knows streams by name but the traffic of one interval."""
+
+    def __init__(self, sources: list[Source], timings: list[Timing], instance: str, series_max: int) -> None:
+        self._sources = sources
+        self._timings = timings
+        self._instance = instance
+        self._series_max = series_max
+        self._last: dict[int, float] = {}  # by place in `sources`
+        self._told_ms: dict[int, int] = {}
+        self._counts = [sum(timing.distribution.counts) for timing in timings]
+        self._totals = [timing.distribution.total for timing in timings]
+        self.dropped = 0
+
+    def records(self, window: Window, shares: Mapping[str, Share], others: Share) -> list[Record]:
+        """Canonical records of one interval, at most as many as there may be series."""
+        found: list[Record] = []
+        dropped = 0
+        for record in self._all(window, shares, others):
+            if len(found) < self._series_max - 1:
+                found.append(record)
+            else:
+                dropped += 1
+        self.dropped += dropped
+        if dropped:
+            found.append(self._record(window, DROPPED, "count", 1, dropped, dropped))
+        return found
+
+    def _all(self, window: Window, shares: Mapping[str, Share], others: Share) -> Iterator[Record]:
+        for place, source in enumerate(self._sources):
+            record = self._told(window, place, source)
+            if record is not None:
+                yield record
+        if shares or others.entries:
+            for place, timing in enumerate(self._timings):
+                record = self._timed(window, place, timing)
+                if record is not None:
+                    yield record
+        else:
+            # Only the server itself has written: its own records are not worth another record.
+            for place, timing in enumerate(self._timings):
+                self._grown(place, timing)
+        yield from self._traffic(window, shares, others)
+
+    def _told(self, window: Window, place: int, source: Source) -> Record | None:
+        value = source.read()
+        last = self._last.get(place)
+        self._last[place] = value
+        # What a counter had when the server started is no growth.
+        told = value if source.kind == "gauge" else value - (value if last is None else last)
+        changed = value != last if source.kind == "gauge" else told != 0
+        if not changed and window.end_ms - self._told_ms.get(place, 0) < QUIET_MS_MAX:
+            return None
+        self._told_ms[place] = window.end_ms
+        count = 1 if source.kind == "gauge" or told else 0
+        return self._record(window, source.metric, source.unit, count, told, told, tags=source.tags)
+
+    def _grown(self, place: int, timing: Timing) -> tuple[int, float]:
+        count, total = sum(timing.distribution.counts), timing.distribution.total
+        grown = count - self._counts[place], total - self._totals[place]
+        self._counts[place], self._totals[place] = count, total
+        return grown
+
+    def _timed(self, window: Window, place: int, timing: Timing) -> Record | None:
+        count, seconds = self._grown(place, timing)
+        if not count:
+            return None
+        return self._record(window, timing.metric, "ms", count, round(seconds * 1000, 3), None)
+
+    def _traffic(self, window: Window, shares: Mapping[str, Share], others: Share) -> Iterator[Record]:
+        busiest = dict(nlargest(BUSIEST, shares.items(), key=lambda item: (item[1].bytes, item[0])))
+        rest = Share()
+        for share in (others, *(share for name, share in shares.items() if name not in busiest)):
+            rest.entries += share.entries
+            rest.bytes += share.bytes
+        if rest.entries:
+            busiest[OTHER] = rest
+        for name, share in busiest.items():
+            for metric, unit, total in (
+                ("tieredstore.append.bytes", "bytes", share.bytes),
+                ("tieredstore.append.entries", "count", share.entries),
+            ):
+                yield self._record(window, metric, unit, share.entries, total, None, stream=name)
+
+    def _record(
+        self,
+        window: Window,
+        metric: str,
+        unit: str,
+        count: int,
+        total: float,
+        extreme: float | None,
+        *,
+        tags: Mapping[str, str] = NO_TAGS,
+        stream: str | None = None,
+    ) -> Record:
+        given: Record = {
+            "metric": metric,
+            "unit": unit,
+            "windowStart": window.start_ms,
+            "windowEnd": window.end_ms,
+            "instance": self._instance,
+            "stream": stream,
+            "tags": dict(tags),
+            "count": count,
+            "sum": total,
+            "min": extreme,
+            "max": extreme,
+        }
+        return normalise(given)

@@ -1,0 +1,82 @@
+"""The series that every server has, and where their values come from."""
+
+from __future__ import annotations
+
+import os
+
+from tailrace.api.inspection.memory import Node
+from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
+from tailrace.log.history import THREADS
+
+MIB = 1 << 20
+
+
+def series_book(node: Node) -> SeriesBook:
+    limits, telemetry = node.context.limits, node.context.telemetry
+    timings = [Timing("tieredstore.ingest.flush.latency", telemetry.sync_seconds)]
+    sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node)]
+    return SeriesBook(sources, timings, node.context.deployment, limits.metrics_max_series)
+
+
+def _ingest(node: Node) -> list[Source]:
+    log, limits, pressure = node.context.log, node.context.limits, node.sealing.pressure
+    committer = log.committer
+    return [
+        Source("tieredstore.ingest.queue.bytes", "bytes", "gauge", lambda: committer.queued_bytes),
+        Source("tieredstore.ingest.queue.requests", "count", "gauge", lambda: committer.queued_records),
+        Source("tieredstore.ingest.queue.limit.bytes", "bytes", "gauge", lambda: limits.append_queue_bytes),
+        Source("tieredstore.ingest.failures", "count", "counter", lambda: log.failures),
+        Source(
+            "tieredstore.backpressure.current.bytes",
+            "bytes",
+            "gauge",
+            lambda: _rounded(pressure.waiting_bytes),
+        ),
+        Source("tieredstore.backpressure.limit.bytes", "bytes", "gauge", lambda: limits.spool_bytes),
+        Source("tieredstore.backpressure.over_limit", "count", "gauge", lambda: int(pressure.refusing)),
+    ]
+
+
+def _rounded(size_bytes: int) -> int:
+    """To whole MiB: what trembles by some pages is no news."""
+    return -(-size_bytes // MIB) * MIB
+
+
+def _process(node: Node) -> list[Source]:
+    memory = node.memory
+    return [
+        Source("process.rss.bytes", "bytes", "gauge", lambda: _rounded(memory.rss_bytes)),
+        Source("process.rss.max.bytes", "bytes", "gauge", lambda: _rounded(memory.max_rss_bytes)),
+        Source("process.memory.pressure", "count", "gauge", lambda: int(memory.active)),
+        Source("process.cpu.seconds", "seconds", "counter", lambda: round(sum(os.times()[:2]))),
+        Source("process.connections.live", "count", "gauge", lambda: node.live.connections),
+    ]
+
+
+def _objects(node: Node) -> list[Source]:
+    sealing, cold = node.sealing, node.cold
+    found = [
+        Source("tieredstore.upload.segments", "count", "counter", lambda: sealing.segments),
+        Source("tieredstore.upload.bytes", "bytes", "counter", lambda: sealing.segment_bytes),
+        Source("tieredstore.upload.failures", "count", "counter", lambda: sealing.failures),
+        Source("tieredstore.upload.pending_streams", "count", "gauge", lambda: sealing.queued),
+        Source("tieredstore.read.segment.bytes", "bytes", "counter", lambda: cold.parts.fetched_bytes),
+    ]
+    for outcome, read in (
+        ("cache", lambda: cold.counts.hits),
+        ("store", lambda: cold.counts.misses),
+        ("shared", lambda: cold.counts.shared),
+    ):
+        found.append(Source("tieredstore.read.segment.parts", "count", "counter", read, {"outcome": outcome}))
+    return found
+
+
+def _concurrency(node: Node) -> list[Source]:
+    committer, history = node.context.log.committer, node.context.log.reader.history
+    ingest, read = {"gate": "ingest"}, {"gate": "read"}
+    return [
+        Source("tieredstore.concurrency.active", "count", "gauge", lambda: committer.in_flight, ingest),
+        Source("tieredstore.concurrency.limit", "count", "gauge", lambda: committer.syncs_allowed, ingest),
+        Source("tieredstore.concurrency.active", "count", "gauge", lambda: history.fetching, read),
+        Source("tieredstore.concurrency.limit", "count", "gauge", lambda: THREADS, read),
+    ]

@@ -1,0 +1,101 @@
+"""Writes `__stream_metrics__`: one append for each interval, and never at the expense of anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import orjson
+
+from tailrace.api.stream_metrics.series import SeriesBook, Window
+from tailrace.clock import Clock
+from tailrace.errors import TailraceError
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.log import Log
+from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
+from tailrace.log.system import METRICS
+from tailrace.log.traffic import Traffic
+from tailrace.log.transaction import ignore
+from tailrace.profiles.canonical import METRICS_SCHEMA_ONLY
+from tailrace.profiles.profile import API_VERSION
+from tailrace.schema.registry import Boundary, Registry
+
+logger = logging.getLogger("tailrace.metrics")
+
+JSON = "application/json"
+PROFILE = orjson.dumps({"apiVersion": API_VERSION, "profile": {"kind": "metrics"}})
+
+
+class MetricsWriter:
+    """The stream is made by the first flush, so that a server that lives for a moment leaves none."""
+
+    def __init__(self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, book: SeriesBook) -> None:
+        self._log = log
+        self._clock = clock
+        self._loop = loop
+        self._book = book
+        self._flush_s = log.limits.metrics_flush_ms / 1000
+        self._since_ms = self._now_ms()
+        self._timer: asyncio.TimerHandle | None = None
+        self.failures = 0
+
+    def start(self) -> None:
+        if self._flush_s:
+            self._log.publisher.traffic = Traffic()
+            self._timer = self._loop.call_later(self._flush_s, self._due)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _due(self) -> None:
+        self._timer = self._loop.call_later(self._flush_s, self._due)
+        self.flush()
+
+    def flush(self) -> None:
+        """Whatever goes wrong is counted, and told once."""
+        try:
+            self._flush()
+        except Exception as error:
+            self.failures += 1
+            if self.failures == 1:
+                known = isinstance(error, TailraceError)
+                logger.warning("metrics are not written: %s", error, exc_info=None if known else error)
+        else:
+            self.failures = 0
+
+    def _flush(self) -> None:
+        traffic = self._log.publisher.traffic
+        if traffic is None:
+            return
+        window = Window(self._since_ms, self._now_ms())
+        self._since_ms = window.end_ms
+        records = self._book.records(window, *traffic.take())
+        if not records:
+            return
+        entries = [orjson.dumps(record) for record in records]
+        request = AppendRequest(b",".join(entries), JSON, [len(entry) for entry in entries])
+        self._log.append(self._stream(), request, ignore, None)
+
+    def _stream(self) -> Stream:
+        stream = self._log.find(METRICS)
+        if stream is None:
+            self._log.create(CreateRequest(METRICS, JSON), ignore, None)
+            stream = self._log.existing(METRICS)
+            registry = Registry(
+                name=METRICS,
+                version=1,
+                boundaries=(Boundary(0, 1),),
+                schemas={1: METRICS_SCHEMA_ONLY["schema"]},
+            )
+            self._log.describe(stream, "schema", registry.to_json())
+            self._log.describe(stream, "profile", PROFILE)
+        # How much of it is kept is a setting, which may be another one after a restart.
+        retention_ms = self._log.limits.metrics_retention
+        wanted = Lifetime(retention_s=-(-retention_ms // 1000)) if retention_ms else NO_LIFETIME
+        if stream.lifetime != wanted:
+            stream.lifetime = wanted
+        return stream
+
+    def _now_ms(self) -> int:
+        return self._clock.now_ns() // 1_000_000

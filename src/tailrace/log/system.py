@@ -1,0 +1,10 @@
+"""Streams of the server itself whose bounds are settings, not something the journal says."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.log import registry
+
+METRICS: Final = "__stream_metrics__"
+BOUNDED: Final = (registry.NAME, METRICS)

@@ -1,0 +1,47 @@
+"""What was appended to which stream since somebody last asked."""
+
+from __future__ import annotations
+
+from tailrace.log.model import Stream
+
+STREAMS_MAX = 4096  # counted one by one; all further streams are one
+
+
+class Share:
+    """What one stream got."""
+
+    __slots__ = ("bytes", "entries")
+
+    def __init__(self) -> None:
+        self.entries = 0
+        self.bytes = 0
+
+
+class Traffic:
+    """Counted when entries are published. The server's own streams do not count."""
+
+    def __init__(self, streams_max: int = STREAMS_MAX) -> None:
+        self._streams_max = streams_max
+        self._shares: dict[Stream, Share] = {}
+        self._others = Share()
+
+    def add(self, stream: Stream, entries: int, size_bytes: int) -> None:
+        share = self._shares.get(stream)
+        if share is None:
+            share = self._new(stream)
+        share.entries += entries
+        share.bytes += size_bytes
+
+    def _new(self, stream: Stream) -> Share:
+        if stream.name.startswith("__"):
+            return Share()
+        if len(self._shares) >= self._streams_max:
+            return self._others
+        share = self._shares[stream] = Share()
+        return share
+
+    def take(self) -> tuple[dict[str, Share], Share]:
+        """Shares by name, and that of all further streams; the next ones begin at nothing."""
+        shares, others = self._shares, self._others
+        self._shares, self._others = {}, Share()
+        return {stream.name: share for stream, share in shares.items()}, others
