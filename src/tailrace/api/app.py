@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tailrace.api import answers
 from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
+from tailrace.api.guard import Guard
 from tailrace.api.health import HealthRoutes
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.routing_keys import RoutingKeyRoutes
@@ -15,10 +16,12 @@ from tailrace.api.inspection.server import PATHS as SERVER_PATHS
 from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
+from tailrace.api.profile import ProfileRoutes
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.streams import StreamRoutes, read_only
+from tailrace.api.touch import TouchRoutes
 from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
@@ -44,8 +47,11 @@ class TailraceApp:
         self._verifier = verifier
         self.live = Live(context)
         self._reads = ReadRoutes(context, self.live)
-        self._streams = StreamRoutes(context, self.live.contracts)
+        guard = Guard(self.live.contracts, context.clock, context.limits)
+        self._streams = StreamRoutes(context, guard)
         self.schema = SchemaRoutes(context, self.live)
+        self.touch = TouchRoutes(context)
+        self.profile = ProfileRoutes(context, self.live, self.touch.reset)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
         self.control: Control | None = None
@@ -56,6 +62,7 @@ class TailraceApp:
             "_details": self.details.details,
             "_index_status": self.details.index_status,
             "_schema": self.schema.serve,
+            "_profile": self.profile.serve,
             "_routing_keys": self.routing_keys.routing_keys,
         }
         self.seal: Callable[[Exchange, Identity], None] | None = None
@@ -125,6 +132,7 @@ class TailraceApp:
         """Shutdown: nobody is kept waiting."""
         self._reads.end_waits()
         self.details.end_waits()
+        self.touch.end_all()
         self.live.end_all()
 
     # -- routing ---------------------------------------------------------------------------------------
@@ -165,6 +173,10 @@ class TailraceApp:
         self._stream_method(exchange, identity, method, decoded)
 
     def _sub_resource(self, exchange: Exchange, identity: Identity, method: bytes, path: str) -> None:
+        name, slash, route = path.rpartition("/touch/")
+        if slash and name:
+            self.touch.serve(exchange, identity, method, name, route)
+            return
         name, _, resource = path.rpartition("/")
         serve = self.resources.get(resource) if name else None
         if serve is None:

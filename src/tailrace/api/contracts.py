@@ -40,25 +40,37 @@ class Contract:
 
     def check(self, request: AppendRequest) -> Sequence[bytes | None] | None:
         """Refuses entries that do not fit; gives their keys if the registry says where they are."""
-        if self._rule is not None and request.key is not None:
-            raise key_not_allowed()
+        self.check_key(request)
         if self._validator is None and self._rule is None:
             return None
         batch = request.lengths is not None
         keys: list[bytes | None] = []
-        for index, payload in enumerate(_cut(request)):
+        for index, payload in enumerate(cut(request)):
             where = f"record {index}: " if batch else ""
             try:
                 record = load_record(payload)
             except UnusableRecordError as error:
                 raise TailraceError("invalid_request", f"{where}(root) {error}") from None
-            if self._validator is not None:
-                complaint = self._validator.complaint(record)
-                if complaint is not None:
-                    raise TailraceError("invalid_request", where + complaint)
-            if self._rule is not None:
-                keys.append(self._rule.key_of(record))
+            keys.append(self.judge(record, where))
         return keys if self._rule is not None else None
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether the registry says where keys are."""
+        return self._rule is not None
+
+    def check_key(self, request: AppendRequest) -> None:
+        """A request has no say in keys that the records have."""
+        if self._rule is not None and request.key is not None:
+            raise key_not_allowed()
+
+    def judge(self, record: object, where: str, *, valid: bool = False) -> bytes | None:
+        """Refuses one record that does not fit, unless it is known to; its key, if there is a rule."""
+        if self._validator is not None and not valid:
+            complaint = self._validator.complaint(record)
+            if complaint is not None:
+                raise TailraceError("invalid_request", where + complaint)
+        return None if self._rule is None else self._rule.key_of(record)
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -118,7 +130,8 @@ class Contracts:
         return None if contract is None else contract.check(request)
 
 
-def _cut(request: AppendRequest) -> list[bytes]:
+def cut(request: AppendRequest) -> list[bytes]:
+    """The entries of an append, each apart."""
     if request.lengths is None:
         return [request.body]
     payloads: list[bytes] = []

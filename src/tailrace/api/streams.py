@@ -10,7 +10,7 @@ import orjson
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
-from tailrace.api.contracts import Contracts
+from tailrace.api.guard import Guard
 from tailrace.api.plain_append import PlainAppend
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
@@ -44,9 +44,9 @@ SPECIAL_HEADERS = frozenset(
 class StreamRoutes:
     """What changes a stream, and its metadata."""
 
-    def __init__(self, context: Context, contracts: Contracts) -> None:
+    def __init__(self, context: Context, guard: Guard) -> None:
         self._context = context
-        self._contracts = contracts
+        self._guard = guard
         self._log = context.log
         self._limits = context.limits
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,7 +62,7 @@ class StreamRoutes:
             stream = log.existing(name)
         request = self._append_request(exchange, stream)
         if stream.documents is not None:
-            request.check = partial(self._contracts.guard, request)
+            request.check = partial(self._guard.check, request)
         log.append(stream, request, self._answer_append, exchange)
 
     def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:

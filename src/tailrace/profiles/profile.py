@@ -139,11 +139,12 @@ def parse_profile(body: object) -> Profile:
 
 def read_profile(document: bytes | None) -> Profile:
     """A profile from its stored form; a stream without one is generic."""
-    return GENERIC if document is None else parse_profile(msgspec.json.decode(document))
+    return GENERIC if document is None else parse_update(msgspec.json.decode(document))
 
 
-def resource(profile: Profile) -> Json:
-    return {"apiVersion": API_VERSION, "profile": profile.to_json()}
+def to_document(profile: Profile) -> bytes:
+    """The resource, as it is shown and stored."""
+    return msgspec.json.encode({"apiVersion": API_VERSION, "profile": profile.to_json()})
 
 
 def install(new: Profile, current: Profile, registry: Registry, next_sequence: int) -> Registry:

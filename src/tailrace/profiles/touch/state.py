@@ -58,7 +58,7 @@ class TouchState:
         self._bucket: dict[int, None] = {}  # keys touched since the last flush
         self._marks: dict[str, None] = {}
         self._overflowed = False
-        self._bucket_start_ms = self.last_flush_ms = self.now_ms()
+        self._bucket_start_ms = self.last_flush_ms = self._saved_ms = self.now_ms()
         self._flushes: deque[tuple[int, int]] = deque(
             maxlen=FLUSHES_KEPT
         )  # when, and how long since the one before
@@ -83,6 +83,8 @@ class TouchState:
         return state
 
     def to_document(self) -> bytes:
+        self.templates.seen = False
+        self._saved_ms = self.now_ms()
         return msgspec.json.encode({"epoch": self._secret} | self.templates.to_json())
 
     def now_ms(self) -> int:
@@ -113,6 +115,12 @@ class TouchState:
             else:
                 self._bucket.update(dict.fromkeys(keys))
         self.journal.absorbed = generation
+
+    def skip_to(self, generation: int) -> None:
+        """Entries were taken away before they could be read: everybody has to look again."""
+        self.journal = Journal(generation, self.config.memory.pending_max_keys)
+        self.journal.everyone = generation
+        self._overflowed = True
 
     def derive(self, past: Layer, sequence: int, record: object) -> None:
         """An older entry once more, into a layer of its own. Of templates that were retired since only the
@@ -189,7 +197,12 @@ class TouchState:
 
     def tidy(self) -> bool:
         """Now and then: retires templates; whether there is something to be written down."""
-        return self.templates.retire_idle(self.journal.absorbed, self.now_ms(), self.waiters.uses)
+        now_ms = self.now_ms()
+        used = [identity for identity in self.templates.active if self.waiters.uses(identity)]
+        self.templates.touch(used, now_ms)
+        changed = self.templates.retire_idle(self.journal.absorbed, now_ms, self.waiters.uses)
+        overdue = now_ms - self._saved_ms >= self.config.templates.last_seen_persist_interval_ms
+        return changed or (self.templates.seen and overdue)
 
     # -- waiting ---------------------------------------------------------------------------------------
 
@@ -286,6 +299,10 @@ class TouchState:
         """Answers those whose time is over."""
         for waiter in self.waiters.due(self._clock.monotonic()):
             self._end(waiter, touched=False)
+
+    def wake_everyone(self) -> None:
+        for waiter in tuple(self.waiters.all):
+            self._end(waiter, touched=True)
 
     def _end(self, waiter: Waiter, *, touched: bool) -> None:
         if self.waiters.remove(waiter):

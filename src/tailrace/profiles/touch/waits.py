@@ -8,6 +8,7 @@ from typing import Final, cast
 
 from msgspec import Struct
 
+from tailrace.errors import TailraceError
 from tailrace.profiles.touch.keys import ID_MASK, key_id, read_key
 from tailrace.profiles.touch.templates import Declared, parse_declared
 from tailrace.schema.body import array_at, flag_at, invalid, object_at, shown, string_at
@@ -44,7 +45,9 @@ class WaitRequest(Struct, frozen=True):
 class Waiter:
     """One wait. It listens to keys, to coarse marks of entities, or (naming none) to all of those."""
 
-    __slots__ = ("answer", "cursor", "deadline", "entities", "fine", "ids", "keys", "kind", "templates")
+    __slots__ = (
+        *("answer", "cursor", "deadline", "entities", "fine", "ids", "keys", "kind", "refuse", "templates"),
+    )
 
     def __init__(
         self,
@@ -67,6 +70,11 @@ class Waiter:
         self.templates = templates
         self.deadline = deadline
         self.answer = answer
+        self.refuse: Callable[[TailraceError], None] = _nobody
+
+
+def _nobody(_: TailraceError) -> None:
+    """Where a wait was answered before anybody could be told more."""
 
 
 def parse_cursor(value: object) -> tuple[str, int] | None:

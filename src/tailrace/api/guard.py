@@ -1,0 +1,117 @@
+"""What an append has to pass on a stream with documents: its profile, then its registry."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from tailrace.api.contracts import Contract, Contracts, cut
+from tailrace.clock import Clock
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log.decide import AppendRequest
+from tailrace.log.model import Stream
+from tailrace.profiles.profile import GENERIC, Profile, is_canonical, read_profile
+from tailrace.schema.record import UnusableRecordError, dump_record, load_record
+
+PROFILE = "profile"  # key of the document
+PROFILES_KEPT = 1000
+
+
+class Profiles:
+    """Profiles by their documents, ready for use."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, Profile] = OrderedDict()
+
+    def of(self, documents: dict[str, bytes] | None) -> Profile:
+        document = None if documents is None else documents.get(PROFILE)
+        if document is None:
+            return GENERIC
+        found = self._kept.get(document)
+        if found is None:
+            found = self._kept[document] = read_profile(document)
+            if len(self._kept) > PROFILES_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+
+class Guard:
+    """Asked by the sequencer when all else about an append is in order."""
+
+    def __init__(self, contracts: Contracts, clock: Clock, limits: Limits) -> None:
+        self._contracts = contracts
+        self._clock = clock
+        self._bytes_max = limits.append_body_bytes
+        self._key_bytes_max = limits.key_bytes
+        self._canonical: WeakKeyDictionary[Contract, Profile] = WeakKeyDictionary()
+        self.profiles = Profiles()
+
+    def check(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
+        """Brings the entries into the form in which they are stored, or refuses them; gives their keys."""
+        profile = self.profiles.of(stream.documents)
+        if not profile.checks:
+            return self._contracts.guard(request, stream)
+        contract = self._contracts.of(stream.documents)
+        if contract is not None:
+            contract.check_key(request)
+        valid = contract is None or self._writes_valid(profile, contract)
+        rule = contract is not None and contract.has_rule
+        default = not rule and request.key is None
+        now_ms = self._clock.now_ns() // 1_000_000
+        payloads: list[bytes] = []
+        keys: list[bytes | None] = []
+        size = 0
+        for index, payload in enumerate(cut(request)):
+            where = "" if request.lengths is None else f"record {index}: "
+            record = _accepted(profile, payload, now_ms, where)
+            key = None if contract is None else contract.judge(record, where, valid=valid)
+            if default:
+                key = self._key(profile.default_key(record), where)
+            keys.append(key)
+            if profile.reencodes:
+                stored = dump_record(record)
+                size += len(stored)
+                if size > self._bytes_max:
+                    message = f"the records are larger than {self._bytes_max} bytes once they are normalised"
+                    raise TailraceError("payload_too_large", message)
+                payloads.append(stored)
+        if profile.reencodes:
+            request.body = b",".join(payloads)
+            if request.lengths is not None:
+                request.lengths = [len(stored) for stored in payloads]
+        return keys if rule or default else None
+
+    def _writes_valid(self, profile: Profile, contract: Contract) -> bool:
+        """Whether the profile writes nothing that the current schema refuses; looked at once."""
+        if self._canonical.get(contract) is profile:
+            return True
+        if not profile.reencodes or not is_canonical(profile, contract.registry):
+            return False
+        self._canonical[contract] = profile
+        return True
+
+    def _key(self, text: str | None, where: str) -> bytes | None:
+        if not text:
+            return None
+        try:
+            key = text.encode()
+        except UnicodeEncodeError:
+            return None  # half a character finds nothing anyway
+        if len(key) > self._key_bytes_max:
+            raise TailraceError(
+                "invalid_request", f"{where}routing key must have at most {self._key_bytes_max} bytes"
+            )
+        return key
+
+
+def _accepted(profile: Profile, payload: bytes, now_ms: int, where: str) -> object:
+    try:
+        return profile.accept(load_record(payload), now_ms)
+    except UnusableRecordError as error:
+        raise TailraceError("invalid_request", f"{where}(root) {error}") from None
+    except TailraceError as refusal:
+        if not where:
+            raise
+        raise TailraceError(refusal.code, where + refusal.message) from None
