@@ -26,6 +26,7 @@ from tailrace.log.model import Tombstone
 from tailrace.settings import Settings
 from tailrace.store.bucket import STREAMS, stream_ids
 from tailrace.store.directory import DataDirectory, make_directory, sync_directory
+from tailrace.store.document_objects import DocumentObjects
 from tailrace.store.manifest import Stored
 from tailrace.store.manifest_model import HEAD_KEY, Head, ManifestError, decode
 from tailrace.store.manifest_takeover import RestoringManifests
@@ -215,6 +216,7 @@ class Bootstrap:
         producers = await self._manifests.producers(head)
         sums = await self._take_segments(waiting.number, head)
         stream = restored_stream(waiting.number, head, source, sums, self._clock.now_ns())
+        stream.documents = await self._take_documents(head, stream.tail)
         runs = runs_of(head, source, sums)
         self._outcomes.append(Outcome("stream", stream, head.generation, producers, runs=runs))
         restored = self.restored
@@ -245,6 +247,17 @@ class Bootstrap:
             self.restored.tombstones += 1
         else:
             self._outcomes.append(Outcome("passed", stream))
+
+    async def _take_documents(self, head: Head, tail: int) -> dict[str, bytes] | None:
+        """A registry that cannot be read is told of; the entries are there without it."""
+        documents: dict[str, bytes] = {}
+        for key in head.meta_keys:
+            objects = DocumentObjects(MetaObjects(self._objects, self._manifests.fence))
+            try:
+                documents[key] = await objects.take(head.stream_id, key, tail)
+            except MetaCorruptError as error:
+                self.restored.problem(f"{head.name}: {error}")
+        return documents or None
 
     async def _take_segments(self, number: int, head: Head) -> Sums:
         sums = Sums(head.earliest)

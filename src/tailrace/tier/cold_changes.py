@@ -6,7 +6,7 @@ import msgspec
 
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
-from tailrace.log.records import Append, Bind, Create, Delete, Op, Recorded, Sealed, Trim
+from tailrace.log.records import Append, Bind, Create, Delete, Describe, Op, Recorded, Sealed, Trim
 from tailrace.store.cold_tables import Grave, SegmentRow
 from tailrace.store.hot import HotDb
 from tailrace.store.kept import Kept
@@ -33,7 +33,7 @@ class ColdChanges:
         if type(op) is Append:
             if op.closes or op.binds is not None:
                 self._changed[op.stream] = None
-        elif isinstance(op, Create | Bind):
+        elif isinstance(op, Create | Bind | Describe):
             self._changed[op.stream] = None
             if isinstance(op, Create) and op.parent:
                 self._changed[op.parent] = None  # a manifest tells how many forks need it

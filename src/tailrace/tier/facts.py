@@ -52,6 +52,7 @@ def facts_of(stream: Stream, as_of: int, store: StoredStreams | None = None) -> 
         forks=stream.forks,
         gone=stream.gone,
         gone_reason=stream.gone_reason,
+        meta_keys=tuple(sorted(stream.documents or ())),
         closed=stream.closed,
         closed_by=stream.closed_by,
         seq=stream.seq,

@@ -165,6 +165,8 @@ class RestoreStore:
             for producer_id, (epoch, seq) in outcome.producers.items():
                 db.put_producer(stream.number, producer_id, epoch, seq)
             stream.producers_known = not outcome.producers
+            for key, document in (stream.documents or {}).items():
+                db.documents.put(stream.number, key, document)
             self._put_stream(stream)
             db.cold.head_recorded(stream.number, 0, outcome.generation)
 

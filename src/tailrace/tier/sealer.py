@@ -27,11 +27,13 @@ from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Stream
 from tailrace.logs import configure
 from tailrace.store.directory import make_directory
+from tailrace.store.document_objects import DocumentObjects
 from tailrace.store.footers import fetch_footer
 from tailrace.store.kept import Run
 from tailrace.store.manifest import Manifests, Stored
 from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head, ManifestError
 from tailrace.store.manifest_resolve import is_same_life
+from tailrace.store.meta_objects import MetaObjects
 from tailrace.store.object_book import BookedObjects, ObjectBook
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
@@ -60,6 +62,7 @@ class Snapshot(NamedTuple):
     as_of: int
     files: list[tuple[SegmentFile, Path]]
     more: bool
+    documents: dict[str, bytes]
 
 
 class Sealer:
@@ -80,6 +83,7 @@ class Sealer:
         self._threads = ThreadPoolExecutor(WRITERS, "seal")
         recovery_key = os.environ.get(RECOVERY_KEY, "")  # not an argument: those can be read by everybody
         self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
+        self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
         self._confirmed_s = 0.0
 
     async def close(self) -> None:
@@ -164,6 +168,7 @@ class Sealer:
 
     async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
         added = [file.info for file, _ in snapshot.files]
+        await self._documents.publish(snapshot.facts.stream_id, snapshot.documents, snapshot.as_of)
         return await self._manifests.publish(snapshot.facts, added, snapshot.producers, known=stored)
 
     async def _adopt(self, job: Job, head: Head, report: Report) -> None:
@@ -229,7 +234,8 @@ class Sealer:
                 through = file.info.last
                 failpoints.reached("seal.after_write")
             producers = self._store.db.producers(number)
-            return Snapshot(facts, producers, as_of, files, through < stream.tail)
+            documents = stream.documents or {}
+            return Snapshot(facts, producers, as_of, files, through < stream.tail, documents)
 
     def _portions(self, stream: Stream, sealed: int) -> Iterator[Portion]:
         return portions(
@@ -268,18 +274,23 @@ class Sealer:
 
     async def _head(self, number: int) -> int:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, self._facts_and_producers, number)
+        found = await loop.run_in_executor(self._threads, self._look, number)
         if found is None:
             return 0
+        await self._documents.publish(found.facts.stream_id, found.documents, found.as_of)
         try:
-            return (await self._manifests.publish(found[0], (), found[1])).generation
+            return (await self._manifests.publish(found.facts, (), found.producers)).generation
         except BuriedError:
             return 0
 
-    def _facts_and_producers(self, number: int) -> tuple[Facts, dict[str, tuple[int, int]]] | None:
+    def _look(self, number: int) -> Snapshot | None:
         with self._store.snapshot():
-            facts = self._facts(number)
-            return None if facts is None else (facts, self._store.db.producers(number))
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            as_of = self._as_of()
+            facts = facts_of(stream, as_of, self._store)
+            return Snapshot(facts, self._store.db.producers(number), as_of, [], False, stream.documents or {})
 
     async def _bury(self, number: int) -> int:
         loop = asyncio.get_running_loop()

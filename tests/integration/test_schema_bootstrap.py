@@ -1,0 +1,72 @@
+"""A registry is on the object store with the entries it is about, and comes back from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conftest import StartServer
+from support.calls import Caller
+from support.loss import ENV, JSON, bootstrap, destroy, post, put, seal
+from support.server import ServerProcess
+
+V1 = {
+    "type": "object",
+    "properties": {"ts": {"type": "string"}},
+    "required": ["ts"],
+    "additionalProperties": False,
+}
+V2 = {
+    "type": "object",
+    "properties": {"at": {"type": "string"}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
+RENAME = {"op": "rename", "from": "/ts", "to": "/at"}
+
+
+def lens(name: str) -> dict[str, Any]:
+    return {"apiVersion": "durable.lens/v1", "schema": name, "from": 1, "to": 2, "ops": [RENAME]}
+
+
+def update(call: Caller, name: str, body: Any) -> Any:
+    answer = call("POST", f"{name}/_schema", json.dumps(body).encode(), headers=JSON)
+    assert answer.status == 200, answer
+    return answer.body
+
+
+def test_the_registry_comes_back_with_the_entries(start_server: StartServer, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    server = start_server("--object-store", url, env=ENV)
+    call = Caller(server)
+    for name in ("orders", "empty", "keys"):
+        put(call, name, JSON)
+    update(call, "orders", {"schema": V1, "routingKey": {"jsonPointer": "/ts", "required": True}})
+    update(call, "empty", {"schema": V1})
+    update(call, "keys", {"routingKey": {"jsonPointer": "/k", "required": False}})
+    post(call, "orders", json.dumps([{"ts": str(number)} for number in range(100)]).encode(), JSON)
+    update(
+        call,
+        "orders",
+        {"schema": V2, "lens": lens("orders"), "routingKey": {"jsonPointer": "/at", "required": True}},
+    )
+    post(call, "orders", b'[{"at":"new"},{"at":"newer"}]', JSON)
+    seal(call)
+    before = {name: call("GET", f"{name}/_schema").raw for name in ("orders", "empty", "keys")}
+    entries = call("GET", "orders?offset=-1").body
+    assert entries[99:101] == [{"at": "99"}, {"at": "new"}]
+    destroy(server)
+
+    after = bootstrap(tmp_path / "after", url)
+    call = Caller(after.start())
+    assert {name: call("GET", f"{name}/_schema").raw for name in before} == before
+    assert call("GET", "orders?offset=-1").body == entries
+    assert call("GET", "orders?offset=-1&key=7").body == [{"at": "7"}]
+    assert call("POST", "orders", b'{"ts":"old form"}', headers=JSON).status == 400
+    post(call, "orders", b'{"at":"after"}', JSON)
+    after.kill()
+    after = ServerProcess(tmp_path / "after", args=("--object-store", url), env=ENV).start()
+    call = Caller(after)
+    assert {name: call("GET", f"{name}/_schema").raw for name in before} == before
+    after.stop()

@@ -1,0 +1,49 @@
+"""Documents in the bucket: written once, fenced, and moved back to where the entries end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace.store.document_objects import DocumentObjects, document_key, restored_document
+from tailrace.store.manifest_model import FencedError
+from tailrace.store.meta_objects import MetaCorruptError, MetaObjects
+from tailrace.store.object_book import BookedObjects, ObjectBook
+from tailrace.store.objects import open_objects
+
+ID = "ab" * 16
+REGISTRY = (
+    b'{"schema":"s","boundaries":[{"offset":0,"version":1},{"offset":150,"version":2}],"schemas":{"1":1.50}}'
+)
+
+
+def test_boundaries_never_lie_behind_the_end() -> None:
+    assert restored_document("profile", b"anything", 5) == b"anything"
+    assert restored_document("schema", REGISTRY, 150) is REGISTRY
+    moved = json.loads(restored_document("schema", REGISTRY, 100))
+    assert moved["boundaries"] == [{"offset": 0, "version": 1}, {"offset": 100, "version": 2}]
+
+
+def test_what_was_published_is_taken_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        objects = BookedObjects(open_objects(tmp_path.as_uri()), ObjectBook())
+        first = DocumentObjects(MetaObjects(objects, 1))
+        await first.publish(ID, {"schema": REGISTRY, "profile": b'{"kind": "generic"}'}, 7)
+        stored = json.loads((await objects.get(document_key(ID, "schema")))[0])
+        assert (stored["fence"], stored["generation"], stored["as_of"]) == (1, 1, 7)
+        asked = dict(objects.requests)
+        await first.publish(ID, {"schema": REGISTRY}, 8)
+        assert dict(objects.requests) == asked, "nothing changed, nothing is asked"
+        second = DocumentObjects(MetaObjects(objects, 2))
+        assert await second.take(ID, "profile", 9) == b'{"kind": "generic"}'
+        assert json.loads(await second.take(ID, "schema", 100))["boundaries"][1]["offset"] == 100
+        with pytest.raises(FencedError):
+            await first.publish(ID, {"schema": b"{}"}, 9)
+        with pytest.raises(MetaCorruptError):
+            await second.take(ID, "touch", 0)
+        await objects.close()
+
+    asyncio.run(main())
