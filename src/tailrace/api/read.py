@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import NamedTuple
 
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import PAGE_BYTES, PAGE_ENTRIES
 from tailrace.api.filtered import FilteredReads
 from tailrace.api.live import Live
+from tailrace.api.long_poll import LongPoll
 from tailrace.api.parse import parse_query, wait_ms
+from tailrace.api.read_request import ReadRequest
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import gone, resolve
@@ -40,23 +41,6 @@ LIVE_MODES = {
     "false": "",
     "0": "",
 }
-
-
-class ReadRequest(NamedTuple):
-    """A read as it was asked for, positions resolved."""
-
-    stream: Stream
-    start: int
-    at_now: bool
-    mode: str
-    shared: bool  # a long-poll that shared caches may collapse
-    fmt: str
-    fmt_given: bool
-    key: str
-    wait_ms: int
-    cursor: str | None
-    filter_text: str = ""
-    scanned_bytes: int = 0  # that a filter has cost so far
 
 
 class ReadRoutes:
@@ -421,78 +405,6 @@ class ReadRoutes:
         return Page(sieve.parts, sieve.decided, sieve.count)
 
 
-class LongPoll:
-    """One waiting reader: a place in the stream's list and one timer."""
-
-    __slots__ = ("_exchange", "_position", "_request", "_routes", "_timer")
-
-    def __init__(self, routes: ReadRoutes, exchange: Exchange, request: ReadRequest) -> None:
-        self._routes = routes
-        self._exchange = exchange
-        self._request = request
-        self._position = request.start
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        stream = self._request.stream
-        if stream.removed or stream.gone:
-            self.on_published(stream)
-            return
-        if stream.visible_closed or self._request.wait_ms == 0:
-            self._routes.answer_idle(self._exchange, self._request, self._position)
-            return
-        self._routes.live_opened(stream)
-        if stream.readers is None:
-            stream.readers = []
-        stream.readers.append(self)
-        self._timer = self._routes.later(self._request.wait_ms, self._time_is_up)
-        self._exchange.on_gone = self._leave
-
-    def on_published(self, stream: Stream) -> None:
-        request = self._request
-        if stream.removed or stream.gone:
-            self._leave()
-            code = "stream_gone" if stream.gone and not stream.removed else "not_found"
-            answers.refuse(self._exchange, TailraceError(code, "the stream was deleted"))
-            return
-        if stream.visible > self._position:
-            if request.key or request.filter_text:
-                # Only what is new has to be looked at; what does not match is passed over for good.
-                found = self._routes.next_match(request, self._position)
-                if isinstance(found, Page) and not found.count:
-                    self._position = found.next_entry
-                    if not stream.visible_closed:
-                        return
-                    self._leave()
-                    self._routes.answer_idle(self._exchange, request, self._position)
-                    return
-            self._leave()
-            # The stream may have had no type when the wait began; the append that ended it gave it one.
-            fmt = request.fmt if request.fmt_given else "json" if stream.json else "raw"
-            self._routes.answer(self._exchange, request._replace(start=self._position, fmt=fmt))
-        elif stream.visible_closed:
-            self._leave()
-            self._routes.answer_idle(self._exchange, request, self._position)
-
-    def _time_is_up(self) -> None:
-        self._leave()
-        self._routes.answer_idle(self._exchange, self._request, self._position)
-
-    def end(self) -> None:
-        """The server stops: the client is told to come back, as if the time were up."""
-        self._time_is_up()
-
-    def _leave(self) -> None:
-        if self._timer is None:
-            return
-        self._routes.note_wait(self._exchange)
-        self._timer.cancel()
-        self._timer = None
-        stream = self._request.stream
-        leave(stream, self)
-        self._routes.live_ended(stream)
-
-
 def _since_ns(text: str) -> int:
     since_ns = durations.parse_timestamp_ns(text)
     if since_ns is None:
@@ -503,13 +415,6 @@ def _since_ns(text: str) -> int:
 def _apart(request: ReadRequest) -> bool:
     """Entries that may have to be promoted are read one by one, as are those of raw answers."""
     return request.fmt == "raw" or request.stream.visible_documents is not None
-
-
-def leave(stream: Stream, reader: object) -> None:
-    """Takes a reader off the stream's list; an empty list is no list at all."""
-    readers = stream.readers
-    if readers is not None:
-        stream.readers = [other for other in readers if other is not reader] or None
 
 
 def body_of(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:

@@ -1,0 +1,24 @@
+"""A read as it was asked for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tailrace.log.model import Stream
+
+
+class ReadRequest(NamedTuple):
+    """Parameters checked and positions resolved."""
+
+    stream: Stream
+    start: int
+    at_now: bool
+    mode: str
+    shared: bool  # a long-poll that shared caches may collapse
+    fmt: str
+    fmt_given: bool
+    key: str
+    wait_ms: int
+    cursor: str | None
+    filter_text: str = ""
+    scanned_bytes: int = 0  # that a filter has cost so far
