@@ -125,6 +125,7 @@ def test_memory_pressure_and_many_listings_are_refused(
     harness: LogHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.create("s", JSON, Lifetime(), NOTHING, None)
+    harness.settle()
     listing = harness.call(KeyListing, harness.log)
     stream = harness.log.readable("s")
     harness.log.pressure = TailraceError("overloaded", "short")
