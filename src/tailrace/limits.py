@@ -176,6 +176,27 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Time a bootstrap gives the server before it to notice that it lost the bucket."),
     ] = 8000
 
+    # Search.
+    tail_index_max_bytes: Annotated[
+        BytesOrNone, Meta(description="Memory for the index of recent rows; 0 leaves them to scans.")
+    ] = 256 * MIB
+    search_concurrency: Annotated[
+        int,
+        Meta(ge=0, description="Searches that run at once; 0 is twice the number of cores."),
+        Meta(extra={"unit": "count"}),
+    ] = 0
+    search_queue: Annotated[
+        Count, Meta(description="Searches that may wait for their turn; more are answered with 429.")
+    ] = 256
+    search_timeout_ms: Annotated[
+        int,
+        Meta(ge=1, le=3000, description="Longest time for one search."),
+        Meta(extra={"unit": "ms"}),
+    ] = 3000
+    search_total_exact_limit: Annotated[
+        Count, Meta(description="Matches up to which a search counts them all.")
+    ] = 10_000
+
     # The object store.
     object_ms: Annotated[
         Millis, Meta(description="Time for one call to the object store, with all its retries.")

@@ -20,6 +20,7 @@ from tailrace.api.profile import ProfileRoutes
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
 from tailrace.api.seal import PATH as SEAL_PATH
+from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
 from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
@@ -57,11 +58,13 @@ class TailraceApp:
         self.control: Control | None = None
         self.details = DetailsRoutes(context, self.live)
         self.routing_keys = RoutingKeyRoutes(context)
+        self.search = SearchRoutes(context)
         # What belongs to a stream, by the last segment of its path.
         self.resources: dict[str, Resource] = {
             "_details": self.details.details,
             "_index_status": self.details.index_status,
             "_schema": self.schema.serve,
+            "_search": self.search.serve,
             "_profile": self.profile.serve,
             "_routing_keys": self.routing_keys.routing_keys,
         }

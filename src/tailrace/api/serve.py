@@ -121,6 +121,7 @@ class Server:
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
+        self._memory.sheds.append(self.app.search.tail.shed)
         node = Node(context, self.app.live, self._memory, self.sealing, self._checkpoints, self._cold)
         self.app.server = ServerRoutes(node)
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
@@ -170,6 +171,7 @@ class Server:
         self._memory.stop()
         self._stream_metrics.stop()
         await self.sealing.stop()
+        self.app.search.close()
         await self.log.close()
         await self._checkpoints.stop()
         await self._cold.close()

@@ -17,6 +17,7 @@ from tailrace.query.scan import Counts, Payload, Scanner
 from tailrace.query.score import Group, Scorer
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.sort import SortValue, TopHits, has_text, rank, rank_part, shown_value
+from tailrace.query.values import Value
 from tailrace.query.view import View
 
 WEIGHED_LATER_MAX = 20_000  # matches that wait for the statistics; the rest is scanned a second time
@@ -39,7 +40,7 @@ class Collector:
         self.counters = Counters()
         self.scanner = Scanner(view, request, self._take)
         self.matches = 0
-        self.primary_max: int | None = None
+        self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
         self.undecided: list[Stretch] = []
         self._view = view
         self._trimmed = trimmed
@@ -62,20 +63,25 @@ class Collector:
         self.counters.json_parse_s += time.monotonic() - begun
         return decided
 
-    def counted(self, counts: Counts) -> None:
-        """A stretch, or what was decided of it, is counted in."""
-        self._see_primary(counts.primary_max)
+    def counted(self, counts: Counts, last: int) -> None:
+        """A stretch, or what was decided of it up to `last`, is counted in."""
+        self._see_primary(counts.primary_max, last)
         for name, field in counts.statistics.items():
             self.statistics[name].add(field.documents, field.tokens, field.with_token)
 
-    def known(self, facts: Facts) -> None:
+    def known(self, facts: Facts, last: int) -> None:
         """As `counted`, for a stretch that was counted before."""
-        self._see_primary(facts.primary_max)
+        self._see_primary(facts.primary_max, last)
         facts.add_to(self.statistics)
 
-    def _see_primary(self, primary: int | None) -> None:
-        if primary is not None and (self.primary_max is None or primary > self.primary_max):
-            self.primary_max = primary
+    def _see_primary(self, primary: Value | None, last: int) -> None:
+        if primary is not None:
+            assert isinstance(primary, int)
+            self._primaries.append((last, primary))
+
+    def primary_max(self, through: int) -> int | None:
+        """The largest primary timestamp of the pieces that end at or below an entry."""
+        return max((primary for last, primary in self._primaries if last <= through), default=None)
 
     def _take(self, entry: int, values: list[SortValue], groups: list[Group]) -> None:
         if self._settled or not self._overflowed:
@@ -109,9 +115,14 @@ class Collector:
         primary = self._view.primary
         for source in sources:
             source.add_statistics(self.statistics, self._trimmed)
-            if primary is not None and (bounds := source.bounds(primary)) is not None:
-                assert isinstance(bounds[1], int)
-                self._see_primary(bounds[1])
+            if primary is None:
+                continue
+            if source.first > self._trimmed:
+                bounds = source.bounds(primary)
+                self._see_primary(None if bounds is None else bounds[1], source.last)
+            else:
+                for row in rows_of(source.after(self._trimmed)):
+                    self._see_primary(source.edge(primary, row, True), source.last)
         self.counters.fts_clause_estimate_s += time.monotonic() - begun
 
     def source(self, source: Indexed) -> None:
@@ -125,6 +136,7 @@ class Collector:
         found = rows.bit_count()
         self.matches += found
         self.counters.candidates += found
+        self.counters.scanned_tail_docs += found
         if self._hopeless(source):
             return
         weighed = self.weighs and request.by_score

@@ -15,7 +15,7 @@ from tailrace.log.reader import Reader
 from tailrace.query.collect import Collector, Hit
 from tailrace.query.coverage import Counters, Omitted, omitted, touched, visible_through
 from tailrace.query.facts import Facts, FactsCache
-from tailrace.query.plan import Indexed, Piece, Stretch, plan
+from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, plan
 from tailrace.query.scan import Counts
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.tail_index import TailIndex
@@ -65,6 +65,7 @@ class Searcher:
         self.segments_of = segments_of  # of the stream with this number, asked on a thread
         self.total_exact_max = total_exact_max
         self.facts = FactsCache()
+        self.scan_rows = SCAN_ROWS
         self.scans = True  # without them, what is not indexed is left out
 
     async def search(self, stream: Stream, view: View, request: SearchRequest, deadline: float) -> Outcome:
@@ -101,11 +102,13 @@ class _Run:
 
     async def decide(self) -> None:
         sources: Sequence[Indexed] = ()
-        if not self._late:
+        if self._late:
+            self._timed_out = True  # there was no time to begin with
+        else:
             sources = await self._searcher.tail.chunks(self._stream, self._view, self._last)
         key = self._request.sort[0]
         ascending = key.kind == "offset" and not key.descending
-        pieces = plan(self._first, self._last, sources, newest_first=not ascending)
+        pieces = plan(self._first, self._last, sources, self._searcher.scan_rows, newest_first=not ascending)
         if self._collector.weighs and self._request.by_score:
             await self._decide_by_weight(pieces)
         else:
@@ -171,7 +174,6 @@ class _Run:
             if self._late or collector.enough:
                 return indexed[index:][::-1]
             collector.source(source)
-            collector.counters.scanned_tail_docs += len(source.entries)
         return []
 
     # -- scans -------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ class _Run:
         if again:
             pass  # it was counted the first time
         elif facts is not None:
-            collector.known(facts)
+            collector.known(facts, stretch.last)
         else:
             counts = Counts(collector.scanner.new_statistics())
         if repeat:
@@ -197,8 +199,8 @@ class _Run:
                 return
         decided = await self._scan_rows(stretch, counts)
         if counts is not None:
-            collector.counted(counts)
-            if decided == stretch.last and stretch.whole:
+            collector.counted(counts, decided)
+            if decided == stretch.last and stretch.is_whole(self._searcher.scan_rows):
                 known = self._searcher.facts.find(self._stream.number, stretch, self._view) or Facts()
                 known.learn(counts.statistics, counts.primary_max)
                 self._searcher.facts.put(self._stream.number, stretch, self._view, known)
@@ -206,7 +208,7 @@ class _Run:
             collector.undecided.append(Stretch(decided + 1, stretch.last))
 
     def _facts_of(self, stretch: Stretch) -> Facts | None:
-        if not stretch.whole:
+        if not stretch.is_whole(self._searcher.scan_rows):
             return None
         facts = self._searcher.facts.find(self._stream.number, stretch, self._view)
         if facts is None or not facts.answers(self._collector.scanner.wanted, self._view.primary):
@@ -263,6 +265,7 @@ class _Run:
         collector.counters.scanned_segments = touched(ranges, self._scanned)
         left = omitted(undecided, self._stream.sealed, ranges)
         hits = await self._on_thread(collector.hits)
+        through = visible_through(self._first, self._last, undecided)
         return Outcome(
             hits,
             collector.matches,
@@ -270,8 +273,8 @@ class _Run:
             self._timed_out,
             self._first,
             self._last,
-            visible_through(self._first, self._last, undecided),
-            collector.primary_max,
+            through,
+            collector.primary_max(through),
             left,
             None if left.oldest is None else self._appended_ns(left.oldest, segments),
             collector.counters,

@@ -42,17 +42,19 @@ class Stretch(NamedTuple):
     first: int
     last: int
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is one of the fixed ones, from edge to edge."""
-        return self.last - self.first + 1 == SCAN_ROWS and (self.first - 1) % SCAN_ROWS == 0
+    def is_whole(self, rows: int) -> bool:
+        """Whether it is one of the fixed ones of so many rows, from edge to edge."""
+        return self.last - self.first + 1 == rows and (self.first - 1) % rows == 0
 
 
 Piece = Indexed | Stretch
 
 
-def plan(first: int, last: int, sources: Sequence[Indexed], *, newest_first: bool) -> list[Piece]:
-    """Pieces that cover the entries from `first` to `last`, each entry once, in the order of the search."""
+def plan(first: int, last: int, sources: Sequence[Indexed], rows: int, *, newest_first: bool) -> list[Piece]:
+    """Pieces that cover the entries from `first` to `last`, each entry once, in the order of the search.
+
+    `rows` is the length of a whole stretch.
+    """
     pieces: list[Piece] = []
     at = first
     for source in sources:
@@ -62,17 +64,17 @@ def plan(first: int, last: int, sources: Sequence[Indexed], *, newest_first: boo
             break
         if source.last > last:
             break  # rows behind the snapshot: scanned rather than masked
-        pieces += _stretches(at, source.first - 1)
+        pieces += _stretches(at, source.first - 1, rows)
         pieces.append(source)
         at = source.last + 1
-    pieces += _stretches(at, last)
+    pieces += _stretches(at, last, rows)
     return pieces[::-1] if newest_first else pieces
 
 
-def _stretches(first: int, last: int) -> list[Stretch]:
+def _stretches(first: int, last: int, rows: int) -> list[Stretch]:
     found: list[Stretch] = []
     while first <= last:
-        end = min(last, (first - 1) // SCAN_ROWS * SCAN_ROWS + SCAN_ROWS)
+        end = min(last, (first - 1) // rows * rows + rows)
         found.append(Stretch(first, end))
         first = end + 1
     return found

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any
 
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -41,7 +40,8 @@ class StreamIndex:
         self.used = 0  # when it was last searched, as a count
         self.dropped_rows = 0
         self.too_large = False  # even its newest rows do not fit the budget
-        self.filling: asyncio.Task[Any] | None = None
+        self.busy = False  # a search is adding what is new
+        self.filling: asyncio.Task[None] | None = None  # in the background
 
     @property
     def rows(self) -> int:
@@ -91,15 +91,15 @@ class TailIndex:
         if not self.bytes_max:
             return []
         index = self._index(stream, view)
-        if index.filling is None and not index.too_large:
+        if index.filling is None and not index.busy and not index.too_large:
             newest = index.chunks[-1].last if index.chunks else max(stream.earliest, last - self._rows)
             if 0 < last - newest <= self._rows and (index.chunks or newest == stream.earliest):
-                index.filling = asyncio.current_task()
+                index.busy = True
                 try:
                     await self._extend(index, newest, last)
                 finally:
-                    index.filling = None
-            if self._has_gap(index, last):
+                    index.busy = False
+            if self._has_gap(index, last) and not index.too_large:
                 index.filling = asyncio.get_running_loop().create_task(self._fill(index))
                 index.filling.add_done_callback(lambda task: self._filled(index, task))
         return list(index.chunks)
@@ -206,6 +206,11 @@ class TailIndex:
         if self.bytes > self.bytes_max:
             self._shed()
             index.too_large = not index.chunks
+
+    def shed(self) -> None:
+        """Memory is short: everything goes, and searches scan until there is time to build it again."""
+        for number in list(self._streams):
+            self.forget(number)
 
     def _shed(self) -> None:
         """Over budget: early sealing is asked for, then inverted lists go, then whole chunks."""

@@ -1,0 +1,169 @@
+"""GET and POST `_search`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from urllib.parse import parse_qsl
+
+import msgspec
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.contracts import SCHEMA
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.net.http1 import Exchange
+from tailrace.protocol.headers import line
+from tailrace.query.execute import Searcher
+from tailrace.query.gate import Gate
+from tailrace.query.page import body_of, headers_of
+from tailrace.query.search_request import Asked, SearchRequest, bind_request, parse_body
+from tailrace.query.tail_index import TailIndex
+from tailrace.query.view import View
+from tailrace.schema.body import invalid
+from tailrace.schema.registry import read_registry
+from tailrace.store.segments import SegmentInfo
+
+METHODS = "GET, HEAD, POST, OPTIONS"
+INDEXING_THREADS = 2
+_INFO = msgspec.msgpack.Decoder(SegmentInfo)
+
+
+@lru_cache(128)
+def view_of(document: bytes) -> View | None:
+    """The searchable side of a registry; None if search is not configured."""
+    registry = read_registry(document)
+    return None if registry.search is None else View(registry)
+
+
+class SearchRoutes:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._log = context.log
+        limits = context.limits
+        running_max = limits.search_concurrency or 2 * (os.cpu_count() or 1)
+        self.gate = Gate(running_max, limits.search_queue)
+        self._threads = ThreadPoolExecutor(running_max, "search")
+        self._indexing = ThreadPoolExecutor(INDEXING_THREADS, "tail-index")
+        self.tail = TailIndex(context.log.reader, limits.tail_index_max_bytes, self._indexing)
+        self.searcher = Searcher(
+            context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        self.tail.close()
+        for threads in (self._threads, self._indexing):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _segments_of(self, number: int) -> list[SegmentInfo]:
+        return [_INFO.decode(info) for info in self._log.store.db.cold.infos_from(number, 1)]
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
+        if method not in (b"GET", b"HEAD", b"POST"):
+            raise answers.not_allowed(METHODS)
+        authorise(identity, Action.QUERY_STREAM, stream=name)
+        stream = self._log.readable(name)
+        asked = parse_body(_json(exchange.body)) if method == b"POST" else parse_query(exchange.query)
+        documents = stream.visible_documents
+        document = None if documents is None else documents.get(SCHEMA)
+        view = None if document is None else view_of(document)
+        request = bind_request(
+            asked, None if view is None else view.config, self._context.limits.search_timeout_ms
+        )
+        assert view is not None, "without a configuration the query was refused"
+        self._log.touch(stream)
+        task = self._context.loop.create_task(self._answer(exchange, stream, view, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange, stream: Stream, view: View, request: SearchRequest) -> None:
+        try:
+            async with asyncio.timeout(self._context.limits.request_ms / 1000):
+                status, body = await self.search(stream, view, request)
+        except TimeoutError:
+            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            return
+        except TailraceError as refusal:
+            deleted = TailraceError("not_found", "the stream was deleted")
+            answers.refuse(exchange, deleted if stream.removed else refusal)
+            return
+        except Exception:
+            if stream.removed:
+                answers.refuse(exchange, TailraceError("not_found", "the stream was deleted"))
+                return
+            answers.refuse(exchange, TailraceError("internal", "the search failed"))
+            raise
+        shown = headers_of(body)
+        head = answers.JSON_TYPE + answers.NO_STORE
+        head += b"".join(line(name, value) for name, value in shown)
+        head += line("Access-Control-Expose-Headers", ", ".join(name for name, _ in shown))
+        exchange.respond(status, head, orjson.dumps(body))
+
+    async def search(
+        self, stream: Stream, view: View, request: SearchRequest
+    ) -> tuple[int, dict[str, object]]:
+        """Status and body, within the budget of the request."""
+        begun = time.monotonic()
+        deadline = begun + request.timeout_ms / 1000
+        entered = await self.gate.enter(max(0.0, deadline - begun)) if request.timeout_ms else False
+        try:
+            outcome = await self.searcher.search(stream, view, request, deadline if entered else begun)
+            took_ms = int((time.monotonic() - begun) * 1000)
+            body = await body_of(outcome, request, stream, view, self._log.reader, took_ms)
+        finally:
+            if entered:
+                self.gate.leave()
+        return (408 if outcome.timed_out else 200), body
+
+
+def _json(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
+
+
+def parse_query(raw: bytes) -> Asked:
+    """A search in a query string: the names of the body, each as text."""
+    try:
+        pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict")
+    except UnicodeError:
+        raise invalid("the query string is not valid UTF-8") from None
+    body: dict[str, object] = {}
+    sort: list[str] = []
+    for name, text in pairs:
+        if name == "sort":
+            sort += [key for key in text.split(",") if key]
+        elif name == "q":
+            body["q"] = text
+        elif name in ("size", "timeout_ms"):
+            body[name] = _number(text)
+        elif name == "search_after":
+            body[name] = _after(text)
+        elif name == "track_total_hits":
+            body[name] = text
+    if sort:
+        body["sort"] = sort
+    return parse_body(body)
+
+
+def _number(text: str) -> object:
+    """A number, or text that no number is expected to be."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def _after(text: str) -> object:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raise invalid("search_after must be a JSON array") from None
