@@ -382,6 +382,37 @@ def test_of_two_updates_at_once_one_wins(server: ServerProcess) -> None:
         http.close()
 
 
+def fork(http: Wire, source: str, body: str | None = None, **more: str) -> tuple[str, Answer]:
+    name = fresh("schema")
+    path = f"/v1/stream/{source}"
+    return name, http.put(name, JSON if body else None, body, stream_forked_from=path, **more)
+
+
+def test_a_fork_goes_on_under_the_registry_of_its_source(http: Wire) -> None:
+    source = evolved(http)
+    name, made = fork(http, source)
+    assert made.status == 201
+    shown = json.loads(registry(http, name))
+    assert shown == {**json.loads(registry(http, source)), "schema": name, "lenses": {"1": lens(name)}}
+    assert http.get(f"{name}?offset=-1").json == [*OLD, NEW]
+    assert append(http, name, {"ts": "old form"}).code == "invalid_request"
+    assert append(http, name, NEW).status == 204
+    assert update(http, name, {"routingKey": {"jsonPointer": "/at", "required": True}}).status == 200
+    assert "routingKey" not in json.loads(registry(http, source)), "each has its own"
+    # From within the first version: what it inherits is old, what it takes is new.
+    early, made = fork(http, source, json.dumps([NEW]), stream_fork_offset="-1", stream_fork_sub_offset="2")
+    assert made.status == 201
+    assert json.loads(registry(http, early))["boundaries"] == [
+        {"offset": 0, "version": 1},
+        {"offset": 2, "version": 2},
+    ]
+    assert http.get(f"{early}?offset=-1").json == [*OLD[:2], NEW]
+    refused, answer = fork(http, source, json.dumps([{"ts": "old form"}]))
+    assert answer.code == "invalid_request"
+    assert http.head(refused).status == 404
+    assert fork(http, source, json.dumps([NEW]))[1].status == 201
+
+
 @pytest.mark.parametrize("kill", [False, True])
 def test_the_registry_outlives_the_process(start_server: StartServer, kill: bool) -> None:
     process = start_server("--journal-file-bytes", "4096")

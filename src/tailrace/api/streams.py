@@ -10,8 +10,10 @@ import orjson
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
-from tailrace.api.guard import Guard
+from tailrace.api.contracts import SCHEMA
+from tailrace.api.guard import PROFILE, Guard
 from tailrace.api.plain_append import PlainAppend
+from tailrace.api.profile import TOUCH
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
@@ -24,6 +26,7 @@ from tailrace.protocol import json_split
 from tailrace.protocol.content_types import DEFAULT, is_json
 from tailrace.protocol.headers import line
 from tailrace.protocol.names import check_creatable, is_system
+from tailrace.schema.registry import forked, read_registry
 
 # An append with none of these is nothing but a body: most are.
 SPECIAL_HEADERS = frozenset(
@@ -156,7 +159,15 @@ class StreamRoutes:
                 if not initial.count:
                     initial = None
         request = CreateRequest(
-            name, content_type, lifetime, closed, fork.source, fork.position, fork.sub, initial
+            name,
+            content_type,
+            lifetime,
+            closed,
+            fork.source,
+            fork.position,
+            fork.sub,
+            initial,
+            None if fork.source is None else partial(self._inherit, name, initial),
         )
         # Whether it is new decides the status; the answer waits until that is durable.
         try:
@@ -165,6 +176,21 @@ class StreamRoutes:
             task = self._context.loop.create_task(self._create_later(exchange, request, needed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _inherit(
+        self, name: str, initial: AppendRequest | None, source: Stream, entry: int
+    ) -> dict[str, bytes]:
+        """What a fork has of its source's documents; its first entries have to pass them."""
+        documents = source.documents or {}
+        if initial is not None:
+            keys = self._guard.check(initial, source)
+            initial.check = lambda _: keys
+        inherited: dict[str, bytes] = {}
+        if SCHEMA in documents:
+            inherited[SCHEMA] = forked(read_registry(documents[SCHEMA]), name, entry).to_json()
+        if PROFILE in documents and TOUCH not in documents:  # touches are about one stream and its entries
+            inherited[PROFILE] = documents[PROFILE]
+        return inherited
 
     async def _create_later(
         self, exchange: Exchange, request: CreateRequest, needed: NotAtHandError | None

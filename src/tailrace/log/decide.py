@@ -65,6 +65,8 @@ class CreateRequest(NamedTuple):
     fork_position: tuple[int, int] | None = None  # (epoch, entry); None is the source's tail
     fork_sub: int = 0
     initial: AppendRequest | None = None
+    # The documents a fork has from its source, left after this entry. Refuses the first entries by raising.
+    inherit: Callable[[Stream, int], dict[str, bytes]] | None = None
 
 
 def append_time_ns(stream: Stream, hint_ns: int | None, now_ns: int, ahead_ns: int) -> int:

@@ -265,10 +265,15 @@ class Log:
         streams = self.streams
         tombstone = streams.tombstone(request.name)
         create = decide_create(request, streams.next_number, tombstone, fork, now_ns, streams.first_epoch)
+        documents: dict[str, bytes] = {}
+        if fork is not None and fork.source.documents is not None and request.inherit is not None:
+            documents = request.inherit(fork.source, fork.entry)
         transaction = Transaction(None, reply, context)
         created = transaction.add(self.streams, create)
         assert created is not None
         transaction.subject = created
+        for key, value in documents.items():
+            transaction.add(self.streams, Describe(created.number, key, value))
         if fork is not None and fork.head:
             head = AppendRequest(
                 fork.head, created.content_type, closes=request.closed and not request.initial
