@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from datetime import date
+from datetime import UTC, date, datetime
 from functools import lru_cache
 from typing import Final, cast
 
@@ -25,12 +25,17 @@ INT64_MAX: Final = 2**63 - 1
 _HALVES: Final = re.compile("[\ud800-\udfff]")
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+# UTC, whole seconds or milliseconds: as nearly every program writes it.
+_USUAL: Final = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{3})?Z"
+)
 _INSTANT: Final = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
     r"(?:[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
     r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9])))?"
 )
-_EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_EPOCH_DAY: Final = _EPOCH.toordinal()
 _DAYS_400_YEARS: Final = 146_097
 _BOOLS: Final = {"true": True, "false": False}
 
@@ -114,15 +119,15 @@ def to_float(leaf: object) -> float | None:
 
 def to_date(leaf: object) -> int | None:
     """Unix milliseconds, cut off towards zero; instants and days of the calendar; integers as text."""
+    if isinstance(leaf, str):
+        instant_ms = _instant_ms(leaf)
+        return _integer_in(leaf) if instant_ms is None else instant_ms
     if isinstance(leaf, bool):
         return None
     if isinstance(leaf, int):
         return _int64(leaf)
     if isinstance(leaf, float):
         return int(leaf) if abs(leaf) < 2.0**63 else None
-    if isinstance(leaf, str):
-        instant_ms = _instant_ms(leaf)
-        return _integer_in(leaf) if instant_ms is None else instant_ms
     return None
 
 
@@ -144,6 +149,13 @@ def _integer_in(text: str) -> int | None:
 
 
 def _instant_ms(text: str) -> int | None:
+    if _USUAL.fullmatch(text):
+        try:
+            since = datetime.fromisoformat(text) - _EPOCH
+        except ValueError:
+            pass  # no such day, or the year 0
+        else:
+            return (since.days * 86_400 + since.seconds) * 1000 + since.microseconds // 1000
     match = _INSTANT.fullmatch(text)
     if match is None:
         return None
