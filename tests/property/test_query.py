@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.queries import (
     CONFIG,
     FILTERS,
+    LEAVES,
     SEARCHES,
     VERSION,
     Question,
@@ -27,6 +29,7 @@ from tailrace.query.evaluate import evaluate
 from tailrace.query.parser import parse
 from tailrace.query.values import to_string
 from tailrace.schema.payload import decode_record
+from tailrace.schema.search_config import SearchConfig, parse_search
 
 SOME = settings(max_examples=100, deadline=None)
 MANY = settings(max_examples=20_000, deadline=None)
@@ -127,10 +130,10 @@ def check_total(text: str) -> None:
             assert refusal.body()
 
 
-def _refusal(text: str, dialect: Dialect) -> TailraceError | None:
+def _refusal(text: str, dialect: Dialect, config: SearchConfig = CONFIG) -> TailraceError | None:
     try:
         parse(text, dialect)
-        bind_query(text, CONFIG, dialect)
+        bind_query(text, config, dialect)
     except TailraceError as refusal:
         return refusal
     return None
@@ -185,6 +188,71 @@ def test_v2_every_string_is_found_by_equality_and_nothing_else(strings: list[str
 @given(unicode, st.booleans())
 def test_v2_each_of_many_strings_is_found_by_equality(strings: list[str], ascii_only: bool) -> None:
     check_equality(strings, ascii_only)
+
+
+POINTERS = ["", "/", "/a", "/a/a", "/a/0", "/a/1/a", "/0", "/a~1b", "/~0", "/a/-", "/é"]
+KINDS = ["keyword", "text", "integer", "float", "date", "bool"]
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> SearchConfig:
+    """Any kinds at any pointers, over versions that may not have come yet."""
+    fields: dict[str, dict[str, Any]] = {}
+    for name in "pqr":
+        kind = draw(st.sampled_from(KINDS))
+        pointers = draw(st.lists(st.sampled_from(POINTERS), min_size=1, max_size=2))
+        bindings = [
+            {"version": version, "jsonPointer": pointer} for version, pointer in enumerate(pointers, 1)
+        ]
+        fields[name] = {"kind": kind, "bindings": bindings, "exact": True}
+        if kind == "text":
+            fields[name] |= {"analyzer": "unicode_word_v1", "positions": True}
+        elif kind == "keyword" and draw(st.booleans()):
+            fields[name] |= {"normalizer": "lowercase_v1", "prefix": True}
+        elif kind != "bool":
+            fields[name]["column"] = True
+    return parse_search({"fields": fields})
+
+
+trees: st.SearchStrategy[Any] = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["a", "0", "", "a/b", "~", "é", "-"]), inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+CLAUSES = [
+    "has:{}",
+    "{}:5",
+    "{}:x",
+    '{}:""',
+    "{}:>0",
+    "{}:<=5.5",
+    "{}:true",
+    "{}:2026-01-01",
+    "{}:x*",
+    '{}:"x"',
+    "x",
+]
+
+
+@SOME
+@given(configurations(), st.lists(trees, min_size=1, max_size=5), st.integers(1, 2))
+def test_s2_any_configuration_decides_any_record(
+    config: SearchConfig, batch: list[Any], version: int
+) -> None:
+    texts = [clause.format(name) for clause in CLAUSES for name in config.fields]
+    for text, dialect in itertools.product(texts, (FILTER, SEARCH)):
+        if _refusal(text, dialect, config) is not None:
+            continue
+        bound = bind_query(text, config, dialect)
+        matcher = Matcher(bound, config, version)
+        for record in batch:
+            payload = payload_of(record)
+            expected = evaluate(bound, decode_record(payload), config, version)
+            assert matcher.matches(payload) == expected
+            assert matcher.matches_record(record) == expected
 
 
 @pytest.mark.parametrize(
