@@ -15,7 +15,7 @@ from support.cli import Finished, command, environment, tailrace
 from support.server import ServerProcess
 
 _numbers = itertools.count(1)
-VERBS = ("serve", "append", "read", "tail", "ls", "inspect", "verify", "gc", "doctor", "token")
+VERBS = ("serve", "append", "read", "tail", "ls", "details", "inspect", "verify", "gc", "doctor", "token")
 
 
 @pytest.fixture
@@ -114,6 +114,21 @@ def test_tail_prints_what_is_appended_and_ends_with_the_stream(
         assert tail.stdout.readline() == b'"after"\n'
         assert tail.stdout.read() == b""
         assert tail.wait(30) == 0
+
+
+def test_details_of_a_stream_and_of_the_server(server: ServerProcess) -> None:
+    _on(server, "append", "cli-details", "1", "2", "--create")
+    (shown,) = _on(server, "details", "cli-details", "--json").rows
+    assert (shown["stream"]["name"], shown["stream"]["next_offset"]) == ("cli-details", "2")
+    table = _on(server, "details", "cli-details").out
+    assert "cli-details" in table
+    assert "pending rows" in table
+    (node,) = _on(server, "details", "--json").rows
+    assert node["runtime"]["memory"]["last_rss_bytes"] > 0
+    assert "resident" in _on(server, "details").out
+    missing = tailrace("details", "cli-nothing", "--url", server.base_url)
+    assert missing.code == 1
+    assert "there is no stream" in missing.err
 
 
 def test_ctrl_c_ends_a_tail_quietly(server: ServerProcess, name: str) -> None:

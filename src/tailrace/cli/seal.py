@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
+from tailrace.cli.call import reason_of
 from tailrace.cli.failures import RefusedError, UnreachableError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
@@ -47,18 +48,9 @@ def seal(
             f"no server answers at {session.url}; start one with: tailrace serve"
         ) from None
     if answer.status_code != 200:
-        raise RefusedError(_reason(answer.content))
+        raise RefusedError(reason_of(answer.content))
     if session.json:
         put_json({"sealed": True, "stream": stream or None})
     else:
         put(f"{stream or 'everything'} is sealed\n".encode())
     flush()
-
-
-def _reason(body: bytes) -> str:
-    import orjson
-
-    try:
-        return str(orjson.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return body.decode("utf-8", "replace")

@@ -1,0 +1,45 @@
+"""One plain request to a server, for commands whose answer is a JSON document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from tailrace.cli.failures import RefusedError, UnreachableError
+
+if TYPE_CHECKING:
+    from tailrace.cli.session import Session
+
+_ANSWER_S_MAX: Final = 60.0
+
+
+def stream_path(stream: str, resource: str) -> str:
+    return f"/v1/stream/{quote(stream)}/{resource}"
+
+
+def get_json(session: Session, path: str) -> dict[str, Any]:
+    """The document at a path, or the refusal as an error."""
+    import httpx2
+    import orjson
+
+    headers = {"Authorization": f"Bearer {session.token}"} if session.token else {}
+    try:
+        with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
+            answer = http.get(session.url.rstrip("/") + path)
+    except httpx2.TransportError:
+        raise UnreachableError(
+            f"no server answers at {session.url}; start one with: tailrace serve"
+        ) from None
+    if answer.status_code != 200:
+        raise RefusedError(reason_of(answer.content))
+    return orjson.loads(answer.content)
+
+
+def reason_of(body: bytes) -> str:
+    """What the server says about a refusal, for people."""
+    import orjson
+
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode("utf-8", "replace")
