@@ -13,7 +13,7 @@ def slice_tag(
     The mark stands for whatever else the bytes depend on, such as the stream's schema registry.
     """
     tail = ":closed" if closed else ""
-    known = f":registry={mark}" if mark else ""
+    known = f":schema={mark}" if mark else ""
     key, filter_text = quote(key, safe=""), quote(filter_text, safe="")
     return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}{known}:filter={filter_text}{tail}"'
 
