@@ -73,8 +73,14 @@ class Chunk:
         terms = self.columns[name].terms
         return (terms[0], terms[len(terms) - 1]) if len(terms) else None
 
-    def has_missing(self, name: str) -> bool:
-        return self.columns[name].present != self.all_rows
+    def within(self, name: str, comparison: str, bound: Value) -> int:
+        """The rows with a value of a field on one side of a bound."""
+        column = self.columns[name]
+        return column.with_ranks(column.terms.range_of(comparison, bound))
+
+    def missing(self, name: str) -> int:
+        """The rows without a value of a field."""
+        return self.all_rows & ~self.columns[name].present
 
     def add_statistics(self, statistics: Statistics, after: int) -> None:
         add_statistics(self, statistics, after)

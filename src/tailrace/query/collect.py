@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from tailrace.query.coverage import Counters
 from tailrace.query.facts import Facts
@@ -16,7 +16,7 @@ from tailrace.query.plan import Indexed, Stretch
 from tailrace.query.scan import Counts, Payload, Scanner
 from tailrace.query.score import Group, Scorer
 from tailrace.query.search_request import SearchRequest
-from tailrace.query.sort import SortValue, TopHits, has_text, rank, rank_part, shown_value
+from tailrace.query.sort import SortValue, TopHits, has_text, rank, shown_value
 from tailrace.query.values import Value
 from tailrace.query.view import View
 
@@ -137,18 +137,29 @@ class Collector:
         self.matches += found
         self.counters.candidates += found
         self.counters.scanned_tail_docs += found
-        if self._hopeless(source):
+        rows = self._hopeful(source, rows)
+        if not rows:
             return
-        weighed = self.weighs and request.by_score
-        scores = source.scores(request.query, rows, self._scorer) if weighed else None
+        if self.weighs and request.by_score:
+            self._weigh_rows(source, rows)
+            return
         # The newest first: for most orders the page fills at once, and the rest is passed over.
         listed = rows_of(rows)
         for row in listed if not request.sort[0].descending else reversed(listed):
-            score = 0.0 if scores is None else scores[row]
+            values = self._sort_values(source, row, 0.0)
+            self._offer(Hit(source.entries[row], 0.0, values, [], source, row))
+            if request.sort[0].kind == "offset" and self._behind(values):
+                break
+
+    def _weigh_rows(self, source: Indexed, rows: int) -> None:
+        request = self.request
+        light = request.sort[0].kind == "score" and request.sort[0].descending
+        for row, score in source.scores(request.query, rows, self._scorer).items():
+            worst = self.top.worst
+            if light and worst is not None and -score > cast("float", worst[0]):
+                continue  # too light, whatever else it has
             values = self._sort_values(source, row, score)
             self._offer(Hit(source.entries[row], score, values, [], source, row))
-            if request.sort[0].kind == "offset" and self.top.full and self._behind(values):
-                break
 
     def _behind(self, values: list[SortValue]) -> bool:
         """Whether a row in the order of offsets comes behind all that is kept: then all others do."""
@@ -166,20 +177,20 @@ class Collector:
                 values.append(shown_value(source.edge(key.name, row, key.descending)))
         return values
 
-    def _hopeless(self, source: Indexed) -> bool:
-        """Whether no row of a source can get among the best, by the first sort key alone."""
-        worst = self.top.worst
-        key = self.request.sort[0]
-        if worst is None or key.kind == "score":
-            return False
+    def _hopeful(self, source: Indexed, rows: int) -> int:
+        """The rows that can get among the best, by the first sort key alone. A missing value is greatest."""
+        if not self.top.full:
+            return rows
+        key, worst = self.request.sort[0], self.top.hits[-1].values[0]
+        if key.kind == "score" or worst is None:
+            return rows & source.missing(key.name) if worst is None and key.descending else rows
         if key.kind == "offset":
-            best: SortValue = source.last if key.descending else source.first
-        else:
-            if key.descending and source.has_missing(key.name):
-                return False
-            bounds = source.bounds(key.name)
-            best = None if bounds is None else shown_value(bounds[1] if key.descending else bounds[0])
-        return cast("Any", worst[0]) < rank_part(key, best)
+            assert isinstance(worst, int)
+            beyond = source.last < worst if key.descending else source.first > worst
+            return 0 if beyond else rows
+        if key.descending:
+            return rows & (source.within(key.name, ">=", worst) | source.missing(key.name))
+        return rows & source.within(key.name, "<=", worst)
 
     # -- the page ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailrace.query.analyze import tokens_of
 from tailrace.query.packed import NumberTerms, Terms, WordTerms, bits_of, pack, size_of
@@ -18,6 +18,19 @@ from tailrace.schema.search_fields import Field
 
 _BREAK = ""  # is no token
 _OVERHEAD_BYTES = 400  # of a column's objects
+_DENSE = 16  # a term in more than one of so many rows has a set of rows instead of a list
+_SET_BYTES = 120  # of such a set, beside its bits
+
+
+class Lists(NamedTuple):
+    """The rows of each term, one list behind the other, and where each ends; sets for terms of many rows."""
+
+    rows: array[int]
+    ends: array[int]
+    dense: dict[int, int]
+
+    def memory_bytes(self, count: int) -> int:
+        return size_of(self.rows) + size_of(self.ends) + len(self.dense) * (_SET_BYTES + count // 8)
 
 
 class Column:
@@ -42,7 +55,7 @@ class Column:
         if field.kind == "text":
             self.tokens = len(ranks) - ranks.count(self.break_rank)
             self.documents = self._count_documents()
-        self._lists = self._invert(ranks)
+        self._lists: Lists | None = self._invert(ranks)
         self.memory_bytes = self._measure()
 
     def _count_documents(self) -> int:
@@ -51,14 +64,13 @@ class Column:
 
     def _measure(self) -> int:
         bits = (self.multiple.bit_length() + self.present.bit_length()) // 8
-        lists = 0 if self._lists is None else size_of(self._lists[0]) + size_of(self._lists[1])
+        lists = 0 if self._lists is None else self._lists.memory_bytes(self.count)
         columns = self.terms.memory_bytes + size_of(self.ranks) + size_of(self.starts)
         return columns + lists + bits + _OVERHEAD_BYTES
 
     # -- inverted lists ----------------------------------------------------------------------------------
 
-    def _invert(self, ranks: Sequence[int]) -> tuple[array[int], array[int]]:
-        """The rows of each term, one list behind the other, and where each ends."""
+    def _invert(self, ranks: Sequence[int]) -> Lists:
         lists: list[list[int]] = [[] for _ in range(len(self.terms))]
         if self.starts is None:
             for row, rank in enumerate(ranks):
@@ -70,10 +82,14 @@ class Column:
                         lists[rank].append(row)
         rows: list[int] = []
         ends: list[int] = []
-        for one in lists:
-            rows += one
+        dense: dict[int, int] = {}
+        for rank, one in enumerate(lists):
+            if len(one) * _DENSE > self.count >= _DENSE:
+                dense[rank] = bits_of(one, self.count)
+            else:
+                rows += one
             ends.append(len(rows))
-        return pack(rows, self.count), pack(ends, len(rows))
+        return Lists(pack(rows, self.count), pack(ends, len(rows)), dense)
 
     @property
     def inverted(self) -> bool:
@@ -92,12 +108,16 @@ class Column:
             return 0
         lists = self._lists
         if lists is not None:
-            rows, ends = lists
-            begin = ends[wanted.start - 1] if wanted.start else 0
-            return bits_of(rows[begin : ends[wanted.stop - 1]], self.count)
+            begin = lists.ends[wanted.start - 1] if wanted.start else 0
+            end = lists.ends[wanted.stop - 1]
+            found = bits_of(lists.rows[begin:end], self.count) if begin < end else 0
+            for rank, bits in lists.dense.items():
+                if rank in wanted:
+                    found |= bits
+            return found
         low, high = wanted.start, wanted.stop
-        found = [at for at, rank in enumerate(self.ranks) if low <= rank < high]
-        return bits_of(found if self.starts is None else self._owners(found), self.count)
+        places = [at for at, rank in enumerate(self.ranks) if low <= rank < high]
+        return bits_of(places if self.starts is None else self._owners(places), self.count)
 
     def _owners(self, positions: Iterable[int]) -> Iterable[int]:
         """The rows that these positions of the column belong to. Positions ascend."""
@@ -111,8 +131,8 @@ class Column:
     def documents_with(self, rank: int) -> int:
         """How many rows have a term."""
         lists = self._lists
-        if lists is not None:
-            return lists[1][rank] - (lists[1][rank - 1] if rank else 0)
+        if lists is not None and rank not in lists.dense:
+            return lists.ends[rank] - (lists.ends[rank - 1] if rank else 0)
         return self.with_ranks(range(rank, rank + 1)).bit_count()
 
     def ranks_of(self, row: int) -> array[int]:
@@ -125,14 +145,14 @@ class Column:
         if self.starts is None:
             return 1
         length = self.starts[row + 1] - self.starts[row]
-        if self.multiple >> row & 1:
+        if self.multiple and self.multiple >> row & 1:
             length -= self.ranks_of(row).count(self.break_rank)
         return length
 
     def values_of(self, row: int) -> list[array[int]]:
         """The values of a text in one row, each as the ranks of its tokens."""
         ranks = self.ranks_of(row)
-        if not self.multiple >> row & 1:
+        if not self.multiple or not self.multiple >> row & 1:
             return [ranks]
         values: list[array[int]] = [array(ranks.typecode)]
         for rank in ranks:

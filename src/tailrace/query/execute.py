@@ -120,12 +120,13 @@ class _Run:
     async def _decide_in_order(self, pieces: list[Piece]) -> None:
         waiting = pieces[::-1]
         while waiting:
-            if self._collector.enough:
-                self._stopped_early = True
-                return
             if self._late:
                 break
             piece = waiting[-1]
+            if self._collector.enough and isinstance(piece, Stretch):
+                self._stopped_early = True  # what is indexed is still counted: that costs little
+                waiting.pop()
+                continue
             if is_indexed(piece):
                 indexed: list[Indexed] = []
                 while waiting and is_indexed(found := waiting[-1]):
@@ -171,7 +172,7 @@ class _Run:
     def _decide_sources(self, indexed: list[Indexed]) -> list[Indexed]:
         collector = self._collector
         for index, source in enumerate(indexed):
-            if self._late or collector.enough:
+            if self._late:
                 return indexed[index:][::-1]
             collector.source(source)
         return []

@@ -126,4 +126,9 @@ class WordTerms:
         return range(first, bisect_right(ranks, wanted, first, key=lambda rank: self.raw(rank)[:length]))
 
     def range_of(self, comparison: str, bound: Value) -> range:
-        raise AssertionError("words are not compared")
+        """Words are compared where hits are sorted by them."""
+        wanted, ranks = str(bound).encode(), range(len(self._ends))
+        if comparison == ">=":
+            return range(bisect_left(ranks, wanted, key=self.raw), len(ranks))
+        assert comparison == "<="
+        return range(bisect_right(ranks, wanted, key=self.raw))

@@ -84,10 +84,9 @@ class Scanner:
         if entry < self._first_current and not self._view.is_current(entry):
             self.decoded += may_skip
             return self._matcher.matches_record(self._view.record(entry, payload))
-        if may_skip:
-            if self._needles is not None and not self._needles.may_match(bytes(payload)):
-                return False
-            self.decoded += 1
+        if self._needles is not None and not self._needles.may_match(bytes(payload)):
+            return False
+        self.decoded += may_skip
         return self._matcher.matches(payload)
 
     def _count(self, row: Row, counts: Counts) -> None:
