@@ -15,7 +15,20 @@ from support.cli import Finished, command, environment, tailrace
 from support.server import ServerProcess
 
 _numbers = itertools.count(1)
-VERBS = ("serve", "append", "read", "tail", "ls", "details", "inspect", "verify", "gc", "doctor", "token")
+VERBS = (
+    "serve",
+    "append",
+    "read",
+    "tail",
+    "ls",
+    "profile",
+    "details",
+    "inspect",
+    "verify",
+    "gc",
+    "doctor",
+    "token",
+)
 
 
 @pytest.fixture
@@ -129,6 +142,21 @@ def test_details_of_a_stream_and_of_the_server(server: ServerProcess) -> None:
     missing = tailrace("details", "cli-nothing", "--url", server.base_url)
     assert missing.code == 1
     assert "there is no stream" in missing.err
+
+
+def test_profiles_are_shown_and_set(server: ServerProcess, name: str) -> None:
+    _on(server, "append", name, "--create")
+    assert '"kind": "generic"' in _on(server, "profile", "get", name).out
+    (shown,) = _on(
+        server, "profile", "set", name, "evlog", "--redact", "Card", "--redact", "pin", "--json"
+    ).rows
+    assert shown["profile"] == {"kind": "evlog", "redactKeys": ["card", "pin"]}
+    refused = tailrace("profile", "set", name, "logs", "--url", server.base_url)
+    assert refused.code == 1
+    assert "profile.kind must be" in refused.err
+    (shown,) = _on(server, "profile", "set", name, "state-protocol", "--touch", "--json").rows
+    assert shown["profile"]["touch"]["enabled"] is True
+    assert tailrace("profile", "set", name, "evlog", "--config", "[]", "--url", server.base_url).code == 2
 
 
 def test_ctrl_c_ends_a_tail_quietly(server: ServerProcess, name: str) -> None:

@@ -19,13 +19,26 @@ def stream_path(stream: str, resource: str) -> str:
 
 def get_json(session: Session, path: str) -> dict[str, Any]:
     """The document at a path, or the refusal as an error."""
+    return _call(session, "GET", path, None)
+
+
+def post_json(session: Session, path: str, body: object) -> dict[str, Any]:
+    """The document that comes back for one, or the refusal as an error."""
+    import orjson
+
+    return _call(session, "POST", path, orjson.dumps(body))
+
+
+def _call(session: Session, method: str, path: str, body: bytes | None) -> dict[str, Any]:
     import httpx2
     import orjson
 
     headers = {"Authorization": f"Bearer {session.token}"} if session.token else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
     try:
         with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
-            answer = http.get(session.url.rstrip("/") + path)
+            answer = http.request(method, session.url.rstrip("/") + path, content=body)
     except httpx2.TransportError:
         raise UnreachableError(
             f"no server answers at {session.url}; start one with: tailrace serve"
