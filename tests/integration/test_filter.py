@@ -334,6 +334,41 @@ def test_f3_one_record_larger_than_the_limit_is_decided_and_given(tight: Wire) -
         assert answer["stream-filter-scanned-bytes"] == str(len(json.dumps(large)))
 
 
+def test_l3_filters_see_every_entry_through_the_newest_version(start_server: StartServer) -> None:
+    process = start_server()
+    http = Wire(process.port)
+    name = fresh("filter")
+    http.put(name, JSON)
+    versions = [
+        {"type": "object", "required": [member], "properties": {member: {"type": "string"}}}
+        for member in ("old", "new")
+    ]
+    bindings = [{"version": 1, "jsonPointer": "/old"}, {"version": 2, "jsonPointer": "/new"}]
+    search = {"fields": {"id": {"kind": "keyword", "exact": True, "bindings": bindings}}}
+    install = {"schema": versions[0], "search": search}
+    assert http.post(f"{name}/_schema", JSON, json.dumps(install)).status == 200
+    assert (
+        http.post(name, JSON, json.dumps([{"old": "x" if i % 2 else "y"} for i in range(100)])).status == 204
+    )
+    assert len(found(http, name, "id:x")) == 50
+    lens = {"apiVersion": "durable.lens/v1", "schema": name, "from": 1, "to": 2}
+    lens["ops"] = [{"op": "rename", "from": "/old", "to": "/new"}]
+    evolve = {"schema": versions[1], "lens": lens}
+    assert http.post(f"{name}/_schema", JSON, json.dumps(evolve)).status == 200
+    assert http.post(name, JSON, json.dumps([{"new": "x"}] * 100)).status == 204
+    for _ in range(2):
+        assert found(http, name, "id:x") == [{"new": "x"}] * 150
+        assert found(http, name, "-id:x") == [{"new": "y"}] * 50
+        assert found(http, name, "id:x", offset=encode(0, 99)) == [{"new": "x"}] * 101
+        seal(http, name)
+    http.close()
+
+
+def seal(http: Wire, name: str) -> None:
+    """Moves the stream to the object store."""
+    eventually(lambda: http.post(f"/v1/server/_seal?stream={quote(name, safe='')}").status, (200).__eq__)
+
+
 def test_f1_sealed_entries_are_filtered_like_any_other(start_server: StartServer) -> None:
     process = start_server("--seal-entries", "20")
     http = Wire(process.port)
@@ -341,7 +376,7 @@ def test_f1_sealed_entries_are_filtered_like_any_other(start_server: StartServer
     name = stream(http)
     for begin in range(0, 80, 20):
         assert http.post(name, JSON, json.dumps(records[begin : begin + 20])).status == 204
-    eventually(lambda: http.post(f"/v1/server/_seal?stream={quote(name, safe='')}").status, (200).__eq__)
+    seal(http, name)
     assert http.post(name, JSON, json.dumps(records[80:])).status == 204
     assert found(http, name, "id:x") == [record for record in records if record["id"] == "x"]
     http.close()

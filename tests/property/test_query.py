@@ -27,8 +27,10 @@ from tailrace.query.compiled import Matcher
 from tailrace.query.dialect import FILTER, SEARCH, Dialect
 from tailrace.query.evaluate import evaluate
 from tailrace.query.parser import parse
-from tailrace.query.values import to_string
+from tailrace.query.values import to_string, values_of
+from tailrace.query.view import Extractor, View
 from tailrace.schema.payload import decode_record
+from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.search_config import SearchConfig, parse_search
 
 SOME = settings(max_examples=100, deadline=None)
@@ -120,6 +122,31 @@ def test_q1_a_negated_and_keeps_what_either_part_lets_through() -> None:
     ]:
         assert evaluate(bound, record, CONFIG, VERSION) is expected
         assert matcher.matches_record(record) is expected
+
+
+def check_extraction(batch: list[Any], ascii_only: bool) -> None:
+    registry = Registry(name="s", version=VERSION, search=CONFIG, boundaries=(Boundary(0, VERSION),))
+    names = list(CONFIG.fields)
+    extractor = Extractor(View(registry), names)
+    for record in batch:
+        payload = payload_of(record, ascii_only=ascii_only)
+        decoded = decode_record(payload)
+        expected = [values_of(decoded, CONFIG.fields[name], VERSION) for name in names]
+        # As text, so that 1, 1.0 and True are three different things.
+        assert repr([list(values) for values in extractor.row(1, payload)]) == repr(expected)
+
+
+@SOME
+@given(batches, st.booleans())
+def test_v1_values_are_the_same_however_a_payload_is_decoded(batch: list[Any], ascii_only: bool) -> None:
+    check_extraction(batch, ascii_only)
+
+
+@pytest.mark.nightly
+@MANY
+@given(batches, st.booleans())
+def test_v1_values_of_many_records_are_the_same(batch: list[Any], ascii_only: bool) -> None:
+    check_extraction(batch, ascii_only)
 
 
 def check_total(text: str) -> None:
