@@ -35,6 +35,7 @@ _COMMANDS: Final = (
     ("ls", "List streams.", _STREAMS),
     ("profile", "Show and change what the records of a stream mean.", _STREAMS),
     ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
+    ("schema", "Show and change what the records of a stream look like.", _STREAMS),
     ("seal", "Move streams to the object store now.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),
     ("verify", "Check that everything in the object store is as it was recorded.", _CARE),

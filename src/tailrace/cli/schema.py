@@ -1,0 +1,144 @@
+"""``tailrace schema``: a stream's registry: schema versions, lenses, routing key and searchable fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.call import get_json, reason_of, stream_path
+from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+
+_HELP: Final = """Show and change what the records of a stream look like.
+
+For example:
+
+    tailrace schema get orders
+
+    tailrace schema set orders --schema orders.v1.json --routing-key /user
+
+    tailrace schema evolve orders --schema orders.v2.json --lens ops.json
+"""
+
+Stream = Annotated[str, Parameter(help="The stream.")]
+_LENS: Final = "durable.lens/v1"
+_ANSWER_S_MAX: Final = 60.0
+
+command = App(name="schema", help=_HELP, help_format="markdown")
+
+
+@command.command
+def get(stream: Stream, /, *, session: Session = DEFAULT) -> None:
+    """Print the registry of a stream."""
+    _show(get_json(session, stream_path(stream, "_schema")), session)
+
+
+@command.command(name="set")
+def set_(
+    stream: Stream,
+    /,
+    *,
+    schema: Annotated[
+        str | None,
+        Parameter(
+            help="File with the first version, a JSON Schema; - is standard input.", allow_leading_hyphen=True
+        ),
+    ] = None,
+    search: Annotated[
+        str | None, Parameter(help="File with the searchable fields; none removes them.")
+    ] = None,
+    routing_key: Annotated[
+        str | None, Parameter(help="JSON pointer to the key in each record; none removes it.")
+    ] = None,
+    required: Annotated[bool, Parameter(negative="", help="Refuse records without a routing key.")] = False,
+    session: Session = DEFAULT,
+) -> None:
+    """Install the first schema version, the routing key or the searchable fields."""
+    body: dict[str, Any] = {}
+    if schema is not None:
+        body["schema"] = _read(schema)
+    if search is not None:
+        body["search"] = None if search == "none" else _read(search)
+    if routing_key is not None:
+        key = {"jsonPointer": routing_key, "required": required}
+        body["routingKey"] = None if routing_key == "none" else key
+    elif required:
+        raise UsageError("--required needs --routing-key")
+    if not body:
+        raise UsageError("nothing to set: give --schema, --search or --routing-key")
+    _show(_post(session, stream_path(stream, "_schema"), body), session)
+
+
+@command.command
+def evolve(
+    stream: Stream,
+    /,
+    *,
+    schema: Annotated[
+        str,
+        Parameter(
+            help="File with the next version, a JSON Schema; - is standard input.", allow_leading_hyphen=True
+        ),
+    ],
+    lens: Annotated[
+        str, Parameter(help="File with the lens to it: the whole of it, or only its array of operations.")
+    ],
+    search: Annotated[str | None, Parameter(help="File with the searchable fields from then on.")] = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Go on to the next schema version. Older entries are shown through the lens from then on."""
+    path = stream_path(stream, "_schema")
+    body: dict[str, Any] = {"schema": _read(schema), "lens": _read(lens)}
+    if isinstance(body["lens"], list):
+        version: int = get_json(session, path)["currentVersion"]
+        envelope: dict[str, Any] = {"apiVersion": _LENS, "schema": stream, "from": version, "to": version + 1}
+        body["lens"] = {**envelope, "ops": body["lens"]}
+    if search is not None:
+        body["search"] = _read(search)
+    _show(_post(session, path, body), session)
+
+
+def _read(file: str) -> Any:
+    import sys
+    from pathlib import Path
+
+    import orjson
+
+    try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{file} is not JSON: {error}") from None
+
+
+def _post(session: Session, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    import httpx2
+    import orjson
+
+    headers = {"Content-Type": "application/json"}
+    if session.token:
+        headers["Authorization"] = f"Bearer {session.token}"
+    try:
+        with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
+            answer = http.post(session.url.rstrip("/") + path, content=orjson.dumps(body))
+    except httpx2.TransportError:
+        raise UnreachableError(
+            f"no server answers at {session.url}; start one with: tailrace serve"
+        ) from None
+    if answer.status_code != 200:
+        raise RefusedError(reason_of(answer.content))
+    return orjson.loads(answer.content)
+
+
+def _show(registry: dict[str, Any], session: Session) -> None:
+    import orjson
+
+    if session.json:
+        put_json(registry)
+    else:
+        put(orjson.dumps(registry, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    flush()
