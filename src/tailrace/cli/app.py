@@ -33,6 +33,7 @@ _COMMANDS: Final = (
     ("read", "Read a stream up to its tail.", _STREAMS),
     ("tail", "Follow a stream live.", _STREAMS),
     ("ls", "List streams.", _STREAMS),
+    ("search", "Find records of a stream.", _STREAMS),
     ("profile", "Show and change what the records of a stream mean.", _STREAMS),
     ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
     ("schema", "Show and change what the records of a stream look like.", _STREAMS),

@@ -1,0 +1,123 @@
+"""``tailrace search``: the records of a stream that match a query."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.call import reason_of, stream_path
+from tailrace.cli.failures import RefusedError, UnreachableError
+from tailrace.cli.session import DEFAULT, Session, flush, put_json
+
+_HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.
+
+The query is like `service:checkout status:>=500 "payment failed"`: fields, words, phrases, AND, OR, NOT.
+
+For example:
+
+    tailrace search events 'level:error timeout'
+
+    tailrace search events 'status:>=500' --sort duration:desc --size 10
+
+    tailrace search events 'service:checkout' --json | jq .source.message
+"""
+_ANSWER_S_MAX: Final = 10.0
+
+command = App(name="search", help=_HELP, help_format="markdown")
+
+
+@command.default
+def search(
+    stream: Annotated[str, Parameter(help="The stream.")],
+    query: Annotated[str, Parameter(help="What to look for.")],
+    /,
+    *,
+    size: Annotated[int, Parameter(help="At most so many hits, 1 to 500.")] = 20,
+    sort: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="", help="A field, _score or offset, with :asc or :desc; may be given repeatedly."
+        ),
+    ] = None,
+    after: Annotated[str, Parameter(help="Where to go on: the array that the page before ended with.")] = "",
+    timeout_ms: Annotated[int | None, Parameter(help="Answer with what is found by then.")] = None,
+    session: Session = DEFAULT,
+) -> None:
+    import orjson
+
+    body: dict[str, object] = {"q": query, "size": size}
+    if sort:
+        body["sort"] = sort
+    if after:
+        try:
+            body["search_after"] = orjson.loads(after)
+        except orjson.JSONDecodeError:
+            raise RefusedError("--after must be a JSON array, as the page before showed it") from None
+    if timeout_ms is not None:
+        body["timeout_ms"] = timeout_ms
+    found = _ask(session, stream, body)
+    if session.json:
+        for hit in found["hits"]:
+            put_json(hit)
+        flush()
+    else:
+        _show(found["hits"])
+    _tell(found)
+
+
+def _ask(session: Session, stream: str, body: dict[str, object]) -> dict[str, Any]:
+    """The answer; one that ran out of time is an answer too."""
+    import httpx2
+    import orjson
+
+    headers = {"Content-Type": "application/json"}
+    if session.token:
+        headers["Authorization"] = f"Bearer {session.token}"
+    try:
+        with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
+            path = session.url.rstrip("/") + stream_path(stream, "_search")
+            answer = http.post(path, content=orjson.dumps(body))
+    except httpx2.TransportError:
+        raise UnreachableError(
+            f"no server answers at {session.url}; start one with: tailrace serve"
+        ) from None
+    if answer.status_code not in (200, 408) or b'"hits"' not in answer.content:
+        raise RefusedError(reason_of(answer.content))
+    return orjson.loads(answer.content)
+
+
+def _show(hits: list[dict[str, Any]]) -> None:
+    import orjson
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    scored = any(hit["score"] for hit in hits)
+    table.add_column("offset", no_wrap=True)
+    if scored:
+        table.add_column("score", no_wrap=True, justify="right")
+    table.add_column("record", no_wrap=True, overflow="ellipsis")
+    for hit in hits:
+        record = Text(orjson.dumps(hit["source"]).decode())
+        score = [f"{hit['score']:.3f}"] if scored else []
+        table.add_row(Text(hit["offset"]), *score, record)
+    if hits:
+        Console().print(table)
+
+
+def _tell(found: dict[str, Any]) -> None:
+    """How much that was, apart from the hits themselves: on the error output, out of a pipe's way."""
+    import orjson
+
+    total = found["total"]
+    least = "" if total["relation"] == "eq" else "at least "
+    line = f"{len(found['hits'])} of {least}{total['value']:,} in {found['took_ms']} ms"
+    if not found["coverage"]["complete"]:
+        rows = found["coverage"]["possible_missing_events_upper_bound"]
+        line += f"; incomplete: {rows:,} rows were not looked at"
+    if found["next_search_after"] is not None:
+        line += f"\nnext page: --after '{orjson.dumps(found['next_search_after']).decode()}'"
+    sys.stderr.write(line + "\n")
