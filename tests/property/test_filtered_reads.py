@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.log_harness import LogHarness
+from support.log_harness import LogHarness, Pending
 from support.log_model import Append
 from support.queries import FILTERS, SEARCH_BODY, Question, payload_of, questions, records
 from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
 from tailrace.limits import Limits
+from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.query.view import View
 from tailrace.schema.registry import Boundary, Registry
@@ -101,6 +103,11 @@ class Walk:
         self, stream: Stream, registry: Registry, text: str, key: bytes | None, limit: Bounds, *, inline: bool
     ) -> list[bytes]:
         """Everything that following the offsets yields, from the start to the end."""
+        with self.filtered(registry, limit) as filtered:
+            return self.log.run(self._walk(filtered, stream, text, key, limit, inline))
+
+    @contextmanager
+    def filtered(self, registry: Registry, limit: Bounds) -> Iterator[FilteredReads]:
         context = Context(
             Settings(
                 limits=Limits(
@@ -116,10 +123,8 @@ class Walk:
             "model",
         )
         filtered = FilteredReads(context, lambda _stream: registry)
-        try:
-            return self.log.run(self._walk(filtered, stream, text, key, limit, inline))
-        finally:
-            filtered.close()
+        yield filtered
+        filtered.close()
 
     async def _walk(
         self,
@@ -226,6 +231,28 @@ def test_f1_a_match_in_the_last_row_only_is_found_after_empty_answers(walk: Walk
         for inline in (True, False):
             found = walk.walk(stream, _registry(None), "id:x", None, limit, inline=inline)
             assert found == [b'{"id": "x"}']
+
+
+@pytest.mark.parametrize("key", [None, b"a"])
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_scan_ends_where_the_stream_ended_when_it_began(
+    walk: Walk, key: bytes | None, inline: bool
+) -> None:
+    stream = walk.fill([Batch(b"a", [{"id": "x"}], ""), Batch(b"b", [{"id": "x"}], "")])
+
+    async def scan(filtered: FilteredReads) -> tuple[int, int]:
+        sieve = filtered.begin(stream, "id:x", 0, 0)
+        pending = Pending()
+        request = AppendRequest(b'{"id": "x"}', JSON, None, False, b"a", None, None, None)
+        walk.log.log.append(stream, request, pending.reply, None)
+        await walk.log.log.committer.drain()
+        assert stream.visible == 3
+        if not (inline and filtered.try_scan(stream, sieve, key)):
+            await filtered.scan(stream, sieve, key, asyncio.get_running_loop().time() + 3600)
+        return sieve.count, sieve.decided
+
+    with walk.filtered(_registry(None), Bounds(2**20, 10_000, 2**20)) as filtered:
+        assert walk.log.run(scan(filtered)) == (1 if key else 2, 2)
 
 
 def test_v3_has_gives_the_same_answer_wherever_an_entry_is(walk: Walk) -> None:

@@ -100,7 +100,10 @@ class Sieve:
         """Decides entries from an index on, until some bytes of work are done; answers how far it came."""
         for index in range(begin, len(payloads)):
             entry, payload = entries[index], payloads[index]
-            if self.done or entry > self.upto or work_bytes <= 0:
+            if entry > self.upto:
+                self.decided = self.upto  # what lies between has another key
+                return index
+            if self.done or work_bytes <= 0:
                 return index
             if self._filter.matches(entry, payload) and not self._add(entry, payload):
                 return index
