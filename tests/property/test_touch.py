@@ -220,6 +220,8 @@ class TouchMachine(RuleBasedStateMachine):
                 for sequence in range(cursor, floor):
                     self.state.derive(past, sequence, self.entries[sequence])
                 self.state.journal.extend_back(past, floor)
+                if self.state.journal.floor > cursor:
+                    raise Stale("no room")
             self.state.begin(parsed, cursor, pending.take)
         except Stale as stale:
             pending.take(self.state.stale(parsed, stale.message, head))

@@ -215,6 +215,18 @@ def test_t4_templates_and_the_epoch_outlive_a_restart() -> None:
     assert TouchState.load(TouchConfig(), touches.document, "a fork", touches.clock, 1).epoch != epoch
 
 
+def test_a_stream_that_lost_entries_tells_of_those_that_take_their_numbers() -> None:
+    touches = Touches()
+    for _ in range(5):
+        touches.change(value={})
+    touches.activate()
+    touches.state = touches.load(3)  # two entries are lost with the disk
+    touches.change(value=OPEN)
+    answer = touches.wait(cursor=3)
+    assert answer is not None
+    assert answer["touched"] is True
+
+
 def test_templates_are_retired_remembered_and_forgotten() -> None:
     touches = Touches()
     touches.activate(inactivityTtlMs=5000)

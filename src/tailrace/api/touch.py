@@ -27,6 +27,7 @@ from tailrace.profiles.touch.waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, Wa
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05
+STOPPING = TailraceError("unavailable", "the server is stopping")
 ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
 
 
@@ -40,6 +41,7 @@ class TouchRoutes:
         self._tasks: dict[asyncio.Task[None], Exchange] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._gc_timer: asyncio.TimerHandle | None = None
+        self._stopping = False
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
         methods = ROUTES.get(route)
@@ -48,6 +50,8 @@ class TouchRoutes:
         if method not in methods:
             raise answers.not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
         authorise(identity, Action.TOUCH_STREAM, stream=name)
+        if self._stopping:
+            raise STOPPING
         feed = self._feed(self._log.readable(name))
         if route == "wait":
             self._wait(exchange, feed, parse_wait(parse(exchange.body)))
@@ -69,15 +73,15 @@ class TouchRoutes:
 
     def end_all(self) -> None:
         """Shutdown."""
-        stopping = TailraceError("unavailable", "the server is stopping")
+        self._stopping = True
         for task, exchange in tuple(self._tasks.items()):
             task.cancel()
-            answers.refuse(exchange, stopping)
+            answers.refuse(exchange, STOPPING)
         for feed in self._feeds.values():
             feed.close()
             for waiter in tuple(feed.state.waiters.all):
                 feed.state.waiters.remove(waiter)
-                waiter.refuse(stopping)
+                waiter.refuse(STOPPING)
         self._feeds.clear()
         for timer in (self._sweep_timer, self._gc_timer):
             if timer is not None:
@@ -115,6 +119,8 @@ class TouchRoutes:
 
     def _save(self, feed: Feed, exchange: Exchange | None = None, answer: bytes = b"") -> None:
         """Templates are written down; if somebody asked for that, the answer waits for it."""
+        if not feed.state.is_of((feed.stream.documents or {}).get(TOUCH)):
+            raise TailraceError("not_found", "touch not enabled")
 
         def saved(_: Transaction, error: TailraceError | None) -> None:
             if exchange is None:
@@ -246,7 +252,7 @@ class TouchRoutes:
         except TailraceError as refusal:
             answers.refuse(exchange, refusal)
         except asyncio.CancelledError:
-            answers.refuse(exchange, TailraceError("unavailable", "the server is stopping"))
+            answers.refuse(exchange, STOPPING)
             raise
         except Exception:
             answers.refuse(exchange, TailraceError("internal", "the request failed"))

@@ -15,6 +15,7 @@ from tailrace.schema.record import UnusableRecordError, load_record
 
 STEP_ENTRIES = 500
 STEP_BYTES = 256 * 1024
+RETRY_S = 1.0
 TOO_OLD = "cursor is too old; rerun/re-subscribe and start from cursor"
 
 logger = logging.getLogger("tailrace.touch")
@@ -78,6 +79,9 @@ class Feed:
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("entries of %s could not be read for touches: %s", self.stream.name, error)
+            if not self.closed:
+                self._timer = self._context.loop.call_later(RETRY_S, self._start)
+            return
         self.on_published(self.stream)
 
     async def _absorb(self) -> None:
@@ -108,6 +112,8 @@ class Feed:
 
     def _derived(self, task: asyncio.Task[None]) -> None:
         self._past = None
+        if not task.cancelled():
+            task.exception()  # those who wait for it are told; there may be none left
 
     async def _derive(self, cursor: int, floor: int) -> None:
         past = Layer(cursor)

@@ -63,9 +63,16 @@ class Journal:
         self.coarse_any = max(self.coarse_any, generation)
 
     def extend_back(self, past: Layer, upto: int) -> None:
-        """Takes in what was derived again, if nothing was forgotten meanwhile."""
-        if self.floor == upto:
+        """Takes in what was derived again, if nothing was forgotten meanwhile and there is room for it."""
+        oldest = self.layers[0]
+        if self.floor != upto:
+            return
+        if len(self.layers) < LAYERS_MAX:
             self.layers.insert(0, past)
+        elif len(oldest.keys) + len(past.keys) <= 2 * self._keys_max:
+            past.keys |= oldest.keys
+            past.ids |= oldest.ids
+            self.layers[0] = past
 
     def last_key(self, key: int) -> int:
         """The generation of the key's last touch; 0 if none is known."""

@@ -79,8 +79,12 @@ class TouchState:
         epoch = xxhash.xxh3_64_hexdigest(f"{secret}\0{identity}".encode())
         state = cls(config, epoch, clock, start)
         state._secret = secret
-        state.templates.load(stored)
+        state.templates.load(stored, start)
         return state
+
+    def is_of(self, document: bytes | None) -> bool:
+        """Whether this is what became of the document: touches may have been switched off, or off and on."""
+        return document is not None and self._secret.encode() in document
 
     def to_document(self) -> bytes:
         self.templates.seen = False

@@ -84,12 +84,13 @@ class Templates:
         self._activations = 0
         self.seen = False  # whether somebody was seen since this was written down
 
-    def load(self, stored: dict[str, object]) -> None:
+    def load(self, stored: dict[str, object], generation: int) -> None:
+        """From the durable form, for a stream of so many entries: it may have lost some of its newest."""
         for entity, fields, active_from, last_seen_ms, ttl_ms in cast(
             "list[tuple[str, list[tuple[str, str]], int, int, int]]", stored["templates"]
         ):
             named = tuple((name, encoding) for name, encoding in fields)
-            self._add(Template(entity, named, active_from, last_seen_ms, ttl_ms))
+            self._add(Template(entity, named, min(active_from, generation), last_seen_ms, ttl_ms))
         for identity, *known in cast("list[list[object]]", stored["remembered"]):
             self.remembered[cast("int", identity)] = msgspec.convert(known, Remembered)
         self.unknown_before = cast("int", stored["unknownBefore"])
