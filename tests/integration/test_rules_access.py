@@ -66,9 +66,15 @@ CALLS = {
         ("GET", "{name}?offset=-1&live=sse"),
         ("GET", "{name}?offset=-1&live=ws"),
         ("GET", "/v1/streams"),
+        ("GET", "{name}/_schema"),
     ],
     "write": [("PUT", "{name}"), ("POST", "{name}")],
-    "manage": [("DELETE", "{name}"), ("GET", "/metrics"), ("GET", "/v1/streams?system=true")],
+    "manage": [
+        ("DELETE", "{name}"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/streams?system=true"),
+        ("POST", "{name}/_schema"),
+    ],
 }
 OPEN = ["/healthz", "/health", "/readyz"]
 

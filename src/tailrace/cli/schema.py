@@ -6,8 +6,8 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import get_json, reason_of, stream_path
-from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.call import get_json, post_json, stream_path
+from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 _HELP: Final = """Show and change what the records of a stream look like.
@@ -23,7 +23,6 @@ For example:
 
 Stream = Annotated[str, Parameter(help="The stream.")]
 _LENS: Final = "durable.lens/v1"
-_ANSWER_S_MAX: Final = 60.0
 
 command = App(name="schema", help=_HELP, help_format="markdown")
 
@@ -67,7 +66,7 @@ def set_(
         raise UsageError("--required needs --routing-key")
     if not body:
         raise UsageError("nothing to set: give --schema, --search or --routing-key")
-    _show(_post(session, stream_path(stream, "_schema"), body), session)
+    _show(post_json(session, stream_path(stream, "_schema"), body), session)
 
 
 @command.command
@@ -96,7 +95,7 @@ def evolve(
         body["lens"] = {**envelope, "ops": body["lens"]}
     if search is not None:
         body["search"] = _read(search)
-    _show(_post(session, path, body), session)
+    _show(post_json(session, path, body), session)
 
 
 def _read(file: str) -> Any:
@@ -113,25 +112,6 @@ def _read(file: str) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise UsageError(f"{file} is not JSON: {error}") from None
-
-
-def _post(session: Session, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    import httpx2
-    import orjson
-
-    headers = {"Content-Type": "application/json"}
-    if session.token:
-        headers["Authorization"] = f"Bearer {session.token}"
-    try:
-        with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
-            answer = http.post(session.url.rstrip("/") + path, content=orjson.dumps(body))
-    except httpx2.TransportError:
-        raise UnreachableError(
-            f"no server answers at {session.url}; start one with: tailrace serve"
-        ) from None
-    if answer.status_code != 200:
-        raise RefusedError(reason_of(answer.content))
-    return orjson.loads(answer.content)
 
 
 def _show(registry: dict[str, Any], session: Session) -> None:
