@@ -13,10 +13,12 @@ PRESETS_MB: Final = (256, 512, 1024, 2048, 4096, 8192)
 # Setting to its values in MiB, one for each preset.
 TUNED: Final[dict[str, tuple[int, ...]]] = {
     "tail_memory_bytes": (32, 64, 128, 256, 512, 1024),
+    "tail_index_max_bytes": (32, 64, 128, 256, 512, 1024),
     "append_queue_bytes": (16, 32, 64, 128, 256, 256),
     "cold_cache_bytes": (256, 512, 1024, 2048, 4096, 8192),
     "memory_limit_bytes": PRESETS_MB,
 }
+SEARCHES: Final = (1, 2, 4, 8, 16, 32)  # at once, and never more than two for each core
 _OFF: Final = frozenset({"", "no", "off", "false", "0"})
 _ON: Final = frozenset({"yes", "on", "true"})
 _ROOT: Final = Path("/sys/fs/cgroup")
@@ -47,6 +49,7 @@ def tuned(preset: int, append_body_bytes: int) -> dict[str, int]:
     column = PRESETS_MB.index(preset)
     values = {name: sizes[column] * MIB for name, sizes in TUNED.items()}
     # One stream may take a quarter of the queue, and always one body of the largest size.
+    values["search_concurrency"] = min(SEARCHES[column], 2 * (os.cpu_count() or 1))
     values["append_queue_stream_bytes"] = max(values["append_queue_bytes"] // 4, append_body_bytes)
     return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ def test_the_largest_preset_that_fits(tmp_path: Path, size: str, preset: int) ->
     assert settings.auto_tune == size
     assert limits.memory_limit_bytes == preset * MIB
     assert limits.tail_memory_bytes == preset * MIB // 8
+    assert limits.tail_index_max_bytes == preset * MIB // 8
+    assert limits.search_concurrency == min(preset // 256, 2 * (os.cpu_count() or 1))
     assert limits.cold_cache_bytes == preset * MIB
     assert limits.append_queue_bytes == min(preset // 16, 256) * MIB
     assert limits.append_queue_stream_bytes >= limits.append_body_bytes
@@ -42,11 +45,11 @@ def test_sizes_that_are_none(tmp_path: Path, word: str) -> None:
         load({"auto_tune": word}, {}, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*auto_tune.TUNED, "append_queue_stream_bytes"])
+@pytest.mark.parametrize("name", [*auto_tune.TUNED, "append_queue_stream_bytes", "search_concurrency"])
 def test_no_tuned_setting_may_be_given_as_well(tmp_path: Path, name: str) -> None:
     variable = f"TAILRACE_{name.upper()}"
     with pytest.raises(SettingsError, match=f"{variable} cannot be combined with --auto-tune"):
-        load({"auto_tune": "512"}, {variable: "64MiB"}, tmp_path)
+        load({"auto_tune": "512"}, {variable: "12345678"}, tmp_path)
 
 
 def test_the_flag_may_stand_alone() -> None:

@@ -78,6 +78,8 @@ class SearchRoutes:
             asked, None if view is None else view.config, self._context.limits.search_timeout_ms
         )
         assert view is not None, "without a configuration the query was refused"
+        if self._log.pressure is not None:
+            raise self._log.pressure
         self._log.touch(stream)
         task = self._context.loop.create_task(self._answer(exchange, stream, view, request))
         self._tasks.add(task)

@@ -116,13 +116,23 @@ class Server:
         )
         self.log.reader.history.cold = self._cold
         self.app.seal = SealRoute(context, self.sealing).seal
-        connect_details(self.app.details, self.sealing, self._cold)
+        connect_details(self.app.details, self.sealing, self._cold, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         self._memory.sheds.append(self.app.search.tail.shed)
-        node = Node(context, self.app.live, self._memory, self.sealing, self._checkpoints, self._cold)
+        app = self.app
+        node = Node(
+            context,
+            app.live,
+            self._memory,
+            self.sealing,
+            self._checkpoints,
+            self._cold,
+            app.search,
+            app.touch,
+        )
         self.app.server = ServerRoutes(node)
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
         self._http: HttpServer | None = None

@@ -12,7 +12,7 @@ import orjson
 import xxhash
 
 from tailrace.api.inspection.documents import Documents
-from tailrace.api.inspection.index_status import Manifest, index_status, instant
+from tailrace.api.inspection.index_status import Manifest, TailRows, index_status, instant
 from tailrace.log.model import Stream
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
@@ -29,14 +29,16 @@ ARTIFACTS = (
 COUNTERS = ("puts", "reads", "gets", "heads", "lists", "deletes")
 
 Requests = Mapping[str, Mapping[str, int]]  # counters by artifact
+NO_REQUESTS: Requests = {}
 
 
 class Surroundings(NamedTuple):
     """What is no state of the stream itself: shown, and no reason for another ETag."""
 
-    shared_bytes: int  # of the hot store
-    segment_cache_bytes: int
-    requests: Requests
+    shared_bytes: int = 0  # of the hot store
+    segment_cache_bytes: int = 0
+    requests: Requests = NO_REQUESTS
+    tail: TailRows = TailRows()
 
 
 def details(
@@ -46,7 +48,7 @@ def details(
         "stream": summary(stream, documents.profile_kind),
         "profile": orjson.Fragment(documents.profile),
         "schema": orjson.Fragment(documents.schema),
-        "index_status": index_status(stream, documents, manifest),
+        "index_status": index_status(stream, documents, manifest, around.tail),
         "storage": _storage(stream, documents, manifest, around),
         "object_store_requests": _requests(around.requests),
     }
@@ -141,11 +143,11 @@ def _requests(found: Requests) -> dict[str, object]:
 
 def tag_of(kind: str, stream: Stream, documents: Documents, manifest: Manifest) -> str:
     """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
-    around = Surroundings(0, 0, {})
+    around = Surroundings()
     if kind == "details":
         shown = details(stream, documents, manifest, around)
     else:
-        shown = index_status(stream, documents, manifest)
+        shown = index_status(stream, documents, manifest, around.tail)
     # The number and the incarnation: a name that is used again is another stream, however alike.
     state = orjson.dumps([stream.number, stream.incarnation, shown])
     return f'W/"{kind}:{xxhash.xxh3_128_hexdigest(state)}"'

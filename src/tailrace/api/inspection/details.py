@@ -14,7 +14,7 @@ from tailrace.api.context import Context
 from tailrace.api.inspection import descriptor
 from tailrace.api.inspection.descriptor import Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
-from tailrace.api.inspection.index_status import Manifest, index_status
+from tailrace.api.inspection.index_status import Manifest, TailRows, index_status
 from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
@@ -40,6 +40,7 @@ class DetailsRoutes:
         self._waits: set[Wait] = set()
         self.requests_of: Callable[[Stream], Requests] = lambda _: {}
         self.head_of: Callable[[Stream], RecordedHead | None] = lambda _: None
+        self.tail_of: Callable[[Stream], TailRows] = lambda _: TailRows()
         self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -99,9 +100,12 @@ class DetailsRoutes:
         self, stream: Stream, kind: Kind, documents: Documents, manifest: Manifest
     ) -> dict[str, object]:
         if kind == "index_status":
-            return index_status(stream, documents, manifest)
+            return index_status(stream, documents, manifest, self.tail_of(stream))
         around = Surroundings(
-            shared_bytes(self._log.directory), self.cached_bytes_of(stream), self.requests_of(stream)
+            shared_bytes(self._log.directory),
+            self.cached_bytes_of(stream),
+            self.requests_of(stream),
+            self.tail_of(stream),
         )
         return descriptor.details(stream, documents, manifest, around)
 

@@ -22,7 +22,18 @@ class Manifest(NamedTuple):
     size_bytes: int = 0
 
 
-def index_status(stream: Stream, documents: Documents, manifest: Manifest) -> dict[str, object]:
+class TailRows(NamedTuple):
+    """What the index of recent rows holds of a stream."""
+
+    rows: int = 0
+    bytes: int = 0
+    dropped_rows: int = 0
+    building: bool = False
+
+
+def index_status(
+    stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows
+) -> dict[str, object]:
     """The body of `_index_status`."""
     segments = stream.cold.segments
     search = documents.search
@@ -52,6 +63,7 @@ def index_status(stream: Stream, documents: Documents, manifest: Manifest) -> di
             "fully_indexed_uploaded_segments": not families or not segments,
         },
         "search_families": families,
+        "tail_index": tail._asdict(),
     }
 
 

@@ -12,6 +12,8 @@ from tailrace.api.context import Context
 from tailrace.api.inspection.allocator import heap
 from tailrace.api.live import Live
 from tailrace.api.memory_guard import MemoryGuard
+from tailrace.api.search import SearchRoutes
+from tailrace.api.touch import TouchRoutes
 from tailrace.protocol.durations import format_instant
 from tailrace.store.cold import ColdReader
 from tailrace.tier.checkpoint import Checkpoints
@@ -29,6 +31,8 @@ class Node(NamedTuple):
     sealing: Sealing
     checkpoints: Checkpoints
     cold: ColdReader
+    search: SearchRoutes
+    touch: TouchRoutes
 
 
 def process(node: Node) -> Group:
@@ -89,7 +93,7 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "tail_memory_bytes": log.streams.memory_bytes,
             "block_cache_bytes": log.reader.cache.bytes,
             "segment_footer_bytes": node.cold.footer_bytes,
-            "tail_index_bytes": 0,
+            "tail_index_bytes": node.search.tail.bytes,
         },
         "mapped_files": {},
         "disk_caches": {"segment_cache_bytes": 0 if cache is None else cache.bytes},
@@ -98,7 +102,7 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "tail_memory_budget_bytes": limits.tail_memory_bytes,
             "block_cache_budget_bytes": limits.block_cache_bytes,
             "segment_cache_budget_bytes": limits.cold_cache_bytes,
-            "tail_index_budget_bytes": 0,
+            "tail_index_budget_bytes": limits.tail_index_max_bytes,
         },
         "pipeline_buffers": {"spooled_segment_bytes": node.sealing.spooled_bytes()},
         "sqlite_runtime": {"memory_used_bytes": sqlite_bytes},
@@ -106,6 +110,7 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "streams_loaded": len(log.streams.by_number),
             "live_connections": node.live.connections,
             "streams_with_waiters": len(node.live.by_stream),
+            "touch_waiters": node.touch.waiters,
             "checkpoints_pending": node.checkpoints.files_pending,
         },
     }

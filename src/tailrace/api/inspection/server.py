@@ -35,6 +35,7 @@ class ServerRoutes:
         node.memory.ticks.append(self.top.look)
         log = node.context.log
         node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
+        node.memory.gauges["tail_index_bytes"] = lambda: node.search.tail.bytes
         node.memory.gauges["ingest_queue_bytes"] = lambda: log.committer.queued_bytes
         node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
 
@@ -110,6 +111,7 @@ class ServerRoutes:
         log = self._node.context.log
         committer, reading = log.committer, log.reader.history.fetching
         syncs = self._node.context.limits.journal_syncs_in_flight
+        gate = self._node.search.gate
         none = {"configured_limit": 0, "current_limit": 0, "active": 0, "queued": 0}
         return {
             "ingest": {
@@ -124,7 +126,12 @@ class ServerRoutes:
                 "active": min(reading, THREADS),
                 "queued": max(0, reading - THREADS),
             },
-            "search": none,
+            "search": {
+                "configured_limit": gate.running_max,
+                "current_limit": gate.running_max,
+                "active": gate.running,
+                "queued": gate.waiting,
+            },
             "async_index": none,
         }
 

@@ -14,7 +14,7 @@ MIB = 1 << 20
 def series_book(node: Node) -> SeriesBook:
     limits, telemetry = node.context.limits, node.context.telemetry
     timings = [Timing("tieredstore.ingest.flush.latency", telemetry.sync_seconds)]
-    sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node)]
+    sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node), *_queries(node)]
     return SeriesBook(sources, timings, node.context.deployment, limits.metrics_max_series)
 
 
@@ -79,4 +79,16 @@ def _concurrency(node: Node) -> list[Source]:
         Source("tieredstore.concurrency.limit", "count", "gauge", lambda: committer.syncs_allowed, ingest),
         Source("tieredstore.concurrency.active", "count", "gauge", lambda: history.fetching, read),
         Source("tieredstore.concurrency.limit", "count", "gauge", lambda: THREADS, read),
+    ]
+
+
+def _queries(node: Node) -> list[Source]:
+    gate, tail = node.search.gate, node.search.tail
+    search = {"gate": "search"}
+    return [
+        Source("tieredstore.concurrency.active", "count", "gauge", lambda: gate.running, search),
+        Source("tieredstore.concurrency.queued", "count", "gauge", lambda: gate.waiting, search),
+        Source("tieredstore.concurrency.limit", "count", "gauge", lambda: gate.running_max, search),
+        Source("tailrace.tail_index.bytes", "bytes", "gauge", lambda: _rounded(tail.bytes)),
+        Source("tailrace.touch.waiters", "count", "gauge", lambda: node.touch.waiters),
     ]
