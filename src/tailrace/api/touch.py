@@ -42,6 +42,7 @@ class TouchRoutes:
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._gc_timer: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._past_wakeups = self._past_stales = 0  # of feeds that are no more
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
         methods = ROUTES.get(route)
@@ -64,12 +65,30 @@ class TouchRoutes:
     def waiters(self) -> int:
         return sum(len(feed.state.waiters.all) for feed in self._feeds.values())
 
+    @property
+    def wakeups(self) -> int:
+        return self._past_wakeups + sum(feed.state.wakeups for feed in self._feeds.values())
+
+    @property
+    def stales(self) -> int:
+        return self._past_stales + sum(feed.state.stales for feed in self._feeds.values())
+
+    def journals(self) -> list[tuple[int, str]]:
+        """What the journals of keys take, in bytes, by stream."""
+        feeds = self._feeds.values()
+        return [(feed.state.journal.memory_bytes, feed.stream.name) for feed in feeds]
+
     def reset(self, stream: Stream) -> None:
         """The profile has changed: whoever waits looks again, and finds what is there then."""
         feed = self._feeds.pop(stream.number, None)
         if feed is not None:
-            feed.close()
             feed.state.wake_everyone()
+            self._close(feed)
+
+    def _close(self, feed: Feed) -> None:
+        feed.close()
+        self._past_wakeups += feed.state.wakeups
+        self._past_stales += feed.state.stales
 
     def end_all(self) -> None:
         """Shutdown."""
@@ -98,7 +117,7 @@ class TouchRoutes:
         feed = self._feeds.pop(stream.number, None)
         if feed is None or feed.stream is not stream:
             if feed is not None:
-                feed.close()
+                self._close(feed)
             identity = f"{stream.name}\0{stream.incarnation}\0{stream.epoch}"
             config = profile.touch or TouchConfig()
             state = TouchState.load(config, document, identity, self._context.clock, stream.visible)
@@ -113,7 +132,7 @@ class TouchRoutes:
     def _drop_one(self) -> None:
         for number, feed in self._feeds.items():
             if not feed.state.waiters.all:
-                feed.close()
+                self._close(feed)
                 del self._feeds[number]
                 return
 
@@ -148,8 +167,8 @@ class TouchRoutes:
 
     def _end_feed(self, feed: Feed) -> None:
         """The stream is no more."""
-        self._feeds.pop(feed.stream.number, None)
-        feed.close()
+        if self._feeds.pop(feed.stream.number, None) is not None:
+            self._close(feed)
         refusal = TailraceError("not_found", f"there is no stream {feed.stream.name!r}")
         for waiter in tuple(feed.state.waiters.all):
             feed.state.waiters.remove(waiter)

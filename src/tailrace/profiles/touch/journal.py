@@ -11,6 +11,7 @@ from typing import Final
 from tailrace.profiles.touch.keys import ID_MASK
 
 LAYERS_MAX: Final = 3
+KEY_BYTES: Final = 250  # of one key in its two tables, about
 ENTITIES_MAX: Final = 4096  # with coarse marks; beyond, marks are for everyone
 
 
@@ -44,6 +45,10 @@ class Journal:
     def floor(self) -> int:
         """Touches after this generation are known."""
         return self.layers[0].start
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(len(layer.keys) for layer in self.layers) * KEY_BYTES
 
     def note(self, keys: list[int], generation: int) -> None:
         layer = self.layers[-1]
