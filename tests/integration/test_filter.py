@@ -146,6 +146,21 @@ def test_a_long_poll_waits_for_a_match(http: Wire) -> None:
     assert "stream-cursor" in answer
 
 
+@pytest.mark.parametrize(
+    "expression", ["id:b", " OR ".join(f"id:v{number}" for number in range(500)) + " OR id:b"]
+)
+def test_a_long_poll_from_now_on_gives_only_what_is_new(http: Wire, expression: str) -> None:
+    name = stream(http, B)
+    with Waiting(http) as waiting:
+        poll = waiting.get(path(name, expression, offset="now", live="long-poll"))
+        add(http, name, A)
+        add(http, name, {"id": "b", "n": 1})
+        answer = poll.result()
+    assert (answer.status, answer.json) == (200, [{"id": "b", "n": 1}])
+    assert answer["stream-next-offset"] == encode(0, 3)
+    assert found(http, name, expression) == [B, {"id": "b", "n": 1}]
+
+
 def test_a_long_poll_that_ends_has_moved_past_what_it_decided(http: Wire) -> None:
     name = stream(http, A, A, A)
     answer = http.get(path(name, "id:b", offset="-1", live="true", timeout_ms="0"))
