@@ -224,7 +224,7 @@ def configured(examples: int, steps: int) -> settings:
 
 
 def test_m1_r1_r3_q1_l3_search_equals_the_model_in_any_state() -> None:
-    run_state_machine_as_test(SearchStates, settings=configured(10, 10))
+    run_state_machine_as_test(SearchStates, settings=configured(200, 10))
 
 
 @pytest.mark.nightly

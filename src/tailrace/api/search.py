@@ -102,10 +102,8 @@ class SearchRoutes:
                 return
             answers.refuse(exchange, TailraceError("internal", "the search failed"))
             raise
-        shown = headers_of(body)
         head = answers.JSON_TYPE + answers.NO_STORE
-        head += b"".join(line(name, value) for name, value in shown)
-        head += line("Access-Control-Expose-Headers", ", ".join(name for name, _ in shown))
+        head += b"".join(line(name, value) for name, value in headers_of(body))
         exchange.respond(status, head, orjson.dumps(body))
 
     async def search(

@@ -1,0 +1,220 @@
+"""What searches are made of: values, chunks, needles, the tail index and its budget, the gate."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.log_harness import LogHarness
+from support.log_model import Append
+from support.queries import SEARCHES, Question, payload_of, questions, records
+from support.search_model import SearchModel, registry_of
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.query.bind import Equals, StartsWith, bind_query
+from tailrace.query.chunk import Chunk, chunk_of, join_chunks
+from tailrace.query.compiled import Matcher
+from tailrace.query.dialect import SEARCH
+from tailrace.query.execute import Outcome, Searcher
+from tailrace.query.gate import Gate
+from tailrace.query.needle import needles_of
+from tailrace.query.packed import rows_of
+from tailrace.query.search_request import Asked, bind_request
+from tailrace.query.tail_index import TailIndex
+from tailrace.query.values import values_of
+from tailrace.query.view import Extractor, View
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+SOME = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=5000, deadline=None)
+VIEW = View(registry_of())
+NAMES = list(VIEW.config.fields)
+EXTRACTOR = Extractor(VIEW, NAMES)
+
+batches = st.lists(records, min_size=1, max_size=12)
+
+
+def chunk(payloads: list[bytes], entries: list[int]) -> Chunk:
+    rows = [EXTRACTOR.row(entry, payload) for entry, payload in zip(entries, payloads, strict=True)]
+    return chunk_of(VIEW.config, entries, rows)
+
+
+@SOME
+@given(records, st.booleans())
+def test_v1_the_values_of_a_row_are_those_of_the_value_function(record: Any, ascii_only: bool) -> None:
+    payload = payload_of(record, ascii_only=ascii_only)
+    promoted = VIEW.record(1, payload)
+    for name, values in zip(NAMES, EXTRACTOR.row(1, payload), strict=True):
+        assert list(values) == values_of(promoted, VIEW.config.fields[name], VIEW.version)
+
+
+def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> None:
+    """A chunk, one joined of two, and one without its lists decide as the model, under their own entries."""
+    payloads = [payload_of(record) for record in batch]
+    entries = [7 + index * gap for index in range(len(batch))]
+    whole = chunk(payloads, entries)
+    bound = bind_query(question.text, VIEW.config, SEARCH)
+    expected = [
+        entry
+        for entry, payload in zip(entries, payloads, strict=True)
+        if question.holds(VIEW.record(1, payload))
+    ]
+
+    def decided(source: Chunk) -> list[int]:
+        return [source.entries[row] for row in rows_of(source.match(bound))]
+
+    assert decided(whole) == expected
+    if 0 < cut < len(batch):
+        halves = [chunk(payloads[:cut], entries[:cut]), chunk(payloads[cut:], entries[cut:])]
+        assert decided(join_chunks(VIEW.config, halves)) == expected
+    whole.drop_lists()
+    assert decided(whole) == expected
+    assert [entry for entry in entries if entry > 8] == [
+        whole.entries[row] for row in rows_of(whole.after(8))
+    ]
+    needles, matcher = needles_of(bound, VIEW.config), Matcher(bound, VIEW.config, VIEW.version)
+    for payload in payloads:
+        assert needles is None or needles.may_match(payload) or not matcher.matches(payload)
+
+
+@SOME
+@given(batches, questions(SEARCHES), st.integers(0, 12), st.integers(1, 5))
+def test_m4_q1_chunks_with_gaps_between_entries(
+    batch: list[Any], question: Question, cut: int, gap: int
+) -> None:
+    check_chunks(batch, question, cut, gap)
+
+
+@pytest.mark.nightly
+@MANY
+@given(batches, questions(SEARCHES), st.integers(0, 12), st.integers(1, 5))
+def test_m4_q1_chunks_with_gaps_between_entries_at_length(
+    batch: list[Any], question: Question, cut: int, gap: int
+) -> None:
+    check_chunks(batch, question, cut, gap)
+
+
+@SOME
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=30), st.text(max_size=3))
+def test_q2_v2_prefixes_and_equality_find_exactly_their_values(values: list[str], prefix: str) -> None:
+    source = chunk([payload_of({"id": value}) for value in values], list(range(1, len(values) + 1)))
+    found = rows_of(source.match(StartsWith("id", prefix)))
+    assert found == [row for row, value in enumerate(values) if value.startswith(prefix)]
+    for value in values:
+        found = rows_of(source.match(Equals("id", value)))
+        assert found == [row for row, other in enumerate(values) if other == value]
+
+
+class Bench:
+    """A stream in a real log, and searches on it."""
+
+    def __init__(self, harness: LogHarness, threads: ThreadPoolExecutor, budget: int, rows: int) -> None:
+        self.harness = harness
+        self.payloads: list[bytes] = []
+        self.tail = TailIndex(harness.log.reader, budget, threads, rows)
+        self.searcher = Searcher(harness.log.reader, self.tail, threads, lambda _: [], 10_000)
+        harness.create("s", "application/json", (None, None), Append([], "application/json"), None)
+        harness.settle()
+
+    def append(self, batch: list[Any]) -> None:
+        payloads = [payload_of(record) for record in batch]
+        self.harness.append("s", Append(payloads, "application/json"))
+        self.harness.settle()
+        self.payloads += payloads
+
+    def search(self, text: str, size: int = 500) -> Outcome:
+        request = bind_request(Asked(text, size, ["offset:asc"], None, None), VIEW.config, 3000)
+        stream = self.harness.find("s")
+        assert stream is not None
+        return self.harness.run(self.searcher.search(stream, VIEW, request, time.monotonic() + 600))
+
+    def expected(self, text: str) -> list[int]:
+        return [hit.entry for hit in SearchModel(self.payloads, VIEW).hits(text, ["offset:asc"])]
+
+
+@contextmanager
+def bench(budget: int, rows: int) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory, ThreadPoolExecutor(2) as threads:
+        harness = LogHarness(Path(directory), Limits(journal_file_bytes=65_536))
+        made = Bench(harness, threads, budget, rows)
+        yield made
+        harness.call(made.tail.close)
+        harness.close()
+
+
+def test_r4_what_is_left_out_is_reported_and_nothing_else_is_missing() -> None:
+    for budget in (0, 3000, 20_000, 1 << 30):
+        with bench(budget, 4) as made:
+            made.searcher.scans = False
+            for number in range(12):
+                made.append([{"id": f"r{number}-{n}", "status": n} for n in range(5)])
+                outcome = made.search("has:id")
+                found = {hit.entry for hit in outcome.hits}
+                missing = set(made.expected("has:id")) - found
+                assert found <= set(made.expected("has:id"))
+                assert outcome.complete == (not outcome.omitted.rows)
+                assert len(missing) == outcome.omitted.rows == outcome.omitted.wal_rows
+                assert not missing or outcome.through == min(missing) - 1
+                assert not missing or not outcome.exact
+
+
+def test_r7_a_tail_that_stops_growing_is_indexed_without_further_appends() -> None:
+    with bench(1 << 30, 8) as made:
+        for number in range(30):
+            made.append([{"id": f"r{number}-{n}"} for n in range(7)])
+        made.search("id:r3-3")
+        stream = made.harness.find("s")
+        assert stream is not None
+        index = made.tail.find(stream.number)
+        assert index is not None
+        assert index.filling is not None
+        made.harness.run(asyncio.wait_for(index.filling, 60))
+        assert index.rows == 210
+        outcome = made.search("id:r3-3")
+        assert [hit.entry for hit in outcome.hits] == made.expected("id:r3-3")
+        assert outcome.counters.payload_bytes == 0, "everything came from the index"
+
+
+def test_i5_the_budget_holds_and_results_do_not_depend_on_it() -> None:
+    for budget in (2000, 30_000, 60_000):
+        with bench(budget, 16) as made:
+            for number in range(20):
+                made.append([{"id": f"r{number}-{n}", "message": f"word{n} failed"} for n in range(9)])
+                outcome = made.search("message:word3")
+                assert [hit.entry for hit in outcome.hits] == made.expected("message:word3")
+                assert outcome.complete
+                assert made.tail.bytes <= budget * 1.1
+
+
+def test_a_full_queue_of_searches_is_refused_and_turns_come_in_order() -> None:
+    async def main() -> None:
+        gate = Gate(1, 2)
+        assert await gate.enter(1)
+        turns = [asyncio.ensure_future(gate.enter(60)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(TailraceError) as refused:
+            await gate.enter(60)
+        assert refused.value.code == "overloaded"
+        assert refused.value.retry_after_s == 1
+        gate.leave()
+        assert await turns[0]
+        assert not turns[1].done()
+        turns[1].cancel()
+        gate.leave()
+        assert gate.running == 0
+        assert await gate.enter(1)
+        assert not await gate.enter(0.001)
+        gate.leave()
+        assert gate.running == 0
+
+    asyncio.run(main())
