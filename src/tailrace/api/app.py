@@ -16,6 +16,7 @@ from tailrace.api.inspection.server import PATHS as SERVER_PATHS
 from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
+from tailrace.api.openapi import document as description
 from tailrace.api.profile import ProfileRoutes
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
@@ -221,6 +222,10 @@ class TailraceApp:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")
             self.health.answer(exchange, path, self.identify)
+        elif path == description.PATH:
+            if method not in (b"GET", b"HEAD"):
+                raise not_allowed("GET, HEAD, OPTIONS")
+            description.show(exchange)
         elif path in SERVER_PATHS and self.server is not None:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")

@@ -1,0 +1,1 @@
+"""The description of the whole HTTP surface, OpenAPI 3.1, in small parts."""

@@ -1,0 +1,150 @@
+"""`_search`: a question in the query language, answered over everything that was acknowledged."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.api.openapi.parts import (
+    BOOLEAN,
+    COUNT,
+    INSTANT_OR_NULL,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    counts,
+    obj,
+    operation,
+    params,
+    query,
+    request,
+    schema,
+)
+from tailrace.api.openapi.shared import OFFSET
+
+TAG: Final = "search"
+_BOTH: Final = "A search that ran out of time (`timed_out`), or `request_timeout`."
+
+COVERAGE: Final[Json] = obj(
+    {
+        "mode": {"enum": ["complete", "published"]},
+        "complete": BOOLEAN,
+        "stream_head_offset": OFFSET,
+        "visible_through_offset": OFFSET,
+        "visible_through_primary_timestamp_max": INSTANT_OR_NULL,
+        "oldest_omitted_append_at": INSTANT_OR_NULL,
+        **counts(
+            *(
+                "possible_missing_uploaded_segments",
+                "possible_missing_sealed_rows",
+                "possible_missing_wal_rows",
+            ),
+            *(
+                "possible_missing_events_upper_bound",
+                "indexed_segments",
+                "scanned_segments",
+                "scanned_tail_docs",
+            ),
+        ),
+    },
+    {"index_families_used": array(STRING)},
+    description="What the answer rests on. Beside these there are counters of work and time.",
+)
+
+SCHEMAS: Final[Json] = {
+    "SearchRequest": closed(
+        {"q": {"type": "string", "maxLength": 16384}},
+        {
+            "size": {"type": "integer", "minimum": 1, "maximum": 500, "default": 50},
+            "sort": array(STRING, maxItems=64),
+            "search_after": {"type": "array", "description": "`next_search_after` of the page before."},
+            "timeout_ms": {"type": "number", "minimum": 0},
+        },
+    ),
+    "Coverage": COVERAGE,
+    "SearchResult": obj(
+        {
+            "stream": STRING,
+            "snapshot_end_offset": OFFSET,
+            "took_ms": COUNT,
+            "timed_out": BOOLEAN,
+            "timeout_ms": COUNT,
+            "coverage": schema("Coverage"),
+            "total": obj({"value": COUNT, "relation": {"enum": ["eq", "gte"]}}),
+            "hits": array(
+                obj(
+                    {
+                        "offset": OFFSET,
+                        "score": {"type": ["number", "null"]},
+                        "sort": {"type": "array"},
+                        "fields": {"type": "object"},
+                        "source": {},
+                    }
+                )
+            ),
+            "next_search_after": {"type": ["array", "null"]},
+        }
+    ),
+}
+
+
+def search_paths() -> Json:
+    size: Json = {"type": "integer", "minimum": 1, "maximum": 500, "default": 50}
+    asked = [
+        query(
+            "q",
+            "The query.",
+            {"type": "string", "maxLength": 16384},
+            required=True,
+            example="service:checkout",
+        ),
+        query("size", "Hits on a page.", size),
+        query("sort", "Comma-separated `field:asc` or `field:desc`; `offset` and `_score` too."),
+        query("search_after", "`next_search_after` of the page before, as JSON."),
+        query("timeout_ms", "Time for the search.", {"type": "number", "minimum": 0}),
+    ]
+    example = {"q": "service:checkout status:>=500", "sort": ["status:desc"], "size": 20}
+    body = request(schema("SearchRequest"), example, "The search.")
+    return {
+        "/v1/stream/{name}/_search": {
+            "parameters": params("name"),
+            "get": _search("searchByQuery", parameters=asked),
+            "post": _search("search", body=body),
+        },
+    }
+
+
+def _search(identifier: str, parameters: list[Json] | None = None, body: Json | None = None) -> Json:
+    either: Json = {"anyOf": [schema("SearchResult"), schema("Error")]}
+    return operation(
+        identifier,
+        TAG,
+        "Search the records of a stream",
+        {
+            "200": answer("Hits, totals and coverage.", schema("SearchResult"), _counters()),
+            "408": answer(_BOTH, either),
+        },
+        (404, 410, 429),
+        scope="read",
+        parameters=parameters or (),
+        body=body,
+    )
+
+
+def _counters() -> Json:
+    flag: Json = {"enum": ["true", "false"]}
+    shown: dict[str, Json] = {
+        "search-timed-out": flag,
+        "search-timeout-ms": COUNT,
+        "search-took-ms": COUNT,
+        "search-total-relation": {"enum": ["eq", "gte"]},
+        "search-coverage-complete": flag,
+        "search-indexed-segments": COUNT,
+        "search-scanned-segments": COUNT,
+        "search-scanned-tail-docs": COUNT,
+    }
+    return {
+        name: {"description": "As in the body.", "schema": shape, "required": True}
+        for name, shape in shown.items()
+    }

@@ -1,0 +1,101 @@
+"""The description is valid, and has the routes that the server has: no more, no fewer."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from openapi_spec_validator import validate
+
+import tailrace
+from conftest import StartServer
+from support.wire import Wire
+from tailrace.api import app, touch
+from tailrace.api.openapi.document import build
+from tailrace.errors import CODES
+from tailrace.protocol.headers import RESPONSE_HEADERS
+from tailrace.protocol.names import RESERVED_LAST
+
+DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
+PATHS: dict[str, Any] = DOCUMENT["paths"]
+API = Path(tailrace.__file__).parent / "api"
+METHODS = frozenset({"get", "head", "put", "post", "delete", "options", "patch"})
+
+
+def filled(path: str) -> str:
+    return path.replace("{name}", "described").replace("{id}", "described").replace("{key}", "k")
+
+
+def literals(kind: type) -> set[Any]:
+    """Everything of one kind that is written down in the code behind the routes."""
+    found: set[Any] = set()
+    for file in API.rglob("*.py"):
+        if file.parent.name != "openapi":
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and type(node.value) is kind:
+                    found.add(node.value)
+    return found
+
+
+def test_it_is_a_valid_description() -> None:
+    assert DOCUMENT["openapi"].startswith("3.1.")
+    validate(DOCUMENT)
+
+
+def test_everybody_may_read_it(http: Wire, start_server: StartServer) -> None:
+    answer = http.get("/openapi.json")
+    assert answer.status == 200
+    assert answer.json == DOCUMENT
+    again = http.get("/openapi.json", {"If-None-Match": answer["ETag"]})
+    assert (again.status, again.body) == (304, b"")
+    assert http.call("POST", "/openapi.json").status == 405
+    guarded = start_server(env={"TAILRACE_AUTH_JWT_SECRET": "s" * 32})
+    assert guarded.status("/v1/streams") == 401
+    assert guarded.status("/openapi.json") == 200
+
+
+@pytest.mark.parametrize("path", list(PATHS))
+def test_each_path_takes_the_methods_it_is_described_with(path: str, http: Wire) -> None:
+    described = {method.upper() for method in PATHS[path] if method in METHODS}
+    answer = http.call("PATCH", filled(path))
+    assert answer.status == 405
+    assert {method.strip() for method in answer["Allow"].split(",")} == described
+
+
+def test_each_route_is_described() -> None:
+    """Routes are compared with bytes: whatever begins with a slash is one, or the beginning of some."""
+    starts = {text.decode() for text in literals(bytes) if text.startswith(b"/")}
+    assert starts >= {"/v1/streams", "/metrics", "/v1/stream/"}
+    inner = {"/", "/pk/", "/jwks.json"}
+    unknown = [start for start in starts - inner if not any(path.startswith(start) for path in PATHS)]
+    assert unknown == []
+    resources = {text for text in literals(str) if text in RESERVED_LAST}
+    assert {f"/v1/stream/{{name}}/{resource}" for resource in resources} <= set(PATHS)
+    assert {f"/v1/stream/{{name}}/touch/{route}" for route in touch.ROUTES} <= set(PATHS)
+    assert app.SEAL_PATH.decode() in PATHS
+
+
+def test_what_is_not_described_is_not_there(http: Wire) -> None:
+    http.put("/v1/stream/described")
+    for resource in RESERVED_LAST:
+        path = f"/v1/stream/{{name}}/{resource}"
+        if path not in PATHS:
+            assert http.get(filled(path)).status == 404, path
+
+
+def test_each_error_and_each_header_is_described() -> None:
+    responses = DOCUMENT["components"]["responses"]
+    assert {int(name.removeprefix("Error")) for name in responses if name.startswith("Error")} == set(
+        CODES.values()
+    )
+    described = set(DOCUMENT["components"]["headers"])
+    general = {"Content-Type", "Content-Encoding", "Vary", "Server-Timing", "X-Cache"}
+    assert set(RESPONSE_HEADERS) - general <= described
+
+
+def test_operations_have_names_of_their_own() -> None:
+    names = [item[method]["operationId"] for item in PATHS.values() for method in item if method in METHODS]
+    assert len(names) == len(set(names))
