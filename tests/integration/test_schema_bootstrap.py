@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from conftest import StartServer
 from support.calls import Caller
 from support.loss import ENV, JSON, bootstrap, destroy, post, put, seal
@@ -36,6 +38,10 @@ def update(call: Caller, name: str, body: Any) -> Any:
     return answer.body
 
 
+def facts_of(path: Path) -> dict[bytes, bytes]:
+    return pq.read_schema(path).metadata or {}
+
+
 def test_the_registry_comes_back_with_the_entries(start_server: StartServer, tmp_path: Path) -> None:
     url = (tmp_path / "bucket").as_uri()
     server = start_server("--object-store", url, env=ENV)
@@ -56,6 +62,10 @@ def test_the_registry_comes_back_with_the_entries(start_server: StartServer, tmp
     before = {name: call("GET", f"{name}/_schema").raw for name in ("orders", "empty", "keys")}
     entries = call("GET", "orders?offset=-1").body
     assert entries[99:101] == [{"at": "99"}, {"at": "new"}]
+    segments = sorted((tmp_path / "bucket").glob("streams/*/*/segments/*.parquet"))
+    of_orders = [facts for facts in map(facts_of, segments) if facts[b"tailrace.name"] == b"orders"]
+    versions = [facts[b"tailrace.schema_versions"] for facts in of_orders]
+    assert versions == [b"[[1,1]]", b"[[41,1]]", b"[[81,1],[101,2]]"]
     destroy(server)
 
     after = bootstrap(tmp_path / "after", url)

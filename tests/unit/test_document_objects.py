@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.store.document_objects import DocumentObjects, document_key, restored_document
+from tailrace.store.document_objects import DocumentObjects, document_key, restored_document, versions_within
 from tailrace.store.manifest_model import FencedError
 from tailrace.store.meta_objects import MetaCorruptError, MetaObjects
 from tailrace.store.object_book import BookedObjects, ObjectBook
@@ -25,6 +25,23 @@ def test_boundaries_never_lie_behind_the_end() -> None:
     assert restored_document("schema", REGISTRY, 150) is REGISTRY
     moved = json.loads(restored_document("schema", REGISTRY, 100))
     assert moved["boundaries"] == [{"offset": 0, "version": 1}, {"offset": 100, "version": 2}]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [
+        (1, 150, "[[1,1]]"),
+        (1, 151, "[[1,1],[151,2]]"),
+        (151, 151, "[[151,2]]"),
+        (151, 900, "[[151,2]]"),
+        (100, 200, "[[100,1],[151,2]]"),
+    ],
+)
+def test_a_segment_knows_the_versions_of_its_entries(first: int, last: int, shown: str) -> None:
+    assert versions_within(REGISTRY, first, last) == shown
+    assert versions_within(b'{"boundaries":[]}', first, last) == ""
+    later = b'{"boundaries":[{"offset":149,"version":1}]}'
+    assert versions_within(later, 149, 150) == "[[149,0],[150,1]]"
 
 
 def test_what_was_published_is_taken_over(tmp_path: Path) -> None:

@@ -70,3 +70,23 @@ def restored_document(key: str, document: bytes, tail: int) -> bytes:
     for boundary in boundaries:
         boundary["offset"] = min(boundary["offset"], tail)
     return msgspec.json.encode(registry)
+
+
+def versions_within(document: bytes, first: int, last: int) -> str:
+    """Where versions begin among these entries, as JSON pairs of entry and version; 0 is before the first."""
+    boundaries = msgspec.json.decode(document, type=_Boundaries).boundaries
+    if not boundaries:
+        return ""
+    version = 0
+    within: list[tuple[int, int]] = []
+    for boundary in boundaries:
+        begins = boundary["offset"] + 1  # sequence numbers count from 0, entries from 1
+        if begins <= first:
+            version = boundary["version"]
+        elif begins <= last:
+            within.append((begins, boundary["version"]))
+    return msgspec.json.encode([(first, version), *within]).decode()
+
+
+class _Boundaries(msgspec.Struct):
+    boundaries: list[dict[str, int]]

@@ -42,11 +42,14 @@ def write_segment(
     epoch: int,
     json: bool,
     content_type: str | None = None,
+    schema_versions: str = "",
 ) -> SegmentFile:
     """Write consecutive rows of one stream to a new file. When it returns, the bytes are on disk."""
     if "\x18" in name + (content_type or ""):
         raise ValueError("a control character in a name")  # it marks the checksums in the footer
     facts = {"name": name, "stream_id": stream_id, "epoch": str(epoch), "content_type": content_type or ""}
+    if schema_versions:
+        facts["schema_versions"] = schema_versions
     with path.open("wb", buffering=0) as file:
         sink = _Sink(file.fileno())
         with _Writer(sink, json) as writer:

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Stream
 from tailrace.logs import configure
 from tailrace.store.directory import make_directory
-from tailrace.store.document_objects import DocumentObjects
+from tailrace.store.document_objects import DocumentObjects, versions_within
 from tailrace.store.footers import fetch_footer
 from tailrace.store.kept import Run
 from tailrace.store.manifest import Manifests, Stored
@@ -233,6 +233,7 @@ class Sealer:
                     epoch=portion.epoch,
                     json=stream.json,
                     content_type=stream.content_type,
+                    schema_versions=schema_versions(stream.documents, portion.runs),
                 )
                 files.append((file, path))
                 through = file.info.last
@@ -333,6 +334,13 @@ class Sealer:
     def _grave(self, number: int) -> bytes | None:
         found = self._store.db.cold.graves(number - 1, 1)
         return found[0].image if found and found[0].number == number else None
+
+
+def schema_versions(documents: dict[str, bytes] | None, runs: Sequence[SegmentRows]) -> str:
+    """Which entries of a segment are of which version; nothing if the stream has no schema."""
+    if documents is None or "schema" not in documents:
+        return ""
+    return versions_within(documents["schema"], runs[0].first, runs[-1].first + len(runs[-1].ends) - 1)
 
 
 def discard(path: Path) -> None:
