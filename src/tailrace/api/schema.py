@@ -11,6 +11,7 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.api.live import Live
+from tailrace.api.parse import check_encoding
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -40,6 +41,7 @@ class SchemaRoutes:
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method == b"POST":
             authorise(identity, Action.CONFIGURE_STREAM, stream=name)
+            check_encoding(exchange)
             self._log.existing(name)
             self._post(exchange, name, parse(exchange.body))
         elif method in (b"GET", b"HEAD"):

@@ -37,7 +37,7 @@ class Document:
         self._references: dict[Path, tuple[str, str]] = {}  # base and text of every `$ref`
         self._walk(root, (), "")
         for base, text in self._references.values():
-            if urldefrag(urljoin(base, text)).url not in self._resources:
+            if urldefrag(_joined(base, text)).url not in self._resources:
                 raise invalid("external $ref is not supported")
 
     def _walk(self, node: object, path: Path, base: str) -> None:
@@ -46,7 +46,7 @@ class Document:
         schema = cast("dict[str, object]", node)
         named = schema.get("$id")
         if isinstance(named, str) and not (self.is_draft_7 and "$ref" in schema):
-            base = urljoin(base, named)
+            base = _joined(base, named)
             if not named.startswith("#"):
                 base = urldefrag(base).url
             self._resources.setdefault(base, path)
@@ -67,7 +67,7 @@ class Document:
     def target(self, path: Path) -> Path | None:
         """Where the `$ref` of the schema at this path leads; None if that is not a plain place."""
         base, text = self._references[(*path, "$ref")]
-        uri, fragment = urldefrag(urljoin(base, text))
+        uri, fragment = urldefrag(_joined(base, text))
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             return self._resources.get(f"{uri}#{fragment}")
@@ -76,6 +76,13 @@ class Document:
         if home is None or tokens is None or find(self.root, (*home, *tokens)) is ABSENT:
             return None
         return (*home, *tokens)
+
+
+def _joined(base: str, text: str) -> str:
+    try:
+        return urljoin(base, text)
+    except ValueError:
+        raise invalid("external $ref is not supported") from None  # not even an address
 
 
 def children(schema: dict[str, object]) -> Iterator[tuple[Path, object]]:
