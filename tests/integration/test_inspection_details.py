@@ -120,6 +120,20 @@ def test_n2_every_change_wakes(http: Wire) -> None:
     assert (deleted.status, deleted.code) == (404, "not_found")
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_n2_schema_and_profile_wake(http: Wire, endpoint: str) -> None:
+    name = fresh("details")
+    http.put(name, JSON)
+    routing = '{"routingKey":{"jsonPointer":"/k","required":false}}'
+    answer = woken(http, name, endpoint, lambda: http.post(f"{name}/_schema", JSON, routing))
+    status = answer.json if endpoint == "_index_status" else answer.json["index_status"]
+    assert status["routing_key_index"]["configured"] is True
+    profile = '{"profile":{"kind":"state-protocol"}}'
+    answer = woken(http, name, endpoint, lambda: http.post(f"{name}/_profile", JSON, profile))
+    status = answer.json if endpoint == "_index_status" else answer.json["index_status"]
+    assert status["profile"] == "state-protocol"
+
+
 def test_n2_expiry_wakes(http: Wire) -> None:
     name = fresh("details")
     http.put(name, JSON, "[1]", stream_ttl="1")

@@ -127,27 +127,6 @@ def test_auto_tune_is_told_and_used(start_server: StartServer) -> None:
     http.close()
 
 
-def test_large_work_is_refused_when_memory_is_short(start_server: StartServer) -> None:
-    """The limit is just below what any server needs: pressed, and not yet exhausted."""
-    probe = start_server()
-    wire = Wire(probe.port)
-    rss = wire.get("/v1/server/_mem").json["process"]["rss_bytes"]
-    wire.close()
-    probe.stop()
-    server = start_server("--memory-limit-bytes", str(int(rss * 0.93)))
-    http = Wire(server.port)
-    memory = eventually(
-        lambda: http.get("/v1/server/_details").json["runtime"]["memory"],
-        lambda found: found["pressure_active"],
-    )
-    assert memory["pressure_limit_bytes"] == int(rss * 0.93)
-    http.put("s", TEXT)
-    large = http.post("s", TEXT, "x" * 100_000)
-    assert (large.status, large.code) == (429, "overloaded")
-    assert http.get("s?offset=-1").status == 200
-    http.close()
-
-
 def test_nothing_is_taken_in_when_memory_is_used_up(start_server: StartServer) -> None:
     server = start_server(data_dir=None)
     http = Wire(server.port)

@@ -67,6 +67,9 @@ CALLS = {
         ("GET", "{name}?offset=-1&live=ws"),
         ("GET", "/v1/streams"),
         ("GET", "{name}/_schema"),
+        ("GET", "{name}/_details"),
+        ("GET", "{name}/_index_status"),
+        ("GET", "{name}/_routing_keys"),
     ],
     "write": [("PUT", "{name}"), ("POST", "{name}")],
     "manage": [
@@ -74,6 +77,8 @@ CALLS = {
         ("GET", "/metrics"),
         ("GET", "/v1/streams?system=true"),
         ("POST", "{name}/_schema"),
+        ("GET", "/v1/server/_details"),
+        ("GET", "/v1/server/_mem"),
     ],
 }
 OPEN = ["/healthz", "/health", "/readyz"]

@@ -28,6 +28,7 @@ logger = logging.getLogger("tailrace.memory")
 CHECK_S = 0.5
 RELIEF_SHARE = 0.9  # pressure ends below this share of the limit, not right under it
 REFUSE_SHARE = 1.15  # from here on nothing is taken in
+MOVE_BYTES = 1 << 20  # of recent entries: less is not worth a checkpoint
 COLLECT_S = 10.0  # full collections and trims take a while: no more often than this
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = Path("/proc/self/statm")
@@ -131,7 +132,7 @@ class MemoryGuard:
             shed()
         log = self._log
         if not log.checkpoint_pending and log.committer.idle and log.refusal is None:
-            if log.streams.memory_bytes > 0:
+            if log.streams.memory_bytes > MOVE_BYTES:
                 log.move_on()  # recent entries go to the hot store early
         now_s = self._loop.time()
         if now_s - self._collected_s >= COLLECT_S:
