@@ -1,0 +1,210 @@
+"""Quantiles of many numbers in little room: a mergeable sketch with a bounded relative error (DDSketch).
+
+A number goes into the bucket whose key is `ceil(log(|v|) / log(gamma))`; positive and negative numbers have
+stores of their own, and zeros are counted. Every number of a bucket lies within 1 % of the bucket's middle.
+A store that has more than 2048 buckets adds up those of the smallest magnitudes in the lowest one it keeps.
+Which bucket that is depends on all keys together, so the order of merges does not matter.
+
+Bytes of a sketch, all integers as LEB128 (seven bits a byte, the lowest first, the high bit for "more"):
+
+    1 byte     the version of the form, 1
+    integer    the count of zeros
+    twice      the positive store, then the negative one:
+      integer  the count of buckets
+      each     key, less the key before it (zigzag for the first), then the count; keys ascend
+
+In JSON a sketch is the base64 text of these bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from typing import Final
+
+ERROR: Final = 0.0099  # relative; 1 % is promised, and rounding takes its share
+BUCKETS_MAX: Final = 2048  # of one store
+FORM: Final = 1
+BYTES_MAX: Final = 2 * BUCKETS_MAX * 14 + 32
+
+_GAMMA: Final = (1 + ERROR) / (1 - ERROR)
+_LOG_GAMMA: Final = math.log(_GAMMA)
+_PER_LOG: Final = 1 / _LOG_GAMMA
+_MIDDLE: Final = math.log(2 / (_GAMMA + 1))
+_KEY_MAX: Final = 1 << 17  # no double has a key beyond it
+_COUNT_MAX: Final = 2**63 - 1
+
+Store = dict[int, int]  # counts by key
+
+
+class Sketch:
+    """How often which magnitudes occurred. Two sketches are equal if their buckets are."""
+
+    __slots__ = ("negative", "positive", "zeros")
+
+    def __init__(self) -> None:
+        self.positive: Store = {}
+        self.negative: Store = {}
+        self.zeros = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sketch) and self._parts() == other._parts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _parts(self) -> tuple[int, Store, Store]:
+        return self.zeros, self.positive, self.negative
+
+    @property
+    def count(self) -> int:
+        return self.zeros + sum(self.positive.values()) + sum(self.negative.values())
+
+    @property
+    def buckets(self) -> int:
+        return len(self.positive) + len(self.negative)
+
+    def add_all(self, numbers: Iterable[int | float]) -> None:
+        """Counts finite numbers in."""
+        positive, negative, log, ceil = self.positive, self.negative, math.log, math.ceil
+        for number in numbers:
+            if number > 0:
+                key = ceil(log(number) * _PER_LOG)
+                positive[key] = positive.get(key, 0) + 1
+            elif number < 0:
+                key = ceil(log(-number) * _PER_LOG)
+                negative[key] = negative.get(key, 0) + 1
+            else:
+                self.zeros += 1
+        _collapse(positive)
+        _collapse(negative)
+
+    def merge(self, other: Sketch) -> None:
+        self.zeros += other.zeros
+        for mine, its in ((self.positive, other.positive), (self.negative, other.negative)):
+            for key, count in its.items():
+                mine[key] = mine.get(key, 0) + count
+            _collapse(mine)
+
+    def quantile(self, share: float) -> float | None:
+        """The number at the nearest rank; None if there are none."""
+        count = self.count
+        if not count:
+            return None
+        left = nearest_rank(share, count)
+        for key in sorted(self.negative, reverse=True):
+            left -= self.negative[key]
+            if left <= 0:
+                return -_middle(key)
+        left -= self.zeros
+        if left <= 0:
+            return 0.0
+        for key in sorted(self.positive):
+            left -= self.positive[key]
+            if left <= 0:
+                return _middle(key)
+        raise AssertionError("a rank lies within the count")
+
+    # -- bytes -------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        out = bytearray([FORM])
+        _put(out, self.zeros)
+        for store in (self.positive, self.negative):
+            _put(out, len(store))
+            before: int | None = None
+            for key in sorted(store):
+                # Only the first key may be negative: zigzag.
+                step = (2 * key if key >= 0 else -2 * key - 1) if before is None else key - before
+                _put(out, step)
+                _put(out, store[key])
+                before = key
+        return bytes(out)
+
+    def to_text(self) -> str:
+        return b64encode(self.to_bytes()).decode()
+
+
+def nearest_rank(share: float, count: int) -> int:
+    """From 1 to `count`, in whole numbers: shares are percents, counts may be beyond the doubles."""
+    percent = round(share * 100)
+    return max(1, -(-percent * count // 100))
+
+
+def sketch_of(form: bytes) -> Sketch | None:
+    """The sketch that these bytes stand for; None if they are none."""
+    if not form or form[0] != FORM or len(form) > BYTES_MAX:
+        return None
+    numbers = _Numbers(form, 1)
+    sketch = Sketch()
+    try:
+        sketch.zeros = numbers.take(_COUNT_MAX)
+        for store in (sketch.positive, sketch.negative):
+            key = 0
+            for index in range(numbers.take(BUCKETS_MAX)):
+                step = numbers.take(2 * _KEY_MAX)
+                key = (-(step + 1) // 2 if step & 1 else step // 2) if not index else key + step
+                if (index and not step) or abs(key) > _KEY_MAX:
+                    return None
+                store[key] = numbers.take(_COUNT_MAX)
+                if not store[key]:
+                    return None
+    except ValueError:
+        return None
+    return sketch if numbers.at == len(form) else None
+
+
+def sketch_in(text: object) -> Sketch | None:
+    """The sketch in a JSON value; None if it is none."""
+    if not isinstance(text, str) or len(text) > BYTES_MAX * 2:
+        return None
+    try:
+        return sketch_of(b64decode(text, validate=True))
+    except ValueError:
+        return None
+
+
+def _middle(key: int) -> float:
+    try:
+        return math.exp(key * _LOG_GAMMA + _MIDDLE)
+    except OverflowError:
+        return sys.float_info.max
+
+
+def _collapse(store: Store) -> None:
+    if len(store) <= BUCKETS_MAX:
+        return
+    keys = sorted(store)
+    lower = keys[: len(keys) - BUCKETS_MAX]
+    store[keys[len(lower)]] += sum([store.pop(key) for key in lower])
+
+
+def _put(out: bytearray, number: int) -> None:
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+
+
+class _Numbers:
+    """Integers one after the other. ValueError where the bytes end too soon or a number is too large."""
+
+    def __init__(self, form: bytes, at: int) -> None:
+        self._form = form
+        self.at = at
+
+    def take(self, largest: int) -> int:
+        number = shift = 0
+        while True:
+            if self.at >= len(self._form) or shift > 63:
+                raise ValueError
+            byte = self._form[self.at]
+            self.at += 1
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        if number > largest:
+            raise ValueError
+        return number
