@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from tailrace.errors import TailraceError
+from tailrace.limits import Limits
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
@@ -19,7 +20,7 @@ from tailrace.schema.validate import Validator, compile_schema
 
 SCHEMA = "schema"  # key of the document
 KEPT_BYTES = 64 * 1024 * 1024  # of documents whose contracts are kept
-# A page that may have to be promoted is smaller: that is done on the loop.
+# A page that has to be promoted is smaller: that is done on the loop.
 PAGE_BYTES = 128 * 1024
 PAGE_ENTRIES = 1000
 
@@ -80,10 +81,16 @@ class Contract:
         touched = registry.boundaries and page.next_entry > registry.boundaries[0].offset
         return f"v{registry.version}" if touched else ""
 
+    def promotes_behind(self, entry: int) -> bool:
+        """Whether some of the entries behind this one are shown in another form than they are stored."""
+        return self._promoter.needed(entry)  # sequence numbers count from 0
+
     def promoted(self, stream: Stream, after: int, page: Page) -> Page:
         """A page with each entry apart, as readers get it. It ends early if it grows too large by that."""
-        if not self._promoter.needed(after):  # sequence numbers count from 0
+        if not self.promotes_behind(after):
             return page
+        if len(page.parts) != page.count:  # the first schema came while the page was read
+            raise TailraceError("unavailable", "the schema registry changed; read again")
         parts: list[ReadPart] = []
         size = 0
         for entry, part in zip(page.entries(), page.parts, strict=True):
@@ -122,6 +129,16 @@ class Contracts:
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             self._bytes -= len(self._kept.popitem(last=False)[0])
         return found
+
+    def page_of(self, stream: Stream, after: int, limits: Limits) -> tuple[int, int, bool]:
+        """How a page is read: bytes and entries at most, and whether each entry is apart."""
+        contract = self.of(stream.visible_documents)
+        whole = limits.read_page_bytes, limits.read_page_entries
+        if contract is None or not contract.registry.version:
+            return *whole, False
+        if not contract.promotes_behind(after):
+            return *whole, True  # a new version may come while the page is read
+        return min(PAGE_BYTES, whole[0]), min(PAGE_ENTRIES, whole[1]), True
 
     def guard(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
         """What the sequencer asks when all else about an append is in order."""

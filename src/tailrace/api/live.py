@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.contracts import PAGE_BYTES, PAGE_ENTRIES, Contracts
+from tailrace.api.contracts import Contracts
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -476,22 +476,19 @@ class Live:
         return int(next_cursor(None, self.now_s()))
 
     def try_page(self, stream: Stream, after: int, key: bytes | None) -> Page | None:
-        limits, documents = self._limits, stream.visible_documents
-        if documents is None:
+        limits = self._limits
+        if stream.visible_documents is None:
             found = self._log.reader.try_read(
                 stream, after, limits.read_page_bytes, limits.read_page_entries, key
             )
             return found if isinstance(found, Page) else None
-        found = self._log.reader.try_read(stream, after, PAGE_BYTES, PAGE_ENTRIES, key, apart=True)
+        bytes_max, entries_max, apart = self.contracts.page_of(stream, after, limits)
+        found = self._log.reader.try_read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, found) if isinstance(found, Page) else None
 
     async def page(self, stream: Stream, after: int, key: bytes | None) -> Page:
-        limits = self._limits
-        if stream.visible_documents is None:
-            return await self._log.reader.read(
-                stream, after, limits.read_page_bytes, limits.read_page_entries, key
-            )
-        page = await self._log.reader.read(stream, after, PAGE_BYTES, PAGE_ENTRIES, key, apart=True)
+        bytes_max, entries_max, apart = self.contracts.page_of(stream, after, self._limits)
+        page = await self._log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, page)
 
     def _promoted(self, stream: Stream, after: int, page: Page) -> Page:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.contracts import PAGE_BYTES, PAGE_ENTRIES
 from tailrace.api.filtered import FilteredReads
 from tailrace.api.live import Live
 from tailrace.api.long_poll import LongPoll
@@ -157,9 +156,8 @@ class ReadRoutes:
             self._answer_filtered(exchange, request)
             return
         key = request.key.encode() or None
-        found = self._log.reader.try_read(
-            stream, request.start, *self._page_of(request), key, apart=_apart(request)
-        )
+        bytes_max, entries_max, apart = self._page_of(request)
+        found = self._log.reader.try_read(stream, request.start, bytes_max, entries_max, key, apart=apart)
         if not isinstance(found, Missing):
             self._answer_read(exchange, request, found)
             return
@@ -171,17 +169,19 @@ class ReadRoutes:
         task.add_done_callback(self._tasks.discard)
 
     async def _read(self, request: ReadRequest, key: bytes | None) -> Answer:
+        bytes_max, entries_max, apart = self._page_of(request)
         page = await self._log.reader.read(
-            request.stream, request.start, *self._page_of(request), key, apart=_apart(request)
+            request.stream, request.start, bytes_max, entries_max, key, apart=apart
         )
         return lambda exchange: self._answer_read(exchange, request, page)
 
-    def _page_of(self, request: ReadRequest) -> tuple[int, int]:
-        """How large a page may be, in bytes and entries."""
-        limits = self._limits
-        if request.stream.visible_documents is not None:
-            return min(PAGE_BYTES, limits.read_page_bytes), min(PAGE_ENTRIES, limits.read_page_entries)
-        return limits.read_page_bytes, limits.read_page_entries
+    def _page_of(self, request: ReadRequest) -> tuple[int, int, bool]:
+        """How large a page may be, in bytes and entries; whether each entry is apart, as in raw answers."""
+        limits, raw = self._limits, request.fmt == "raw"
+        if request.stream.visible_documents is None:
+            return limits.read_page_bytes, limits.read_page_entries, raw
+        bytes_max, entries_max, apart = self._live.contracts.page_of(request.stream, request.start, limits)
+        return bytes_max, entries_max, apart or raw
 
     def _answer_read(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
         """Answers with a page as it was read: what is of an older schema version is promoted."""
@@ -410,11 +410,6 @@ def _since_ns(text: str) -> int:
     if since_ns is None:
         raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
     return since_ns
-
-
-def _apart(request: ReadRequest) -> bool:
-    """Entries that may have to be promoted are read one by one, as are those of raw answers."""
-    return request.fmt == "raw" or request.stream.visible_documents is not None
 
 
 def body_of(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:
