@@ -15,7 +15,7 @@ from tailrace.log.reader import Reader
 from tailrace.query.collect import Collector, Hit
 from tailrace.query.coverage import Counters, Omitted, omitted, touched, visible_through
 from tailrace.query.facts import Facts, FactsCache
-from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, plan
+from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, best_first, plan
 from tailrace.query.scan import Counts
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.tail_index import TailIndex
@@ -115,6 +115,8 @@ class _Run:
             indexed = [piece for piece in pieces if is_indexed(piece)]
             if not self._late:
                 self._collector.count_sources(indexed)
+            if key.kind not in ("offset", "score"):
+                pieces = [*best_first(indexed, key), *(piece for piece in pieces if not is_indexed(piece))]
             await self._decide_in_order(pieces)
 
     async def _decide_in_order(self, pieces: list[Piece]) -> None:

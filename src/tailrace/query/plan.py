@@ -9,10 +9,11 @@ that what was learnt about one serves the next search.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tailrace.query.bind import Bound
 from tailrace.query.score import Scorer, Statistics
+from tailrace.query.sort import SortKey, rank_part, shown_value
 from tailrace.query.values import Value
 
 SCAN_ROWS = 4096
@@ -70,6 +71,18 @@ def plan(first: int, last: int, sources: Sequence[Indexed], rows: int, *, newest
         at = source.last + 1
     pieces += _stretches(at, last, rows)
     return pieces[::-1] if newest_first else pieces
+
+
+def best_first(sources: Sequence[Indexed], key: SortKey) -> list[Indexed]:
+    """Sources in the order of the best value each may bring: most rows then never get near the page."""
+
+    def best(source: Indexed) -> Any:
+        bounds = source.bounds(key.name)
+        if bounds is None or (key.descending and source.missing(key.name)):
+            return rank_part(key, None)
+        return rank_part(key, shown_value(bounds[1] if key.descending else bounds[0]))
+
+    return sorted(sources, key=best)
 
 
 def _stretches(first: int, last: int, rows: int) -> list[Stretch]:

@@ -25,7 +25,7 @@ logger = logging.getLogger("tailrace.query")
 CHUNK_ROWS = 2048
 CHUNK_BYTES = 4 << 20  # of payload
 READ_BYTES = 1 << 20
-ROOM_TO_GO_BACK = 0.75  # of the budget: beyond, older rows are left to scans
+ROOM_TO_GO_BACK = 0.9  # of the budget: beyond, older rows are left to scans
 
 
 class StreamIndex:
