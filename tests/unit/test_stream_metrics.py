@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import orjson
@@ -17,7 +17,6 @@ from tailrace.limits import DAY_MS, Limits
 from tailrace.log.system import METRICS
 from tailrace.log.traffic import Share, Traffic
 from tailrace.profiles.metrics import normalise
-from tailrace.telemetry import Distribution
 from tailrace.tier.retention import has_bounds
 
 FLUSH_MS = 10_000
@@ -29,9 +28,8 @@ def share(entries: int, size_bytes: int) -> Share:
     return found
 
 
-def book(*sources: Source, series_max: int = 2000, timing: Distribution | None = None) -> SeriesBook:
-    timings = [] if timing is None else [Timing("tieredstore.ingest.flush.latency", timing)]
-    return SeriesBook(list(sources), timings, "node", series_max)
+def book(*sources: Source, series_max: int = 2000, timings: Sequence[Timing] = ()) -> SeriesBook:
+    return SeriesBook(list(sources), list(timings), "node", series_max)
 
 
 def test_x1_many_streams_are_few_series() -> None:
@@ -71,11 +69,25 @@ def test_an_idle_node_writes_little() -> None:
     sources = [
         Source(f"m{n}", "bytes", "gauge" if n % 2 else "counter", values[n].__float__) for n in range(40)
     ]
-    idle, size = book(*sources, timing=Distribution((1.0,))), 0
+    idle, size = book(*sources), 0
     for end_ms in range(FLUSH_MS, DAY_MS + 1, FLUSH_MS):
         for record in idle.records(Window(end_ms - FLUSH_MS, end_ms), {}, Share()):
             size += len(orjson.dumps(record)) + 1
     assert 0 < size < 20_000_000
+
+
+def test_timings_are_told_by_what_was_new() -> None:
+    spent = [(5, 2.0)]
+    timings = [Timing("own", lambda: spent[-1], own=True), Timing("calls", lambda: spent[-1])]
+    timed = book(timings=timings)
+    window = Window(0, FLUSH_MS)
+    assert timed.records(window, {}, Share()) == []
+    spent.append((7, 2.5))
+    (record,) = timed.records(window, {}, Share())
+    assert (record["metric"], record["unit"], record["count"], record["sum"]) == ("calls", "ms", 2, 500)
+    spent.append((8, 3.0))
+    records = timed.records(window, {"s": share(1, 1)}, Share())
+    assert [record["metric"] for record in records][:2] == ["own", "calls"]
 
 
 def test_gauges_are_told_when_they_change_and_counters_by_growth() -> None:

@@ -6,8 +6,10 @@ the inspection of streams depends on it, so it forgets streams that were idle fo
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +22,7 @@ _FOLDERS = {
     "manifest": "manifest",
     "manifest.json": "manifest",
     "producers": "manifest",
+    "meta": "schema_registry",
 }
 
 
@@ -39,8 +42,17 @@ class RecordedHead(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int = 0
 
 
+class Timing(NamedTuple):
+    """How many calls of one kind there were, and how long all of them took."""
+
+    kind: str  # put, get, head, list, delete
+    calls: int
+    seconds: float
+
+
 class ObjectBook:
     def __init__(self, streams_max: int = STREAMS_MAX) -> None:
+        self._timings: dict[str, Timing] = {}
         self._streams_max = streams_max
         self._counts: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
         self._heads: OrderedDict[str, RecordedHead] = OrderedDict()
@@ -59,6 +71,22 @@ class ObjectBook:
     def head(self, stream_id: str) -> RecordedHead | None:
         return self._heads.get(stream_id)
 
+    @contextmanager
+    def timed(self, kind: str) -> Generator[None]:
+        """Counts what happens inside as one call; one that fails took its time as well."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._time(Timing(kind, 1, time.perf_counter() - begun))
+
+    def timing(self, kind: str) -> Timing:
+        return self._timings.get(kind, Timing(kind, 0, 0.0))
+
+    def _time(self, more: Timing) -> None:
+        _, calls, seconds = self.timing(more.kind)
+        self._timings[more.kind] = Timing(more.kind, calls + more.calls, seconds + more.seconds)
+
     def requests(self, stream_id: str) -> dict[str, Counter[str]]:
         """Counters by artifact. `reads` are all that change nothing."""
         by_artifact: dict[str, Counter[str]] = {}
@@ -69,24 +97,33 @@ class ObjectBook:
                 counters["reads"] += number
         return by_artifact
 
-    def drain(self) -> tuple[list[Count], list[RecordedHead]]:
+    def drain(self) -> tuple[list[Count], list[RecordedHead], list[Timing]]:
         """Everything since the last time, for whoever keeps the book of all."""
         counts = [
             Count(stream_id, *kind, number)
             for stream_id, counters in self._counts.items()
             for kind, number in counters.items()
         ]
-        heads = list(self._heads.values())
+        heads, timings = list(self._heads.values()), list(self._timings.values())
         self._counts.clear()
         self._heads.clear()
-        return counts, heads
+        self._timings.clear()
+        return counts, heads, timings
 
-    def take(self, counts: Sequence[Count], heads: Sequence[RecordedHead], now_ns: int) -> None:
+    def take(
+        self,
+        counts: Sequence[Count],
+        heads: Sequence[RecordedHead],
+        timings: Sequence[Timing],
+        now_ns: int,
+    ) -> None:
         """What another process drained."""
         for count in counts:
             self._add(count)
         for head in heads:
             self.note_head(msgspec.structs.replace(head, at_ns=now_ns))
+        for timing in timings:
+            self._time(timing)
 
     def _add(self, count: Count) -> None:
         counters = self._counts.setdefault(count.stream_id, Counter())
@@ -124,11 +161,13 @@ class BookedObjects:
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
         self._book.note(key, "puts")
-        return await self._objects.create(key, data)
+        with self._book.timed("put"):
+            return await self._objects.create(key, data)
 
     async def replace(self, key: str, data: bytes, etag: str | None) -> str:
         self._book.note(key, "puts")
-        recorded = await self._objects.replace(key, data, etag)
+        with self._book.timed("put"):
+            recorded = await self._objects.replace(key, data, etag)
         found = stream_of(key)
         if found is not None and key.endswith("/manifest.json"):
             self._book.note_head(RecordedHead(found[0], recorded, len(data)))
@@ -136,24 +175,29 @@ class BookedObjects:
 
     async def get(self, key: str) -> tuple[bytes, str]:
         self._book.note(key, "gets")
-        return await self._objects.get(key)
+        with self._book.timed("get"):
+            return await self._objects.get(key)
 
     async def get_range(self, key: str, start: int, stop: int) -> bytes:
         self._book.note(key, "gets")
-        return await self._objects.get_range(key, start, stop)
+        with self._book.timed("get"):
+            return await self._objects.get_range(key, start, stop)
 
     async def head(self, key: str) -> ObjectInfo:
         self._book.note(key, "heads")
-        return await self._objects.head(key)
+        with self._book.timed("head"):
+            return await self._objects.head(key)
 
     async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
         self._book.note(prefix, "lists")
-        return await self._objects.list_after(prefix, after, limit)
+        with self._book.timed("list"):
+            return await self._objects.list_after(prefix, after, limit)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._book.note(key, "deletes")
-        await self._objects.delete(keys)
+        with self._book.timed("delete"):
+            await self._objects.delete(keys)
 
     async def close(self) -> None:
         await self._objects.close()

@@ -103,7 +103,9 @@ class ObjectParts:
 
     async def get(self, key: str, start: int, stop: int) -> bytes:
         """Bytes that are asked for once, past the cache."""
-        data = await (await self.opened()).get_range(key, start, stop)
+        objects = await self.opened()
+        with self.book.timed("get"):
+            data = await objects.get_range(key, start, stop)
         self.fetches += 1
         self.book.note(key, "gets")
         self.fetched_bytes += len(data)

@@ -343,7 +343,8 @@ class Sealing:
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.ask(kind, numbers, sealed)
-        self.book.take(report.usage.by_stream, report.usage.heads, self._log.clock.now_ns())
+        usage = report.usage
+        self.book.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
         if not report.error:
             self._pause_s = PAUSE_S_MIN
             if self.failure:

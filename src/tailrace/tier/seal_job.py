@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.limits import Limits
-from tailrace.store.object_book import Count, RecordedHead
+from tailrace.store.object_book import Count, RecordedHead, Timing
 from tailrace.store.segments import SegmentInfo
 
 Kind = Literal["seal", "heads", "bury", "trim", "meta"]
@@ -46,6 +46,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes_in: int = 0
     by_stream: list[Count] = []
     heads: list[RecordedHead] = []
+    timings: list[Timing] = []
 
 
 class Report(msgspec.Struct, kw_only=True, omit_defaults=True):

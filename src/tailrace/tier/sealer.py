@@ -116,13 +116,14 @@ class Sealer:
             logger.exception("a job failed")
             report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
         objects = self._objects
-        counts, heads = self._book.drain()
+        counts, heads, timings = self._book.drain()
         report.usage = Usage(
             requests=dict(objects.requests),
             bytes_out=objects.bytes_out,
             bytes_in=objects.bytes_in,
             by_stream=counts,
             heads=heads,
+            timings=timings,
         )
         return report
 

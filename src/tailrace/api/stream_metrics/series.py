@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from tailrace.log.traffic import Share
 from tailrace.profiles.metrics import Record, normalise
-from tailrace.telemetry import Distribution
 
 QUIET_MS_MAX = 300_000  # something unchanged is told again after this time
 BUSIEST = 50  # streams that have series of their own
@@ -28,10 +27,11 @@ class Source(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A distribution of seconds, told in milliseconds."""
+    """How often something happened and how many seconds that took together, told in milliseconds."""
 
     metric: str
-    distribution: Distribution
+    read: Callable[[], tuple[int, float]]
+    own: bool = False  # writing the metrics makes it happen: alone that is not worth a record
 
 
 class Window(NamedTuple):
@@ -49,8 +49,7 @@ class SeriesBook:
         self._series_max = series_max
         self._last: dict[int, float] = {}  # by place in `sources`
         self._told_ms: dict[int, int] = {}
-        self._counts = [sum(timing.distribution.counts) for timing in timings]
-        self._totals = [timing.distribution.total for timing in timings]
+        self._timed_so_far = [timing.read() for timing in timings]
         self.dropped = 0
 
     def records(self, window: Window, shares: Mapping[str, Share], others: Share) -> list[Record]:
@@ -72,15 +71,10 @@ class SeriesBook:
             record = self._told(window, place, source)
             if record is not None:
                 yield record
-        if shares or others.entries:
-            for place, timing in enumerate(self._timings):
-                record = self._timed(window, place, timing)
-                if record is not None:
-                    yield record
-        else:
-            # Only the server itself has written: its own records are not worth another record.
-            for place, timing in enumerate(self._timings):
-                self._grown(place, timing)
+        for place, timing in enumerate(self._timings):
+            record = self._timed(window, place, timing)
+            if record is not None and (shares or others.entries or not timing.own):
+                yield record
         yield from self._traffic(window, shares, others)
 
     def _told(self, window: Window, place: int, source: Source) -> Record | None:
@@ -96,17 +90,14 @@ class SeriesBook:
         count = 1 if source.kind == "gauge" or told else 0
         return self._record(window, source.metric, source.unit, count, told, told, tags=source.tags)
 
-    def _grown(self, place: int, timing: Timing) -> tuple[int, float]:
-        count, total = sum(timing.distribution.counts), timing.distribution.total
-        grown = count - self._counts[place], total - self._totals[place]
-        self._counts[place], self._totals[place] = count, total
-        return grown
-
     def _timed(self, window: Window, place: int, timing: Timing) -> Record | None:
-        count, seconds = self._grown(place, timing)
-        if not count:
+        count, seconds = timing.read()
+        count_was, seconds_was = self._timed_so_far[place]
+        self._timed_so_far[place] = (count, seconds)
+        if count == count_was:
             return None
-        return self._record(window, timing.metric, "ms", count, round(seconds * 1000, 3), None)
+        spent_ms = round((seconds - seconds_was) * 1000, 3)
+        return self._record(window, timing.metric, "ms", count - count_was, spent_ms, None)
 
     def _traffic(self, window: Window, shares: Mapping[str, Share], others: Share) -> Iterator[Record]:
         busiest = dict(nlargest(BUSIEST, shares.items(), key=lambda item: (item[1].bytes, item[0])))

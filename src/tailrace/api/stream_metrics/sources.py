@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from tailrace.api.inspection.memory import Node
 from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
 from tailrace.log.history import THREADS
+from tailrace.telemetry import Distribution
 
 MIB = 1 << 20
+CALLS = ("put", "get", "head", "delete", "list")
 
 
 def series_book(node: Node) -> SeriesBook:
     limits, telemetry = node.context.limits, node.context.telemetry
-    timings = [Timing("tieredstore.ingest.flush.latency", telemetry.sync_seconds)]
+    timings = [
+        Timing("tieredstore.ingest.flush.latency", partial(_syncs, telemetry.sync_seconds), own=True),
+        *(Timing(f"tieredstore.objectstore.{kind}.latency", partial(_calls, node, kind)) for kind in CALLS),
+    ]
     sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node), *_queries(node)]
     return SeriesBook(sources, timings, node.context.deployment, limits.metrics_max_series)
+
+
+def _syncs(distribution: Distribution) -> tuple[int, float]:
+    return sum(distribution.counts), distribution.total
+
+
+def _calls(node: Node, kind: str) -> tuple[int, float]:
+    """To the object store: the sealer's and those of readers."""
+    one, other = node.sealing.book.timing(kind), node.cold.parts.book.timing(kind)
+    return one.calls + other.calls, one.seconds + other.seconds
 
 
 def _ingest(node: Node) -> list[Source]:
