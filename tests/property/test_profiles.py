@@ -59,7 +59,25 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
     max_leaves=8,
 )
-events = st.dictionaries(names, values, max_size=12)
+objects = st.dictionaries(
+    st.sampled_from(["requestId", "traceId", "spanId", "traceparent", "rid", "Token", "a"]),
+    values,
+    max_size=4,
+)
+# Every canonical key is there as often as not, so that a pass has something to do.
+events = st.builds(
+    lambda usual, others: {**others, **usual},
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(KEYS, scalars),
+            **dict.fromkeys(("context", "headers", "traceContext", "card"), objects | scalars),
+            "traceparent": parents,
+            "rid": texts,
+        },
+    ),
+    st.dictionaries(names, values, max_size=4),
+)
 paths = st.sampled_from(
     [
         "requestId",
