@@ -36,7 +36,7 @@ class Publisher:
 
     def publish(self, batch: Batch) -> None:
         """Shows a durable batch, answers, then wakes the readers of every stream it changed."""
-        publish_append = self._streams.publish_append
+        publish_append, traffic = self._streams.publish_append, self.traffic
         woken: dict[Stream, None] = {}
         for item in batch.items:
             assert type(item) is Transaction
@@ -45,10 +45,14 @@ class Publisher:
                 self._publish_steps(item, batch, woken)
             else:
                 publish_append(op, subject)
+                size_bytes = len(op.body)
                 self.entries += op.count
-                self.bytes += len(op.body)
-                if self.traffic is not None:
-                    self.traffic.add(subject, op.count, len(op.body))
+                self.bytes += size_bytes
+                if traffic is not None:
+                    # `Traffic.add`, written out: this runs for every append.
+                    share = traffic.shares.get(subject) or traffic.begin(subject)
+                    share.entries += op.count
+                    share.bytes += size_bytes
                 if subject.batch is batch:
                     subject.batch = None
                 if subject.readers is not None:

@@ -22,26 +22,25 @@ class Traffic:
 
     def __init__(self, streams_max: int = STREAMS_MAX) -> None:
         self._streams_max = streams_max
-        self._shares: dict[Stream, Share] = {}
+        self.shares: dict[Stream, Share] = {}
         self._others = Share()
 
     def add(self, stream: Stream, entries: int, size_bytes: int) -> None:
-        share = self._shares.get(stream)
-        if share is None:
-            share = self._new(stream)
+        share = self.shares.get(stream) or self.begin(stream)
         share.entries += entries
         share.bytes += size_bytes
 
-    def _new(self, stream: Stream) -> Share:
+    def begin(self, stream: Stream) -> Share:
+        """The share of a stream that has none yet."""
         if stream.name.startswith("__"):
             return Share()
-        if len(self._shares) >= self._streams_max:
+        if len(self.shares) >= self._streams_max:
             return self._others
-        share = self._shares[stream] = Share()
+        share = self.shares[stream] = Share()
         return share
 
     def take(self) -> tuple[dict[str, Share], Share]:
         """Shares by name, and that of all further streams; the next ones begin at nothing."""
-        shares, others = self._shares, self._others
-        self._shares, self._others = {}, Share()
+        shares, others = self.shares, self._others
+        self.shares, self._others = {}, Share()
         return {stream.name: share for stream, share in shares.items()}, others
