@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from conftest import StartServer
 from support.calls import Caller
+from support.cli import tailrace
 from support.loss import ENV, JSON, bootstrap, destroy, post, put, seal
 from support.server import ServerProcess
 
@@ -66,7 +67,11 @@ def test_the_registry_comes_back_with_the_entries(start_server: StartServer, tmp
     of_orders = [facts for facts in map(facts_of, segments) if facts[b"tailrace.name"] == b"orders"]
     versions = [facts[b"tailrace.schema_versions"] for facts in of_orders]
     assert versions == [b"[[1,1]]", b"[[41,1]]", b"[[81,1],[101,2]]"]
+    checked = tailrace("verify", "--object-store", url)
+    assert checked.code == 0, checked.out + checked.err
     destroy(server)
+    swept = tailrace("gc", "--object-store", url, "--json", "--grace", "1ms", "--offline").rows[-1]["summary"]
+    assert swept["orphans"] == swept["unclaimed"] == 0
 
     after = bootstrap(tmp_path / "after", url)
     call = Caller(after.start())
