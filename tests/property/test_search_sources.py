@@ -132,11 +132,11 @@ class Bench:
         self.harness.settle()
         self.payloads += payloads
 
-    def search(self, text: str, size: int = 500) -> Outcome:
-        request = bind_request(Asked(text, size, ["offset:asc"], None, None), VIEW.config, 3000)
+    def search(self, text: str, seconds: float = 600, sort: tuple[str, ...] = ("offset:asc",)) -> Outcome:
+        request = bind_request(Asked(text, 500, list(sort), None, None), VIEW.config, 3000)
         stream = self.harness.find("s")
         assert stream is not None
-        return self.harness.run(self.searcher.search(stream, VIEW, request, time.monotonic() + 600))
+        return self.harness.run(self.searcher.search(stream, VIEW, request, time.monotonic() + seconds))
 
     def expected(self, text: str) -> list[int]:
         return [hit.entry for hit in SearchModel(self.payloads, VIEW).hits(text, ["offset:asc"])]
@@ -166,6 +166,28 @@ def test_r4_what_is_left_out_is_reported_and_nothing_else_is_missing() -> None:
                 assert len(missing) == outcome.omitted.rows == outcome.omitted.wal_rows
                 assert not missing or outcome.through == min(missing) - 1
                 assert not missing or not outcome.exact
+
+
+def test_r4_a_search_that_runs_out_of_time_says_what_it_did_not_decide() -> None:
+    for budget in (0, 1 << 30):
+        with bench(budget, 64) as made:
+            made.searcher.scan_rows = 16
+            for number in range(20):
+                made.append([{"id": f"r{number}-{n}", "message": f"failed word{n}"} for n in range(40)])
+            expected = made.expected("message:failed")
+            for step in range(25):
+                outcome = made.search(
+                    "message:failed", step / 2000, ("_score",) if step % 2 else ("offset:asc",)
+                )
+                found = [hit.entry for hit in outcome.hits]
+                missing = set(expected[:500]) - set(found) if not step % 2 else set[int]()
+                assert set(found) <= set(expected)
+                assert outcome.timed_out == (not outcome.complete)
+                assert outcome.matches <= len(expected)
+                assert not outcome.exact or outcome.matches == len(expected)
+                assert all(entry > outcome.through for entry in missing) or outcome.through == outcome.last
+                assert len(missing) <= outcome.omitted.rows
+                assert found == sorted(found) or step % 2
 
 
 def test_r7_a_tail_that_stops_growing_is_indexed_without_further_appends() -> None:

@@ -25,6 +25,7 @@ from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import ModelHit, SearchModel, registry_of
 from tailrace.limits import Limits
 from tailrace.log.model import Stream
+from tailrace.log.records import Trim
 from tailrace.query import collect
 from tailrace.query.execute import Outcome, Searcher
 from tailrace.query.search_request import Asked, bind_request
@@ -44,7 +45,9 @@ sorts = st.one_of(
 )
 questioned = questions(SEARCHES)
 batches = st.lists(records, min_size=1, max_size=6)
-kinds = st.sampled_from(["append", "append", "store", "restart", "evict", "budget", "evolve"])
+kinds = st.sampled_from(
+    ["append", "append", "store", "store", "restart", "evict", "budget", "evolve", "trim"]
+)
 
 
 @st.composite
@@ -164,13 +167,22 @@ class SearchStates(RuleBasedStateMachine):
         if self.evolved_at is None:
             self.evolved_at = len(self.payloads)
 
+    def trim(self) -> None:
+        """Retention takes the oldest segment that is still shown."""
+        stream = self.stream
+        for info in self.segments_of(stream.number):
+            if stream.earliest < info.last <= stream.sealed:
+                self.real.call(self.real.log.record, Trim(stream.number, info.last))
+                self.real.settle()
+                return
+
     # -- comparing ---------------------------------------------------------------------------------------
 
     def search(self, question: Question, sort: list[tuple[str, str]] | None, size: int) -> None:
         view = View(registry_of(self.evolved_at))
         wanted = None if sort is None else [f"{name}:{way}" for name, way in sort]
         request = bind_request(Asked(question.text, size, wanted, None, None), view.config, 3000)
-        model = SearchModel(self.payloads, view)
+        model = SearchModel(self.payloads, view, self.stream.earliest + 1)
         keys = [f"{key.name}:{'desc' if key.descending else 'asc'}" for key in request.sort]
         expected = model.hits(question.text, keys)
         found: list[Any] = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from math import inf
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -30,7 +33,10 @@ from tailrace.schema.body import invalid
 from tailrace.schema.registry import read_registry
 from tailrace.store.segments import SegmentInfo
 
+logger = logging.getLogger("tailrace.api")
+
 METHODS = "GET, HEAD, POST, OPTIONS"
+SEAL_EARLY_S = 60.0  # between two times that a stream is sealed for want of memory
 INDEXING_THREADS = 2
 _INFO = msgspec.msgpack.Decoder(SegmentInfo)
 
@@ -40,6 +46,18 @@ def view_of(document: bytes) -> View | None:
     """The searchable side of a registry; None if search is not configured."""
     registry = read_registry(document)
     return None if registry.search is None else View(registry)
+
+
+class SearchCounts:
+    """What searches did since the start, in plain numbers."""
+
+    __slots__ = ("incomplete", "searches", "seconds", "timeouts")
+
+    def __init__(self) -> None:
+        self.searches = 0
+        self.seconds = 0.0
+        self.timeouts = 0
+        self.incomplete = 0  # those that ran out of time among them
 
 
 class SearchRoutes:
@@ -55,7 +73,35 @@ class SearchRoutes:
         self.searcher = Searcher(
             context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
         )
+        self.counts = SearchCounts()
+        self._sealed_early: dict[int, float] = {}  # by stream, when that was last asked for
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def seal_early(self, seal: Callable[[str], Coroutine[None, None, None]]) -> None:
+        """The way to have a stream sealed when the tail index has no room: what is sealed can be indexed."""
+
+        async def ask(stream: Stream) -> None:
+            try:
+                await seal(stream.name)
+            except TailraceError as refusal:
+                logger.info("%s was not sealed early: %s", stream.name, refusal)
+
+        def on_pressure(stream: Stream) -> None:
+            now = time.monotonic()
+            asked = self._sealed_early
+            if stream.visible <= stream.sealed or now - asked.get(stream.number, -inf) < SEAL_EARLY_S:
+                return
+            for number in [number for number, at in asked.items() if now - at >= SEAL_EARLY_S]:
+                del asked[number]
+            asked[stream.number] = now
+            self._spawn(ask(stream))
+
+        self.tail.on_pressure = on_pressure
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
         self.tail.close()
@@ -81,9 +127,7 @@ class SearchRoutes:
         if self._log.pressure is not None:
             raise self._log.pressure
         self._log.touch(stream)
-        task = self._context.loop.create_task(self._answer(exchange, stream, view, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._answer(exchange, stream, view, request))
 
     async def _answer(self, exchange: Exchange, stream: Stream, view: View, request: SearchRequest) -> None:
         try:
@@ -120,6 +164,10 @@ class SearchRoutes:
         finally:
             if entered:
                 self.gate.leave()
+        self.counts.searches += 1
+        self.counts.seconds += time.monotonic() - begun
+        self.counts.timeouts += outcome.timed_out
+        self.counts.incomplete += not outcome.complete
         return (408 if outcome.timed_out else 200), body
 
 

@@ -116,6 +116,7 @@ class Server:
         )
         self.log.reader.history.cold = self._cold
         self.app.seal = SealRoute(context, self.sealing).seal
+        self.app.search.seal_early(self.sealing.seal_now)
         connect_details(self.app.details, self.sealing, self._cold, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
