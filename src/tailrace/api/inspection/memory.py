@@ -75,7 +75,6 @@ def collector() -> dict[str, object]:
         "collections": sum(row["collections"] for row in rows),
         "collected": sum(row["collected"] for row in rows),
         "uncollectable": sum(row["uncollectable"] for row in rows),
-        "frozen": gc.get_freeze_count(),
     }
 
 

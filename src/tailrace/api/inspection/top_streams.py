@@ -11,7 +11,7 @@ from tailrace.log.log import Log
 from tailrace.log.model import Stream
 
 SHOWN = 10
-CANDIDATES_MAX = 200
+CANDIDATES_MAX = 64  # each of them may have to be looked up in the hot store when it is shown
 PER_TURN = 1000  # streams looked at in one turn
 
 Row = dict[str, object]
