@@ -10,6 +10,7 @@ import pytest
 
 from conftest import StartServer
 from support.calls import eventually
+from support.sealing import SEALING_ENV
 from support.wire import Answer, Wire, fresh, request_bytes
 
 JSON, TEXT = "application/json", "text/plain"
@@ -182,6 +183,31 @@ def test_n2_sealing_wakes_and_is_counted(start_server: StartServer) -> None:
     assert len(http.get("ev?offset=-1").json) == 6
     read = http.get("ev/_details").json["object_store_requests"]["by_artifact"][0]
     assert (read["artifact"], int(read["gets"]) >= 1) == ("segment", True)
+    http.close()
+
+
+def test_segments_that_retention_took_are_not_counted(start_server: StartServer) -> None:
+    server = start_server(env=SEALING_ENV)
+    http = Wire(server.port)
+    http.put("ev", JSON, stream_retention_bytes="40")
+    for number in range(60):
+        http.post("ev", JSON, f"[{number}]")
+
+    def settled() -> Any:
+        shown = http.get("ev/_details").json
+        sealed = shown["stream"]["pending_rows"] == "0"
+        # Whole segments of at most three entries of two bytes each, and no more of them than the bound needs.
+        return shown if sealed and int(shown["stream"]["total_size_bytes"]) < 40 + 6 else None
+
+    shown = eventually(settled, lambda found: found is not None)
+    stream, stored = shown["stream"], shown["storage"]["object_storage"]
+    kept = len(http.get("ev?offset=-1").json)
+    assert kept < 60
+    assert -(-kept // 3) <= stream["segment_count"] == stored["segment_object_count"] <= kept
+    assert int(stored["segments_bytes"]) > 0
+    http.close()
+    server.restart()
+    assert http.get("ev/_details").json["stream"]["segment_count"] == stream["segment_count"]
     http.close()
 
 
