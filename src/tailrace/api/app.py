@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from tailrace.api import answers
+from tailrace.api.aggregate import AggregateRoutes
 from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
 from tailrace.api.guard import Guard
@@ -62,6 +63,7 @@ class TailraceApp:
         self.search = SearchRoutes(context)
         # What belongs to a stream, by the last segment of its path.
         self.resources: dict[str, Resource] = {
+            "_aggregate": AggregateRoutes(context, self.search).serve,
             "_details": self.details.details,
             "_index_status": self.details.index_status,
             "_schema": self.schema.serve,

@@ -1,0 +1,221 @@
+"""Groups of records and what is measured of each. All of this is computing, and runs on a thread.
+
+A record is a member of a rollup if it is an object, the rollup's include matches, the timestamp field has
+exactly one value, and no dimension has two different ones. Each measure then takes what it finds, or nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, cast
+
+import orjson
+
+from tailrace.errors import TailraceError
+from tailrace.query.aggregate_request import AggregateRequest
+from tailrace.query.bind import Bound
+from tailrace.query.compiled import Matcher
+from tailrace.query.measures import Json, Number, Parts, PartsReader, Summary
+from tailrace.query.values import Value
+from tailrace.query.view import Extractor, View
+from tailrace.schema.body import invalid
+from tailrace.schema.convert import text_of
+
+GROUPS_MAX: Final = 100_000
+HELD_BYTES_MAX: Final = 256 << 20
+ROWS_BETWEEN_LOOKS: Final = 128  # at the clock
+
+_GROUP_BYTES: Final = 500
+
+Payload = bytes | memoryview
+Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
+
+
+class Group:
+    """What is known of one group. Numbers wait here until a stretch of rows is through."""
+
+    __slots__ = ("counts", "parts", "summaries", "waiting")
+
+    def __init__(self, counts: int, summaries: Mapping[str, Callable[[], Summary]]) -> None:
+        self.counts = [0] * counts
+        self.summaries = {name: make() for name, make in summaries.items()}
+        self.waiting: dict[str, list[Number]] = {}
+        self.parts: list[tuple[str, Parts]] = []
+
+
+class Groups:
+    """All groups of one aggregate, bounded in number and bytes."""
+
+    def __init__(self, view: View, request: AggregateRequest) -> None:
+        self.counted = [name for name, measure in request.measures.items() if measure.kind == "count"]
+        self._makes = {
+            name: _maker(view, request, name)
+            for name, measure in request.measures.items()
+            if measure.kind != "count"
+        }
+        self._request = request
+        self._with_method = {
+            name for name, measure in request.measures.items() if measure.kind == "summary_parts"
+        }
+        self.groups: dict[Key, Group] = {}
+        self._touched: dict[Key, Group] = {}
+        self._held_bytes = 0
+
+    def at(self, key: Key) -> Group:
+        group = self._touched.get(key)
+        if group is not None:
+            return group
+        group = self.groups.get(key)
+        if group is None:
+            if len(self.groups) >= GROUPS_MAX:
+                raise invalid(
+                    f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by"
+                )
+            group = self.groups[key] = Group(len(self.counted), self._makes)
+            self._held_bytes += _GROUP_BYTES + _bytes_of(group)
+        self._touched[key] = group
+        return group
+
+    def settle(self) -> None:
+        """The numbers that wait go into their summaries."""
+        for group in self._touched.values():
+            if not group.waiting and not group.parts:
+                continue
+            before = _bytes_of(group)
+            for name, numbers in group.waiting.items():
+                group.summaries[name].add_all(numbers)
+            for name, parts in group.parts:
+                group.summaries[name].add_parts(parts)
+            group.waiting.clear()
+            group.parts.clear()
+            self._held_bytes += _bytes_of(group) - before
+        self._touched.clear()
+        if self._held_bytes > HELD_BYTES_MAX:
+            raise invalid("aggregate result takes too much memory; narrow the range, q, group_by or measures")
+
+    def shown(self, deadline: float) -> list[tuple[int, list[Json]]]:
+        """By window, the groups in the order of the JSON text of their keys."""
+        windows: dict[int, list[tuple[bytes, Json]]] = {}
+        for index, ((start_ms, values), group) in enumerate(self.groups.items()):
+            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
+                raise too_late()
+            key = dict(zip(self._request.group_by, values, strict=True))
+            windows.setdefault(start_ms, []).append((orjson.dumps(key), self._shown_group(key, group)))
+        return [
+            (start_ms, [body for _, body in sorted(found, key=lambda one: one[0])])
+            for start_ms, found in sorted(windows.items())
+        ]
+
+    def _shown_group(self, key: dict[str, str | None], group: Group) -> Json:
+        measures: Json = {
+            name: {"count": count} for name, count in zip(self.counted, group.counts, strict=True)
+        }
+        for name, summary in group.summaries.items():
+            measures[name] = summary.shown(method=name in self._with_method)
+        return {"key": key, "measures": {name: measures[name] for name in sorted(measures)}}
+
+
+def too_late() -> TailraceError:
+    return TailraceError("request_timeout", "request timed out")
+
+
+def _bytes_of(group: Group) -> int:
+    return sum([summary.memory_bytes for summary in group.summaries.values()])
+
+
+def _maker(view: View, request: AggregateRequest, name: str) -> Callable[[], Summary]:
+    measure = request.measures[name]
+    if measure.kind == "summary_parts":
+        declared = measure.histogram_json_pointer is not None
+        return lambda: Summary(histogram=declared, whole=False)
+    whole = view.config.fields[cast("str", measure.field)].kind == "integer"
+    return lambda: Summary(histogram=measure.histogram is not None, whole=whole)
+
+
+class Scanned(NamedTuple):
+    decided: int
+    primary_max: int | None
+
+
+class AggregateScanner:
+    """Adds stored payloads to groups."""
+
+    def __init__(self, view: View, request: AggregateRequest, groups: Groups) -> None:
+        self._view = view
+        self._request = request
+        self._groups = groups
+        self._first_current = view.first_current()
+        names = [request.timestamp_field, *request.rollup.dimensions]
+        self._dimensions = range(1, len(names))
+        self._grouped = [names.index(name, 1) for name in request.group_by]
+        self._summaries: list[tuple[str, int]] = []
+        self._parts: list[tuple[str, PartsReader]] = []
+        for name, measure in request.measures.items():
+            if measure.kind == "summary":
+                self._summaries.append((name, len(names)))
+                names.append(cast("str", measure.field))
+            elif measure.kind == "summary_parts":
+                self._parts.append((name, PartsReader(measure)))
+        self._primary = None if view.primary is None else len(names)
+        if view.primary is not None:
+            names.append(view.primary)
+        self._extractor = Extractor(view, names)
+        wanted = [query for query in (request.query, request.include) if query is not None]
+        self._tests = [self._matcher(query) for query in wanted]
+        includes = [request.measure_includes.get(name) for name in groups.counted]
+        self._counted = [None if query is None else self._matcher(query) for query in includes]
+
+    def _matcher(self, query: Bound) -> Matcher:
+        return Matcher(query, self._view.config, self._view.version)
+
+    def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> Scanned:
+        """Takes payloads of consecutive entries; answers how many before the deadline."""
+        primary_max: int | None = None
+        from_ms, to_ms = self._request.from_ms, self._request.to_ms
+        row_of, primary = self._extractor.row, self._primary
+        decided = 0
+        for index, payload in enumerate(payloads):
+            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
+                break
+            row = row_of(first + index, payload)
+            if primary is not None and (times := row[primary]):
+                largest = cast("int", max(times))
+                if primary_max is None or largest > primary_max:
+                    primary_max = largest
+            times = row[0]
+            if len(times) == 1 and from_ms <= cast("int", times[0]) < to_ms:
+                self._take(first + index, payload, row)
+            decided = index + 1
+        self._groups.settle()
+        return Scanned(decided, primary_max)
+
+    def _take(self, entry: int, payload: Payload, row: Sequence[Sequence[Value]]) -> None:
+        for index in self._dimensions:
+            if len(row[index]) > 1 and len(set(row[index])) > 1:
+                return
+        matches = self._decider(entry, payload)
+        for test in self._tests:
+            if not matches(test):
+                return
+        at_ms = cast("int", row[0][0])
+        values = tuple([text_of(row[index][0]) if row[index] else None for index in self._grouped])
+        group = self._groups.at((at_ms - at_ms % self._request.interval_ms, values))
+        for index, include in enumerate(self._counted):
+            if include is None or matches(include):
+                group.counts[index] += 1
+        for name, index in self._summaries:
+            if row[index]:
+                group.waiting.setdefault(name, []).extend(cast("Sequence[Number]", row[index]))
+        if self._parts:
+            record = self._view.record(entry, payload)
+            for name, reader in self._parts:
+                parts = reader.read(record)
+                if parts is not None:
+                    group.parts.append((name, parts))
+
+    def _decider(self, entry: int, payload: Payload) -> Callable[[Matcher], bool]:
+        if entry >= self._first_current or self._view.is_current(entry):
+            return lambda matcher: matcher.matches(payload)
+        record = self._view.record(entry, payload)
+        return lambda matcher: matcher.matches_record(record)
