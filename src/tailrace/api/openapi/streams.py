@@ -61,6 +61,11 @@ _ENTRIES: Final[Json] = {
     },
 }
 
+_EVENTS: Final = (
+    'event: data\ndata:[{"id":1}]\n\n'
+    'event: control\ndata:{"streamNextOffset":"00000000000000000004000000","upToDate":true}\n\n'
+)
+
 
 def stream_paths() -> Json:
     return {
@@ -140,7 +145,10 @@ def _append() -> Json:
         "Append entries, close the stream, or both",
         {
             "200": answer(
-                "Durable: of a producer, or with a representation.", schema("Acknowledgement"), shown, example
+                "Durable: of a producer, or with a representation. Only the latter has a body.",
+                schema("Acknowledgement"),
+                shown,
+                example,
             ),
             "204": answer("Durable, or a repetition of what is.", head=done),
         },
@@ -181,7 +189,7 @@ def _read(identifier: str, about: str) -> Json:
     )
     found["content"] = {
         "application/json": {"schema": array({}), "example": [{"id": 1}, {"id": 2}]},
-        "text/event-stream": {"schema": STRING},
+        "text/event-stream": {"example": _EVENTS},
         "*/*": {},
     }
     keyed = [] if identifier == "readKey" else [query("key", "Only entries with this routing key.")]
