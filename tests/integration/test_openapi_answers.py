@@ -123,7 +123,9 @@ def test_searching_and_inspecting(described: Described, base: str) -> None:
 def test_the_shown_requests_are_taken(described: Described, base: str) -> None:
     schema, profile = f"POST {STREAM}/_schema", f"POST {STREAM}/_profile"
     search, activate = f"POST {STREAM}/_search", f"POST {STREAM}/touch/templates/activate"
-    wait = f"POST {STREAM}/touch/wait"
+    wait, aggregate = f"POST {STREAM}/touch/wait", f"POST {STREAM}/_aggregate"
+    added_up = described.call(aggregate, example_of(aggregate), name=f"{base}/json")
+    assert len(added_up.json()["buckets"][0]["groups"]) == 2
     assert statuses(
         described.call(f"PUT {STREAM}", example_of(f"PUT {STREAM}"), name=f"{base}/shown"),
         described.call(f"POST {STREAM}", example_of(f"POST {STREAM}"), name=f"{base}/shown"),

@@ -18,7 +18,10 @@ EXAMPLES = 10  # for each operation and kind of data
 SEALS = 2  # they wait for disks and have one parameter
 GENERATED = [label for label in OPERATIONS if not label.startswith("OPTIONS ")]
 # Which of the prepared streams an operation can do most with.
-APT = {"/touch/": "state", "/_search": "json", "/_schema": "json", "/_routing_keys": "json"}
+APT = {
+    "/touch/": "state",
+    **dict.fromkeys(("/_search", "/_aggregate", "/_schema", "/_routing_keys"), "json"),
+}
 QUERIES = ["service:a", "status:>=500 -has:service", "(service:a OR service:b) NOT status:200", "serv"]
 
 
@@ -51,6 +54,8 @@ def cases(draw: st.DrawFn, label: str, mode: GenerationMode, names: list[str]) -
     if isinstance(case.body, dict) and label.endswith("/touch/wait"):
         # Nothing bounds these waits but what they ask for.
         case.body["timeoutMs"] = draw(st.integers(0, WAIT_MS))
+    if isinstance(case.body, dict) and label.endswith("/_aggregate") and draw(st.booleans()):
+        case.body |= {"rollup": "requests", "interval": "1h"}
     if isinstance(case.body, dict) and label.endswith("/_search") and draw(st.booleans()):
         case.body["q"] = draw(st.sampled_from(QUERIES))
     return case

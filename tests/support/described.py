@@ -73,7 +73,10 @@ def example_of(label: str) -> Any:
 
 def prepare(http: Wire, base: str) -> list[str]:
     """Streams of every kind with these names, and a subscription. The last name is of none."""
-    records = orjson.dumps([{"service": "a", "status": 200}, {"service": "b", "status": 500}])
+    at = "2026-01-01T10:00:00Z"
+    records = orjson.dumps(
+        [{"at": at, "service": "a", "status": 200}, {"at": at, "service": "b", "status": 500}]
+    )
     update = orjson.dumps(example_of("POST /v1/stream/{name}/_schema"))
     profile = orjson.dumps(example_of("POST /v1/stream/{name}/_profile"))
     change = {"type": "orders", "key": "1", "value": {"a": 1}, "headers": {"operation": "insert"}}

@@ -65,24 +65,39 @@ _DEFAULT_FIELD: Final[Json] = {
 _REGISTRY_EXAMPLE: Final[Json] = {
     "schema": {
         "type": "object",
-        "properties": {"service": {"type": "string"}, "status": {"type": "integer"}},
+        "properties": {
+            "at": {"type": "string"},
+            "service": {"type": "string"},
+            "status": {"type": "integer"},
+        },
     },
     "routingKey": {"jsonPointer": "/service", "required": False},
     "search": {
+        "primaryTimestampField": "at",
         "fields": {
+            "at": {"kind": "date", "bindings": [{"version": 1, "jsonPointer": "/at"}], "column": True},
             "service": {
                 "kind": "keyword",
                 "bindings": [{"version": 1, "jsonPointer": "/service"}],
                 "exact": True,
                 "prefix": True,
+                "aggregatable": True,
             },
             "status": {
                 "kind": "integer",
                 "bindings": [{"version": 1, "jsonPointer": "/status"}],
                 "column": True,
                 "sortable": True,
+                "aggregatable": True,
             },
-        }
+        },
+        "rollups": {
+            "requests": {
+                "intervals": ["1m", "1h"],
+                "dimensions": ["service"],
+                "measures": {"count": {"kind": "count"}, "status": {"kind": "summary", "field": "status"}},
+            }
+        },
     },
 }
 

@@ -1,4 +1,4 @@
-"""`_search`: a question in the query language, answered over everything that was acknowledged."""
+"""`_search` and `_aggregate`: questions, answered over everything that was acknowledged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 from tailrace.api.openapi.parts import (
     BOOLEAN,
     COUNT,
+    INSTANT,
     INSTANT_OR_NULL,
     STRING,
     Json,
@@ -25,6 +26,10 @@ from tailrace.api.openapi.shared import OFFSET
 
 TAG: Final = "search"
 _BOTH: Final = "A search that ran out of time (`timed_out`), or `request_timeout`."
+_MOMENT: Final[Json] = {
+    "type": ["string", "number"],
+    "description": "RFC 3339, nanoseconds as text, or milliseconds as a number.",
+}
 
 COVERAGE: Final[Json] = obj(
     {
@@ -63,6 +68,43 @@ SCHEMAS: Final[Json] = {
         },
     ),
     "Coverage": COVERAGE,
+    "AggregateRequest": closed(
+        {"rollup": STRING, "from": _MOMENT, "to": _MOMENT, "interval": STRING},
+        {
+            "q": {"type": ["string", "null"], "maxLength": 16384},
+            "group_by": array(STRING, maxItems=64),
+            "measures": array(STRING, maxItems=64),
+        },
+    ),
+    "Aggregate": obj(
+        {
+            "stream": STRING,
+            "rollup": STRING,
+            "from": INSTANT,
+            "to": INSTANT,
+            "interval": STRING,
+            "coverage": obj({"complete": BOOLEAN, "used_rollups": BOOLEAN}),
+            "buckets": array(
+                obj(
+                    {
+                        "start": INSTANT,
+                        "end": INSTANT,
+                        "groups": array(
+                            obj(
+                                {
+                                    "key": {"type": "object"},
+                                    "measures": {
+                                        "type": "object",
+                                        "additionalProperties": {"type": "object"},
+                                    },
+                                }
+                            )
+                        ),
+                    }
+                )
+            ),
+        }
+    ),
     "SearchResult": obj(
         {
             "stream": STRING,
@@ -112,6 +154,7 @@ def search_paths() -> Json:
             "get": _search("searchByQuery", parameters=asked),
             "post": _search("search", body=body),
         },
+        "/v1/stream/{name}/_aggregate": {"parameters": params("name"), "post": _aggregate()},
     }
 
 
@@ -129,6 +172,25 @@ def _search(identifier: str, parameters: list[Json] | None = None, body: Json | 
         scope="read",
         parameters=parameters or (),
         body=body,
+    )
+
+
+def _aggregate() -> Json:
+    example = {
+        "rollup": "requests",
+        "from": "2026-01-01T00:00:00Z",
+        "to": "2026-01-02T00:00:00Z",
+        "interval": "1h",
+        "group_by": ["service"],
+    }
+    return operation(
+        "aggregate",
+        TAG,
+        "Add up a rollup over spans of time",
+        {"200": answer("Buckets with their groups and measures.", schema("Aggregate"))},
+        (404, 410, 429),
+        scope="read",
+        body=request(schema("AggregateRequest"), example, "The aggregate."),
     )
 
 
