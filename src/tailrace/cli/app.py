@@ -34,6 +34,7 @@ _COMMANDS: Final = (
     ("tail", "Follow a stream live.", _STREAMS),
     ("ls", "List streams.", _STREAMS),
     ("search", "Find records of a stream.", _STREAMS),
+    ("aggregate", "Add up records of a stream, over time and by group.", _STREAMS),
     ("profile", "Show and change what the records of a stream mean.", _STREAMS),
     ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
     ("schema", "Show and change what the records of a stream look like.", _STREAMS),
