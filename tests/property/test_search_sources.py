@@ -29,7 +29,7 @@ from tailrace.query.execute import Outcome, Searcher
 from tailrace.query.gate import Gate
 from tailrace.query.needle import needles_of
 from tailrace.query.packed import rows_of
-from tailrace.query.search_request import Asked, bind_request
+from tailrace.query.search_request import Asked, SearchRequest, bind_request
 from tailrace.query.tail_index import TailIndex
 from tailrace.query.values import values_of
 from tailrace.query.view import Extractor, View
@@ -134,9 +134,24 @@ class Bench:
 
     def search(self, text: str, seconds: float = 600, sort: tuple[str, ...] = ("offset:asc",)) -> Outcome:
         request = bind_request(Asked(text, 500, list(sort), None, None), VIEW.config, 3000)
+        return self.run(request, seconds)
+
+    def run(self, request: SearchRequest, seconds: float = 600) -> Outcome:
         stream = self.harness.find("s")
         assert stream is not None
         return self.harness.run(self.searcher.search(stream, VIEW, request, time.monotonic() + seconds))
+
+    def fill(self) -> int:
+        """Searches once, and waits for the index that comes of it; answers how many rows it has."""
+        self.search("has:id")
+        stream = self.harness.find("s")
+        assert stream is not None
+        index = self.tail.find(stream.number)
+        if index is None:
+            return 0
+        if index.filling is not None:
+            self.harness.run(asyncio.wait_for(index.filling, 60))
+        return index.rows
 
     def expected(self, text: str) -> list[int]:
         return [hit.entry for hit in SearchModel(self.payloads, VIEW).hits(text, ["offset:asc"])]
@@ -174,7 +189,7 @@ def test_r4_a_search_that_runs_out_of_time_says_what_it_did_not_decide() -> None
             made.searcher.scan_rows = 16
             for number in range(20):
                 made.append([{"id": f"r{number}-{n}", "message": f"failed word{n}"} for n in range(40)])
-            expected = made.expected("message:failed")
+            expected = list(range(1, 801))
             for step in range(25):
                 outcome = made.search(
                     "message:failed", step / 2000, ("_score",) if step % 2 else ("offset:asc",)
@@ -194,14 +209,7 @@ def test_r7_a_tail_that_stops_growing_is_indexed_without_further_appends() -> No
     with bench(1 << 30, 8) as made:
         for number in range(30):
             made.append([{"id": f"r{number}-{n}"} for n in range(7)])
-        made.search("id:r3-3")
-        stream = made.harness.find("s")
-        assert stream is not None
-        index = made.tail.find(stream.number)
-        assert index is not None
-        assert index.filling is not None
-        made.harness.run(asyncio.wait_for(index.filling, 60))
-        assert index.rows == 210
+        assert made.fill() == 210
         outcome = made.search("id:r3-3")
         assert [hit.entry for hit in outcome.hits] == made.expected("id:r3-3")
         assert outcome.counters.payload_bytes == 0, "everything came from the index"
@@ -216,6 +224,29 @@ def test_i5_the_budget_holds_and_results_do_not_depend_on_it() -> None:
                 assert [hit.entry for hit in outcome.hits] == made.expected("message:word3")
                 assert outcome.complete
                 assert made.tail.bytes <= budget * 1.1
+
+
+def test_r6_pages_by_score_are_those_of_scans_that_leave_nothing_out() -> None:
+    pages: list[list[tuple[int, float]]] = []
+    texts = ["failed", "failed failed badly", "all is well that failed in the end", "fine", "x failed y " * 5]
+    for budget in (0, 1 << 30):
+        with bench(budget, 64) as made:
+            for number in range(15):
+                made.append(
+                    [
+                        {"id": str(n), "message": texts[(n * n + number) % 5] + " z" * (n % 11)}
+                        for n in range(60)
+                    ]
+                )
+            assert made.fill() == (900 if budget else 0)
+            found: list[tuple[int, float]] = []
+            for text in ("failed", "has:id failed", "failed OR well", "-well message:failed"):
+                for size in (3, 40):
+                    request = bind_request(Asked(text, size, None, None, None), VIEW.config, 3000)
+                    outcome = made.run(request)
+                    found += [(hit.entry, round(hit.score, 9)) for hit in outcome.hits[:size]]
+            pages.append(found)
+    assert pages[0] == pages[1]
 
 
 def test_a_full_queue_of_searches_is_refused_and_turns_come_in_order() -> None:

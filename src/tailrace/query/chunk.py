@@ -20,7 +20,7 @@ from tailrace.query.bind import (
     StartsWith,
     Words,
 )
-from tailrace.query.chunk_score import add_statistics, chunk_scores
+from tailrace.query.chunk_score import add_statistics, chunk_scores, heavy_rows
 from tailrace.query.column import Column, column_of, joined, occurrences
 from tailrace.query.packed import WordTerms, bits_of, rows_of
 from tailrace.query.score import Scorer, Statistics
@@ -87,6 +87,9 @@ class Chunk:
 
     def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
         return chunk_scores(self, query, rows, scorer)
+
+    def heavy(self, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
+        return heavy_rows(self, query, rows, scorer, least)
 
     def match(self, query: Bound) -> int:
         """The set of rows that match."""

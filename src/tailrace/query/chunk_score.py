@@ -8,6 +8,7 @@ from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Phrase, Words
 from tailrace.query.column import occurrences
 from tailrace.query.packed import rows_of
 from tailrace.query.score import Scorer, Statistics, Target
+from tailrace.query.sort import has_text
 
 if TYPE_CHECKING:
     from tailrace.query.chunk import Chunk
@@ -93,3 +94,37 @@ def _weights(chunk: Chunk, clause: Target, rows: int, scorer: Scorer) -> dict[in
             weight = known[key] = scorer.weigh(clause, *key)
         weights[row] = weight
     return weights
+
+
+def heavy_rows(chunk: Chunk, query: Bound, rows: int, scorer: Scorer, least: float) -> int:
+    """The rows, of those that match, that may weigh at least so much; none of those that do is missing."""
+    match query:
+        case All(clauses):
+            weighing = [clause for clause in clauses if has_text(clause)]
+            return heavy_rows(chunk, weighing[0], rows, scorer, least) if len(weighing) == 1 else rows
+        case Anywhere(targets):
+            heavy = 0
+            for target in targets:
+                heavy |= _heavy(chunk, target, rows & chunk.match(target), scorer, least)
+            return heavy
+        case Words():
+            return _heavy(chunk, query, rows, scorer, least)
+        case _:
+            return rows
+
+
+def _heavy(chunk: Chunk, clause: Target, rows: int, scorer: Scorer, least: float) -> int:
+    """Rows that match one clause and may weigh so much."""
+    if isinstance(clause, Phrase) or not rows:
+        return rows
+    if not isinstance(clause, Words) or clause.prefix:
+        return rows if scorer.boost(clause.field) >= least else 0
+    column = chunk.columns[clause.field]
+    known = column.by_weight(column.terms.find(clause.tokens[0]), rows) if len(clause.tokens) == 1 else None
+    if known is None:
+        return rows
+    by_length, heavy = known
+    for length, found in by_length.items():
+        if scorer.weigh(clause, (1,), length) >= least:
+            heavy |= found
+    return heavy

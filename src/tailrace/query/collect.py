@@ -154,6 +154,8 @@ class Collector:
     def _weigh_rows(self, source: Indexed, rows: int) -> None:
         request = self.request
         light = request.sort[0].kind == "score" and request.sort[0].descending
+        if light and self.top.full:
+            rows = source.heavy(request.query, rows, self._scorer, self.top.hits[-1].score)
         for row, score in source.scores(request.query, rows, self._scorer).items():
             worst = self.top.worst
             if light and worst is not None and -score > cast("float", worst[0]):

@@ -8,6 +8,7 @@ tokens, and a break stands between two values, so that the column holds position
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ _BREAK = ""  # is no token
 _OVERHEAD_BYTES = 400  # of a column's objects
 _DENSE = 16  # a term in more than one of so many rows has a set of rows instead of a list
 _SET_BYTES = 120  # of such a set, beside its bits
+_LENGTHS_MAX = 64  # of texts in a chunk, for each of which there is a set of rows
 
 
 class Lists(NamedTuple):
@@ -28,9 +30,13 @@ class Lists(NamedTuple):
     rows: array[int]
     ends: array[int]
     dense: dict[int, int]
+    lengths: dict[int, int] | None  # of a text: the rows of each length, if these are few
+    repeats: dict[int, array[int]]  # of a text: the rows that have a token more than once
 
     def memory_bytes(self, count: int) -> int:
-        return size_of(self.rows) + size_of(self.ends) + len(self.dense) * (_SET_BYTES + count // 8)
+        sets = len(self.dense) + len(self.lengths or ())
+        lists = size_of(self.rows) + size_of(self.ends) + sum(map(size_of, self.repeats.values()))
+        return lists + sets * (_SET_BYTES + count // 8) + len(self.repeats) * _SET_BYTES
 
 
 class Column:
@@ -89,7 +95,26 @@ class Column:
             else:
                 rows += one
             ends.append(len(rows))
-        return Lists(pack(rows, self.count), pack(ends, len(rows)), dense)
+        by_length, repeats = (self._by_length(), self._repeats()) if self.tokens else (None, {})
+        return Lists(pack(rows, self.count), pack(ends, len(rows)), dense, by_length, repeats)
+
+    def _by_length(self) -> dict[int, int] | None:
+        by_length: dict[int, list[int]] = {}
+        for row in range(self.count):
+            by_length.setdefault(self.length_of(row), []).append(row)
+        if len(by_length) > _LENGTHS_MAX:
+            return None
+        return {length: bits_of(rows, self.count) for length, rows in by_length.items()}
+
+    def _repeats(self) -> dict[int, array[int]]:
+        repeats: dict[int, array[int]] = {}
+        for row in range(self.count):
+            ranks = self.ranks_of(row)
+            if len(set(ranks)) < len(ranks):
+                for rank, frequency in Counter(ranks).items():
+                    if frequency > 1 and rank < self.break_rank:
+                        repeats.setdefault(rank, pack((), self.count)).append(row)
+        return repeats
 
     @property
     def inverted(self) -> bool:
@@ -127,6 +152,18 @@ class Column:
             while self.starts[row + 1] <= position:
                 row += 1
             yield row
+
+    def by_weight(self, rank: int, rows: int) -> tuple[dict[int, int], int] | None:
+        """Rows with a token, by length where they have it once, and those that have it more often.
+
+        None where that is not known.
+        """
+        lists = self._lists
+        if lists is None or lists.lengths is None:
+            return None
+        often = bits_of(lists.repeats.get(rank, ()), self.count) & rows
+        once = rows & ~often
+        return {length: found for length, bits in lists.lengths.items() if (found := bits & once)}, often
 
     def documents_with(self, rank: int) -> int:
         """How many rows have a term."""
