@@ -161,6 +161,14 @@ def test_working_for_a_subscription(described: Described, base: str, http: Wire)
     ) == [200, 409, 200, 400, 204, 409, 200, 204, 204, 404]
 
 
+@pytest.mark.parametrize("moment", [1e305, -1e305, 1e300, 10**30, "0000-00-00T00:00:00Z", True, []])
+def test_moments_that_nothing_can_hold(moment: object, described: Described, base: str) -> None:
+    label = f"POST {STREAM}/_aggregate"
+    for bound in ("from", "to"):
+        body = example_of(label) | {bound: moment}
+        assert described.call(label, body, name=f"{base}/json").status_code == 400
+
+
 @pytest.mark.parametrize("path", [STREAM, "/healthz", SUBSCRIPTION])
 def test_what_browsers_ask(described: Described, path: str) -> None:
     assert described.call(f"OPTIONS {path}", name="a", id="a").status_code == 204

@@ -86,7 +86,7 @@ def _instant_ns(value: object, key: str) -> int:
             found = None  # an instant that 64 bits of nanoseconds do not reach
     elif isinstance(value, int) and not isinstance(value, bool):
         found = value * _NS_PER_MS
-    elif isinstance(value, float) and math.isfinite(value):
+    elif isinstance(value, float) and math.isfinite(value * _NS_PER_MS):
         found = int(value * _NS_PER_MS)
     if found is None or not FIRST_MS <= found // _NS_PER_MS <= LAST_MS:
         raise invalid(f"{key} must be a valid timestamp")
