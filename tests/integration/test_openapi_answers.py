@@ -88,6 +88,12 @@ def test_reading(described: Described, base: str) -> None:
     ) == [200, 304, 204, 200, 200, 200, 426, 200, 400, 200, 200, 200, 200]
 
 
+def test_the_list_names_profiles(described: Described, base: str) -> None:
+    listed = described.call("GET /v1/streams", prefix=f"{base}/").json()
+    profiles = {stream["name"].rpartition("/")[2]: stream["profile"] for stream in listed}
+    assert (profiles["state"], profiles["json"]) == ("state-protocol", "generic")
+
+
 def test_a_deleted_source_of_a_fork(described: Described, base: str) -> None:
     assert statuses(
         described.call(f"DELETE {STREAM}", name=f"{base}/plain"),

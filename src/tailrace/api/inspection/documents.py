@@ -41,6 +41,11 @@ def documents_of(stream: Stream) -> Documents:
     )
 
 
+def profile_kind_of(stream: Stream) -> str:
+    """For lists: a registry may be large and is not looked at."""
+    return _profile_kind((stream.visible_documents or {}).get("profile", GENERIC))
+
+
 @lru_cache(maxsize=32)
 def _registry(raw: bytes) -> Registry:
     return read_registry(raw)
