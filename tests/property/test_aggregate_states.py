@@ -24,7 +24,7 @@ from tailrace.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.query import aggregate as groups
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
-from tailrace.query.aggregate_run import aggregate
+from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.execute import Searcher
 from tailrace.query.sketch import Sketch
 from tailrace.query.tail_index import TailIndex
@@ -100,6 +100,7 @@ class Station:
             reader, TailIndex(reader, self.budget, self.threads, 5), self.threads, self._segments_of, 10
         )
         self.searcher.scan_rows = 4
+        self.aggregator = Aggregator(self.searcher)
 
     def close(self) -> None:
         self.real.call(self.searcher.tail.close)
@@ -150,7 +151,7 @@ class Station:
         request = bind_aggregate(parse_aggregate(body), view.config)
         # Over the wire and back, as clients get it.
         return orjson.loads(
-            self.real.run(aggregate(self.searcher, self.stream, view, request, time.monotonic() + 600))
+            self.real.run(self.aggregator.aggregate(self.stream, view, request, time.monotonic() + 600))
         )
 
     def model(self, view: View | None = None) -> AggregateModel:
@@ -291,12 +292,28 @@ def test_too_many_groups_and_too_much_memory_are_refused(
         station.ask({**body, "q": "status:<8"})
 
 
+def test_stretches_of_other_times_are_decoded_only_once(station: Station) -> None:
+    station.searcher.tail.bytes_max = 0
+    station.act("append", [{"at": NOON + 1000 * index} for index in range(12)])
+    late = {**WHOLE, "from": NOON + 9000}
+    looked_at: list[int] = []
+    for _ in range(2):
+        answer = station.ask(late)
+        station.model().check(late, answer)
+        assert answer["coverage"]["complete"]
+        assert answer["coverage"]["visible_through_primary_timestamp_max"] == "2026-01-01T00:00:11.000Z"
+        looked_at.append(answer["coverage"]["scanned_tail_docs"])
+    assert looked_at == [12, 4]
+    assert station.ask({**WHOLE, "to": NOON})["buckets"] == []
+    assert station.ask(WHOLE)["coverage"]["scanned_tail_docs"] == 12
+
+
 def test_without_time_there_is_no_answer(station: Station) -> None:
     station.act("append", [{"at": NOON}])
     request = bind_aggregate(parse_aggregate(WHOLE), station.view.config)
     with pytest.raises(TailraceError) as refused:
         station.real.run(
-            aggregate(station.searcher, station.stream, station.view, request, time.monotonic() - 1)
+            station.aggregator.aggregate(station.stream, station.view, request, time.monotonic() - 1)
         )
     assert refused.value.code == "request_timeout"
 

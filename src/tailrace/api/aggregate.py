@@ -17,7 +17,7 @@ from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
 from tailrace.query.aggregate import too_late
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
-from tailrace.query.aggregate_run import aggregate
+from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.view import View
 
 METHODS = "POST, OPTIONS"
@@ -29,7 +29,8 @@ class AggregateRoutes:
     def __init__(self, context: Context, search: SearchRoutes) -> None:
         self._context = context
         self._log = context.log
-        self._search = search
+        self._gate = search.gate
+        self._aggregator = Aggregator(search.searcher)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -71,12 +72,12 @@ class AggregateRoutes:
     async def _aggregate(self, stream: Stream, view: View, request: AggregateRequest) -> bytes:
         limit_s = self._context.limits.request_ms / 1000
         deadline = time.monotonic() + limit_s
-        if not await self._search.gate.enter(limit_s):
+        if not await self._gate.enter(limit_s):
             raise too_late()
         try:
-            return await aggregate(self._search.searcher, stream, view, request, deadline)
+            return await self._aggregator.aggregate(stream, view, request, deadline)
         finally:
-            self._search.gate.leave()
+            self._gate.leave()
 
 
 def _gone() -> TailraceError:

@@ -134,8 +134,11 @@ def _maker(view: View, request: AggregateRequest, name: str) -> Callable[[], Sum
 
 
 class Scanned(NamedTuple):
+    """What a scan decided, and how far the times reach that it saw."""
+
     decided: int
     primary_max: int | None
+    times: tuple[int, int] | None  # the smallest and the largest
 
 
 class AggregateScanner:
@@ -146,9 +149,18 @@ class AggregateScanner:
         self._request = request
         self._groups = groups
         self._first_current = view.first_current()
-        names = [request.timestamp_field, *request.rollup.dimensions]
-        self._dimensions = range(1, len(names))
-        self._grouped = [names.index(name, 1) for name in request.group_by]
+        names = [request.timestamp_field]
+        self._primary: int | None = None
+        if view.primary is not None:
+            if view.primary not in names:
+                names.append(view.primary)
+            self._primary = names.index(view.primary)
+        # Rows outside the time that is asked for are looked at for their times alone.
+        self._narrow = Extractor(view, names)
+        first = len(names)
+        names += request.rollup.dimensions
+        self._dimensions = range(first, len(names))
+        self._grouped = [names.index(name, first) for name in request.group_by]
         self._summaries: list[tuple[str, int]] = []
         self._parts: list[tuple[str, PartsReader]] = []
         for name, measure in request.measures.items():
@@ -157,10 +169,8 @@ class AggregateScanner:
                 names.append(cast("str", measure.field))
             elif measure.kind == "summary_parts":
                 self._parts.append((name, PartsReader(measure)))
-        self._primary = None if view.primary is None else len(names)
-        if view.primary is not None:
-            names.append(view.primary)
-        self._extractor = Extractor(view, names)
+        self._wide = Extractor(view, names)
+        self._mostly_inside = True
         wanted = [query for query in (request.query, request.include) if query is not None]
         self._tests = [self._matcher(query) for query in wanted]
         includes = [request.measure_includes.get(name) for name in groups.counted]
@@ -171,24 +181,29 @@ class AggregateScanner:
 
     def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> Scanned:
         """Takes payloads of consecutive entries; answers how many before the deadline."""
-        primary_max: int | None = None
-        from_ms, to_ms = self._request.from_ms, self._request.to_ms
-        row_of, primary = self._extractor.row, self._primary
-        decided = 0
+        primaries: list[int] = []
+        seen: list[int] = []
+        from_ms, to_ms, primary = self._request.from_ms, self._request.to_ms, self._primary
+        # Most of the time rows lie like those before them: then each is decoded once.
+        wide = self._mostly_inside
+        row_of = (self._wide if wide else self._narrow).row
+        decided = inside = 0
         for index, payload in enumerate(payloads):
             if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
                 break
             row = row_of(first + index, payload)
-            if primary is not None and (times := row[primary]):
-                largest = cast("int", max(times))
-                if primary_max is None or largest > primary_max:
-                    primary_max = largest
-            times = row[0]
-            if len(times) == 1 and from_ms <= cast("int", times[0]) < to_ms:
-                self._take(first + index, payload, row)
+            if primary is not None:
+                primaries += cast("Sequence[int]", row[primary])
+            times = cast("Sequence[int]", row[0])
+            seen += times
+            if len(times) == 1 and from_ms <= times[0] < to_ms:
+                inside += 1
+                entry = first + index
+                self._take(entry, payload, row if wide else self._wide.row(entry, payload))
             decided = index + 1
+        self._mostly_inside = inside * 2 > decided
         self._groups.settle()
-        return Scanned(decided, primary_max)
+        return Scanned(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
 
     def _take(self, entry: int, payload: Payload, row: Sequence[Sequence[Value]]) -> None:
         for index in self._dimensions:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import orjson
 
@@ -43,26 +44,57 @@ SHOWN = (
     "index_families_used",
 )
 
+KNOWN_MAX = 8192  # stretches, some 200 bytes each
+
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
-async def aggregate(
-    searcher: Searcher, stream: Stream, view: View, request: AggregateRequest, deadline: float
-) -> bytes:
-    """The body of the answer. `deadline` is a time of the monotonic clock; behind it there is no answer."""
-    run = _Run(searcher, stream, view, request, deadline)
-    await run.add_up()
-    return await run.body()
+class Known(NamedTuple):
+    """What an earlier scan saw of one stretch, under the fields of one view."""
+
+    view: View
+    times: tuple[int, int] | None
+    primary_max: int | None
+
+
+class Aggregator:
+    """The aggregates of one server. It remembers how far the times of stretches reach: they never change."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        self.searcher = searcher
+        self._known: OrderedDict[tuple[int, int, str], Known] = OrderedDict()
+
+    async def aggregate(
+        self, stream: Stream, view: View, request: AggregateRequest, deadline: float
+    ) -> bytes:
+        """The body of the answer. `deadline` is a time of the monotonic clock; behind it there is none."""
+        run = _Run(self, stream, view, request, deadline)
+        await run.add_up()
+        return await run.body()
+
+    def find(self, number: int, first: int, field: str, view: View) -> Known | None:
+        known = self._known.get((number, first, field))
+        if known is None or not known.view.same_values(view) or known.view.primary != view.primary:
+            return None
+        self._known.move_to_end((number, first, field))
+        return known
+
+    def learn(self, number: int, first: int, field: str, known: Known) -> None:
+        self._known[number, first, field] = known
+        self._known.move_to_end((number, first, field))
+        if len(self._known) > KNOWN_MAX:
+            self._known.popitem(last=False)
 
 
 class _Run:
     """One aggregate. What it computes runs on threads, step by step; what it reads comes through the loop."""
 
     def __init__(
-        self, searcher: Searcher, stream: Stream, view: View, request: AggregateRequest, deadline: float
+        self, aggregator: Aggregator, stream: Stream, view: View, request: AggregateRequest, deadline: float
     ) -> None:
-        self._searcher = searcher
+        self._aggregator = aggregator
+        self._searcher = aggregator.searcher
         self._stream = stream
         self._view = view
         self._request = request
@@ -105,7 +137,26 @@ class _Run:
         if not self._searcher.scans:
             self._undecided.append(stretch)
             return
+        number, field = self._stream.number, self._request.timestamp_field
+        known = self._aggregator.find(number, stretch.first, field, self._view)
+        whole = stretch.is_whole(self._searcher.scan_rows)
+        if whole and known is not None and not self._reaches(known.times):
+            self._see_primary(known.primary_max, stretch.last)
+            return
+        scanned = await self._scan_rows(stretch)
+        if whole and scanned is not None:
+            self._aggregator.learn(number, stretch.first, field, scanned)
+
+    def _reaches(self, times: tuple[int, int] | None) -> bool:
+        """Whether a row with such a time may count."""
+        return times is not None and times[0] < self._request.to_ms and times[1] >= self._request.from_ms
+
+    async def _scan_rows(self, stretch: Stretch) -> Known | None:
+        """None if not every row was seen."""
         counters, after, begun = self._counters, stretch.first - 1, time.monotonic()
+        times: list[int] = []
+        primaries: list[int] = []
+        whole = True
         self._scanned.append(stretch)
         while after < stretch.last:
             try:
@@ -116,6 +167,7 @@ class _Run:
             except TimeoutError:
                 raise too_late() from None
             except TailraceError as refusal:
+                whole = False
                 if refusal.code == "offset_gone" and self._stream.earliest > after:
                     after = min(self._stream.earliest, stretch.last)  # taken away while we were looking
                     continue
@@ -126,11 +178,17 @@ class _Run:
                 raise too_late()
             after += found.decided
             self._see_primary(found.primary_max, after)
+            times += found.times or ()
+            primaries += () if found.primary_max is None else (found.primary_max,)
         if stretch.first <= self._stream.sealed:
             counters.scanned_s += time.monotonic() - begun
         else:
             counters.scanned_tail_s += time.monotonic() - begun
             counters.scanned_tail_docs += after - stretch.first + 1
+        if not whole:
+            return None
+        span = (min(times), max(times)) if times else None
+        return Known(self._view, span, max(primaries, default=None))
 
     async def _on_thread(self, work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
         loop = asyncio.get_running_loop()
