@@ -23,6 +23,7 @@ from tailrace.query.view import View
 from tailrace.store.segments import SegmentInfo
 
 READ_BYTES = 1 << 20
+WEIGHING_PART = 0.2  # of the time for a search that is kept for scores, when scans have been counted
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -86,6 +87,7 @@ class _Run:
         self._view = view
         self._request = request
         self._deadline = deadline
+        self._scan_until = deadline
         self._first = stream.earliest + 1
         self._last = stream.visible
         self._loop = asyncio.get_running_loop()
@@ -144,12 +146,15 @@ class _Run:
     async def _decide_by_weight(self, pieces: list[Piece]) -> None:
         """All statistics first, then scores: indexed rows are weighed when the scans have been counted."""
         collector = self._collector
+        now = time.monotonic()
+        self._scan_until = now + (self._deadline - now) * (1 - WEIGHING_PART)
         indexed = [piece for piece in pieces if is_indexed(piece)]
         stretches = [piece for piece in pieces if isinstance(piece, Stretch)]
         if not self._late:
             await self._on_thread(collector.count_sources, indexed)
-        while stretches and not self._late:
+        while stretches and time.monotonic() < self._scan_until:
             await self._scan(stretches.pop(0))
+        self._scan_until = self._deadline
         await self._on_thread(collector.settle)
         left = indexed if self._late else await self._sources(indexed)
         while self._again and not self._late:
@@ -226,7 +231,7 @@ class _Run:
         self._scanned.append(stretch)
         while after < stretch.last:
             try:
-                async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                async with asyncio.timeout(max(0.0, self._scan_until - time.monotonic())):
                     page = await self._searcher.reader.read(
                         self._stream, after, READ_BYTES, stretch.last - after, apart=True
                     )
@@ -239,7 +244,7 @@ class _Run:
                 self._left_out = True
                 break
             payloads = page.parts
-            decided = await self._on_thread(collector.scan, after + 1, payloads, counts, self._deadline)
+            decided = await self._on_thread(collector.scan, after + 1, payloads, counts, self._scan_until)
             counters.payload_bytes += sum(map(len, payloads))
             after += decided
             if decided < len(payloads):
