@@ -15,6 +15,7 @@ from conftest import StartServer
 from support.wire import Wire
 from tailrace.api import app, touch
 from tailrace.api.openapi.document import build
+from tailrace.auth import create_token
 from tailrace.errors import CODES
 from tailrace.protocol.headers import RESPONSE_HEADERS
 from tailrace.protocol.names import RESERVED_LAST
@@ -22,6 +23,7 @@ from tailrace.protocol.names import RESERVED_LAST
 DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
 PATHS: dict[str, Any] = DOCUMENT["paths"]
 API = Path(tailrace.__file__).parent / "api"
+SECRET = "a secret that is long enough for the server to accept it"
 METHODS = frozenset({"get", "head", "put", "post", "delete", "options", "patch"})
 
 
@@ -52,9 +54,27 @@ def test_everybody_may_read_it(http: Wire, start_server: StartServer) -> None:
     again = http.get("/openapi.json", {"If-None-Match": answer["ETag"]})
     assert (again.status, again.body) == (304, b"")
     assert http.call("POST", "/openapi.json").status == 405
-    guarded = start_server(env={"TAILRACE_AUTH_JWT_SECRET": "s" * 32})
+    guarded = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET})
     assert guarded.status("/v1/streams") == 401
     assert guarded.status("/openapi.json") == 200
+
+
+def test_each_operation_asks_for_what_it_says(start_server: StartServer) -> None:
+    """Without a token, and with one that allows nothing: the refusal names the scope."""
+    guarded = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET})
+    nobody = Wire(guarded.port)
+    powerless = Wire(guarded.port, bearer=create_token(SECRET, sub="x", scopes=()))
+    for path, item in PATHS.items():
+        for method in METHODS & set(item):
+            security: list[dict[str, list[str]]] = item[method]["security"]
+            where = (method.upper(), filled(path))
+            assert (nobody.call(*where).status == 401) == bool(security), where
+            if security and (scopes := security[0].get("bearer")):
+                answer = powerless.call(*where)
+                assert answer.status == 403, where
+                assert answer["WWW-Authenticate"].endswith(f'scope="{scopes[0]}"'), where
+    nobody.close()
+    powerless.close()
 
 
 @pytest.mark.parametrize("path", list(PATHS))
