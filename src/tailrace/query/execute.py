@@ -239,8 +239,10 @@ class _Run:
                 self._timed_out = True
                 break
             except TailraceError as refusal:
-                if refusal.code == "offset_gone":
-                    return stretch.last  # taken away while we were looking: not there any more
+                if refusal.code == "offset_gone" and self._stream.earliest > after:
+                    # Taken away while we were looking; what is behind it is still there.
+                    after = min(self._stream.earliest, stretch.last)
+                    continue
                 self._left_out = True
                 break
             payloads = page.parts
