@@ -115,6 +115,11 @@ def test_q2_v2_prefixes_and_equality_find_exactly_their_values(values: list[str]
         assert found == [row for row, other in enumerate(values) if other == value]
 
 
+def test_values_without_a_token_have_no_terms() -> None:
+    source = chunk([payload_of({"id": "x", "note": ["\U0001f600", "\U0001f600"]})], [1])
+    assert rows_of(source.match(Equals("id", "x"))) == [0]
+
+
 class Bench:
     """A stream in a real log, and searches on it."""
 

@@ -54,6 +54,8 @@ class Column:
         self.break_rank = len(terms)
         self.ranks = pack(ranks, len(terms))
         single = len(ranks) == self.count and starts == list(range(len(starts)))
+        # Two values without a token are nothing but the break between them.
+        single = single and self.break_rank not in ranks
         self.starts = None if single else pack(starts, len(ranks))  # None: every row has exactly one
         self.multiple = multiple  # rows with more than one value
         self.present = present  # rows with a value
