@@ -109,9 +109,11 @@ def test_full_memory_gives_way_to_a_checkpoint(tmp_path: Path, disk: Disk) -> No
     post.kill()
 
 
-def test_the_checkpointer_ends_with_its_server(post: Station) -> None:
+def test_checkpointer_and_sealer_end_with_their_server(post: Station) -> None:
     post.append_many(8, size=15_000)
     eventually(lambda: caught_up(post), "a checkpoint is done")
-    (child,) = children(post.server.pid)
+    found = children(post.server.pid)
+    assert found
     post.kill()
-    eventually(lambda: not Path(f"/proc/{child}").exists(), "the checkpointer is gone")
+    for child in found:
+        eventually(lambda pid=child: not Path(f"/proc/{pid}").exists(), "its children are gone")
