@@ -97,7 +97,11 @@ def _of(series: Series) -> Iterator[Verdict]:
         yield from _limit(series, "restart_s", 5.0, "s")
         yield from _limit(series, "restart_after_kill_s", 5.0, "s")
     elif series.group == "sealing" and (share := series.median(US, "of_without")) is not None:
-        yield Verdict(f"sealing, {series.row}", "at least 0.8x of without", f"{share:.2f}x", share >= 0.8)
+        sealed_mb = series.median(US, "sealed_mb") or 0.0
+        got = f"{share:.2f}x, {sealed_mb:.0f} MB sealed meanwhile"
+        yield Verdict(
+            f"sealing, {series.row}", "at least 0.8x of without", got, share >= 0.8 and sealed_mb > 0
+        )
     elif series.group == "history":
         yield from _limit(series, "rss_mb", 300.0, "MB")
 

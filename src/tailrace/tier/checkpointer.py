@@ -184,7 +184,7 @@ def say(line: str) -> None:
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
-    os.nice(10)
+    os.nice(5)
     failpoints.in_child()
     store: StoredStreams | None = None
     lines: list[str] = []

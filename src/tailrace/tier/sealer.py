@@ -382,7 +382,7 @@ def _say(line: bytes) -> None:
 
 
 def main() -> None:
-    os.nice(10)
+    os.nice(5)
     failpoints.in_child()
     configure("warning", "auto")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
