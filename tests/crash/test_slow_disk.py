@@ -12,8 +12,6 @@ from crash.station import Station, eventually
 
 # The file that appends go to; the next one is being prepared meanwhile, and must not take the blow.
 ACTIVE = "0000000000000001.jnl"
-# Sealing would end that file early.
-NO_SEALING = ("--seal-interval-ms", "3600000")
 LONG_US = 20_000_000
 PAUSE_US = 2_500_000
 
@@ -27,7 +25,7 @@ def slow_down(post: Station) -> None:
 @pytest.fixture
 def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
     flags = ("--journal-file-bytes", "64KiB", "--append-ms", "20000", "--request-ms", "25000")
-    station = Station(tmp_path, disk, *flags, *NO_SEALING).start()
+    station = Station(tmp_path, disk, *flags).start()
     slow_down(station)
     yield station
     station.kill()
@@ -36,10 +34,11 @@ def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
 
 @pytest.mark.parametrize("operation", [WRITE, SYNC], ids=["write", "sync"])
 def test_nothing_is_shown_before_it_is_durable(post: Station, disk: Disk, operation: int) -> None:
-    pause = disk.delay(ACTIVE, operation, LONG_US, count=1)
+    # Every one of them: two are under way side by side, and either may be the first to get here.
+    pause = disk.delay(ACTIVE, operation, LONG_US)
     waiting = post.in_background("POST", "lines", post.line())
     created = post.in_background("PUT", "new", b"content")
-    eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
+    eventually(lambda: disk.hits(pause) > 0, "the disk is busy")
     post.check()
     assert post.send("GET", "new").status == 404
     assert not waiting.answered
@@ -47,7 +46,7 @@ def test_nothing_is_shown_before_it_is_durable(post: Station, disk: Disk, operat
 
 
 def test_who_waits_too_long_is_told_that_the_outcome_is_unknown(tmp_path: Path, disk: Disk) -> None:
-    post = Station(tmp_path, disk, "--append-ms", "300", *NO_SEALING).start()
+    post = Station(tmp_path, disk, "--append-ms", "300").start()
     slow_down(post)
     body = post.line()
     pause = disk.delay(ACTIVE, SYNC, PAUSE_US, count=1)
@@ -96,7 +95,7 @@ def test_reads_go_on_while_the_next_journal_file_is_awaited(post: Station, disk:
 
 
 def test_the_first_sync_that_hangs_on_a_fast_disk_stops_nobody_else(tmp_path: Path, disk: Disk) -> None:
-    post = Station(tmp_path, disk, "--append-ms", "20000", *NO_SEALING).start()
+    post = Station(tmp_path, disk, "--append-ms", "20000").start()
     post.append_many(20)
     pause = disk.delay(ACTIVE, SYNC, LONG_US, count=1)
     waiting = post.in_background("POST", "lines", post.line())
