@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import select
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,13 @@ class Connection:
 
     def shrink_receive_buffer(self) -> None:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    def was_left(self) -> bool:
+        """Whether the other side has ended the connection while nothing was under way."""
+        if self._buffer:
+            return False
+        readable, _, _ = select.select([self._socket], [], [], 0)
+        return bool(readable)
 
     def _more(self) -> bool:
         piece = self._socket.recv(65536)
@@ -190,8 +198,13 @@ class Wire:
         items = _items(headers)
         if self._bearer is not None:
             items.append(("Authorization", f"Bearer {self._bearer}"))
-        connection = self._kept or self.connect()
+        connection = self._kept
         self._kept = None
+        if connection is not None and connection.was_left():
+            # The server ends a connection that idled too long between two tests, as it should.
+            connection.close()
+            connection = None
+        connection = connection or self.connect()
         try:
             connection.send(request_bytes(method, whole, items, raw))
             answer = connection.read_answer(method)
