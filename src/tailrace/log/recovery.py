@@ -71,13 +71,19 @@ def sync_tail(directory: Path, replayed: Replayed) -> None:
 
 def apply_record(streams: Streams, payload: bytes) -> None:
     """Both halves of `apply`, one after the other: what is in the journal is durable."""
-    plain = decode_plain_append(payload)
-    if plain is None:
+    if not apply_plain_append(streams, payload):
         for op in decode(payload):
             streams.publish(op, streams.assign(op))
-        return
+
+
+def apply_plain_append(streams: Streams, payload: bytes) -> bool:
+    """The short way for what most records are; False if this one is something else."""
+    plain = decode_plain_append(payload)
+    if plain is None:
+        return False
     stream = streams.get(plain.stream)
     assert stream is not None
     streams.assign_append(plain, stream)
     if not stream.removed:
         streams.publish_append(plain, stream)
+    return True

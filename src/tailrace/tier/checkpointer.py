@@ -21,6 +21,7 @@ from tailrace.log.image import StoredStreams, decode_block, decode_stream, encod
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
 from tailrace.log.records import Describe, decode
+from tailrace.log.recovery import apply_plain_append
 from tailrace.log.streams import Streams
 from tailrace.store.hot import HotDb
 from tailrace.store.meta_tables import MetaTables
@@ -59,6 +60,8 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         cold = ColdChanges(seq)
         documents: dict[tuple[int, str], bytes | None] = {}
         for _, payload in Scan(path, header, end):
+            if apply_plain_append(streams, payload):
+                continue  # says nothing about objects or documents
             for op in decode(payload):
                 stream = streams.assign(op)
                 streams.publish(op, stream)
