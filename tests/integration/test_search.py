@@ -13,6 +13,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.search_model import RENAMED, search_body
 from support.wire import Answer, Wire, fresh
+from tailrace.protocol.headers import RESPONSE_HEADERS, SEARCH_HEADERS
 from tailrace.protocol.offsets import encode
 
 JSON = "application/json"
@@ -116,6 +117,14 @@ def test_the_answer_has_every_field_and_its_headers(http: Wire) -> None:
         "peak-hits-held",
     ):
         assert answer[f"search-{counter}"] == str(coverage[counter.replace("-", "_")])
+
+
+def test_browsers_may_read_every_header_of_a_search(http: Wire) -> None:
+    answer = ask(http, stream(http, A), q="failed")
+    own = [header for header, _ in answer.headers if header.startswith("search-")]
+    assert own == list(SEARCH_HEADERS)
+    exposed = answer["access-control-expose-headers"].split(", ")
+    assert set(exposed) == {*RESPONSE_HEADERS, *SEARCH_HEADERS}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ class Answer:
 
     def get(self, name: str) -> str | None:
         values = [value for key, value in self.headers if key == name.lower()]
+        if name.lower() == "access-control-expose-headers":
+            return ", ".join(values) or None  # a route may add a line with names of its own
         assert len(values) < 2, f"{name} is there twice"
         return values[0] if values else None
 

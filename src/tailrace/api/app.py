@@ -244,7 +244,7 @@ def common_headers(resource_policy: str, origin: str | None) -> bytes:
     """On every response, errors and preflights included."""
     lines = headers.line("X-Content-Type-Options", "nosniff")
     lines += headers.line("Cross-Origin-Resource-Policy", resource_policy)
-    lines += headers.line("Access-Control-Expose-Headers", ", ".join(headers.RESPONSE_HEADERS))
+    lines += headers.exposed(headers.RESPONSE_HEADERS)
     if origin is not None:
         return lines + headers.line("Access-Control-Allow-Origin", origin)
     return lines + headers.line("Vary", "Origin")

@@ -22,7 +22,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
-from tailrace.protocol.headers import line
+from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
 from tailrace.query.execute import Searcher
 from tailrace.query.gate import Gate
 from tailrace.query.page import body_of, headers_of
@@ -146,7 +146,7 @@ class SearchRoutes:
                 return
             answers.refuse(exchange, TailraceError("internal", "the search failed"))
             raise
-        head = answers.JSON_TYPE + answers.NO_STORE
+        head = answers.JSON_TYPE + answers.NO_STORE + exposed(SEARCH_HEADERS)
         head += b"".join(line(name, value) for name, value in headers_of(body))
         exchange.respond(status, head, orjson.dumps(body))
 

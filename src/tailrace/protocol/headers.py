@@ -38,6 +38,32 @@ RESPONSE_HEADERS: tuple[str, ...] = (
     "Vary",
 )
 
+# On answers to searches only, and so exposed there only: every other answer is spared the length of them.
+SEARCH_HEADERS: tuple[str, ...] = (
+    "search-timed-out",
+    "search-timeout-ms",
+    "search-took-ms",
+    "search-total-relation",
+    "search-coverage-complete",
+    "search-indexed-segments",
+    "search-indexed-segment-time-ms",
+    "search-scanned-segments",
+    "search-scanned-segment-time-ms",
+    "search-scanned-tail-docs",
+    "search-scanned-tail-time-ms",
+    "search-exact-candidate-time-ms",
+    "search-fts-section-get-ms",
+    "search-fts-decode-ms",
+    "search-fts-clause-estimate-ms",
+    "search-index-families-used",
+    "search-candidate-doc-ids",
+    "search-decoded-records",
+    "search-json-parse-time-ms",
+    "search-segment-payload-bytes-fetched",
+    "search-sort-time-ms",
+    "search-peak-hits-held",
+)
+
 REQUEST_HEADERS: tuple[str, ...] = (
     "Content-Type",
     "Authorization",
@@ -65,6 +91,11 @@ REQUEST_HEADERS: tuple[str, ...] = (
 
 METHODS = "GET, POST, PUT, PATCH, DELETE, HEAD, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 86_400
+
+
+def exposed(names: tuple[str, ...]) -> bytes:
+    """The line that lets browsers read these. It may be there more than once: browsers join them."""
+    return line("Access-Control-Expose-Headers", ", ".join(names))
 
 
 def line(name: str, value: str) -> bytes:

@@ -23,6 +23,7 @@ from tailrace.api.openapi.parts import (
     schema,
 )
 from tailrace.api.openapi.shared import OFFSET
+from tailrace.protocol.headers import SEARCH_HEADERS
 
 TAG: Final = "search"
 _BOTH: Final = "A search that ran out of time (`timed_out`), or `request_timeout`."
@@ -196,17 +197,23 @@ def _aggregate() -> Json:
 
 def _counters() -> Json:
     flag: Json = {"enum": ["true", "false"]}
-    shown: dict[str, Json] = {
+    shapes: dict[str, Json] = {
         "search-timed-out": flag,
-        "search-timeout-ms": COUNT,
-        "search-took-ms": COUNT,
-        "search-total-relation": {"enum": ["eq", "gte"]},
         "search-coverage-complete": flag,
-        "search-indexed-segments": COUNT,
-        "search-scanned-segments": COUNT,
-        "search-scanned-tail-docs": COUNT,
+        "search-total-relation": {"enum": ["eq", "gte"]},
+        "search-index-families-used": STRING,
     }
     return {
-        name: {"description": "As in the body.", "schema": shape, "required": True}
-        for name, shape in shown.items()
+        name: {
+            "description": "As in the body.",
+            "schema": shapes.get(name) or _number(name),
+            "required": True,
+        }
+        for name in SEARCH_HEADERS
     }
+
+
+def _number(name: str) -> Json:
+    """Times have a fraction, but for the two that are whole in the body too."""
+    timed = name.endswith("-ms") and name not in ("search-timeout-ms", "search-took-ms")
+    return {"type": "number", "minimum": 0} if timed else COUNT
