@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 from support.s3 import S3Server
 from support.server import ServerProcess
 from support.wire import Wire
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # A slow machine is not a failure: no example has a deadline.
 settings.register_profile(
@@ -72,6 +75,25 @@ def start_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sta
     for process in processes:
         if process.running:
             process.stop()
+
+
+@pytest.fixture(scope="session")
+def spark_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """The one Spark session of the run: it takes seconds and a gigabyte, so it starts when needed."""
+    from support.spark import open_session
+
+    session = open_session(tmp_path_factory.mktemp("spark"))
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
+    """The session without what the test before has left in it: no queries, no views, no cached tables."""
+    from support.spark import clean
+
+    yield spark_session
+    clean(spark_session)
 
 
 _PROCESSES: pytest.StashKey[list[ServerProcess]] = pytest.StashKey()
