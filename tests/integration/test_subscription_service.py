@@ -13,9 +13,10 @@ import pytest
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
-from tailrace.log.log import STALLED, Log
+from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
+from tailrace.log.stalls import STALLED
 from tailrace.log.transaction import Reply, Transaction, ignore
 from tailrace.settings import Settings
 from tailrace.subscriptions import agent as agent_module

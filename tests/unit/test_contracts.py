@@ -15,7 +15,9 @@ from tailrace import __version__
 from tailrace.api import contracts
 from tailrace.api.context import Context
 from tailrace.api.contracts import PAGE_BYTES, Contract, Contracts
-from tailrace.api.live import Follower, Live, SseWire
+from tailrace.api.follower import Follower
+from tailrace.api.live import Live
+from tailrace.api.live_wires import SseWire
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.log.decide import AppendRequest

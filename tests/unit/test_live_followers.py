@@ -12,7 +12,8 @@ from support.log_model import Append
 from support.manifests import segment
 from tailrace import __version__
 from tailrace.api.context import Context
-from tailrace.api.live import Follower, Live
+from tailrace.api.follower import Follower
+from tailrace.api.live import Live
 from tailrace.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim

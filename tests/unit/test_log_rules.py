@@ -10,6 +10,7 @@ import pytest
 from support.log_harness import LogHarness, Pending
 from support.log_model import Append, Lifetime
 from tailrace.limits import Limits
+from tailrace.log.eviction import evict_idle
 
 JSON, TEXT = "application/json", "text/plain"
 EMPTY = Append([], None)
@@ -135,7 +136,7 @@ def test_a_source_is_not_put_away_while_its_last_fork_is_leaving(log: LogHarness
     checkpoint(log)
     log.log.committer.sync_s = 1.0  # a slow disk: the commit is under way while streams are put away
     pending = log.delete("fork")
-    log.log.evict_idle(int(str(log.log.store.db.fact("journal_seq", 0))))
+    evict_idle(log.log.streams, int(str(log.log.store.db.fact("journal_seq", 0))))
     answered(log, pending)
     source = log.find("source")
     assert source is not None

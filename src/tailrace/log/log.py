@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +20,11 @@ from tailrace.log.decide import (
     decide_delete,
     decide_existing,
 )
+from tailrace.log.eviction import evict_idle, let_go
 from tailrace.log.expiry import Expiry
 from tailrace.log.forks import fork_point
 from tailrace.log.history import Pinned
 from tailrace.log.image import StoredStreams
-from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.publish import Publisher, answer
 from tailrace.log.reader import Reader
@@ -42,21 +41,16 @@ from tailrace.log.records import (
     pack_append_head,
 )
 from tailrace.log.recovery import Replayed, replay, sync_tail
-from tailrace.log.rollback import roll_back
+from tailrace.log.rollback import Undoing, cannot_write
 from tailrace.log.rotation import Journal
+from tailrace.log.stalls import Stalls
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
 from tailrace.store.directory import make_directory
 
 logger = logging.getLogger("tailrace.log")
 
-
-STALL_CHECK_S = 0.5
 LARGE_BYTES = 64 * 1024  # of one append, when memory is short
-STALLED = TailraceError(
-    "append_timeout",
-    "append timed out; append outcome is unknown, check Stream-Next-Offset before retrying",
-)
 
 
 class Log:
@@ -99,8 +93,8 @@ class Log:
         # Told which streams had records in the files that the hot store now has.
         self.on_checkpointed: Callable[[int, list[Stream]], None] | None = None
         self.checkpoint_pending = False
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._undone: dict[int, Stream] | None = None  # streams of a failed commit that is not rolled back
+        self._stalls = Stalls(self.committer, limits.append_ms / 1000, loop)
+        self._undoing = Undoing(self.streams, self.store, self.journal, self.expiry.loaded)
         self.failures = 0
         self.streams.on_loaded = self.expiry.loaded
         self.expiry.recovered()
@@ -120,8 +114,7 @@ class Log:
         await self.committer.drain()
         self.refusal = TailraceError("unavailable", "the server is stopping")
         self.expiry.stop()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        self._stalls.stop()
         self.committer.stop()
         self.reader.close()
 
@@ -233,8 +226,8 @@ class Log:
         size = len(payload)
         stream.queued_bytes += size
         stream.batch = self.committer.submit(payload, Transaction(stream, reply, context, op, size=size))
-        if self._stall_timer is None:
-            self._watch_for_stalls()
+        if self._stalls.timer is None:
+            self._stalls.watch()
 
     def _append_with_more(self, stream: Stream, op: Append, now_ns: int, transaction: Transaction) -> None:
         """An append that closes the stream, binds its type or renews its window: one record for all of it."""
@@ -458,25 +451,8 @@ class Log:
                 stream.batch = batch
         if transaction.subject is not None:
             transaction.subject.queued_bytes += size
-        if self._stall_timer is None:
-            self._watch_for_stalls()
-
-    def _watch_for_stalls(self) -> None:
-        self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stalls)
-
-    def _check_stalls(self) -> None:
-        """Nobody waits for ever: a commit that takes too long is answered, though it may still succeed."""
-        self._stall_timer = None
-        for batch in self.committer.older_than(self.limits.append_ms / 1000):
-            waiting, batch.waiting = batch.waiting, []
-            for item in batch.items:
-                assert type(item) is Transaction
-                reply, item.reply = item.reply, ignore
-                reply(item, STALLED)
-            for settled in waiting:
-                settled(STALLED)
-        if not self.committer.idle:
-            self._watch_for_stalls()
+        if self._stalls.timer is None:
+            self._stalls.watch()
 
     def _after(self, transaction: Transaction) -> None:
         """Answers at once, or when what the answer rests on is durable."""
@@ -513,31 +489,11 @@ class Log:
 
     def checkpointed(self, seq: int) -> None:
         """The hot store has every record up to and including this file: memory and journal may let go."""
-        streams = self.streams
-        touched: list[Stream] = []
-        for file in [file for file in streams.touched if file <= seq]:
-            for stream in streams.touched.pop(file):
-                if not stream.removed:
-                    streams.drop_through(stream, seq)
-                    touched.append(stream)
-        for name in [name for name, file in streams.changed_names.items() if file <= seq]:
-            del streams.changed_names[name]
-            streams.tombstones.pop(name, None)
-        for number in [number for number, file in streams.removed.items() if file <= seq]:
-            del streams.removed[number]
+        touched = let_go(self.streams, seq)
         self.journal.remove_through(seq)
         if self.on_checkpointed is not None:
             self.on_checkpointed(seq, touched)
-        self.evict_idle(seq)
-
-    def evict_idle(self, seq: int) -> None:
-        """Forgets streams that nobody uses and the hot store has; the name index finds them again."""
-        for stream in list(self.streams.by_number.values()):
-            in_use = stream.readers is not None or stream.batch is not None or stream.live
-            in_use = in_use or stream.forks or stream.leaving
-            saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
-            if saved and not in_use and stream.visible == stream.stored and stream.name != registry.NAME:
-                self.streams.forget(stream)
+        evict_idle(self.streams, seq)
 
     def retire_active_file(self) -> None:
         """Lets the next batch start a new file, so that the present one can be checkpointed."""
@@ -560,12 +516,8 @@ class Log:
         self.failures += 1
         self.refusal = refusal = cannot_write(error)
         self.journal.abandon()
-        self._undone = {}
-        for batch in batches:
-            for item in batch.items:
-                assert isinstance(item, Transaction)
-                self._undone |= {stream.number: stream for stream in item.streams if stream is not None}
-        self._roll_back()
+        self._undoing.begin(batches)
+        self._undoing.roll_back()
         for batch in batches:
             for item in batch.items:
                 assert isinstance(item, Transaction)
@@ -575,35 +527,10 @@ class Log:
         if self.on_failure is not None:
             self.on_failure(error)
 
-    def _roll_back(self) -> bool:
-        """Rebuilds the state from disk. What readers see is not touched by it, so it can be tried again."""
-        if self._undone is None:
-            return True
-        journal = self.journal
-        try:
-            # One view of the hot store, whatever the checkpointer does to it meanwhile.
-            with self.store.snapshot():
-                durable = replay(
-                    self.journal_directory, self.store, (journal.durable_seq, journal.durable_end)
-                )
-                durable.streams.on_loaded = self.expiry.loaded
-                roll_back(self.streams, durable.streams, self._undone)
-        except (OSError, TailraceError, JournalCorruptError):
-            logger.exception("the last durable state cannot be read; trying again")
-            return False
-        self._undone = None
-        return True
-
     def resume(self) -> None:
         """The journal has a file that can be written (`Journal.open_next`): writes are accepted again."""
-        if self.refusal is None or not self._roll_back():
+        if self.refusal is None or not self._undoing.roll_back():
             return
         logger.warning("the journal can be written again")
         self.refusal = None
         self._create_system_streams()
-
-
-def cannot_write(error: OSError) -> TailraceError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return TailraceError("insufficient_storage", "the disk is full")
-    return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")

@@ -7,6 +7,7 @@ several steps is still one consistent slice.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,21 +20,45 @@ from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold
 from tailrace.log.streams import Streams
 
 
+class Labels:
+    """What is known of each entry of a page beside its bytes: when it was appended, and with which key."""
+
+    __slots__ = ("keys", "times")
+
+    def __init__(self) -> None:
+        self.times: array[int] = array("q")
+        self.keys: list[bytes | None] = []
+
+    def of_block(self, block: Block, begin: int, end: int) -> None:
+        self.times += block.times[begin:end]
+        self.keys += [None] * (end - begin) if block.keys is None else block.keys[begin:end]
+
+    def of_record(self, record: AppendRecord, begin: int, end: int) -> None:
+        self.times += array("q", [record.time_ns]) * (end - begin)
+        self.keys += [record.key] * (end - begin) if record.keys is None else record.keys[begin:end]
+
+
 class Page:
     """A slice `(after, next_entry]`; `parts` are runs of entries, to be joined by the stream's separator.
 
     A page by key, asked for with each entry apart, also says which entries those are.
     """
 
-    __slots__ = ("count", "next_entry", "numbers", "parts")
+    __slots__ = ("count", "labels", "next_entry", "numbers", "parts")
 
     def __init__(
-        self, parts: list[ReadPart], next_entry: int, count: int, numbers: list[int] | None = None
+        self,
+        parts: list[ReadPart],
+        next_entry: int,
+        count: int,
+        numbers: list[int] | None = None,
+        labels: Labels | None = None,
     ) -> None:
         self.parts = parts
         self.next_entry = next_entry
         self.count = count
         self.numbers = numbers
+        self.labels = labels
 
     def entries(self) -> Sequence[int]:
         """The number of each entry in the page, in order."""
@@ -45,10 +70,19 @@ class Page:
 class Budget:
     """What is left of a page, and what is in it so far."""
 
-    __slots__ = ("apart", "bytes_left", "count", "entries_left", "key", "next_entry", "numbers", "parts")
+    __slots__ = (
+        *("apart", "bytes_left", "count", "entries_left", "key", "labels", "next_entry", "numbers", "parts"),
+    )
 
     def __init__(
-        self, after: int, bytes_max: int, entries_max: int, key: bytes | None, *, apart: bool = False
+        self,
+        after: int,
+        bytes_max: int,
+        entries_max: int,
+        key: bytes | None,
+        *,
+        apart: bool = False,
+        labels: Labels | None = None,
     ) -> None:
         self.parts: list[ReadPart] = []
         self.count = 0
@@ -58,13 +92,14 @@ class Budget:
         self.key = key
         self.apart = apart  # every entry a part of its own, without what joins entries in a block
         self.numbers: list[int] | None = [] if apart and key is not None else None
+        self.labels = labels
 
     @property
     def full(self) -> bool:
         return self.entries_left <= 0 or self.bytes_left <= 0
 
     def page(self) -> Page:
-        return Page(self.parts, self.next_entry, self.count, self.numbers)
+        return Page(self.parts, self.next_entry, self.count, self.numbers, self.labels)
 
 
 class BlockCache:
@@ -153,12 +188,21 @@ class Reader:
         apart: bool = False,
     ) -> Page:
         """The page, from wherever its entries are."""
-        budget = Budget(after, bytes_max, entries_max, key, apart=apart)
+        return await self._fill(stream, Budget(after, bytes_max, entries_max, key, apart=apart))
+
+    async def read_labelled(
+        self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
+    ) -> Page:
+        """As `read`, each entry apart and with its labels."""
+        budget = Budget(after, bytes_max, entries_max, key, apart=True, labels=Labels())
+        return await self._fill(stream, budget)
+
+    async def _fill(self, stream: Stream, budget: Budget) -> Page:
         pinned: Pinned | Skipped | None = None
         while (missing := self._gather(stream, budget, pinned)) is not None:
             # One look-ahead's worth at a time; pinned so that a tiny cache cannot make us fetch it again.
             try:
-                found = await self.history.fetch(missing, budget.bytes_left, key)
+                found = await self.history.fetch(missing, budget.bytes_left, budget.key)
             except TailraceError:
                 if budget.next_entry < stream.earliest:  # taken away while we were reading
                     raise gone(stream, stream.earliest) from None
@@ -326,13 +370,15 @@ def take_block(block: Block, budget: Budget, upto: int, separator: int) -> None:
                 return
             end = begin + 1
     stop = ends[end - 1]
-    if budget.apart and separator:
+    if budget.apart and (separator or budget.labels is not None):
         starts = [start, *(ends[index] + separator for index in range(begin, end - 1))]
         view = memoryview(block.body)
         budget.parts += [view[first:last] for first, last in zip(starts, ends[begin:end], strict=True)]
     else:
         whole = begin == 0 and end == len(ends)
         budget.parts.append(block.body if whole else memoryview(block.body)[start:stop])
+    if budget.labels is not None:
+        budget.labels.of_block(block, begin, end)
     taken = end - begin
     budget.count += taken
     budget.entries_left -= taken
@@ -355,6 +401,8 @@ def _take_keyed(block: Block, budget: Budget, begin: int, end: int, separator: i
             budget.parts.append(memoryview(block.body)[start : ends[index]])
             if budget.numbers is not None:
                 budget.numbers.append(block.first + index)
+            if budget.labels is not None:
+                budget.labels.of_block(block, index, index + 1)
             budget.count += 1
             budget.entries_left -= 1
             budget.bytes_left -= size
@@ -375,6 +423,8 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
     end = min(upto, last) - record.first + 1
     if begin == 0 and end == record.count and end <= budget.entries_left:
         if len(record.body) <= budget.bytes_left or (not budget.count and record.count == 1):
+            if budget.labels is not None:
+                budget.labels.of_record(record, 0, record.count)
             _add(budget, record.body, record.count, lengths, separator)
             return
         if record.count == 1:
@@ -393,6 +443,8 @@ def take_record(record: AppendRecord, budget: Budget, upto: int, separator: int)
     if not taken:
         budget.bytes_left = 0
         return
+    if budget.labels is not None:
+        budget.labels.of_record(record, begin, begin + taken)
     _add(budget, memoryview(record.body)[start:stop], taken, lengths[begin : begin + taken], separator)
     if begin + taken < end:
         budget.bytes_left = 0  # the page ends inside this batch

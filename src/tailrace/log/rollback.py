@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
+from tailrace.errors import TailraceError
+from tailrace.log.commit import Batch
+from tailrace.log.image import StoredStreams
+from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import Stream
+from tailrace.log.recovery import replay
+from tailrace.log.rotation import Journal
 from tailrace.log.streams import Streams
+from tailrace.log.transaction import Transaction
+
+logger = logging.getLogger("tailrace.log")
 
 _KEPT = frozenset({"readers", "live", "used"})
+
+
+class Undoing:
+    """Takes back what failed commits had assigned, as soon as the disk can be read."""
+
+    def __init__(
+        self, streams: Streams, store: StoredStreams, journal: Journal, on_loaded: Callable[[Stream], None]
+    ) -> None:
+        self._streams = streams
+        self._store = store
+        self._journal = journal
+        self._on_loaded = on_loaded
+        self._undone: dict[int, Stream] | None = None  # streams of a failure that is not rolled back yet
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """None of these happened."""
+        self._undone = {}
+        for batch in batches:
+            for item in batch.items:
+                assert isinstance(item, Transaction)
+                self._undone |= {stream.number: stream for stream in item.streams if stream is not None}
+
+    def roll_back(self) -> bool:
+        """Rebuilds the state from disk. What readers see is not touched by it, so it can be tried again."""
+        if self._undone is None:
+            return True
+        journal = self._journal
+        try:
+            # One view of the hot store, whatever the checkpointer does to it meanwhile.
+            with self._store.snapshot():
+                durable = replay(journal.directory, self._store, (journal.durable_seq, journal.durable_end))
+                durable.streams.on_loaded = self._on_loaded
+                roll_back(self._streams, durable.streams, self._undone)
+        except (OSError, TailraceError, JournalCorruptError):
+            logger.exception("the last durable state cannot be read; trying again")
+            return False
+        self._undone = None
+        return True
+
+
+def cannot_write(error: OSError) -> TailraceError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TailraceError("insufficient_storage", "the disk is full")
+    return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
 
 
 def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -> None:
