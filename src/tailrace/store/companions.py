@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ class Companion(msgspec.Struct, frozen=True, array_like=True):
     object: str  # key, relative to the folder of the stream
     bytes: int
     sha256: str
-    stats: dict[str, object]
+    stats: dict[str, Any]
     plan_hash: str  # of the plan it was built by
     level: int = 0  # how many times it was merged
     fingerprint: str = ""  # of its family in that plan: equal means built alike
