@@ -32,6 +32,8 @@ _SINGLE = frozenset(
         "timeout_ms",
         "limit",
         "after",
+        "max_bytes",
+        "max_entries",
     }
 )
 # Headers that mean nothing when they come twice.
@@ -66,6 +68,16 @@ def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
     if (text := query.get("timeout")) is not None:
         return min(durations.parse_wait_ms(text), max_ms)
     return min(default_ms, max_ms)
+
+
+def at_most(query: dict[str, str], name: str, most: int) -> int:
+    """How much a page may hold: what is asked for, cut down to what is allowed."""
+    text = query.get(name)
+    if text is None:
+        return most
+    if not text.isascii() or not text.isdigit() or len(text) > 12 or not int(text):
+        raise TailraceError("invalid_request", f"{name} must be a whole number above 0")
+    return min(int(text), most)
 
 
 def bad_header(name: str, why: str) -> TailraceError:

@@ -10,8 +10,9 @@ from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
 from tailrace.api.live import Live
 from tailrace.api.long_poll import LongPoll
-from tailrace.api.parse import parse_query, wait_ms
+from tailrace.api.parse import at_most, parse_query, wait_ms
 from tailrace.api.read_request import ReadRequest
+from tailrace.api.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import gone, resolve
@@ -51,6 +52,7 @@ class ReadRoutes:
         self._public = b"private" if context.settings.auth_configured else b"public"
         self._tasks: set[asyncio.Task[None]] = set()
         self._filtered = FilteredReads(context, self._registry_of)
+        self._rows = RowPages(context.loop)
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
@@ -84,7 +86,7 @@ class ReadRoutes:
             self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor, until_s)
         elif request.mode == "long-poll" and request.start >= request.stream.visible:
             LongPoll(self, exchange, request).begin()
-        elif request.at_now and not request.mode:
+        elif request.at_now and not request.mode and request.fmt != "arrow":
             self._answer_now(exchange, request)
         else:
             self.answer(exchange, request)
@@ -103,10 +105,12 @@ class ReadRoutes:
         if filter_text is not None:
             self._filtered.check(stream, filter_text, mode)
         fmt = query.get("format") or ("json" if stream.json else "raw")
-        if fmt not in ("json", "raw"):
-            raise TailraceError("unsupported_format", "format must be json or raw")
+        if fmt not in ("json", "raw", "arrow"):
+            raise TailraceError("unsupported_format", "format must be json, raw or arrow")
         if fmt == "json" and not stream.json:
             raise TailraceError("unsupported_format", "only JSON streams can be read as JSON")
+        if fmt == "arrow" and (filter_text is not None or mode in ("sse", "ws")):
+            raise TailraceError("unsupported_format", "format=arrow goes with neither filter nor live events")
         start, at_now = self._start(stream, query, mode) if found is None else (found, False)
         start = max(start, stream.earliest)
         wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
@@ -123,6 +127,8 @@ class ReadRoutes:
             wait_ms,
             query.get("cursor"),
             filter_text or "",
+            bytes_max=at_most(query, "max_bytes", ROWS_BYTES_MAX),
+            entries_max=at_most(query, "max_entries", self._limits.read_page_entries),
         )
 
     def _start(self, stream: Stream, query: dict[str, str], mode: str) -> tuple[int, bool]:
@@ -156,6 +162,9 @@ class ReadRoutes:
             self._answer_filtered(exchange, request)
             return
         key = request.key.encode() or None
+        if request.fmt == "arrow":
+            self._later(self._answer_later(exchange, request, self._read_rows(request, key)))
+            return
         bytes_max, entries_max, apart = self._page_of(request)
         found = self._log.reader.try_read(stream, request.start, bytes_max, entries_max, key, apart=apart)
         if not isinstance(found, Missing):
@@ -174,6 +183,24 @@ class ReadRoutes:
             request.stream, request.start, bytes_max, entries_max, key, apart=apart
         )
         return lambda exchange: self._answer_read(exchange, request, page)
+
+    async def _read_rows(self, request: ReadRequest, key: bytes | None) -> Answer:
+        """A page as a table: beside each entry its number, its time and its key."""
+        stream = request.stream
+        bytes_max, entries_max = request.bytes_max, request.entries_max
+        contract = self._live.contracts.of(stream.visible_documents)
+        if contract is not None and contract.promotes_behind(request.start):
+            limits_of_page = self._live.contracts.page_of(stream, request.start, self._limits)
+            bytes_max, entries_max = min(bytes_max, limits_of_page[0]), min(entries_max, limits_of_page[1])
+        page = await self._log.reader.read_labelled(stream, request.start, bytes_max, entries_max, key)
+        numbers, labels = page.entries(), page.labels
+        assert labels is not None
+        mark = ""
+        if (contract := self._live.contracts.of(stream.visible_documents)) is not None:
+            page = contract.promoted(stream, request.start, page)
+            mark = contract.mark(page)
+        body = await self._rows.encode(stream, numbers[: page.count], labels, page.parts)
+        return lambda exchange: self._answer_page(exchange, request, page, mark, body=body)
 
     def _page_of(self, request: ReadRequest) -> tuple[int, int, bool]:
         """How large a page may be, in bytes and entries; whether each entry is apart, as in raw answers."""
@@ -272,7 +299,13 @@ class ReadRoutes:
         exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
 
     def _answer_page(
-        self, exchange: Exchange, request: ReadRequest, page: Page, mark: str = "", more: bytes = b""
+        self,
+        exchange: Exchange,
+        request: ReadRequest,
+        page: Page,
+        mark: str = "",
+        more: bytes = b"",
+        body: ReadPart | None = None,
     ) -> None:
         """Answers with a page. The mark stands for what else its bytes depend on; `more` are header lines."""
         stream = request.stream
@@ -317,9 +350,12 @@ class ReadRoutes:
         if wanted is not None and none_match(wanted.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
-        exchange.respond(200, self._type(request) + head, body_of(page.parts, request.fmt, stream.json))
+        whole = body_of(page.parts, request.fmt, stream.json) if body is None else [body]
+        exchange.respond(200, self._type(request) + head, whole)
 
     def _type(self, request: ReadRequest) -> bytes:
+        if request.fmt == "arrow":
+            return ROWS_TYPE
         if request.fmt == "raw" and request.stream.json:
             return b"Content-Type: application/octet-stream\r\n"
         return answers.content_type(request.stream)

@@ -22,3 +22,5 @@ class ReadRequest(NamedTuple):
     cursor: str | None
     filter_text: str = ""
     scanned_bytes: int = 0  # that a filter has cost so far
+    bytes_max: int = 0  # of a page of rows, as it was asked for
+    entries_max: int = 0

@@ -7,6 +7,7 @@ trip tests. It is large: nothing imports this module before a segment is really 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
@@ -36,3 +37,50 @@ def numbers_of(code: str, numbers: Any) -> array[int]:
     width = made.itemsize
     made.frombytes(numbers.buffers()[1].slice(width * numbers.offset, width * len(numbers)))
     return made
+
+
+def row_schema(*, json: bool) -> Any:
+    """The columns of a table of entries: those of a segment, and the epoch of each entry's offset."""
+    return pa.schema(
+        [
+            pa.field("entry", INT64, nullable=False),
+            pa.field("append_time", MICROS, nullable=False),
+            pa.field("append_ns", INT16, nullable=False),
+            pa.field("key", BINARY),
+            pa.field("payload", STRING if json else BINARY, nullable=False),
+            pa.field("epoch", INT64, nullable=False),
+        ]
+    )
+
+
+def encode_rows(
+    entries: Sequence[int],
+    times: array[int],
+    keys: Sequence[bytes | None],
+    payloads: Sequence[bytes | memoryview],
+    epochs: Sequence[int],
+    *,
+    json: bool,
+) -> bytes:
+    """Entries with what is known of them, as an Arrow stream of one batch."""
+    count = len(entries)
+    times_ns = integers(INT64, times, count)
+    micros = pc.divide(times_ns, pa.scalar(1000, INT64))  # times are never before 1970
+    below = pc.subtract(times_ns, pc.multiply(micros, pa.scalar(1000, INT64))).cast(INT16)
+    payload = pa.array(payloads, BINARY)
+    if json:
+        payload = pa.Array.from_buffers(STRING, count, payload.buffers())
+    schema = row_schema(json=json)
+    columns = [
+        integers(INT64, array("q", entries), count),
+        micros.view(MICROS),
+        below,
+        pa.array(keys, BINARY),
+        payload,
+        integers(INT64, array("q", epochs), count),
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+    encoded: bytes = sink.getvalue().to_pybytes()
+    return encoded

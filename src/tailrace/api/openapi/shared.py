@@ -110,7 +110,19 @@ PARAMETERS: Final[Json] = {
     ),
     "cursor": query("cursor", "The `Stream-Cursor` of the last live answer."),
     "format": query(
-        "format", "An array of JSON, or the bytes one after the other.", {"enum": ["json", "raw"]}
+        "format",
+        "An array of JSON, the bytes one after the other, or a table as an Arrow stream.",
+        {"enum": ["json", "raw", "arrow"]},
+    ),
+    "max_bytes": query(
+        "max_bytes",
+        "Payload of a page with `format=arrow`, at most 4 MiB.",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999_999},
+    ),
+    "max_entries": query(
+        "max_entries",
+        "Entries of a page with `format=arrow`.",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999_999},
     ),
     "if-none-match": param("header", "If-None-Match", "The `ETag` of an earlier answer."),
     "stream-key": param(

@@ -190,6 +190,7 @@ def _read(identifier: str, about: str) -> Json:
     found["content"] = {
         "application/json": {"schema": array({}), "example": [{"id": 1}, {"id": 2}]},
         "text/event-stream": {"example": _EVENTS},
+        "application/vnd.apache.arrow.stream": {},
         "*/*": {},
     }
     keyed = [] if identifier == "readKey" else [query("key", "Only entries with this routing key.")]
@@ -206,6 +207,7 @@ def _read(identifier: str, about: str) -> Json:
         scope="read",
         parameters=[
             *params("offset", "since", "filter", "live", "timeout", "timeout_ms", "cursor", "format"),
+            *params("max_bytes", "max_entries"),
             *keyed,
             *params("if-none-match"),
         ],

@@ -1,0 +1,64 @@
+"""Pages as tables: beside each entry its number, its time and its key, as a stream of Arrow record batches.
+
+For programs that have to know where entries end and what belongs to them. The columns are those of a segment
+(docs/open-format.md), and one more: the epoch that each entry's offset has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tailrace.log.model import ReadPart, Stream
+from tailrace.log.reader import Labels
+
+ROWS_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
+ROWS_BYTES_MAX = 4 * 1024 * 1024
+THREADS = 2
+
+
+class RowPages:
+    """Makes tables on threads of its own: the library is large, and so may the pages be."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(THREADS, "rows")
+
+    async def encode(
+        self, stream: Stream, numbers: Sequence[int], labels: Labels, payloads: list[ReadPart]
+    ) -> ReadPart:
+        """The rows as bytes. Labels beyond the last number are passed over."""
+        epochs, json = stream.epochs, stream.json
+        return await self._loop.run_in_executor(
+            self._threads, _encode, epochs, json, numbers, labels, payloads
+        )
+
+
+def _encode(
+    epochs: Sequence[tuple[int, int]],
+    json: bool,
+    numbers: Sequence[int],
+    labels: Labels,
+    payloads: list[ReadPart],
+) -> ReadPart:
+    from tailrace.store.arrow import encode_rows
+
+    count = len(numbers)
+    assert count == len(payloads) <= len(labels.times)
+    return encode_rows(
+        numbers, labels.times[:count], labels.keys[:count], payloads, _epochs_of(epochs, numbers), json=json
+    )
+
+
+def _epochs_of(epochs: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
+    """The epoch of each entry, as its offset shows it."""
+    if len(epochs) == 1:
+        return [epochs[0][0]] * len(numbers)
+    found: list[int] = []
+    index = 0
+    for number in numbers:
+        while index + 1 < len(epochs) and number >= epochs[index + 1][1]:
+            index += 1
+        found.append(epochs[index][0])
+    return found
