@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off
 NODE := tests/conformance/node_modules
-
+WORKERS ?= 3# tests at once: most of them wait more than they compute
 
 # Stamps lie beside what they vouch for, so removing an installation removes its stamp.
 RUN_STAMP := $(VENV)/.installed-run
@@ -26,7 +26,7 @@ run: $(RUN_STAMP) ## start a server; flags go into ARGS="--port 5000"
 
 test: check $(NODE_STAMP) ## check, then run every test
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -m "not nightly" $(ARGS)
+	@$(BIN)/python -m pytest -m "not nightly" -n $(WORKERS) $(ARGS)
 
 check: $(DEV_STAMP) ## lint, formatting, types, layers, tidiness
 	@echo "==> ruff"

@@ -25,6 +25,19 @@ settings.load_profile("tailrace")
 StartServer = Callable[..., ServerProcess]
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file, or all tests that need Spark, go to one worker: what they share is started once."""
+    from support.spread import ByFile
+
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from support.spread import longest_first
+
+    longest_first(items)
+
+
 def _started(request: pytest.FixtureRequest, directory: Path) -> ServerProcess:
     process = ServerProcess(directory / "data")
     request.node.stash.setdefault(_PROCESSES, []).append(process)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from support.server import ServerProcess
 
 HERE = Path(__file__).resolve().parent
 SUITE_TESTS = 338
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """As it is started by whoever changes nothing."""
+    process = ServerProcess(tmp_path_factory.mktemp("server") / "data", patient=False).start()
+    yield process
+    process.stop()
 
 
 def _node(command: list[str], server: ServerProcess, timeout_s: float) -> subprocess.CompletedProcess[str]:

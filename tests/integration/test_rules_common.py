@@ -429,7 +429,7 @@ def test_health_and_readiness(http: Wire) -> None:
         assert (answer.status, answer.json) == (200, {"status": "ok"})
     ready = http.get("/readyz")
     assert ready.status == 200
-    assert {"status": "ok", "object_store": "ok"}.items() <= ready.json.items()
+    assert {"status": "ready", "object_store": "ok"}.items() <= ready.json.items()
     assert set(ready.json) == {"status", "deployment", "object_store"}
     metrics = http.get("/metrics")
     assert metrics["content-type"].startswith("text/plain")

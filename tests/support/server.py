@@ -41,8 +41,10 @@ class ServerProcess:
         port: int = 0,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        patient: bool = True,
     ) -> None:
         self.data_dir = data_dir
+        self.patient = patient
         self.port = port
         self.args = tuple(args)
         self.env = dict(env or {})
@@ -159,7 +161,9 @@ class ServerProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
         # Only tests about it want a server that writes something by itself.
         quiet = {"TAILRACE_METRICS_FLUSH_MS": "0"}
-        return {**kept, "PYTHONUNBUFFERED": "1", **quiet, **self.env}
+        # Tests run side by side: what takes seconds on a busy machine is not what they are about.
+        waits = {"TAILRACE_REQUEST_MS": "60000", "TAILRACE_APPEND_MS": "30000"} if self.patient else {}
+        return {**kept, "PYTHONUNBUFFERED": "1", **quiet, **waits, **self.env}
 
     def _directory(self) -> Path:
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
