@@ -1,0 +1,1 @@
+"""Searches and aggregates over wide events, beside the Prisma server."""
