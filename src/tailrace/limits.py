@@ -145,6 +145,16 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seal_interval_ms: Annotated[
         Millis, Meta(description="How often age and closed streams are looked at, and the journal moved on.")
     ] = 60_000
+    sweep_interval_ms: Annotated[
+        MillisOrNone,
+        Meta(description="Time between two sweeps of the object store for leftovers; 0 never sweeps."),
+    ] = DAY_MS
+    sweep_age_ms: Annotated[
+        int,
+        # Longer than anything takes that makes an object and names it afterwards.
+        Meta(ge=HOUR_MS // 2, description="Age below which a sweep leaves an object alone, whatever it is."),
+        Meta(extra={"unit": "ms"}),
+    ] = HOUR_MS
     spool_bytes: Annotated[
         Bytes, Meta(description="Entries that are not on the object store yet; beyond, appends are refused.")
     ] = 8192 * MIB

@@ -104,6 +104,14 @@ TABLE: Final[dict[str, Metric]] = {
         _counter("sealed_segments", "Segments recorded in a manifest."),
         _counter("sealed_bytes", "Size of the segments recorded in a manifest."),
         _counter("seal_failures", "Jobs of the sealer that failed and are repeated."),
+        _counter("trimmed_entries", "Entries that retention took away."),
+        _counter("trimmed_segments", "Segments that retention took away."),
+        _counter("trimmed_bytes", "Size of the segments that retention took away."),
+        _counter("sweeps", "Sweeps of the whole object store that came to the end."),
+        _counter("swept_objects", "Objects that sweeps looked at."),
+        _counter("swept_orphans", "Objects that sweeps deleted, since no manifest can name them any more."),
+        _counter("swept_orphan_bytes", "Size of the objects that sweeps deleted."),
+        _counter("swept_tombstones", "Tombstones of deleted streams that sweeps took off the object store."),
         _gauge("object_store_ok", "1 while the object store can be used, else 0."),
         _counter("object_requests", "Requests to the object store, by kind.", "kind"),
         _counter("object_sent_bytes", "Bytes sent to the object store."),
@@ -215,6 +223,14 @@ class Telemetry:
         self.sealed_segments = Number()
         self.sealed_bytes = Number()
         self.seal_failures = Number()
+        self.trimmed_entries = Number()
+        self.trimmed_segments = Number()
+        self.trimmed_bytes = Number()
+        self.sweeps = Number()
+        self.swept_objects = Number()
+        self.swept_orphans = Number()
+        self.swept_orphan_bytes = Number()
+        self.swept_tombstones = Number()
         self.object_store_ok = Number()
         self.object_requests = Numbers()
         self.object_sent_bytes = Number()

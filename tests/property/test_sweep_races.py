@@ -64,7 +64,7 @@ async def _sweep(objects: Any, times: int) -> None:
     orphans: list[Orphan] = []
     sweeper = Sweeper(objects, orphans.append, grace_ns=0, tombstone_ns=10**18, clock=clock)
     for _time in range(times):
-        await sweeper.stream(STREAM)
+        await sweeper.bucket()
 
 
 async def _race(data: st.DataObject, steps: list[Step], times: int) -> None:

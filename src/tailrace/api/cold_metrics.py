@@ -31,6 +31,15 @@ def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> No
     telemetry.sealed_segments.read = lambda: sealing.segments
     telemetry.sealed_bytes.read = lambda: sealing.segment_bytes
     telemetry.seal_failures.read = lambda: sealing.failures
+    trims, sweeps = sealing.trims, sealing.sweeps
+    telemetry.trimmed_entries.read = lambda: trims.entries
+    telemetry.trimmed_segments.read = lambda: trims.segments
+    telemetry.trimmed_bytes.read = lambda: trims.segment_bytes
+    telemetry.sweeps.read = lambda: sweeps.passes
+    telemetry.swept_objects.read = lambda: sweeps.seen.objects
+    telemetry.swept_orphans.read = lambda: sweeps.seen.orphans
+    telemetry.swept_orphan_bytes.read = lambda: sweeps.seen.orphan_bytes
+    telemetry.swept_tombstones.read = lambda: sweeps.seen.forgotten
     telemetry.object_store_ok.read = lambda: float(sealing.state == "ok")
     telemetry.object_requests.each = requests
     telemetry.object_sent_bytes.read = sent

@@ -20,8 +20,9 @@ were replaced. It may run beside a server, whoever owns the bucket, and be stopp
 only if it is older than the grace time and no manifest can ever name it again. Segments behind the last
 recorded entry always stay, because their upload may be under way.
 
-Two kinds of leftovers look like a stream that is just being made, and go only with `--offline`: folders
-without a manifest, and tombstones of streams that were deleted more than `tombstone_ms` ago.
+A server does the same by itself, every `sweep_interval_ms`, and also forgets streams that were deleted more
+than `tombstone_ms` ago. Without a server this is what `--offline` does; it also takes folders without a
+manifest, which look like a stream that is just being made.
 
 For example:
 

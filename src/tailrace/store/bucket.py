@@ -72,6 +72,12 @@ async def objects_under(objects: Objects, prefix: str) -> AsyncIterator[ObjectIn
         after = found[-1].key
 
 
+async def holds_only(objects: Objects, prefix: str, key: str) -> bool:
+    """Whether nothing but one object lies in the folder of a stream."""
+    found = await objects.list_after(prefix, limit=2)
+    return all(info.key == prefix + key for info in found)
+
+
 async def delete_all(objects: Objects, keys: Sequence[str]) -> None:
     for start in range(0, len(keys), LIST_PAGE):
         await objects.delete(keys[start : start + LIST_PAGE])

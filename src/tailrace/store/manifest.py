@@ -19,7 +19,7 @@ import msgspec
 from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store import manifest_pages
-from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all
+from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all, holds_only
 from tailrace.store.kept import Kept, Run
 from tailrace.store.manifest_model import (
     HEAD_KEY,
@@ -43,6 +43,7 @@ from tailrace.store.objects import (
     ObjectsUnavailableError,
 )
 from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.store.stream_locks import StreamLocks
 
 if TYPE_CHECKING:
     from tailrace.store.objects import Objects
@@ -89,6 +90,7 @@ class Manifests:
         self.fence = fence
         self._segments_max = segments_max
         self._pages_max = pages_max
+        self._locks = StreamLocks()
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -211,14 +213,22 @@ class Manifests:
         return head
 
     async def forget(self, stream_id: str, before_ns: int) -> bool:
-        """Remove a tombstone older than `before_ns`. Only for the owner: a delete has no condition."""
-        stored = await self.load(stream_id)
-        if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
-            return False
-        self._check_fence(stored.head)
+        """Remove a tombstone older than `before_ns`; True if it went.
+
+        Only for the owner: a delete has no condition, so nobody else may write to the stream. Not while
+        anything else lies in the folder. That is a leftover, which the sweep takes first, or the name is in
+        use again and has yet to be recorded.
+        """
         prefix = stream_prefix(stream_id)
-        await clear_folder(self._objects, prefix, keep=HEAD_KEY)
-        await self._objects.delete([prefix + HEAD_KEY])
+        async with self._locks.hold(stream_id):
+            stored = await self.load(stream_id)
+            if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
+                return False
+            self._check_fence(stored.head, adopting=True)
+            if not await holds_only(self._objects, prefix, HEAD_KEY):
+                return False
+            failpoints.reached("gc.before_forget")
+            await self._objects.delete([prefix + HEAD_KEY])
         return True
 
     async def _change(
@@ -231,6 +241,12 @@ class Manifests:
         adopting: bool = False,
     ) -> Head:
         """Plan a head from the present one and put it in its place, until nobody comes in between."""
+        async with self._locks.hold(stream_id):
+            return await self._change_alone(stream_id, plan, known, facts, adopting)
+
+    async def _change_alone(
+        self, stream_id: str, plan: Plan, known: Stored | None, facts: Facts | None, adopting: bool
+    ) -> Head:
         prefix = stream_prefix(stream_id)
         for _attempt in range(ATTEMPTS_MAX):
             stored, known = known or await self.load(stream_id), None

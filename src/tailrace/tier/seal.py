@@ -31,6 +31,7 @@ from tailrace.tier.owner import Owner
 from tailrace.tier.pressure import Pressure
 from tailrace.tier.seal_job import Kind, Report, SealerSetup
 from tailrace.tier.sealer_process import SealerProcess
+from tailrace.tier.sweeps import Sweeps
 from tailrace.tier.trims import Trims
 
 logger = logging.getLogger("tailrace.seal")
@@ -69,6 +70,7 @@ class Sealing:
         self._heads = Heads(self)
         self.meta = MetaRecording(self, log, settings.recovery_key)
         self.trims = Trims(self, log)
+        self.sweeps = Sweeps(self, log)
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +112,9 @@ class Sealing:
 
     def call_later(self, seconds: float, work: Callable[[], None]) -> None:
         self._loop.call_later(seconds, work)
+
+    def now_s(self) -> float:
+        return self._loop.time()
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
@@ -238,6 +243,8 @@ class Sealing:
         """What is looked at now and then, and not whenever a job ends."""
         self.pressure.look(self.failure)
         self.trims.look(now_s)
+        if now_s >= self._paused_until_s and self._owner.fence:
+            self.sweeps.look(now_s)
         self._look_for_large()
         self._move_on_if_due(now_s)
         self._confirm_if_due(now_s)
@@ -331,7 +338,7 @@ class Sealing:
         """Again after a pause of its own; 0 where everything pauses."""
         self._loop.call_later(pause_s, self._due.add, number)
 
-    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
+    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0, after: str = "") -> Report:
         """The sealer's report. One that failed has been logged, counted and followed by a pause."""
         if self.sealer is None:
             setup = SealerSetup(
@@ -342,7 +349,7 @@ class Sealing:
                 limits=self._log.limits,
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
-        report = await self.sealer.ask(kind, numbers, sealed)
+        report = await self.sealer.ask(kind, numbers, sealed, after)
         usage = report.usage
         self.book.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
         if not report.error:

@@ -9,8 +9,9 @@ import msgspec
 from tailrace.limits import Limits
 from tailrace.store.object_book import Count, RecordedHead, Timing
 from tailrace.store.segments import SegmentInfo
+from tailrace.tier.sweep import Swept
 
-Kind = Literal["seal", "heads", "bury", "trim", "meta"]
+Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep"]
 
 # Where the sealer finds the one setting that is no argument.
 RECOVERY_KEY = "TAILRACE_RECOVERY_KEY"
@@ -29,13 +30,15 @@ class SealerSetup(msgspec.Struct, kw_only=True):
 class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`, `trim`: several streams at once.
 
-    `meta`: facts of the server that changed after the journal file `sealed`.
+    `meta`: facts of the server that changed after the journal file `sealed`. `sweep`: one turn of the sweep,
+    behind the key `after`.
     """
 
     id: int
     kind: Kind
     numbers: list[int]
     sealed: int = 0
+    after: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,6 +57,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `as_of` is the journal file the manifests speak for. `trouble` tells what kind of failure `error` is:
     the store cannot be used, somebody else owns it, the sealer died, or something is wrong with this stream.
+    Of a `sweep`: the key it has come to, empty at the end of the bucket.
     """
 
     id: int
@@ -62,6 +66,8 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     segments: list[SegmentInfo] = []
     footers: list[bytes] = []
     more: bool = False
+    after: str = ""
+    swept: Swept = msgspec.field(default_factory=Swept)
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""
     trouble: Literal["", "unavailable", "fenced", "ended", "failed"] = ""

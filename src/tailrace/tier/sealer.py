@@ -43,6 +43,7 @@ from tailrace.tier.facts import decode_buried, facts_of
 from tailrace.tier.meta_seal import MetaSealing
 from tailrace.tier.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
 from tailrace.tier.stored import reached_by_forks
+from tailrace.tier.sweep import Orphan, Sweeper
 
 logger = logging.getLogger("tailrace.sealer")
 
@@ -50,6 +51,7 @@ SEGMENTS_PER_JOB = 8
 WRITERS = 2  # segments written at once; uploads of more jobs may be under way
 HEADS_AT_ONCE = 8
 CONFIRM_S = 5.0
+MS_NS = 1_000_000
 
 One = Callable[[int], Awaitable[int]]
 
@@ -103,6 +105,8 @@ class Sealer:
                 await self._seal(job, report)
             elif job.kind == "meta":
                 report.as_of = await self._meta.record(job.sealed)
+            elif job.kind == "sweep":
+                await self._sweep(job, report)
             else:
                 work = {"heads": self._head, "bury": self._bury, "trim": self._trim}
                 await self._several(job, report, work[job.kind])
@@ -324,6 +328,19 @@ class Sealer:
             pass
         return 0
 
+    async def _sweep(self, job: Job, report: Report) -> None:
+        """One turn. Who owns the bucket is asked anew: tombstones are for its owner alone."""
+        await self._ownership.confirm(self._setup.deployment, self._setup.fence)
+        sweeper = Sweeper(
+            self._objects,
+            _log_orphan,
+            owner=self._manifests,
+            grace_ns=self._limits.sweep_age_ms * MS_NS,
+            tombstone_ns=self._limits.tombstone_ms * MS_NS,
+        )
+        report.after = await sweeper.turn(job.after) or ""
+        report.swept = sweeper.seen
+
     def _retained(self, number: int) -> tuple[Facts, int, list[Run]] | None:
         with self._store.snapshot():
             stream = self._store.stream_by_number(number)
@@ -335,6 +352,10 @@ class Sealer:
     def _grave(self, number: int) -> bytes | None:
         found = self._store.db.cold.graves(number - 1, 1)
         return found[0].image if found and found[0].number == number else None
+
+
+def _log_orphan(orphan: Orphan) -> None:
+    logger.info("swept %s: %s", orphan.key, orphan.reason)
 
 
 def schema_versions(documents: dict[str, bytes] | None, runs: Sequence[SegmentRows]) -> str:

@@ -46,11 +46,11 @@ class SealerProcess:
     def bytes_in(self) -> int:
         return self._bytes[1] + self._bytes[3]
 
-    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
+    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0, after: str = "") -> Report:
         """The report of a job; if the child ends before it, one that says so."""
         child = await self._running()
         self._last_id += 1
-        job = Job(id=self._last_id, kind=kind, numbers=numbers, sealed=sealed)
+        job = Job(id=self._last_id, kind=kind, numbers=numbers, sealed=sealed, after=after)
         answer: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
         self._asked[job.id] = answer
         try:

@@ -9,24 +9,26 @@ again, whoever is writing:
   its own, and is over long before the grace time;
 - anything in the folder of a deleted stream that was there around the time of the deletion.
 
-Folders without a head, and tombstones that nobody needs any more, can only be told from new streams when no
-server uses the bucket (`offline`).
+Tombstones that nobody needs any more go if the owner of the bucket sweeps (`owner`), or nobody uses it
+(`offline`). Folders without a head can only be told from new streams when nobody does.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.store.bucket import LIST_PAGE, delete_all, epoch_of, range_of
+from tailrace.store.bucket import LIST_PAGE, STREAMS, delete_all, epoch_of, range_of, stream_of
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import HEAD_KEY, Deleted, Head, ManifestCorruptError
 from tailrace.store.objects import ObjectMissingError
 from tailrace.store.segments import stream_prefix
-from tailrace.tier.crowd import for_each_stream
+from tailrace.tier.crowd import STREAMS_AT_ONCE, first_failure
 
 if TYPE_CHECKING:
     from tailrace.store.objects import ObjectInfo, Objects
@@ -47,24 +49,33 @@ class Orphan(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Swept(msgspec.Struct):
+class Swept(msgspec.Struct, omit_defaults=True):
     streams: int = 0
     objects: int = 0  # looked at
     orphans: int = 0
     orphan_bytes: int = 0
     unclaimed: int = 0  # objects in folders without a head
     tombstones: int = 0  # that may be forgotten
+    forgotten: int = 0  # of these
     unreadable: int = 0  # streams with a damaged manifest
+
+    def add(self, other: Swept) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Sweeper:
-    """Sweeps one bucket. `report` is called with each orphan, before it is deleted."""
+    """Sweeps one bucket. `report` is called with each orphan, before it is deleted.
+
+    `owner`: the manifests of the server that owns the bucket and runs in this very process.
+    """
 
     def __init__(
         self,
         objects: Objects,
         report: Callable[[Orphan], None],
         *,
+        owner: Manifests | None = None,
         grace_ns: int = GRACE_NS,
         tombstone_ns: int,
         dry_run: bool = False,
@@ -72,58 +83,80 @@ class Sweeper:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._objects = objects
-        self._manifests = Manifests(objects, 0)
+        self._owner = owner
+        self._manifests = owner or Manifests(objects, 0)
         self._report = report
         self._grace_ns = grace_ns
         self._tombstone_ns = tombstone_ns
+        self._old_life_ns = min(OLD_LIFE_NS, tombstone_ns)
         self._dry_run = dry_run
         self._offline = offline
         self._clock = clock
         self.seen = Swept()
 
     async def bucket(self) -> Swept:
-        await for_each_stream(self._objects, self._readable_stream)
+        after: str | None = ""
+        while after is not None:
+            after = await self.turn(after)
         return self.seen
 
-    async def _readable_stream(self, stream_id: str) -> None:
+    async def turn(self, after: str = "") -> str | None:
+        """One page of the bucket's listing, behind a key: where the next one begins, None at the end."""
+        found = await self._objects.list_after(STREAMS, after, LIST_PAGE)
+        folders: dict[str, list[ObjectInfo]] = {}
+        for info in found:
+            stream_id = stream_of(info.key)
+            if stream_id is not None:
+                folders.setdefault(stream_id, []).append(info)
+        self.seen.streams += len(folders.keys() - {stream_of(after)})
+        gate = asyncio.Semaphore(STREAMS_AT_ONCE)
+
+        async def one(stream_id: str, infos: list[ObjectInfo]) -> None:
+            async with gate:
+                await self._folder(stream_id, infos)
+
+        with first_failure():
+            async with asyncio.TaskGroup() as tasks:
+                for stream_id, infos in folders.items():
+                    tasks.create_task(one(stream_id, infos))
+        return found[-1].key if len(found) == LIST_PAGE else None
+
+    async def _folder(self, stream_id: str, found: list[ObjectInfo]) -> None:
+        """A part of what lies in the folder of a stream.
+
+        The head is read after the listing: what a newer head names was made after it was listed, or is young.
+        It is read only if there is something to judge.
+        """
+        self.seen.objects += len(found)
+        head_key = stream_prefix(stream_id) + HEAD_KEY
+        now_ns = self._clock.now_ns()
+        old = [info for info in found if info.modified_ns <= now_ns - self._grace_ns and info.key != head_key]
         try:
-            await self.stream(stream_id)
+            if old:
+                await self._drop(await self._judge(stream_id, old))
+            if any(info.key == head_key and info.modified_ns < now_ns - self._tombstone_ns for info in found):
+                await self._tombstone(stream_id, now_ns - self._tombstone_ns)
         except ManifestCorruptError:
             self.seen.unreadable += 1  # it may name anything, so nothing of it goes
 
-    async def stream(self, stream_id: str) -> None:
-        """One folder, a page of its listing at a time."""
-        self.seen.streams += 1
-        prefix = stream_prefix(stream_id)
-        after = ""
-        while True:
-            found = await self._objects.list_after(prefix, after, LIST_PAGE)
-            # The head is read after the listing: what a newer head names was made after it was listed, or is
-            # young.
-            orphans = await self._judge(stream_id, found)
-            self.seen.objects += len(found)
-            for orphan in orphans:
-                self.seen.orphans += 1
-                self.seen.orphan_bytes += orphan.bytes
-                self._report(orphan)
-            if not self._dry_run:
-                await delete_all(self._objects, [orphan.key for orphan in orphans])
-            if len(found) < LIST_PAGE:
-                break
-            after = found[-1].key
-        await self._tombstone(stream_id)
+    async def _drop(self, orphans: list[Orphan]) -> None:
+        for orphan in orphans:
+            self.seen.orphans += 1
+            self.seen.orphan_bytes += orphan.bytes
+            self._report(orphan)
+        if orphans and not self._dry_run:
+            failpoints.reached("gc.before_sweep")
+            await delete_all(self._objects, [orphan.key for orphan in orphans])
+            failpoints.reached("gc.after_sweep")
 
-    async def _judge(self, stream_id: str, found: list[ObjectInfo]) -> list[Orphan]:
-        oldest_ns = self._clock.now_ns() - self._grace_ns
-        head_key = stream_prefix(stream_id) + HEAD_KEY
-        old = [info for info in found if info.modified_ns <= oldest_ns and info.key != head_key]
+    async def _judge(self, stream_id: str, old: list[ObjectInfo]) -> list[Orphan]:
         for _look in range(LOOKS_MAX):
             stored = await self._manifests.load(stream_id)
             if stored is None:
                 self.seen.unclaimed += len(old)
                 return [_orphan(info, "its stream has no manifest") for info in old if self._offline]
             if stored.head.deleted is not None:
-                return _of_deleted(old, stored.head.deleted)
+                return self._of_deleted(old, stored.head.deleted)
             try:
                 return await self._of_living(old, stored.head)
             except ObjectMissingError:
@@ -161,14 +194,19 @@ class Sweeper:
                 named.add(info.key)
         return named
 
-    async def _tombstone(self, stream_id: str) -> None:
-        before_ns = self._clock.now_ns() - self._tombstone_ns
+    def _of_deleted(self, old: list[ObjectInfo], deleted: Deleted) -> list[Orphan]:
+        reason = f"its stream was {deleted.reason}"
+        before_ns = deleted.at_ns + self._old_life_ns
+        return [_orphan(info, reason) for info in old if info.modified_ns < before_ns]
+
+    async def _tombstone(self, stream_id: str, before_ns: int) -> None:
         stored = await self._manifests.load(stream_id)
         if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
             return
         self.seen.tombstones += 1
-        if self._offline and not self._dry_run:
-            await Manifests(self._objects, stored.head.fence).forget(stream_id, before_ns)
+        owner = Manifests(self._objects, stored.head.fence) if self._offline else self._owner
+        if owner is not None and not self._dry_run:
+            self.seen.forgotten += await owner.forget(stream_id, before_ns)
 
 
 def _is_over(key: str, head: Head) -> bool:
@@ -177,11 +215,6 @@ def _is_over(key: str, head: Head) -> bool:
     if entries is None or epoch is None:
         return False
     return entries[0] <= head.uploaded_through or epoch < head.epoch
-
-
-def _of_deleted(old: list[ObjectInfo], deleted: Deleted) -> list[Orphan]:
-    reason = f"its stream was {deleted.reason}"
-    return [_orphan(info, reason) for info in old if info.modified_ns < deleted.at_ns + OLD_LIFE_NS]
 
 
 def _orphan(info: ObjectInfo, reason: str) -> Orphan:

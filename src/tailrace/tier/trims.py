@@ -104,7 +104,7 @@ class Trims:
         self._wanted = True
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
-        self.entries = 0  # taken away so far
+        self.entries = self.segments = self.segment_bytes = 0  # taken away so far
 
     @property
     def pending(self) -> bool:
@@ -168,6 +168,8 @@ class Trims:
             if stream is not None and not stream.removed and stream.earliest == earliest_was:
                 trims.append(trim)
                 self.entries += trim.earliest - earliest_was
+                self.segments += trim.segments
+                self.segment_bytes += trim.segment_bytes
         if trims:
             failpoints.reached("retain.before_trim")
             await asyncio.gather(*(self._sealing.journal(trim) for trim in trims))
