@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,35 @@ def test_a_page_with_entries_apart_numbers_them(log: LogHarness) -> None:
         log.settle()
         while log.retired:
             log.checkpoint(tell=True)
+
+
+def test_k2_each_of_many_keys_gives_exactly_its_entries(tmp_path: Path) -> None:
+    """Five hundred keys over a few hundred segments, a part of the entries not yet in any."""
+    log = LogHarness(tmp_path, Limits(journal_file_bytes=65_536, block_cache_bytes=0, seal_entries=5))
+    try:
+        log.create("s", JSON, (None, None), Append([], JSON), None)
+        expected: dict[bytes, list[int]] = {}
+        generator = random.Random(11)
+        stream = None
+        for entry in range(1, 1201):
+            key = f"k{generator.randrange(500)}".encode()
+            assert log.append("s", Append([b"%d" % entry], JSON, key=key)).code is None
+            expected.setdefault(key, []).append(entry)
+            if entry == 1100:
+                log.settle()
+                log.log.retire_active_file()
+                log.put_meta("turn", b"1")
+                while log.retired:
+                    log.checkpoint(tell=True)
+                stream = log.find("s")
+                assert stream is not None
+                while stream.sealed < stream.stored:
+                    log.seal(stream)
+        log.settle()
+        assert stream is not None
+        assert stream.sealed == 1100
+        for key, entries in expected.items():
+            assert list(_numbered(log, stream, 0, key, 1 << 20)) == entries
+        assert _numbered(log, stream, 0, b"K1", 1 << 20) == {}
+    finally:
+        log.close()

@@ -1,0 +1,66 @@
+"""What is derived can be lost: answers come later then, and are the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+from conftest import StartServer
+from support.aggregate_model import rollup_search
+from support.sealing import SEALING_ENV, wait_sealed
+from support.wire import Wire
+
+JSON = "application/json"
+NOON = 1767225600000
+RECORDS: list[Any] = [
+    {"at": NOON + n, "id": f"r{n}", "service": "ab"[n % 2], "status": n % 3, "ratio": n / 2, "message": "fine"}
+    for n in range(30)
+]  # fmt: skip
+AGGREGATE = {"rollup": "all", "from": NOON, "to": NOON + 100, "interval": "7ms", "group_by": ["service"]}
+DERIVED = ("companions", "plans")
+
+
+def answers(http: Wire) -> list[Any]:
+    """One answer of each kind, without what they say about the way they were found."""
+    searches = [
+        {"q": "fine", "size": 7, "sort": ["_score", "offset:asc"]},
+        {"q": "service:a status:>=1 -id:r4", "sort": ["ratio:desc"]},
+    ]
+    found: list[Any] = []
+    for body in searches:
+        answer = http.post("ev/_search", JSON, json.dumps(body)).json
+        assert answer["coverage"]["complete"] is True
+        found.append([answer["hits"], answer["total"], answer["next_search_after"]])
+    aggregate = http.post("ev/_aggregate", JSON, json.dumps(AGGREGATE)).json
+    assert aggregate["coverage"]["complete"] is True
+    found.append(aggregate["buckets"])
+    found.append(http.get("ev?offset=-1&filter=status:1").body)
+    found.append(http.get("ev?offset=-1&key=r7").body)
+    found.append(http.get("ev/_routing_keys?limit=500").json["keys"])
+    return found
+
+
+def test_m3_losing_everything_that_is_derived_changes_no_answer(start_server: StartServer) -> None:
+    server = start_server(env=SEALING_ENV)
+    http = Wire(server.port)
+    assert http.put("ev", JSON).status == 201
+    routing = {"jsonPointer": "/id", "required": False}
+    body = {"schema": {}, "search": rollup_search(), "routingKey": routing}
+    assert http.post("ev/_schema", JSON, json.dumps(body)).status == 200
+    assert http.post("ev", JSON, json.dumps(RECORDS)).status == 204
+    before = answers(http)
+    assert [len(one) > 0 for one in before] == [True] * len(before)
+    assert http.call("POST", "/v1/server/_seal").json == {"sealed": True}
+    wait_sealed(server.data_dir)
+    assert answers(http) == before
+    http.close()
+    server.stop()
+    shutil.rmtree(server.data_dir / "cache", ignore_errors=True)
+    for name in DERIVED:
+        for directory in list((server.data_dir / "objects").rglob(name)):
+            shutil.rmtree(directory)
+    server.start()
+    http = Wire(server.port)
+    assert answers(http) == before
+    http.close()
