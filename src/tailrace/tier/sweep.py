@@ -134,8 +134,10 @@ class Sweeper:
         try:
             if old:
                 await self._drop(await self._judge(stream_id, old))
-            if any(info.key == head_key and info.modified_ns < now_ns - self._tombstone_ns for info in found):
-                await self._tombstone(stream_id, now_ns - self._tombstone_ns)
+            before_ns = now_ns - self._tombstone_ns
+            written_ns = next((info.modified_ns for info in found if info.key == head_key), None)
+            if written_ns is not None and (self._offline or written_ns < before_ns):
+                await self._tombstone(stream_id, before_ns)
         except ManifestCorruptError:
             self.seen.unreadable += 1  # it may name anything, so nothing of it goes
 
