@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
+from tailrace.protocol.patterns import Pattern, literal_prefix
 from tailrace.subscriptions import config
-from tailrace.subscriptions.config import Pattern, literal_prefix, parse_config, parse_streams
+from tailrace.subscriptions.config import parse_config, parse_streams
 
 LIMITS = Limits()
 WEBHOOK: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A subscription's configuration: parsed, normalised, compared by hash; and the glob of its pattern."""
+"""A subscription's configuration: parsed, normalised, compared by hash."""
 
 from __future__ import annotations
 
@@ -133,52 +133,3 @@ def check_id(subscription_id: str) -> str:
 def check_pattern(pattern: str, limits: Limits) -> None:
     if not names.is_valid(pattern, limits.name_bytes):
         raise invalid("a pattern has the form of a stream name; * stands for one segment, ** for any number")
-
-
-class Pattern:
-    """A compiled glob over segments: `*` is exactly one, `**` zero or more, everything else is literal."""
-
-    __slots__ = ("_segments", "prefix", "text")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._segments = text.split("/")
-        self.prefix = literal_prefix(text)
-
-    def matches(self, name: str) -> bool:
-        """Whether the glob covers the name. Streams of the server are linked by name or not at all."""
-        if not name.startswith(self.prefix) or name.startswith(("__", "hub/")):
-            return False
-        return _match(self._segments, name.split("/"))
-
-
-def literal_prefix(pattern: str) -> str:
-    """What every matching name starts with: the scan for existing streams begins there.
-
-    `a/**` also matches `a`, so the slash before a `**` is not part of it.
-    """
-    literal: list[str] = []
-    for segment in pattern.split("/"):
-        if segment in ("*", "**"):
-            return "/".join(literal) + ("/" if literal and segment == "*" else "")
-        literal.append(segment)
-    return pattern
-
-
-def _match(pattern: list[str], name: list[str]) -> bool:
-    """Greedy, with one point to come back to: the latest `**` can make up for all earlier ones."""
-    at = seen = 0
-    star = retry = -1
-    while seen < len(name):
-        if at < len(pattern) and pattern[at] == "**":
-            star, retry = at, seen
-            at += 1
-        elif at < len(pattern) and pattern[at] in ("*", name[seen]):
-            at += 1
-            seen += 1
-        elif star >= 0:
-            retry += 1
-            at, seen = star + 1, retry
-        else:
-            return False
-    return all(segment == "**" for segment in pattern[at:])

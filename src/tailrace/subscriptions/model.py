@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from tailrace.protocol.offsets import START
-from tailrace.subscriptions.config import Config, Pattern
+from tailrace.protocol.patterns import Pattern
+from tailrace.subscriptions.config import Config
 
 BEFORE_ALL: Final = "-1"
 
