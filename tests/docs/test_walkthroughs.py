@@ -1,4 +1,4 @@
-"""The pages on authentication and subscriptions, and the README's Python, executed as they are written."""
+"""Pages that walk a reader through something, and the README's Python, executed as they are written."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def test_subscriptions(server: ServerProcess, tmp_path: Path) -> None:
     }
     blocks = list(blocks_of(ROOT / "docs" / "subscriptions.md", replaced))
     assert [block.kind for block in blocks].count("sh page") > 10
+    with PageRun(tmp_path, {}) as run:
+        for block in blocks:
+            run.execute(block)
+
+
+def test_searching(server: ServerProcess, tmp_path: Path) -> None:
+    blocks = list(blocks_of(ROOT / "docs" / "search.md", {PRINTED_URL: server.base_url}))
+    assert [block.kind for block in blocks].count("sh page") > 8
     with PageRun(tmp_path, {}) as run:
         for block in blocks:
             run.execute(block)

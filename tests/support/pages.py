@@ -157,7 +157,7 @@ class PageRun:
         parts = [
             ".*?".join(re.escape(part) for part in line.split("...")) for line in block.text.splitlines()
         ]
-        lines = [rf"^{part}\r?$" for part in parts]
+        lines = [rf"^{part}[ \r]*$" for part in parts]
         if block.name:
             for line in lines:
                 found = self._terminals[block.name].wait_for(

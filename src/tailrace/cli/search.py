@@ -22,8 +22,12 @@ For example:
     tailrace search events 'status:>=500' --sort duration:desc --size 10
 
     tailrace search events 'service:checkout' --json | jq .source.message
+
+The table shows fields that have values; `--json` gives whole records with their offsets.
 """
 _ANSWER_S_MAX: Final = 10.0
+_COLUMN_CHARS_MAX: Final = 40
+_GAP_CHARS: Final = 2
 
 command = App(name="search", help=_HELP, help_format="markdown")
 
@@ -63,7 +67,7 @@ def search(
             put_json(hit)
         flush()
     else:
-        _show(found["hits"])
+        _show(query, found["hits"])
     _tell(found)
 
 
@@ -88,24 +92,44 @@ def _ask(session: Session, stream: str, body: dict[str, object]) -> dict[str, An
     return orjson.loads(answer.content)
 
 
-def _show(hits: list[dict[str, Any]]) -> None:
-    import orjson
+def _show(query: str, hits: list[dict[str, Any]]) -> None:
+    """The fields that have values, those of the query first, as many as the terminal has room for."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    columns: dict[str, list[str]] = {}
+    if any(hit["score"] for hit in hits):
+        columns["score"] = [f"{hit['score']:.3f}" for hit in hits]
+    names = [name for hit in hits for name, value in hit["fields"].items() if value is not None]
+    for name in sorted(dict.fromkeys(names), key=lambda name: f"{name}:" not in query):
+        columns[name] = [_cell(hit["fields"].get(name)) for hit in hits]
+    if not names:
+        columns["record"] = [_cell(hit["source"]) for hit in hits]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    scored = any(hit["score"] for hit in hits)
-    table.add_column("offset", no_wrap=True)
-    if scored:
-        table.add_column("score", no_wrap=True, justify="right")
-    table.add_column("record", no_wrap=True, overflow="ellipsis")
-    for hit in hits:
-        record = Text(orjson.dumps(hit["source"]).decode())
-        score = [f"{hit['score']:.3f}"] if scored else []
-        table.add_row(Text(hit["offset"]), *score, record)
+    room = console.width
+    rows: list[list[Text]] = [[] for _ in hits]
+    for name, cells in columns.items():
+        width = min(_COLUMN_CHARS_MAX, max(map(len, (name, *cells))))
+        if table.columns and width > room:
+            continue
+        room -= width + _GAP_CHARS
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(Text(cell))
+    for row in rows:
+        table.add_row(*row)
     if hits:
-        Console().print(table)
+        console.print(table)
+
+
+def _cell(value: object) -> str:
+    import orjson
+
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _tell(found: dict[str, Any]) -> None:
