@@ -186,6 +186,15 @@ def read_row_group(footer: Footer, index: int, raw: bytes | memoryview) -> Segme
 
 def read_row_groups(footer: Footer, indices: Sequence[int], raw: bytes | memoryview) -> list[SegmentRows]:
     """The rows of adjacent row groups, by row group. `raw` is all of their bytes."""
+    tables = read_tables(footer, indices, raw, _READ)
+    firsts = [footer.group(index).first for index in indices]
+    return [_rows(table, first, footer.json) for table, first in zip(tables, firsts, strict=True)]
+
+
+def read_tables(
+    footer: Footer, indices: Sequence[int], raw: bytes | memoryview, columns: Sequence[str]
+) -> list[Any]:
+    """Adjacent row groups as Arrow tables. A group in which no entry has a key lacks that column."""
     groups = [footer.group(index) for index in indices]
     start, stop = groups[0].start, groups[-1].stop
     view = memoryview(raw)
@@ -193,6 +202,7 @@ def read_row_groups(footer: Footer, indices: Sequence[int], raw: bytes | memoryv
         own = view[group.start - start : group.stop - start]
         if len(view) != stop - start or xxhash.xxh3_64_hexdigest(own) != footer.digest(index):
             raise CorruptSegmentError(f"row group {index} does not have its checksum")
+    keyless = [name for name in columns if name != "key"]
     try:
         file = pq.ParquetFile(
             _Window(raw, start, footer.size),
@@ -200,15 +210,14 @@ def read_row_groups(footer: Footer, indices: Sequence[int], raw: bytes | memoryv
             read_dictionary=["key"],
             pre_buffer=False,
         )
-        tables = [
+        return [
             file.read_row_group(
-                index, columns=_READ if footer.has_keys(index) else _READ[:3], use_threads=False
+                index, columns=list(columns) if footer.has_keys(index) else keyless, use_threads=False
             )
             for index in indices
         ]
     except (pa.ArrowException, OSError) as error:
         raise CorruptSegmentError(f"row groups from {indices[0]} cannot be decoded: {error}") from error
-    return [_rows(table, group.first, footer.json) for table, group in zip(tables, groups, strict=True)]
 
 
 class _Window:
