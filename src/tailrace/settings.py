@@ -65,7 +65,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = ""
     take_over: Annotated[
-        bool, Meta(description="Take the object store over from another server, which then stops writing.")
+        bool,
+        Meta(
+            description="Take the object store over from another server, which then stops writing; all its "
+            "streams must be in the data directory."
+        ),
     ] = False
     bootstrap: Annotated[
         bool,

@@ -143,7 +143,7 @@ def test_a_bucket_has_one_owner(started: Started) -> None:
     assert http.put("a", TEXT).status == 201
     with pytest.raises(ServerFailedError, match="--take-over"):
         started()
-    second, other = started(TAILRACE_TAKE_OVER="yes")
+    second, other = started(TAILRACE_BOOTSTRAP="yes", TAILRACE_BOOTSTRAP_SETTLE_MS="1")
     assert other.put("b", TEXT).status == 201
     # The one that lost the bucket finds out, says so, and takes nothing more.
     wait_until(lambda: first.status("/readyz") == 503, "the loss noticed")

@@ -165,6 +165,10 @@ class ColdTables:
         row = self._db.one(
             "SELECT min(first), max(last), coalesce(sum(length(body)), 0) FROM blocks WHERE number=?", number
         )
+    def has_grave(self, stream_id: str) -> bool:
+        found = self._db.one("SELECT 1 FROM graves WHERE stream_id=?", stream_id) if self.exist() else None
+        return found is not None
+
         assert row is not None
         first, last, body_bytes = cast("tuple[int | None, int | None, int]", row)
         if first is None or last is None:

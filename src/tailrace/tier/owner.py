@@ -8,9 +8,11 @@ from collections import Counter
 
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
+from tailrace.log.image import StoredStreams
 from tailrace.store.manifest_model import FencedError
 from tailrace.store.objects import ObjectsError, open_objects
 from tailrace.store.ownership import OwnedElsewhereError, Ownership
+from tailrace.tier.strangers import StrangersError, refuse_strangers
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -30,9 +32,11 @@ class HistoryElsewhereError(TailraceError):
 
 
 class Owner:
-    """The fence we write with, 0 while we have none. `sealed`: whether there is history to be found there."""
+    """The fence we write with, 0 while we have none."""
 
-    def __init__(self, url: str, deployment: str, take_over: bool, sealed: bool, limits: Limits) -> None:
+    def __init__(
+        self, url: str, deployment: str, take_over: bool, store: StoredStreams, limits: Limits
+    ) -> None:
         try:
             self._objects = open_objects(url, limits=limits)
         except ValueError as error:
@@ -41,7 +45,8 @@ class Owner:
         self._url = url
         self.deployment = deployment
         self._take_over = take_over
-        self._sealed = sealed
+        self._store = store
+        self._sealed = store.db.cold.any_segments()  # there is history to be found there
         self.fence = 0
         self.failure = ""
 
@@ -52,7 +57,8 @@ class Owner:
     async def start(self) -> None:
         """Refuses to start beside another owner; without an answer, the question stays open."""
         try:
-            async with asyncio.timeout(START_S_MAX):
+            # Whoever asks for a bucket that is somebody's waits until all that is in it has been looked at.
+            async with asyncio.timeout(None if self._take_over else START_S_MAX):
                 await self.claim()
         except OwnedElsewhereError as error:
             raise TailraceError(
@@ -67,8 +73,12 @@ class Owner:
             logger.error("the object store %s cannot be used yet: %s", self._url, self.failure)
 
     async def claim(self) -> None:
-        if self._sealed and not self._take_over and await self._ownership.current() is None:
+        """Before the bucket becomes ours, everything in it must be; found again later, it is not asked."""
+        owner = await self._ownership.current()
+        if owner is None and self._sealed and not self._take_over:
             raise HistoryElsewhereError(self._url)
+        if owner is None or (owner.deployment != self.deployment and self._take_over):
+            await refuse_strangers(self._objects, self._store)
         self.fence = await self._ownership.claim(self.deployment, self._take_over)
         self.failure = ""
 
@@ -80,7 +90,7 @@ class Owner:
             else:
                 await self._ownership.confirm(self.deployment, self.fence)
             self.failure = ""
-        except (OwnedElsewhereError, HistoryElsewhereError) as error:
+        except (OwnedElsewhereError, HistoryElsewhereError, StrangersError) as error:
             raise FencedError(error.message) from error
         except (ObjectsError, OSError) as error:
             self.failure = str(error)

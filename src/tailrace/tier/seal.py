@@ -46,6 +46,8 @@ LARGE_PER_TURN = 1000
 QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
 PAUSE_S_MIN = 0.5
 PAUSE_S_MAX = 60.0
+TELL_AGAIN_S = 3600.0
+TOLD_MAX = 1000
 T = TypeVar("T")
 
 
@@ -59,9 +61,8 @@ class Sealing:
         self._loop = loop
         self._settings = settings
         self._interval_s = log.limits.seal_interval_ms / 1000
-        sealed = log.store.db.cold.any_segments()
         url = settings.object_store_url
-        self._owner = Owner(url, deployment, settings.take_over, sealed, log.limits)
+        self._owner = Owner(url, deployment, settings.take_over, log.store, log.limits)
         self._due = DueStreams(log.limits)
         self.pressure = Pressure(log)
         self.sealer: SealerProcess | None = None
@@ -88,6 +89,7 @@ class Sealing:
         self._pause_s = PAUSE_S_MIN
         self.failure = ""  # why the object store cannot be used just now
         self.fenced = ""
+        self._told_s: dict[str, float] = {}  # errors of single streams and when they were logged
         self.segments = self.segment_bytes = self.failures = 0
 
     # -- life ------------------------------------------------------------------------------------------
@@ -369,8 +371,10 @@ class Sealing:
         elif report.trouble == "ended":
             logger.error("%s of streams %s: %s", kind, numbers[:5], report.error)
             self._pause()
-        else:
-            logger.error("%s of streams %s failed: %s", kind, numbers[:5], report.error)
+        elif self._is_news(report.error):
+            logger.error(
+                "%s of streams %s failed: %s; trying again for ever", kind, numbers[:5], report.error
+            )
         return report
 
     def _pause(self) -> None:
@@ -381,6 +385,16 @@ class Sealing:
             self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
 
     async def journal(self, op: Sealed | Trim | Recorded) -> None:
+    def _is_news(self, error: str) -> bool:
+        """What is wrong with one stream stays wrong: it is told once an hour, not once a minute."""
+        now_s = self._loop.time()
+        if now_s - self._told_s.get(error, -TELL_AGAIN_S) < TELL_AGAIN_S:
+            return False
+        if len(self._told_s) >= TOLD_MAX:
+            self._told_s.clear()
+        self._told_s[error] = now_s
+        return True
+
         """Returns when the operation is durable."""
         settled: asyncio.Future[None] = self._loop.create_future()
 
