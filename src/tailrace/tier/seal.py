@@ -377,14 +377,6 @@ class Sealing:
             )
         return report
 
-    def _pause(self) -> None:
-        """Longer each time; several jobs that fail at once are one failure."""
-        now_s = self._loop.time()
-        if now_s >= self._paused_until_s:
-            self._paused_until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-
-    async def journal(self, op: Sealed | Trim | Recorded) -> None:
     def _is_news(self, error: str) -> bool:
         """What is wrong with one stream stays wrong: it is told once an hour, not once a minute."""
         now_s = self._loop.time()
@@ -395,6 +387,14 @@ class Sealing:
         self._told_s[error] = now_s
         return True
 
+    def _pause(self) -> None:
+        """Longer each time; several jobs that fail at once are one failure."""
+        now_s = self._loop.time()
+        if now_s >= self._paused_until_s:
+            self._paused_until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+
+    async def journal(self, op: Sealed | Trim | Recorded) -> None:
         """Returns when the operation is durable."""
         settled: asyncio.Future[None] = self._loop.create_future()
 
