@@ -150,6 +150,10 @@ class ColdTables:
         )
         return [Grave(*cast("tuple[int, str, str, bytes]", row)) for row in rows]
 
+    def has_grave(self, stream_id: str) -> bool:
+        found = self._db.one("SELECT 1 FROM graves WHERE stream_id=?", stream_id) if self.exist() else None
+        return found is not None
+
     def hot_ranges(self, after: int, limit: int) -> list[HotRange]:
         """Streams with entries in the hot store, by number. One jump in the index for each of them."""
         found: list[HotRange] = []
@@ -165,10 +169,6 @@ class ColdTables:
         row = self._db.one(
             "SELECT min(first), max(last), coalesce(sum(length(body)), 0) FROM blocks WHERE number=?", number
         )
-    def has_grave(self, stream_id: str) -> bool:
-        found = self._db.one("SELECT 1 FROM graves WHERE stream_id=?", stream_id) if self.exist() else None
-        return found is not None
-
         assert row is not None
         first, last, body_bytes = cast("tuple[int | None, int | None, int]", row)
         if first is None or last is None:
