@@ -69,7 +69,7 @@ SPLIT_FACTS: Final = "split.json"
 SPLIT_TERMS: Final = "terms.parquet"
 SPLIT_INDEX: Final = "index/"  # all files of a Tantivy directory
 # terms.parquet: FIELD, TERM, DOCUMENTS, ENTRIES, FREQUENCIES; sorted by (field, term, entries[0])
-TERM: Final = "term"  # string
+TERM: Final = "term"  # string; null: entries with any value, and FREQUENCIES are their counts of tokens
 DOCUMENTS: Final = "documents"  # int64: in how many entries; of the whole term also where a list goes on
 FREQUENCIES: Final = "frequencies"  # list of int32: how often in each of these entries
 TOKENIZER: Final = "whitespace"  # texts are put into the index as their tokens, joined by spaces

@@ -1,0 +1,150 @@
+"""Values of fields as columns. What a value is, only `query.values` decides.
+
+Where all leaves of a column have the type that the field's kind is made of, the column is made as a whole;
+else every leaf goes through the reference converter. Both give the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from tailrace.pipeline.kernels.arrays import (
+    BOOL,
+    DOUBLE,
+    INT64,
+    STRING,
+    np,
+    offsets_of,
+    pa,
+    pc,
+    to_numpy,
+)
+from tailrace.pipeline.kernels.decoding import Leaves
+from tailrace.query.values import Value, converter, leaves
+from tailrace.schema.search_config import Field
+
+ARROW: Final = {
+    "keyword": STRING,
+    "text": STRING,
+    "integer": INT64,
+    "float": DOUBLE,
+    "date": INT64,
+    "bool": BOOL,
+}
+_TYPES: Final[dict[str, frozenset[type]]] = {
+    "keyword": frozenset({str}),
+    "text": frozenset({str}),
+    "integer": frozenset({int}),
+    "float": frozenset({int, float}),
+    "bool": frozenset({bool}),
+}
+_NONE: Final = type(None)
+# What nearly every program writes; no other text is given to the library, which takes more than it should.
+_USUAL_DATE: Final = (
+    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{3})?Z$"
+)
+_SECONDS_LENGTH: Final = 20  # 2026-01-01T00:00:00Z
+
+
+class FieldColumn(NamedTuple):
+    """The values of one field in some rows: flat, with the row of each and where each row begins."""
+
+    values: Any  # Arrow, without nulls
+    rows: Any  # numpy int64, ascending
+    offsets: Any  # numpy int64, one more than there are rows
+
+    @property
+    def counts(self) -> Any:
+        return np.diff(self.offsets)
+
+    @property
+    def present(self) -> Any:
+        """The rows with a value, ascending."""
+        return np.flatnonzero(self.counts)
+
+
+def column_of(field: Field, found: Leaves) -> FieldColumn:
+    """The column of a field from what lies at its pointer."""
+    types = set(map(type, found))
+    types.discard(_NONE)
+    if not types:
+        return _empty(field, len(found))
+    try:
+        column = _whole(field, found, types)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError):
+        column = None
+    return _one_by_one(field, found) if column is None else _without_nulls(column)
+
+
+def column_of_values(field: Field, rows: Sequence[Sequence[Value]]) -> FieldColumn:
+    """The same from lists of values, as the reference gives them."""
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    flat = [value for row in rows for value in row]
+    values = pa.array(flat, ARROW[field.kind])
+    return FieldColumn(values, np.repeat(np.arange(len(rows)), counts), offsets_of(counts))
+
+
+def _empty(field: Field, count: int) -> FieldColumn:
+    return FieldColumn(
+        pa.array([], ARROW[field.kind]), np.zeros(0, np.int64), np.zeros(count + 1, dtype=np.int64)
+    )
+
+
+def _whole(field: Field, found: Leaves, types: set[type]) -> Any:
+    """The column at once, nulls where nothing lies; None if some leaf needs a closer look."""
+    kind = field.kind
+    if kind == "date":
+        if types == {int}:
+            return pa.array(found, INT64)
+        return _dates(pa.array(found, STRING)) if types == {str} else None
+    if not types <= _TYPES[kind]:
+        return None
+    if kind == "float":
+        column = pa.array(found, DOUBLE)
+        if not pc.all(pc.is_finite(column)).as_py():
+            return None
+        return pc.add(column, 0.0)  # zero has no sign
+    column = pa.array(found, ARROW[kind])
+    if field.kind == "keyword" and field.normalizer == "lowercase_v1":
+        # Arrow knows other letters than Python does, but the same in ASCII.
+        return pc.ascii_lower(column) if pc.all(pc.string_is_ascii(column)).as_py() else None
+    return column
+
+
+def _dates(texts: Any) -> Any:
+    if not pc.all(pc.match_substring_regex(texts, _USUAL_DATE)).as_py():
+        return None
+    if pc.any(pc.less_equal(texts, "0001")).as_py() or pc.any(pc.greater_equal(texts, "2262")).as_py():
+        return None  # the year 0 is no year of the library, and far ones are not worth a thought
+    stamps = pc.cast(pc.utf8_slice_codeunits(texts, 0, -1), pa.timestamp("ms"))
+    return stamps.view(INT64)
+
+
+def _without_nulls(column: Any) -> FieldColumn:
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    count = len(column)
+    if column.null_count == 0:
+        return FieldColumn(column, np.arange(count), np.arange(count + 1))
+    valid = to_numpy(column.is_valid())
+    return FieldColumn(column.drop_null(), np.flatnonzero(valid), offsets_of(valid))
+
+
+def _one_by_one(field: Field, found: Leaves) -> FieldColumn:
+    convert = converter(field)
+    rows: list[list[Value]] = []
+    for leaf in found:
+        if type(leaf) is list:
+            values = [convert(one) for one in leaves(cast("object", leaf))]
+            rows.append([value for value in values if value is not None])
+        else:
+            value = None if leaf is None else convert(leaf)
+            rows.append([] if value is None else [value])
+    return column_of_values(field, rows)
+
+
+def distinct(column: FieldColumn) -> tuple[list[Value], Any]:
+    """The different values of a column and, for each value of it, which of them it is."""
+    encoded = column.values.dictionary_encode()
+    return encoded.dictionary.to_pylist(), to_numpy(encoded.indices)

@@ -1,0 +1,130 @@
+"""Payloads into leaves: each record is decoded once, and only what somebody asks for is made of it.
+
+The fast way gives the decoder a shape with just the members that are wanted. Records that do not fit the
+shape (no object, a member of another type on the way, an older version) take the reference way, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from tailrace.query.view import View
+from tailrace.schema.pointer import ABSENT, find
+
+Tokens = tuple[str, ...]
+Leaves = list[Any]  # what lies at one pointer, by row; None where nothing does
+
+
+class _Node:
+    """A member on the way to leaves."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.children: dict[str, _Node] = {}
+        self.deep: list[Tokens] = []  # below here an array may be entered: found by the reference way
+
+    def add(self, tokens: Tokens, at: int = 0) -> None:
+        if at == len(tokens):
+            self.wanted = True
+        elif at and tokens[at].isdigit():
+            self.deep.append(tokens[at:])
+        else:
+            self.children.setdefault(tokens[at], _Node()).add(tokens, at + 1)
+
+    @property
+    def opaque(self) -> bool:
+        """Taken as it is, whatever it is: it is a leaf itself, or there is an array on the way."""
+        return self.wanted or bool(self.deep)
+
+
+class Decoder:
+    """Leaves of payloads at some pointers. `reference` has every record take the reference way."""
+
+    def __init__(self, view: View, pointers: Iterable[Tokens], *, reference: bool) -> None:
+        self._view = view
+        self._reference = reference
+        self._first_current = view.first_current()
+        self._pointers = sorted({tokens for tokens in pointers if tokens})
+        root = _Node()
+        for tokens in self._pointers:
+            root.add(tokens)
+        self._root = root
+        shape = _shape(root)
+        self._empty = cast("Callable[[], object]", shape)()
+        self._decode = msgspec.json.Decoder(shape).decode
+
+    def leaves(
+        self, entries: Sequence[int], payloads: Sequence[bytes]
+    ) -> tuple[dict[Tokens, Leaves], dict[int, object]]:
+        """By pointer, what lies there in each row; and the records, by row, that were decoded whole."""
+        members, whole = self._members(entries, payloads)
+        found: dict[Tokens, Leaves] = {}
+        _spread(self._root, members, (), found)
+        for row, record in whole.items():
+            usable = isinstance(record, dict)
+            for tokens in self._pointers:
+                leaf = find(cast("object", record), tokens) if usable else ABSENT
+                found[tokens][row] = None if leaf is ABSENT else leaf
+        return found, whole
+
+    def _members(
+        self, entries: Sequence[int], payloads: Sequence[bytes]
+    ) -> tuple[list[object], dict[int, object]]:
+        whole: dict[int, object] = {}
+        decode, record_of = self._decode, self._view.record
+        if not self._reference and entries[0] >= self._first_current:
+            try:
+                return list(map(decode, payloads)), whole
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass
+        members: list[object] = []
+        for row, (entry, payload) in enumerate(zip(entries, payloads, strict=True)):
+            if not self._reference and (entry >= self._first_current or self._view.is_current(entry)):
+                try:
+                    members.append(decode(payload))
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    pass
+                else:
+                    continue
+            members.append(self._empty)
+            whole[row] = record_of(entry, payload)
+        return members, whole
+
+
+def _shape(node: _Node) -> Any:
+    """A struct with the wanted members. One that is missing counts as null does: neither has values."""
+    fields: list[tuple[str, Any, Any]] = []
+    names: dict[str, str] = {}
+    for index, (name, child) in enumerate(node.children.items()):
+        names[f"m{index}"] = name
+        fields.append((f"m{index}", Any if child.opaque else _shape(child) | None, None))
+    return msgspec.defstruct("Members", fields, rename=names, gc=False)
+
+
+def _spread(node: _Node, members: Sequence[Any], path: Tokens, found: dict[Tokens, Leaves]) -> None:
+    """Columns of leaves from a column of structs."""
+    for index, (name, child) in enumerate(node.children.items()):
+        attribute = f"m{index}"
+        column = [None if member is None else getattr(member, attribute) for member in members]
+        here = (*path, name)
+        if not child.opaque:
+            _spread(child, column, here, found)
+            continue
+        if child.wanted:
+            found[here] = column
+        for rest in _below(child):
+            leaves = [find(value, rest) for value in column]
+            found[here + rest] = [None if leaf is ABSENT else leaf for leaf in leaves]
+
+
+def _below(node: _Node) -> list[Tokens]:
+    """Every wanted pointer below a member that is taken as it is."""
+    found = list(node.deep)
+    for name, child in node.children.items():
+        if child.wanted:
+            found.append((name,))
+        found += [(name, *rest) for rest in _below(child)]
+    return found

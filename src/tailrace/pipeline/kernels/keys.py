@@ -1,0 +1,135 @@
+"""`routing_key_index` and `routing_key_lexicon`: which keys there are, and where."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tailrace.pipeline.kernels.arrays import (
+    BINARY,
+    INT64,
+    INT64_LIST,
+    from_numpy,
+    lists,
+    np,
+    offsets_of,
+    pa,
+    to_numpy,
+)
+from tailrace.pipeline.kernels.batch import Batch
+from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
+from tailrace.query.family_format import (
+    ENTRY_COUNT,
+    FIRST_ENTRY,
+    KEY,
+    KEY_HASH,
+    LAST_ENTRY,
+    ROUTING_KEY_INDEX,
+    ROUTING_KEY_LEXICON,
+    SPAN_FIRSTS,
+    SPAN_LASTS,
+    key_hash,
+)
+
+GROUP_ROWS: Final = 4096  # small: a page of a listing reads one row group
+
+INDEX_SCHEMA: Final = pa.schema(
+    [
+        pa.field(KEY_HASH, INT64, nullable=False),
+        pa.field(KEY, BINARY, nullable=False),
+        pa.field(FIRST_ENTRY, INT64, nullable=False),
+        pa.field(LAST_ENTRY, INT64, nullable=False),
+        pa.field(ENTRY_COUNT, INT64, nullable=False),
+        pa.field(SPAN_FIRSTS, INT64_LIST, nullable=False),
+        pa.field(SPAN_LASTS, INT64_LIST, nullable=False),
+    ]
+)
+LEXICON_SCHEMA: Final = pa.schema(
+    [
+        pa.field(KEY, BINARY, nullable=False),
+        pa.field(FIRST_ENTRY, INT64, nullable=False),
+        pa.field(LAST_ENTRY, INT64, nullable=False),
+    ]
+)
+
+
+class KeysBuilder:
+    """Collects a span for each key of each row group."""
+
+    def __init__(self, covers: Range, families: frozenset[str]) -> None:
+        self._covers = covers
+        self._families = families
+        self._numbers: dict[bytes, int] = {}  # by key, in the order they were first seen
+        self._spans: list[tuple[Any, Any, Any, Any]] = []  # key numbers, firsts, lasts, counts
+
+    def add(self, batch: Batch) -> None:
+        keys = batch.rows.keys
+        if keys.null_count == len(keys):
+            return
+        valid = to_numpy(keys.is_valid())
+        codes = to_numpy(keys.indices.drop_null())
+        entries = batch.entries[valid]
+        order = np.argsort(codes, kind="stable")
+        codes, entries = codes[order], entries[order]
+        starts = np.flatnonzero(np.diff(codes, prepend=-1))
+        stops = np.append(starts[1:], len(codes))
+        dictionary: list[bytes] = keys.dictionary.to_pylist()
+        numbers = self._numbers
+        seen: list[int] = codes[starts].tolist()
+        found = [numbers.setdefault(dictionary[code], len(numbers)) for code in seen]
+        self._spans.append((np.array(found), entries[starts], entries[stops - 1], stops - starts))
+
+    def finish(self) -> list[Built]:
+        index = self._index()
+        built: list[Built] = []
+        stats = {"keys": index.num_rows}
+        if ROUTING_KEY_INDEX in self._families:
+            data = write_index(index, facts_of(ROUTING_KEY_INDEX, self._covers))
+            built.append(Built(ROUTING_KEY_INDEX, data, self._covers.rows, stats))
+        if ROUTING_KEY_LEXICON in self._families:
+            lexicon = index.select(LEXICON_SCHEMA.names).sort_by(KEY).cast(LEXICON_SCHEMA)
+            data = write_lexicon(lexicon, facts_of(ROUTING_KEY_LEXICON, self._covers))
+            built.append(Built(ROUTING_KEY_LEXICON, data, self._covers.rows, stats))
+        return built
+
+    def _index(self) -> Any:
+        if not self._spans:
+            return INDEX_SCHEMA.empty_table()
+        numbers, firsts, lasts, counts = (
+            np.concatenate([span[place] for span in self._spans]) for place in range(4)
+        )
+        keys = list(self._numbers)
+        by_hash = sorted(range(len(keys)), key=lambda number: (key_hash(keys[number]), keys[number]))
+        rank = np.empty(len(keys), dtype=np.int64)
+        rank[by_hash] = np.arange(len(keys))
+        order = np.argsort(rank[numbers], kind="stable")  # spans of a key stay in the order of entries
+        firsts, lasts, counts = firsts[order], lasts[order], counts[order]
+        offsets = offsets_of(np.bincount(rank[numbers], minlength=len(keys)))
+        sorted_keys = [keys[number] for number in by_hash]
+        columns = [
+            pa.array([key_hash(key) for key in sorted_keys], INT64),
+            pa.array(sorted_keys, BINARY),
+            from_numpy(firsts[offsets[:-1]], INT64),
+            from_numpy(lasts[offsets[1:] - 1], INT64),
+            from_numpy(np.add.reduceat(counts, offsets[:-1]).astype(np.int64), INT64),
+            lists(INT64_LIST, offsets, from_numpy(firsts, INT64)),
+            lists(INT64_LIST, offsets, from_numpy(lasts, INT64)),
+        ]
+        return pa.Table.from_arrays(columns, schema=INDEX_SCHEMA)
+
+
+def write_index(table: Any, facts: dict[str, str]) -> bytes:
+    """A run of keys as a file; the rows are in order."""
+    integers = [KEY_HASH, FIRST_ENTRY, LAST_ENTRY, ENTRY_COUNT]
+    packed = [*integers, f"{SPAN_FIRSTS}.list.element", f"{SPAN_LASTS}.list.element"]
+    bloom_values = min(table.num_rows, GROUP_ROWS)
+    with CompanionWriter(INDEX_SCHEMA, facts, packed=packed, bloom=KEY, bloom_values=bloom_values) as writer:
+        for at in range(0, table.num_rows, GROUP_ROWS):
+            writer.write(table.slice(at, GROUP_ROWS))
+        return writer.finish()
+
+
+def write_lexicon(table: Any, facts: dict[str, str]) -> bytes:
+    with CompanionWriter(LEXICON_SCHEMA, facts, packed=[FIRST_ENTRY, LAST_ENTRY]) as writer:
+        for at in range(0, table.num_rows, GROUP_ROWS):
+            writer.write(table.slice(at, GROUP_ROWS))
+        return writer.finish()

@@ -1,0 +1,134 @@
+"""One pass over a segment that builds all the families somebody wants of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from tailrace.pipeline.kernels import mblk
+from tailrace.pipeline.kernels.agg import AggBuilder
+from tailrace.pipeline.kernels.arrays import pa, pq
+from tailrace.pipeline.kernels.batch import Batch, Reader, open_segment, read_rows
+from tailrace.pipeline.kernels.col import ColBuilder
+from tailrace.pipeline.kernels.exact import ExactBuilder
+from tailrace.pipeline.kernels.fts import FtsBuilder
+from tailrace.pipeline.kernels.keys import KeysBuilder
+from tailrace.pipeline.kernels.mblk import MblkBuilder
+from tailrace.pipeline.kernels.parquet import Built, Range
+from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
+from tailrace.query.index_plan import BuildPlan
+from tailrace.query.view import View
+from tailrace.schema.search_config import SearchConfig
+from tailrace.store.segments import CorruptSegmentError
+
+MEMORY_BYTES: Final = 400 << 20
+
+_KEYS: Final = frozenset({ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON})
+_EXACT_SHARE: Final = 4  # of the budget
+
+
+class Builder(Protocol):
+    """One family, or two that are made of the same."""
+
+    def add(self, batch: Batch) -> None: ...
+
+    def finish(self) -> list[Built]: ...
+
+
+class BuildRequest(NamedTuple):
+    """What is to be built of one segment."""
+
+    stream_id: str
+    first: int
+    last: int
+    rows: int
+    sha256: str
+    families: frozenset[str]
+    plan: BuildPlan
+    directory: Path  # for runs and indexes in the making
+    memory_bytes: int = MEMORY_BYTES
+    reference: bool = False  # every value by the reference function
+
+
+Step = Callable[[str], None]
+
+
+def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: None) -> list[Built]:
+    """The files of a segment. CorruptSegmentError if it is not what was recorded, or cannot be read."""
+    if hashlib.sha256(raw).hexdigest() != request.sha256:
+        raise CorruptSegmentError("the segment does not have its SHA-256")
+    try:
+        file = open_segment(raw)
+        groups: int = file.metadata.num_row_groups
+        if file.metadata.num_rows != request.rows:
+            raise CorruptSegmentError(f"the segment has {file.metadata.num_rows} rows, not {request.rows}")
+        builders, reader = _prepare(request)
+        for index in range(groups):
+            rows = read_rows(file, index, payloads=reader is not None)
+            batch = Batch(rows, None) if reader is None else reader.batch(rows)
+            for builder in builders:
+                builder.add(batch)
+            if not index:
+                step("mid_build")
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptSegmentError(f"the segment cannot be decoded: {error}") from error
+    return [built for builder in builders for built in builder.finish()]
+
+
+def _prepare(request: BuildRequest) -> tuple[list[Builder], Reader | None]:
+    covers = Range(request.stream_id, request.first, request.last, request.rows, request.plan.plan.hash)
+    wanted, members = request.families, request.plan.members
+    builders: list[Builder] = []
+    if wanted & _KEYS:
+        builders.append(KeysBuilder(covers, wanted))
+    if not wanted - _KEYS:
+        return builders, None
+    view = _view(request.plan)
+    config, fields, pointers = view.config, set[str](), list[tuple[str, ...]]()
+    if EXACT in wanted:
+        names = members[EXACT]
+        share = request.memory_bytes // _EXACT_SHARE
+        builders.append(ExactBuilder(covers, config, names, share, request.directory))
+        fields.update(names)
+    if COL in wanted:
+        names = column_fields(members[COL], view.primary)
+        builders.append(ColBuilder(covers, config, names, view.primary))
+        fields.update(names)
+    if FTS in wanted:
+        builders.append(FtsBuilder(covers, config, members[FTS], request.directory))
+        fields.update(members[FTS])
+    if AGG in wanted:
+        agg = AggBuilder(covers, config, members[AGG])
+        builders.append(agg)
+        fields |= agg.fields()
+        pointers += agg.pointers()
+    if MBLK in wanted:
+        builders.append(MblkBuilder(covers))
+        pointers += mblk.POINTERS
+    return builders, Reader(view, sorted(fields), pointers, reference=request.reference)
+
+
+def column_fields(names: Iterable[str], primary: str | None) -> list[str]:
+    """The columns of `col`: its fields, and the time that searches are sorted by."""
+    return sorted({*names, *([] if primary is None else [primary])})
+
+
+def _view(plan: BuildPlan) -> View:
+    """Records without a search configuration have no fields, but may still be metrics."""
+    if plan.view is not None:
+        return plan.view
+    return View(msgspec.structs.replace(plan.registry, search=SearchConfig(fields={})))
+
+
+def check_built(built: Built) -> None:
+    """Opens a Parquet file that was just made: its footer and rows are as they should be."""
+    if built.family == FTS:
+        return
+    file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(built.data)))
+    facts = file.metadata.metadata
+    assert facts[b"tailrace.family"] == built.family.encode(), "the footer tells another family"
+    assert built.family not in (COL, MBLK) or file.metadata.num_rows == built.rows, "a row for each entry"

@@ -1,0 +1,256 @@
+"""Companions for tests: segments in, files out and read back, and what should be in them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tantivy
+
+from tailrace.pipeline.kernels.parquet import Built
+from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
+from tailrace.query.analyze import cut, tokens_of
+from tailrace.query.bind import bind_query
+from tailrace.query.dialect import SEARCH
+from tailrace.query.evaluate import evaluate
+from tailrace.query.family_format import stored_value, value_of
+from tailrace.query.index_plan import BuildPlan, index_plan
+from tailrace.query.measures import PartsReader, Summary
+from tailrace.query.values import values_of
+from tailrace.query.view import View
+from tailrace.schema.convert import text_of
+from tailrace.schema.instants import FIRST_MS, LAST_MS
+from tailrace.schema.registry import Registry
+from tailrace.schema.search_config import interval_ms
+
+STREAM_ID = "ab" * 16
+
+
+class Stored(NamedTuple):
+    entry: int
+    payload: bytes
+    key: bytes | None = None
+
+
+def segment_of(rows: Sequence[Stored], group_rows: int = 7) -> bytes:
+    """A segment with whatever entry numbers the rows have."""
+    table = pa.table(
+        {
+            "entry": pa.array([row.entry for row in rows], pa.int64()),
+            "append_time": pa.array([0] * len(rows), pa.timestamp("us", "UTC")),
+            "append_ns": pa.array([0] * len(rows), pa.int16()),
+            "key": pa.array([row.key for row in rows], pa.binary()),
+            "payload": pa.array([row.payload for row in rows], pa.binary()),
+        }
+    )
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=group_rows, compression="zstd")
+    return out.getvalue()
+
+
+def plan_of(registry: Registry, profile: str = "generic") -> BuildPlan:
+    return BuildPlan(index_plan(registry, profile, keyed=True), registry, {"kind": profile})
+
+
+def build(
+    rows: Sequence[Stored],
+    plan: BuildPlan,
+    *,
+    reference: bool = False,
+    memory_bytes: int = 400 << 20,
+    families: Sequence[str] | None = None,
+    group_rows: int = 7,
+) -> dict[str, Built]:
+    """All families of a plan, checked and by name."""
+    raw = segment_of(rows, group_rows)
+    with tempfile.TemporaryDirectory() as directory:
+        request = BuildRequest(
+            STREAM_ID,
+            rows[0].entry,
+            rows[-1].entry,
+            len(rows),
+            hashlib.sha256(raw).hexdigest(),
+            frozenset(plan.families if families is None else families),
+            plan,
+            Path(directory),
+            memory_bytes,
+            reference,
+        )
+        built = build_segment(raw, request)
+        assert not list(Path(directory).iterdir()), "nothing is left behind"
+    for one in built:
+        check_built(one)
+    return {one.family: one for one in built}
+
+
+def rows_in(data: bytes) -> list[dict[str, Any]]:
+    return pq.read_table(io.BytesIO(data)).to_pylist()
+
+
+class Split:
+    """A text split, opened with the libraries anybody has."""
+
+    def __init__(self, data: bytes, directory: Path) -> None:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            self.facts = msgspec.json.decode(archive.read("split.json"))
+            self.terms = archive.read("terms.parquet")
+            archive.extractall(directory)
+        self.index = tantivy.Index.open(str(directory / "index"))
+        self.searcher = self.index.searcher()
+
+    def entries(self, query: Any) -> list[int]:
+        found = self.searcher.search(query, limit=100_000, count=False).hits
+        addresses = [address for _, address in found]
+        return sorted(self.searcher.fast_field_values("_entry", addresses))
+
+    def with_term(self, field: str, term: str) -> list[int]:
+        return self.entries(tantivy.Query.term_query(self.index.schema, field, term, "basic"))
+
+    def with_phrase(self, field: str, tokens: list[str]) -> list[int]:
+        return self.entries(tantivy.Query.phrase_query(self.index.schema, field, list(tokens)))
+
+    def lengths(self, place: int) -> dict[int, int]:
+        found = self.searcher.search(tantivy.Query.all_query(), limit=100_000).hits
+        addresses = [address for _, address in found]
+        entries = self.searcher.fast_field_values("_entry", addresses)
+        lengths = self.searcher.fast_field_values(f"_length_{place}", addresses)
+        return {entry: length for entry, length in zip(entries, lengths, strict=True) if length is not None}
+
+
+class Oracle:
+    """What each family of some rows has to say, one record after the other."""
+
+    def __init__(self, rows: Sequence[Stored], view: View) -> None:
+        self.rows = rows
+        self.view = view
+        self.records = {row.entry: view.record(row.entry, row.payload) for row in rows}
+
+    def values(self, entry: int, name: str) -> list[Any]:
+        return list(values_of(self.records[entry], self.view.config.fields[name], self.view.version))
+
+    def exact(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        found: dict[tuple[str, bool, bytes], list[int]] = {}
+        for row in self.rows:
+            for name in names:
+                values = self.values(row.entry, name)
+                stored = (
+                    set() if self.view.config.fields[name].kind == "text" else set(map(stored_value, values))
+                )
+                keys = [(name, False, b"")] if values else []
+                for key in [*keys, *((name, True, value) for value in stored)]:
+                    found.setdefault(key, []).append(row.entry)
+        return [
+            {"field": name, "value": value if some else None, "entries": entries}
+            for (name, some, value), entries in sorted(found.items())
+        ]
+
+    def col(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        return [
+            {"_entry": row.entry} | {name: self.values(row.entry, name) for name in names}
+            for row in self.rows
+        ]
+
+    def terms(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        found: dict[tuple[str, bool, str], dict[int, int]] = {}
+        for row in self.rows:
+            for name in names:
+                values = self.values(row.entry, name)
+                tokens = [token for value in values for token in tokens_of(value)]
+                if values:
+                    found.setdefault((name, False, ""), {})[row.entry] = len(tokens)
+                for token, count in Counter(tokens).items():
+                    found.setdefault((name, True, token), {})[row.entry] = count
+        return [
+            {
+                "field": name,
+                "term": term if some else None,
+                "documents": len(of),
+                "entries": list(of),
+                "frequencies": list(of.values()),
+            }
+            for (name, some, term), of in sorted(found.items())
+        ]
+
+    def keyword_terms(self, names: Sequence[str]) -> dict[tuple[str, str], list[int]]:
+        found: dict[tuple[str, str], list[int]] = {}
+        for row in self.rows:
+            for name in names:
+                for term in {cut(value) for value in self.values(row.entry, name)}:
+                    found.setdefault((name, term), []).append(row.entry)
+        return found
+
+    def keys(self, group_rows: int = 7) -> dict[bytes, dict[str, Any]]:
+        found: dict[bytes, dict[str, Any]] = {}
+        for index, row in enumerate(self.rows):
+            if row.key is None:
+                continue
+            fact = found.setdefault(row.key, {"first": row.entry, "count": 0, "spans": {}})
+            fact["last"] = row.entry
+            fact["count"] += 1
+            span = fact["spans"].setdefault(index // group_rows, [row.entry, row.entry])
+            span[1] = row.entry
+        for fact in found.values():
+            fact["spans"] = list(fact["spans"].values())
+        return found
+
+    def agg(self) -> dict[tuple[Any, ...], Any]:
+        """By rollup, interval, window, dimensions and measure: a count or a summary."""
+        config = self.view.config
+        states: dict[tuple[Any, ...], Any] = {}
+        for name, rollup in config.rollups.items():
+            stamp = rollup.timestamp_field or config.primary_timestamp_field
+            assert stamp is not None
+            for row in self.rows:
+                record, entry = self.records[row.entry], row.entry
+                times = self.values(entry, stamp)
+                dims = [self.values(entry, dimension) for dimension in rollup.dimensions]
+                if not isinstance(record, dict) or len(times) != 1 or any(len(set(dim)) > 1 for dim in dims):
+                    continue
+                if not FIRST_MS <= times[0] <= LAST_MS or not self._holds(rollup.include, record):
+                    continue
+                texts = tuple(text_of(dim[0]) if dim else None for dim in dims)
+                for interval in rollup.intervals:
+                    span = interval_ms(interval)
+                    assert span is not None
+                    key = (name, span, times[0] // span * span, texts)
+                    for called, measure in rollup.measures.items():
+                        self._measure(states, (*key, called), measure, entry)
+        return states
+
+    def _holds(self, text: str | None, record: object) -> bool:
+        config = self.view.config
+        return text is None or evaluate(bind_query(text, config, SEARCH), record, config, self.view.version)
+
+    def _measure(
+        self, states: dict[tuple[Any, ...], Any], key: tuple[Any, ...], measure: Any, entry: int
+    ) -> None:
+        record = self.records[entry]
+        if measure.kind == "count":
+            states[key] = states.get(key, 0) + self._holds(measure.include, record)
+            return
+        declared = measure.histogram if measure.kind == "summary" else measure.histogram_json_pointer
+        summary = states.setdefault(key, Summary(histogram=declared is not None, whole=False))
+        if measure.kind == "summary":
+            summary.add_all(self.values(entry, measure.field))
+        elif (parts := PartsReader(measure).read(record)) is not None:
+            summary.add_parts(parts)
+
+
+def parts_of(summary: Summary) -> tuple[Any, ...]:
+    """All there is to know of a state, to be compared."""
+    histogram = None if summary.histogram is None else summary.histogram.counts
+    edges = (summary.smallest, type(summary.smallest), summary.largest, type(summary.largest))
+    return summary.count, summary.total, edges, histogram, summary.unplaced, summary.sketch.to_bytes()
+
+
+def plain(kind: str, stored: bytes | None) -> Any:
+    return None if stored is None else value_of(stored, kind)
