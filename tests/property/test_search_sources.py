@@ -22,7 +22,7 @@ from support.search_model import SearchModel, registry_of
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.query.bind import Equals, StartsWith, bind_query
-from tailrace.query.chunk import Chunk, chunk_of, join_chunks
+from tailrace.query.chunk import Chunk, chunk_of, columns_from, join_chunks
 from tailrace.query.compiled import Matcher
 from tailrace.query.dialect import SEARCH
 from tailrace.query.execute import Outcome, Searcher
@@ -31,8 +31,8 @@ from tailrace.query.needle import needles_of
 from tailrace.query.packed import rows_of
 from tailrace.query.search_request import Asked, SearchRequest, bind_request
 from tailrace.query.tail_index import TailIndex
-from tailrace.query.values import values_of
-from tailrace.query.view import Extractor, View
+from tailrace.query.values import dates_of, to_date, values_of
+from tailrace.query.view import Decoder, Extractor, View
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SOME = settings(max_examples=60, deadline=None)
@@ -49,6 +49,15 @@ def chunk(payloads: list[bytes], entries: list[int]) -> Chunk:
     return chunk_of(VIEW.config, entries, rows)
 
 
+def straight_chunk(payloads: list[bytes], entries: list[int], *, lists: bool) -> Chunk:
+    """Made by column, without the values of each row, as the tail index and scans do."""
+    decoder = Decoder(VIEW, NAMES)
+    return Chunk(
+        entries,
+        columns_from(VIEW.config, decoder, decoder.all_members(entries, payloads), lists=lists),
+    )
+
+
 @SOME
 @given(records, st.booleans())
 def test_v1_the_values_of_a_row_are_those_of_the_value_function(record: Any, ascii_only: bool) -> None:
@@ -56,6 +65,19 @@ def test_v1_the_values_of_a_row_are_those_of_the_value_function(record: Any, asc
     promoted = VIEW.record(1, payload)
     for name, values in zip(NAMES, EXTRACTOR.row(1, payload), strict=True):
         assert list(values) == values_of(promoted, VIEW.config.fields[name], VIEW.version)
+
+
+usual_times = st.datetimes().map(lambda at: at.isoformat(timespec="milliseconds") + "Z")
+odd_times = st.sampled_from(
+    ["2026-02-30T00:00:00.000Z", "0000-01-01T00:00:00.000Z", "2026-01-01", "2026-01-01T00:00:00.000Z\n", "7"]
+    + ["\n2026-01-01T00:00:00.000Z"]
+)
+
+
+@SOME
+@given(st.one_of(st.sets(usual_times), st.sets(st.one_of(usual_times, odd_times, st.none(), st.integers()))))
+def test_v1_dates_by_the_minute_are_those_of_the_value_function(leaves: set[Any]) -> None:
+    assert dates_of(leaves) == {leaf: to_date(leaf) for leaf in leaves}
 
 
 def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> None:
@@ -74,6 +96,14 @@ def check_chunks(batch: list[Any], question: Question, cut: int, gap: int) -> No
         return [source.entries[row] for row in rows_of(source.match(bound))]
 
     assert decided(whole) == expected
+    for lists in (True, False):
+        straight = straight_chunk(payloads, entries, lists=lists)
+        assert decided(straight) == expected
+        for name in NAMES:
+            assert straight.bounds(name) == whole.bounds(name)
+            assert straight.missing(name) == whole.missing(name)
+            mine, its = straight.columns[name], whole.columns[name]
+            assert (mine.tokens, mine.documents, mine.multiple) == (its.tokens, its.documents, its.multiple)
     if 0 < cut < len(batch):
         halves = [chunk(payloads[:cut], entries[:cut]), chunk(payloads[cut:], entries[cut:])]
         assert decided(join_chunks(VIEW.config, halves)) == expected

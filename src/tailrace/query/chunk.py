@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from tailrace.query.bind import (
     All,
@@ -21,11 +22,13 @@ from tailrace.query.bind import (
     Words,
 )
 from tailrace.query.chunk_score import add_statistics, chunk_scores, heavy_rows
-from tailrace.query.column import Column, column_of, joined, occurrences
+from tailrace.query.column import Column, occurrences
+from tailrace.query.column_build import column_from, column_of, joined
+from tailrace.query.members import column_of_raw
 from tailrace.query.packed import WordTerms, bits_of, rows_of
 from tailrace.query.score import Scorer, Statistics
 from tailrace.query.values import Value
-from tailrace.query.view import Row
+from tailrace.query.view import Decoder, Row
 from tailrace.schema.search_config import SearchConfig
 
 
@@ -171,6 +174,19 @@ def chunk_of(config: SearchConfig, entries: Sequence[int], rows: Sequence[Row]) 
         for index, (name, field) in enumerate(config.fields.items())
     }
     return Chunk(entries, columns)
+
+
+def columns_from(
+    config: SearchConfig, decoder: Decoder, members: Sequence[Any], *, lists: bool = True
+) -> dict[str, Column]:
+    """The columns of the decoder's fields over decoded records."""
+    nothing: list[object] = [None] * len(members)
+    return {
+        name: column_from(
+            config.fields[name], nothing if get is None else column_of_raw(members, get), lists=lists
+        )
+        for name, get in decoder.gets.items()
+    }
 
 
 def join_chunks(config: SearchConfig, chunks: Sequence[Chunk]) -> Chunk:

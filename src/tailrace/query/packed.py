@@ -8,11 +8,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Protocol
 
 from tailrace.query.values import Value
 
 _OVERHEAD_BYTES = 64  # of an array object
+_SPARSE = 8  # sets with fewer rows than one in so many are gone through from row to row
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 def pack(numbers: Sequence[int], largest: int) -> array[int]:
@@ -32,8 +35,22 @@ def bits_of(rows: Iterable[int], count: int) -> int:
     return int.from_bytes(marks, "little")
 
 
+def bits_where(codes: bytes, first: int, end: int) -> int:
+    """The set of rows whose code, a byte for each row, lies from `first` to below `end`."""
+    digits = b"0" * first + b"1" * (end - first) + b"0" * (256 - end)
+    return int(codes.translate(digits)[::-1], 2) if codes else 0
+
+
+def bits_if(flags: Iterable[bool]) -> int:
+    """The set of rows that have a flag, of which there is one for each row."""
+    return bits_where(bytes(flags), 1, 2)
+
+
 def rows_of(bits: int) -> list[int]:
     """The rows of a set, ascending."""
+    length = bits.bit_length()
+    if bits.bit_count() * _SPARSE > length:
+        return list(compress(range(length), format(bits, "b")[::-1].encode().translate(_DIGITS)))
     rows: list[int] = []
     text = format(bits, "b")[::-1]
     at = text.find("1")

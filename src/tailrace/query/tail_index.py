@@ -16,9 +16,9 @@ from concurrent.futures import Executor
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
-from tailrace.query.chunk import Chunk, chunk_of, join_chunks
+from tailrace.query.chunk import Chunk, columns_from, join_chunks
 from tailrace.query.scan import Payload
-from tailrace.query.view import Extractor, View
+from tailrace.query.view import Decoder, View
 
 logger = logging.getLogger("tailrace.query")
 
@@ -34,8 +34,9 @@ class StreamIndex:
     def __init__(self, stream: Stream, view: View) -> None:
         self.stream = stream
         self.view = view
-        self.extractor = Extractor(view, list(view.config.fields))
+        self.decoder = Decoder(view, list(view.config.fields))
         self.chunks: list[Chunk] = []
+        self.covered = 0  # the last entry that built indexes answer for, with all before it
         self.bytes = 0
         self.used = 0  # when it was last searched, as a count
         self.dropped_rows = 0
@@ -46,6 +47,11 @@ class StreamIndex:
     @property
     def rows(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def floor(self) -> int:
+        """Behind this entry rows belong here."""
+        return max(self.stream.earliest, self.covered)
 
     def measure(self) -> None:
         self.bytes = sum(chunk.memory_bytes for chunk in self.chunks)
@@ -86,14 +92,17 @@ class TailIndex:
 
     # -- what a search asks ------------------------------------------------------------------------------
 
-    async def chunks(self, stream: Stream, view: View, last: int) -> list[Chunk]:
-        """The chunks for a search up to `last`: what is new is added first, if that is little."""
+    async def chunks(self, stream: Stream, view: View, last: int, covered: int | None = None) -> list[Chunk]:
+        """The chunks for a search up to `last`: what is new is added first, if that is little.
+
+        Rows up to `covered` leave: built indexes answer for them. None: that has not changed.
+        """
         if not self.bytes_max:
             return []
-        index = self._index(stream, view)
+        index = self._index(stream, view, covered)
         if index.filling is None and not index.busy and not index.too_large:
-            newest = index.chunks[-1].last if index.chunks else max(stream.earliest, last - self._rows)
-            if 0 < last - newest <= self._rows and (index.chunks or newest == stream.earliest):
+            newest = index.chunks[-1].last if index.chunks else max(index.floor, last - self._rows)
+            if 0 < last - newest <= self._rows and (index.chunks or newest == index.floor):
                 index.busy = True
                 try:
                     await self._extend(index, newest, last)
@@ -104,7 +113,7 @@ class TailIndex:
                 index.filling.add_done_callback(lambda task: self._filled(index, task))
         return list(index.chunks)
 
-    def _index(self, stream: Stream, view: View) -> StreamIndex:
+    def _index(self, stream: Stream, view: View, covered: int | None) -> StreamIndex:
         for number in [number for number, index in self._streams.items() if index.stream.removed]:
             self.forget(number)
         index = self._streams.get(stream.number)
@@ -116,7 +125,9 @@ class TailIndex:
         index.stream = stream
         self._uses += 1
         index.used = self._uses
-        while index.chunks and index.chunks[0].last <= stream.earliest:
+        if covered is not None:
+            index.covered = covered
+        while index.chunks and index.chunks[0].last <= index.floor:
             del index.chunks[0]
             index.measure()
         return index
@@ -125,26 +136,26 @@ class TailIndex:
 
     def _has_gap(self, index: StreamIndex, last: int) -> bool:
         if not index.chunks or index.chunks[-1].last < last:
-            return last > index.stream.earliest
+            return last > index.floor
         return self._can_go_back(index)
 
     def _can_go_back(self, index: StreamIndex) -> bool:
         room = self.bytes < self.bytes_max * ROOM_TO_GO_BACK
-        return room and bool(index.chunks) and index.chunks[0].first > index.stream.earliest + 1
+        return room and bool(index.chunks) and index.chunks[0].first > index.floor + 1
 
     async def _fill(self, index: StreamIndex) -> None:
         """Everything that is missing, the newest rows first."""
         stream = index.stream
         while not stream.removed:
             last = stream.visible
-            newest = index.chunks[-1].last if index.chunks else max(stream.earliest, last - self._rows)
+            newest = index.chunks[-1].last if index.chunks else max(index.floor, last - self._rows)
             if newest < last:
                 await self._extend(index, newest, min(last, newest + self._rows))
                 if not index.chunks:
                     return  # no room at all
             elif self._can_go_back(index):
                 first = index.chunks[0].first
-                older = await self._made(index, max(stream.earliest, first - 1 - self._rows), first - 1)
+                older = await self._made(index, max(index.floor, first - 1 - self._rows), first - 1)
                 if not index.chunks or index.chunks[0].first != first:
                     continue  # some were dropped meanwhile
                 index.chunks[:0] = older
@@ -232,7 +243,6 @@ class TailIndex:
 
 
 def _make(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
-    row = index.extractor.row
     entries = range(first, first + len(payloads))
-    rows = [row(entry, payload) for entry, payload in zip(entries, payloads, strict=True)]
-    return chunk_of(index.view.config, entries, rows)
+    members = index.decoder.all_members(entries, payloads)
+    return Chunk(entries, columns_from(index.view.config, index.decoder, members))

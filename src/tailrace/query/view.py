@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import msgspec
-
+from tailrace.query.members import UNDECODED, Get, Members, Tokens
 from tailrace.query.values import Convert, Value, converter, leaves
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.payload import UnreadableRecordError, decode_record
-from tailrace.schema.pointer import ABSENT, find, parse_pointer
+from tailrace.schema.pointer import ABSENT, parse_pointer
 from tailrace.schema.promote import Promoter
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import SearchConfig
@@ -64,62 +63,69 @@ class Extractor:
     """The values of some fields, taken from payloads without decoding what nobody asks for."""
 
     def __init__(self, view: View, names: Sequence[str]) -> None:
-        self._view = view
-        self._first_current = view.first_current()
-        members: dict[str, str] = {}
-        self._gets: list[Callable[[Any], Sequence[Value]]] = []
-        for name in names:
-            field = view.config.fields[name]
-            pointer = field.pointer_at(view.version)
-            tokens = parse_pointer(pointer) if pointer else None
-            if not tokens:  # no binding yet, or the whole record, which is an object and so no value
-                self._gets.append(_nothing)
-                continue
-            attribute = members.setdefault(tokens[0], f"m{len(members)}")
-            self._gets.append(_getter(attribute, tokens[1:], converter(field)))
-        self._members = tuple(members)
-        attributes = [(attribute, Any, None) for attribute in members.values()]
-        self._shape = cast(
-            "Callable[..., object]",
-            msgspec.defstruct("Members", attributes, rename={v: k for k, v in members.items()}, gc=False),
-        )
-        self._decode = msgspec.json.Decoder(cast("type[object]", self._shape)).decode
-        self._none: Row = [NO_VALUES] * len(names)
+        self._decoder = Decoder(view, names)
+        fields = view.config.fields
+        self._gets = [
+            _nothing if get is None else _values(get, converter(fields[name]))
+            for name, get in self._decoder.gets.items()
+        ]
 
     def row(self, entry: int, payload: bytes | memoryview) -> Row:
         """The values of one stored entry."""
+        members = self._decoder.members(entry, payload)
+        return [get(members) for get in self._gets]
+
+
+class Decoder:
+    """The parts of stored payloads that some fields are made of, at the version of a view."""
+
+    def __init__(self, view: View, names: Sequence[str]) -> None:
+        self._view = view
+        self._first_current = view.first_current()
+        pointers: dict[str, Tokens] = {}
+        for name in names:
+            pointer = view.config.fields[name].pointer_at(view.version)
+            # No binding yet, or the whole record, which is an object and so no value: nothing is there.
+            tokens = parse_pointer(pointer) if pointer else None
+            if tokens:
+                pointers[name] = tokens
+        self._members = Members(pointers.values())
+        self.gets: dict[str, Get | None] = {
+            name: self._members.getter(pointers[name]) if name in pointers else None for name in names
+        }
+
+    def members(self, entry: int, payload: bytes | memoryview) -> Any:
         if entry >= self._first_current:
             try:
-                members = self._decode(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return self._members.decode(payload)
+            except UNDECODED:
                 pass
-            else:
-                return [get(members) for get in self._gets]
-        record = self._view.record(entry, payload)
-        if not isinstance(record, dict):
-            return self._none
-        find_member = cast("dict[str, object]", record).get
-        members = self._shape(*map(find_member, self._members))
-        return [get(members) for get in self._gets]
+        return self._members.of_record(self._view.record(entry, payload))
+
+    def all_members(self, entries: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[Any]:
+        """As `members`, of many. Entries ascend."""
+        if entries and entries[0] >= self._first_current:
+            decode = self._members.decode
+            try:
+                return [decode(payload) for payload in payloads]
+            except UNDECODED:
+                pass
+        return list(map(self.members, entries, payloads))
 
 
 def _nothing(_members: object) -> Sequence[Value]:
     return NO_VALUES
 
 
-def _getter(attribute: str, rest: tuple[str, ...], convert: Convert) -> Callable[[Any], Sequence[Value]]:
-    def get(members: Any) -> Sequence[Value]:
-        found: object = getattr(members, attribute)
-        if found is None:
+def _values(get: Get, convert: Convert) -> Callable[[Any], Sequence[Value]]:
+    def values(members: Any) -> Sequence[Value]:
+        found = get(members)
+        if found is None or found is ABSENT:
             return NO_VALUES
-        if rest:
-            found = find(found, rest)
         if type(found) is list:
-            values = (convert(leaf) for leaf in leaves(cast("object", found)))
-            return tuple(value for value in values if value is not None)
-        if found is ABSENT:
-            return NO_VALUES
+            listed = (convert(leaf) for leaf in leaves(cast("object", found)))
+            return tuple(value for value in listed if value is not None)
         value = convert(found)
         return NO_VALUES if value is None else (value,)
 
-    return get
+    return values

@@ -1,0 +1,131 @@
+"""Columns from what records hold at a pointer, from values, and from other columns.
+
+Most columns hold one plain leaf in each row. Those are made by their distinct leaves: each is converted, cut
+into tokens and numbered once, however many rows have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any, Final, cast
+
+from tailrace.query.analyze import tokens_of
+from tailrace.query.column import Column
+from tailrace.query.packed import bits_if, bits_of
+from tailrace.query.values import Value, converter, dates_of, leaves
+from tailrace.schema.search_fields import Field
+
+_BREAK: Final = ""  # is no token
+_NUMBERS: Final = frozenset({int, float})
+_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+
+
+def column_from(field: Field, found: list[object], *, lists: bool = True) -> Column:
+    """The column of a field, given what lies at its pointer in each row: None where nothing is."""
+    kinds = set(map(type, found))
+    if not kinds <= _PLAIN or (bool in kinds and kinds & _NUMBERS):
+        # Arrays and objects; and truths beside numbers, which would be equal to some of them.
+        return column_of(field, _all_values(field, found), lists=lists)
+    canonical = _canonical(field, set(found))
+    if field.kind == "text":
+        return _text_column(field, found, cast("dict[object, str | None]", canonical), lists)
+    terms = sorted(cast("set[Any]", set(canonical.values()) - {None}))
+    numbers = {term: rank for rank, term in enumerate(terms)}
+    ranks = {leaf: numbers[value] for leaf, value in canonical.items() if value is not None}
+    if len(ranks) == len(canonical):
+        everywhere = (1 << len(found)) - 1
+        return Column(field, terms, list(map(ranks.__getitem__, found)), None, 0, everywhere, lists=lists)
+    listed = [ranks[leaf] for leaf in found if leaf in ranks]
+    flags = [leaf in ranks for leaf in found]
+    starts = list(accumulate(flags, initial=0))
+    return Column(field, terms, listed, starts, 0, bits_if(flags), lists=lists)
+
+
+def _canonical(field: Field, distinct: set[object]) -> dict[object, Value | None]:
+    """Each leaf's value, or None if it has none."""
+    if field.kind == "date":
+        return dates_of(distinct)
+    convert = converter(field)
+    return {leaf: convert(leaf) for leaf in distinct}
+
+
+def _text_column(
+    field: Field, found: list[object], canonical: dict[object, str | None], lists: bool
+) -> Column:
+    tokens = {leaf: [] if text is None else tokens_of(text) for leaf, text in canonical.items()}
+    terms = sorted(set(chain.from_iterable(tokens.values())))
+    number = {term: rank for rank, term in enumerate(terms)}.__getitem__
+    ranked = {leaf: list(map(number, listed)) for leaf, listed in tokens.items()}
+    ranks = list(chain.from_iterable(map(ranked.__getitem__, found)))
+    lengths = {leaf: len(listed) for leaf, listed in ranked.items()}
+    starts = list(accumulate(map(lengths.__getitem__, found), initial=0))
+    present = bits_if([canonical[leaf] is not None for leaf in found])
+    single = set(lengths.values()) == {1}
+    return Column(field, terms, ranks, None if single else starts, 0, present, lists=lists)
+
+
+def _all_values(field: Field, found: Iterable[object]) -> list[list[Value]]:
+    convert = converter(field)
+    return [[value for leaf in leaves(item) if (value := convert(leaf)) is not None] for item in found]
+
+
+def column_of(field: Field, values: Sequence[Sequence[Value]], *, lists: bool = True) -> Column:
+    """The column of a field, given its values in each row."""
+    is_text = field.kind == "text"
+    listed: Sequence[Sequence[Any]] = _tokens(values) if is_text else values
+    distinct: set[Any] = set()
+    for row in listed:
+        distinct.update(row)
+    if is_text:
+        distinct.discard(_BREAK)
+    terms = sorted(distinct)
+    numbers: dict[Value, int] = {term: rank for rank, term in enumerate(terms)}
+    if is_text:
+        numbers[_BREAK] = len(terms)
+    ranks: list[int] = []
+    starts: list[int] = [0]
+    for row in listed:
+        ranks += [numbers[value] for value in row]
+        starts.append(len(ranks))
+    multiple = bits_of((row for row, found in enumerate(values) if len(found) > 1), len(values))
+    present = bits_of((row for row, found in enumerate(values) if found), len(values))
+    return Column(field, terms, ranks, _starts(ranks, starts, len(terms)), multiple, present, lists=lists)
+
+
+def _starts(ranks: list[int], starts: list[int], break_rank: int) -> list[int] | None:
+    """None if every row has exactly one. Two values without tokens are but the break between them."""
+    single = len(ranks) == len(starts) - 1 and starts == list(range(len(starts)))
+    return None if single and break_rank not in ranks else starts
+
+
+def joined(field: Field, columns: Sequence[Column]) -> Column:
+    """One column of several, one behind the other."""
+    listed = [[column.terms[rank] for rank in range(len(column.terms))] for column in columns]
+    terms: list[Any] = sorted({term for terms in listed for term in terms})
+    numbers = {term: rank for rank, term in enumerate(terms)}
+    ranks: list[int] = []
+    starts: list[int] = [0]
+    multiple = present = count = 0
+    for column, own in zip(columns, listed, strict=True):
+        renumbered = [numbers[term] for term in own] + [len(terms)]
+        base = len(ranks)
+        ranks += [renumbered[rank] for rank in column.ranks]
+        ends = range(1, column.count + 1) if column.starts is None else column.starts[1:]
+        starts += [base + end for end in ends]
+        multiple |= column.multiple << count
+        present |= column.present << count
+        count += column.count
+    return Column(field, terms, ranks, _starts(ranks, starts, len(terms)), multiple, present)
+
+
+def _tokens(values: Sequence[Sequence[Value]]) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for row in values:
+        tokens: list[str] = []
+        for index, value in enumerate(row):
+            if index:
+                tokens.append(_BREAK)
+            tokens += tokens_of(str(value))
+        rows.append(tokens)
+    return rows
