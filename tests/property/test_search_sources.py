@@ -69,8 +69,14 @@ def test_v1_the_values_of_a_row_are_those_of_the_value_function(record: Any, asc
 
 usual_times = st.datetimes().map(lambda at: at.isoformat(timespec="milliseconds") + "Z")
 odd_times = st.sampled_from(
-    ["2026-02-30T00:00:00.000Z", "0000-01-01T00:00:00.000Z", "2026-01-01", "2026-01-01T00:00:00.000Z\n", "7"]
-    + ["\n2026-01-01T00:00:00.000Z"]
+    [
+        "2026-02-30T00:00:00.000Z",
+        "0000-01-01T00:00:00.000Z",
+        "2026-01-01T00:00:00.000Z\n",
+        "\n2026-01-01T00:00:00.000Z",
+        "2026-01-01",
+        "7",
+    ]
 )
 
 
