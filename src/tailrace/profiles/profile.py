@@ -9,6 +9,10 @@ import msgspec
 from tailrace.profiles import canonical, evlog, metrics, state_protocol
 from tailrace.profiles.evlog import Evlog
 from tailrace.profiles.evlog_config import parse_evlog
+from tailrace.profiles.otel import span
+from tailrace.profiles.otel.config import parse_otel
+from tailrace.profiles.otel.registry import OTEL_TRACES
+from tailrace.profiles.otel.span import OtelTraces
 from tailrace.profiles.touch.config import TouchConfig, parse_touch
 from tailrace.schema.body import invalid, object_at
 from tailrace.schema.registry import Boundary, Registry
@@ -86,6 +90,22 @@ class MetricsProfile:
         return metrics.default_key(cast("Json", record))
 
 
+class OtelTracesProfile:
+    kind = "otel-traces"
+    reencodes = checks = True
+    update: Json | None = OTEL_TRACES
+
+    def __init__(self, body: Json, path: str) -> None:
+        self.config = parse_otel(body, path)
+        self.accept = OtelTraces(self.config).normalise
+
+    def to_json(self) -> Json:
+        return self.config.to_json()
+
+    def default_key(self, record: object) -> str | None:
+        return span.default_key(cast("Json", record))
+
+
 class StateProtocolProfile:
     kind = "state-protocol"
     reencodes = False
@@ -130,7 +150,7 @@ def parse_profile(body: object) -> Profile:
         touch = parse_touch(given["touch"], "profile.touch") if "touch" in given else None
         return StateProtocolProfile(touch)
     if kind == "otel-traces":
-        raise invalid("profile.kind otel-traces is not available on this server")
+        return OtelTracesProfile(given, "profile")
     if kind not in ("generic", "metrics"):
         raise invalid(f"profile.kind must be {'|'.join(KINDS)}")
     object_at(given, "profile", ("kind",))

@@ -1,0 +1,82 @@
+"""The wire format of protocol buffers, as far as reading exports and writing their answers needs it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+VARINT: Final = 0
+FIXED64: Final = 1
+BYTES: Final = 2
+FIXED32: Final = 5
+
+_U64 = struct.Struct("<Q")
+_U32 = struct.Struct("<I")
+
+
+class MalformedError(ValueError):
+    """The bytes are no message."""
+
+
+def fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
+    """Number, wire type and value of each field, in the order of the message."""
+    at, end = 0, len(data)
+    while at < end:
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if number == 0:
+            raise MalformedError("a field has no number")
+        if kind == VARINT:
+            value, at = _varint(data, at)
+            yield number, kind, value
+        elif kind == BYTES:
+            size, at = _varint(data, at)
+            if size > end - at:
+                raise MalformedError("a field is longer than its message")
+            yield number, kind, data[at : at + size]
+            at += size
+        elif kind in (FIXED64, FIXED32):
+            size = 8 if kind == FIXED64 else 4
+            if size > end - at:
+                raise MalformedError("a field is longer than its message")
+            yield number, kind, (_U64 if size == 8 else _U32).unpack_from(data, at)[0]
+            at += size
+        else:
+            raise MalformedError("a field has an unknown type")
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        if at >= len(data):
+            raise MalformedError("a number is cut off")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & (2**64 - 1), at
+        shift += 7
+    raise MalformedError("a number is too long")
+
+
+def signed(value: int) -> int:
+    """A 64-bit number as it was before it was written."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def write_varint(number: int, value: int) -> bytes:
+    return _written(number << 3) + _written(value & (2**64 - 1))
+
+
+def write_bytes(number: int, value: bytes) -> bytes:
+    return _written(number << 3 | BYTES) + _written(len(value)) + value
+
+
+def _written(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
