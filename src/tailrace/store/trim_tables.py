@@ -6,6 +6,7 @@ none of these tables until its checkpointer runs; whoever reads it before finds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
@@ -56,6 +57,14 @@ class TrimTables:
                 cast("tuple[int, int, int, int, int]", row) for row in rows
             )
         ]
+
+    def forks_among(self, numbers: Sequence[int]) -> set[int]:
+        """Those of some streams that are forks."""
+        if not numbers or not self.exist():
+            return set()
+        marks = ",".join("?" * len(numbers))
+        rows = self._db.rows(f"SELECT number FROM forks WHERE number IN ({marks})", *numbers)  # noqa: S608
+        return {cast("int", row[0]) for row in rows}
 
     def due_after(self, at_ns: int, number: int, limit: int) -> list[tuple[int, int]]:
         """Times and numbers of streams that retention has to look at, soonest first, behind the one named."""

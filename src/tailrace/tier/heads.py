@@ -82,10 +82,13 @@ class Heads:
         after = 0
         while len(self._recorded) < REMEMBERED_MAX:
             rows = await self._sealing.on_thread(partial(_stale_heads, cold, after))
+            forks = await self._sealing.forks_among([number for number, _ in rows])
             stale = [
                 number
                 for number, changed_file in rows
-                if self._recorded.get(number, 0) < changed_file and number not in self._sealing.busy
+                if self._recorded.get(number, 0) < changed_file
+                and number not in self._sealing.busy
+                and not (number in forks and self._must_wait(number))
             ]
             if stale:
                 report = await self._sealing.ask("heads", stale)
@@ -102,6 +105,11 @@ class Heads:
                 break
             after = rows[-1][0]
         return clean
+
+    def _must_wait(self, number: int) -> bool:
+        """A fork comes after what it inherits. The checkpoint that knows of it asks for the next round."""
+        stream = self._sealing.stream(number)
+        return stream is not None and self._sealing.lineage.must_wait(stream)
 
     async def _bury(self) -> bool:
         clean = True

@@ -26,6 +26,7 @@ from tailrace.store.object_book import ObjectBook
 from tailrace.tier.due import Aging, DueStreams
 from tailrace.tier.heads import Heads
 from tailrace.tier.leftovers import PAGE_COUNT, leftovers_after
+from tailrace.tier.lineage import Lineage
 from tailrace.tier.meta_recording import MetaRecording
 from tailrace.tier.owner import Owner
 from tailrace.tier.pressure import Pressure
@@ -64,6 +65,7 @@ class Sealing:
         url = settings.object_store_url
         self._owner = Owner(url, deployment, settings.take_over, log.store, log.limits)
         self._due = DueStreams(log.limits)
+        self.lineage = Lineage(self._due, log.streams.get)
         self.pressure = Pressure(log)
         self.sealer: SealerProcess | None = None
         self.book = ObjectBook()
@@ -315,6 +317,9 @@ class Sealing:
         """One job for one stream; True if another has to follow."""
         stream = self._log.streams.get(number)
         if stream is None or stream.removed or stream.stored <= stream.sealed:
+            self.lineage.sealed(number)
+            return False
+        if self.lineage.wait(stream):
             return False
         sealed = stream.sealed
         report = await self.ask("seal", [number], sealed)
@@ -334,6 +339,7 @@ class Sealing:
             self.segments += 1
             self.segment_bytes += segment.bytes
             self.pressure.sealed(segment.payload_bytes)
+        self.lineage.sealed(number)
         return report.more or self._due.is_due(stream)
 
     def _later(self, number: int, pause_s: float) -> None:
@@ -426,6 +432,13 @@ class Sealing:
     def stored(self) -> ColdTables:
         """The hot store's book of objects, for whoever is on a thread."""
         return self._log.store.db.cold
+
+    async def forks_among(self, numbers: list[int]) -> set[int]:
+        """Those of the streams that are forks, as the hot store knows."""
+        return await self.on_thread(lambda: self._log.store.db.trims.forks_among(numbers))
+
+    def stream(self, number: int) -> Stream | None:
+        return self._log.streams.get(number)
 
     @property
     def journal_file(self) -> int:

@@ -102,6 +102,7 @@ class Trims:
         self._file = 0  # the last journal file that takes entries away
         self._deleting = False
         self._wanted = True
+        self._early = False  # forks wait for their sources to be sealed
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
         self.entries = self.segments = self.segment_bytes = 0  # taken away so far
@@ -112,13 +113,14 @@ class Trims:
 
     def waits_for_checkpoint(self, checkpointed_seq: int) -> bool:
         """Whether objects can only be deleted, or struck off the list, after the next checkpoint."""
-        return self._file > checkpointed_seq or bool(self._done)
+        return self._file > checkpointed_seq or bool(self._done) or self._early
 
     def checkpointed(self, seq: int) -> None:
         for file in [file for file in self._noted if file <= seq]:
             for number in self._noted.pop(file):
                 self._done.pop(number, None)
         self._checkpoints += 1
+        self._early = False
         self._seen = _START
         self._look_at_s = 0.0
         self._wanted = True
@@ -205,6 +207,10 @@ class Trims:
         while len(self._done) < REMEMBERED_MAX:
             rows = await self._sealing.on_thread(lambda after=after: self._pending(after))
             numbers = [number for number, file in rows if self._done.get(number, 0) < file]
+            new = await self._sealing.on_thread(lambda numbers=numbers: self._unrecorded_forks(numbers))
+            early = {number for number in new if self._must_wait(number)}
+            self._early = self._early or bool(early)
+            numbers = [number for number in numbers if number not in early]
             if numbers:
                 report = await self._sealing.ask("trim", numbers)
                 done = [number for number, _ in report.done]
@@ -222,3 +228,12 @@ class Trims:
 
     def _pending(self, after: int) -> list[tuple[int, int]]:
         return self._log.store.db.trims.pending(after, PAGE_COUNT)
+
+    def _must_wait(self, number: int) -> bool:
+        """A fork gets its first manifest after what it inherits is sealed."""
+        stream = self._log.streams.get(number)
+        return stream is not None and self._sealing.lineage.must_wait(stream)
+
+    def _unrecorded_forks(self, numbers: list[int]) -> set[int]:
+        db = self._log.store.db
+        return {number for number in db.trims.forks_among(numbers) if not db.cold.generation(number)}
