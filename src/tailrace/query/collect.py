@@ -63,18 +63,29 @@ class Collector:
         self.counters.json_parse_s += time.monotonic() - begun
         return decided
 
+    def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
+        """How many candidates of an index were decided before the deadline."""
+        begun = time.monotonic()
+        decided = self.scanner.verify(entries, payloads, deadline)
+        self.counters.json_parse_s += time.monotonic() - begun
+        return decided
+
+    def explain(self, hit: Hit, payload: Payload) -> Hit:
+        """A hit with all that weighs in it, from its record."""
+        return hit._replace(groups=self.scanner.groups_in(hit.entry, payload), source=None)
+
     def counted(self, counts: Counts, last: int) -> None:
         """A stretch, or what was decided of it up to `last`, is counted in."""
-        self._see_primary(counts.primary_max, last)
+        self.see_primary(counts.primary_max, last)
         for name, field in counts.statistics.items():
             self.statistics[name].add(field.documents, field.tokens, field.with_token)
 
     def known(self, facts: Facts, last: int) -> None:
         """As `counted`, for a stretch that was counted before."""
-        self._see_primary(facts.primary_max, last)
+        self.see_primary(facts.primary_max, last)
         facts.add_to(self.statistics)
 
-    def _see_primary(self, primary: Value | None, last: int) -> None:
+    def see_primary(self, primary: Value | None, last: int) -> None:
         if primary is not None:
             assert isinstance(primary, int)
             self._primaries.append((last, primary))
@@ -119,24 +130,28 @@ class Collector:
                 continue
             if source.first > self._trimmed:
                 bounds = source.bounds(primary)
-                self._see_primary(None if bounds is None else bounds[1], source.last)
+                self.see_primary(None if bounds is None else bounds[1], source.last)
             else:
                 for row in rows_of(source.after(self._trimmed)):
-                    self._see_primary(source.edge(primary, row, True), source.last)
+                    self.see_primary(source.edge(primary, row, True), source.last)
         self.counters.fts_clause_estimate_s += time.monotonic() - begun
 
     def source(self, source: Indexed) -> None:
-        """Decides all rows of a source."""
-        request = self.request
-        rows = source.match(request.query)
+        """Decides all rows of a chunk."""
+        rows = source.match(self.request.query)
         if source.first <= self._trimmed:
             rows &= source.after(self._trimmed)
+        self.counters.scanned_tail_docs += rows.bit_count()
+        self.take_rows(source, rows)
+
+    def take_rows(self, source: Indexed, rows: int) -> None:
+        """Takes the rows of a source that match."""
+        request = self.request
         if not rows:
             return
         found = rows.bit_count()
         self.matches += found
         self.counters.candidates += found
-        self.counters.scanned_tail_docs += found
         rows = self._hopeful(source, rows)
         if not rows:
             return

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple, TypeGuard, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar, TypeVarTuple, Unpack
 
 from tailrace.errors import TailraceError
 from tailrace.log.history import NotAtHandError
@@ -15,14 +15,20 @@ from tailrace.log.reader import Reader
 from tailrace.query.collect import Collector, Hit
 from tailrace.query.coverage import Counters, Omitted, omitted, touched, visible_through
 from tailrace.query.facts import Facts, FactsCache
-from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, best_first, plan
-from tailrace.query.scan import Counts
+from tailrace.query.families.library import Library
+from tailrace.query.families.span import Span
+from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, best_first, plan, side_by_side, stretches
+from tailrace.query.scan import Counts, Payload
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
 from tailrace.store.segments import SegmentInfo
 
+if TYPE_CHECKING:
+    from tailrace.query.span_run import Left, SpanRun
+
 READ_BYTES = 1 << 20
+AT_ONCE = 8  # spans whose files are held open by one search
 WEIGHING_PART = 0.2  # of the time for a search that is kept for scores, when scans have been counted
 
 R = TypeVar("R")
@@ -65,6 +71,7 @@ class Searcher:
         self.threads = threads
         self.segments_of = segments_of  # of the stream with this number, asked on a thread
         self.total_exact_max = total_exact_max
+        self.library: Library | None = None  # set by whoever knows what is published
         self.facts = FactsCache()
         self.scan_rows = SCAN_ROWS
         self.scans = True  # without them, what is not indexed is left out
@@ -97,6 +104,7 @@ class _Run:
         self._left_out = False
         self._again: list[Stretch] = []
         self._scanned: list[Stretch] = []
+        self._spans: SpanRun | None = None
 
     @property
     def _late(self) -> bool:
@@ -104,13 +112,16 @@ class _Run:
 
     async def decide(self) -> None:
         sources: Sequence[Indexed] = ()
+        spans: Sequence[Span] = ()
         if self._late:
             self._timed_out = True  # there was no time to begin with
         else:
-            sources = await self._searcher.tail.chunks(self._stream, self._view, self._last)
+            spans, covered = await self._usable_spans()
+            sources = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
         key = self._request.sort[0]
         ascending = key.kind == "offset" and not key.descending
-        pieces = plan(self._first, self._last, sources, self._searcher.scan_rows, newest_first=not ascending)
+        known = side_by_side(spans, sources, self._stream.earliest)
+        pieces = plan(self._first, self._last, known, self._searcher.scan_rows, newest_first=not ascending)
         if self._collector.weighs and self._request.by_score:
             await self._decide_by_weight(pieces)
         else:
@@ -118,8 +129,21 @@ class _Run:
             if not self._late:
                 self._collector.count_sources(indexed)
             if key.kind not in ("offset", "score"):
-                pieces = [*best_first(indexed, key), *(piece for piece in pieces if not is_indexed(piece))]
+                spans = [piece for piece in pieces if isinstance(piece, Span)]
+                rest = [piece for piece in pieces if isinstance(piece, Stretch)]
+                pieces = [*best_first(indexed, key), *spans, *rest]
             await self._decide_in_order(pieces)
+
+    async def _usable_spans(self) -> tuple[list[Span], int]:
+        """Built indexes that are of use to this search, and up to where they speak for everything."""
+        library = self._searcher.library
+        spans = () if library is None else await library.spans(self._stream, self._view)
+        if library is None or not spans:
+            return [], 0
+        from tailrace.query.span_run import SpanRun  # brings Arrow, which is large
+
+        self._spans = SpanRun(library, self._view, self._request, self._collector, self._stream.earliest)
+        return self._spans.usable(spans), library.covered(self._stream)
 
     async def _decide_in_order(self, pieces: list[Piece]) -> None:
         waiting = pieces[::-1]
@@ -127,11 +151,17 @@ class _Run:
             if self._late:
                 break
             piece = waiting[-1]
-            if self._collector.enough and isinstance(piece, Stretch):
-                self._stopped_early = True  # what is indexed is still counted: that costs little
+            if self._collector.enough and not is_indexed(piece):
+                self._stopped_early = True  # what is in memory is still counted: that costs little
                 waiting.pop()
                 continue
-            if is_indexed(piece):
+            if isinstance(piece, Span):
+                spans: list[Span] = []
+                while waiting and len(spans) < AT_ONCE and isinstance(span := waiting[-1], Span):
+                    spans.append(span)
+                    waiting.pop()
+                waiting += (await self._take_spans(spans, counts=True))[::-1]
+            elif is_indexed(piece):
                 indexed: list[Indexed] = []
                 while waiting and is_indexed(found := waiting[-1]):
                     indexed.append(found)
@@ -149,17 +179,21 @@ class _Run:
         now = time.monotonic()
         self._scan_until = now + (self._deadline - now) * (1 - WEIGHING_PART)
         indexed = [piece for piece in pieces if is_indexed(piece)]
-        stretches = [piece for piece in pieces if isinstance(piece, Stretch)]
+        unread = [piece for piece in pieces if isinstance(piece, Stretch)]
+        spans, uncounted = await self._count_spans([piece for piece in pieces if isinstance(piece, Span)])
+        unread += [stretch for span in uncounted for stretch in self._stretches_of(span)]
         if not self._late:
             await self._on_thread(collector.count_sources, indexed)
-        while stretches and time.monotonic() < self._scan_until:
-            await self._scan(stretches.pop(0))
+        while unread and time.monotonic() < self._scan_until:
+            await self._scan(unread.pop(0))
         self._scan_until = self._deadline
         await self._on_thread(collector.settle)
-        left = indexed if self._late else await self._sources(indexed)
+        left: Sequence[Piece] = indexed if self._late else await self._sources(indexed)
+        while spans and not self._late:
+            spans = await self._take_spans(spans[:AT_ONCE], counts=False) + spans[AT_ONCE:]
         while self._again and not self._late:
             await self._scan(self._again.pop(0), again=True)
-        self._give_up([*left, *stretches, *self._again])
+        self._give_up([*left, *spans, *unread, *self._again])
 
     def _give_up(self, pieces: Sequence[Piece]) -> None:
         """The clock has run out with these undecided."""
@@ -183,6 +217,103 @@ class _Run:
                 return indexed[index:][::-1]
             collector.source(source)
         return []
+
+    # -- built indexes -----------------------------------------------------------------------------------
+
+    async def _count_spans(self, spans: list[Span]) -> tuple[list[Span], list[Span]]:
+        """Takes the statistics of spans in; answers those that were counted, and those to be scanned."""
+        counted: list[Span] = []
+        refused: list[Span] = []
+        for begin in range(0, len(spans), AT_ONCE):
+            batch = spans[begin : begin + AT_ONCE]
+            if self._late:
+                return counted, refused + spans[begin:]
+            assert self._spans is not None
+            opened = await self._spans.open(batch)
+            failed = await self._on_thread(self._spans.count, opened)
+            refused += failed
+            counted += [span for span in batch if span not in failed]
+        return counted, refused
+
+    async def _take_spans(self, spans: list[Span], *, counts: bool) -> list[Span]:
+        """Decides some spans; answers those that there was no time for."""
+        assert self._spans is not None
+        opened = await self._spans.open(spans)
+        left, late = await self._on_thread(
+            lambda: run.decide(opened, self._deadline, counts=counts) if (run := self._spans) else ([], [])
+        )
+        for one in left:
+            if one.candidates is not None:
+                await self._verify(one)
+            else:
+                for stretch in self._stretches_of(one.span):
+                    await self._scan(stretch, again=one.counted)
+        return late
+
+    def _stretches_of(self, span: Span) -> list[Stretch]:
+        first, last = max(span.first, self._first), min(span.last, self._last)
+        return stretches(first, last, self._searcher.scan_rows)
+
+    async def _verify(self, left: Left) -> None:
+        """Decodes the entries that an index could not decide."""
+        collector, entries = self._collector, left.candidates or []
+        if not self._searcher.scans:
+            collector.undecided += [Stretch(entry, entry) for entry in entries]
+            self._left_out = self._left_out or bool(entries)
+            return
+        for wanted in left.runs():
+            try:
+                payloads = await self._payloads(wanted)
+            except TimeoutError:
+                self._timed_out = True
+                payloads = {}
+            except TailraceError:
+                self._left_out = True
+                payloads = {}
+            found = [entry for entry in wanted if entry in payloads]
+            decided = await self._on_thread(
+                collector.verify, found, [payloads[entry] for entry in found], self._deadline
+            )
+            if decided < len(found):
+                self._timed_out = True
+            done = set(found[:decided])
+            gone = self._stream.earliest  # what was taken away meanwhile is not missed
+            collector.undecided += [
+                Stretch(entry, entry) for entry in wanted if entry > gone and entry not in done
+            ]
+
+    async def _payloads(self, entries: Sequence[int]) -> dict[int, Payload]:
+        """The payloads of entries that lie near each other. What retention has taken is left out."""
+        wanted, found = set(entries), dict[int, Payload]()
+        after, last = entries[0] - 1, entries[-1]
+        while after < last:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                try:
+                    page = await self._searcher.reader.read(
+                        self._stream, after, READ_BYTES, last - after, apart=True
+                    )
+                except TailraceError as refusal:
+                    if refusal.code != "offset_gone" or self._stream.earliest <= after:
+                        raise
+                    after = min(self._stream.earliest, last)
+                    continue
+            for entry, payload in zip(page.entries(), page.parts, strict=True):
+                if entry in wanted:
+                    found[entry] = payload
+                    self._collector.counters.payload_bytes += len(payload)
+            after = page.next_entry
+        return found
+
+    async def _explain(self) -> None:
+        """Hits from built indexes, in an order without scores: what weighs in them is in their records."""
+        top = self._collector.top
+        if self._spans is None or not self._collector.weighs or self._request.by_score:
+            return
+        for place, hit in enumerate(top.hits):
+            if hit.source is not None and not self._spans.can_explain(hit.source):
+                payloads = await self._payloads([hit.entry])
+                if hit.entry in payloads:
+                    top.hits[place] = self._collector.explain(hit, payloads[hit.entry])
 
     # -- scans -------------------------------------------------------------------------------------------
 
@@ -269,11 +400,14 @@ class _Run:
         collector = self._collector
         undecided = collector.undecided
         segments: list[SegmentInfo] = []
-        if self._stream.sealed and (self._scanned or undecided):
+        if self._stream.sealed and (self._scanned or undecided or self._spans is not None):
             segments = await self._on_thread(self._searcher.segments_of, self._stream.number)
         ranges = [(info.first, info.last) for info in segments]
         collector.counters.scanned_segments = touched(ranges, self._scanned)
+        used = [] if self._spans is None else self._spans.used
+        collector.counters.indexed_segments = touched(ranges, [Stretch(s.first, s.last) for s in used])
         left = omitted(undecided, self._stream.sealed, ranges)
+        await self._explain()
         hits = await self._on_thread(collector.hits)
         through = visible_through(self._first, self._last, undecided)
         return Outcome(
@@ -301,4 +435,4 @@ class _Run:
 
 
 def is_indexed(piece: Piece) -> TypeGuard[Indexed]:
-    return not isinstance(piece, Stretch)
+    return not isinstance(piece, Stretch | Span)

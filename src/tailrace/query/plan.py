@@ -1,9 +1,9 @@
 """Who decides which rows: indexed sources where there are any, scans for the rest.
 
 Each row at or below the head is decided by exactly one piece. An indexed source is anything that answers the
-questions of `Indexed`: chunks of the tail index do, and files of built indexes can do so as well. What no
-source covers is cut into stretches that are decoded at request time. Stretches begin at fixed entries, so
-that what was learnt about one serves the next search.
+questions of `Indexed`: chunks of the tail index do, and files of built indexes do when they are open; before
+that they are a span. What no source covers is cut into stretches that are decoded at request time. Stretches
+begin at fixed entries, so that what was learnt about one serves the next search.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tailrace.query.bind import Bound
+from tailrace.query.families.span import Span
 from tailrace.query.score import Scorer, Statistics
 from tailrace.query.sort import SortKey, rank_part, shown_value
 from tailrace.query.values import Value
@@ -50,10 +51,12 @@ class Stretch(NamedTuple):
         return self.last - self.first + 1 == rows and (self.first - 1) % rows == 0
 
 
-Piece = Indexed | Stretch
+Piece = Indexed | Span | Stretch
 
 
-def plan(first: int, last: int, sources: Sequence[Indexed], rows: int, *, newest_first: bool) -> list[Piece]:
+def plan(
+    first: int, last: int, sources: Sequence[Indexed | Span], rows: int, *, newest_first: bool
+) -> list[Piece]:
     """Pieces that cover the entries from `first` to `last`, each entry once, in the order of the search.
 
     `rows` is the length of a whole stretch.
@@ -67,10 +70,10 @@ def plan(first: int, last: int, sources: Sequence[Indexed], rows: int, *, newest
             break
         if source.last > last:
             break  # rows behind the snapshot: scanned rather than masked
-        pieces += _stretches(at, source.first - 1, rows)
+        pieces += stretches(at, source.first - 1, rows)
         pieces.append(source)
         at = source.last + 1
-    pieces += _stretches(at, last, rows)
+    pieces += stretches(at, last, rows)
     return pieces[::-1] if newest_first else pieces
 
 
@@ -86,7 +89,15 @@ def best_first(sources: Sequence[Indexed], key: SortKey) -> list[Indexed]:
     return sorted(sources, key=best)
 
 
-def _stretches(first: int, last: int, rows: int) -> list[Stretch]:
+def side_by_side(spans: Sequence[Span], chunks: Sequence[Indexed], after: int) -> list[Indexed | Span]:
+    """Spans of which something lies behind `after`, as far as they come before the chunks; then those."""
+    begin = chunks[0].first if chunks else None
+    kept = (span for span in spans if span.last > after and (begin is None or span.last < begin))
+    return [*kept, *chunks]
+
+
+def stretches(first: int, last: int, rows: int) -> list[Stretch]:
+    """Entries that have to be decoded, cut at fixed places."""
     found: list[Stretch] = []
     while first <= last:
         end = min(last, (first - 1) // rows * rows + rows)

@@ -80,6 +80,20 @@ class Scanner:
                 self._found(entry, row or self._extractor.row(entry, payload))
         return len(payloads)
 
+    def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
+        """Decides rows that an index could not decide; answers how many before the deadline."""
+        for index, (entry, payload) in enumerate(zip(entries, payloads, strict=True)):
+            if not index % ROWS_BETWEEN_LOOKS and index and time.monotonic() >= deadline:
+                return index
+            if self._matches(entry, payload, True):
+                self._found(entry, self._extractor.row(entry, payload))
+        return len(payloads)
+
+    def groups_in(self, entry: int, payload: Payload) -> list[Group]:
+        """What weighs in a row that matches."""
+        row = self._extractor.row(entry, payload)
+        return explain(self._request.query, lambda name: self._values(row, name), self._boosts)
+
     def _matches(self, entry: int, payload: Payload, may_skip: bool) -> bool:
         if entry < self._first_current and not self._view.is_current(entry):
             self.decoded += may_skip

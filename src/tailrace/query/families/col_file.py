@@ -1,0 +1,48 @@
+"""`col`: the values of fields, entry by entry."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from tailrace.query.families.field_column import FieldColumn
+from tailrace.query.families.parquet_file import ParquetFile, array_in
+from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.family_format import ENTRY
+from tailrace.store.arrow import INT64, numbers_of, pa
+
+
+class ColFile:
+    """A column is decoded when it is first asked for."""
+
+    def __init__(self, file: ParquetFile, first: int, last: int) -> None:
+        self._file = file
+        self._columns: dict[str, FieldColumn] = {}
+        rows: int = file.metadata.num_rows
+        self.entries: Sequence[int] = range(first, last + 1)
+        if rows != last - first + 1:
+            self.entries = self._listed(first, last)
+
+    def _listed(self, first: int, last: int) -> array[int]:
+        entries = numbers_of("q", array_in(self._file.read([ENTRY]), ENTRY).cast(INT64))
+        rising = all(entries[at] < entries[at + 1] for at in range(len(entries) - 1))
+        if not rising or not (entries and first <= entries[0] and entries[-1] <= last):
+            raise UnusableFileError("its entries are not in order")
+        return entries
+
+    @property
+    def memory_bytes(self) -> int:
+        # Another thread may be adding a column.
+        return self._file.memory_bytes + sum(column.memory_bytes for column in list(self._columns.values()))
+
+    def has(self, name: str) -> bool:
+        return name in self._file.names
+
+    def column(self, name: str) -> FieldColumn:
+        found = self._columns.get(name)
+        if found is None:
+            lists = array_in(self._file.read([name]), name)
+            if not pa.types.is_list(lists.type) or len(lists) != len(self.entries):
+                raise UnusableFileError(f"the column {name} is not what it should be")
+            found = self._columns[name] = FieldColumn(lists)
+        return found

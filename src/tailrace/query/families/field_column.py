@@ -1,0 +1,148 @@
+"""One field of many rows as Arrow has it: comparisons of a whole column are single steps.
+
+A set of rows is one integer with a bit for each row, as everywhere in searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from tailrace.query.packed import bits_of
+from tailrace.query.values import Value
+from tailrace.store.arrow import pa, pc
+
+_COMPARE = {"=": "equal", ">": "greater", ">=": "greater_equal", "<": "less", "<=": "less_equal"}
+_OVERHEAD_BYTES = 1000  # of the objects around the buffers
+
+
+def bits_in(marks: Any) -> int:
+    """The set of the rows that a boolean array marks; a null marks nothing."""
+    if marks.null_count:
+        marks = pc.fill_null(marks, pa.scalar(False))
+    if marks.offset:
+        marks = pa.concat_arrays([marks, pa.array([], marks.type)])
+    count = len(marks)
+    return int.from_bytes(memoryview(marks.buffers()[1]), "little") & ((1 << count) - 1) if count else 0
+
+
+class FieldColumn:
+    """The values of one field, row by row, made of an array of lists."""
+
+    def __init__(self, lists: Any) -> None:
+        self.count: int = len(lists)
+        lengths = pc.fill_null(pc.list_value_length(lists), 0)
+        largest: int = pc.max(lengths).as_py() or 0
+        flat = lists.flatten()
+        self._is_words = pa.types.is_string(flat.type) or pa.types.is_large_string(flat.type)
+        self._parents: Any = None
+        if largest <= 1:
+            flat = self._spread(flat, lengths)
+        else:
+            self._parents = pc.list_parent_indices(lists)
+        self._starts = lists.offsets
+        if self._is_words:
+            encoded = flat.dictionary_encode()
+            self._words: Any = encoded.dictionary
+            self._flat: Any = encoded.indices
+        else:
+            self._words = None
+            self._flat = flat
+        self.present = bits_in(pc.greater(lengths, 0))
+        self.multiple = bits_in(pc.greater(lengths, 1)) if largest > 1 else 0
+
+    def _spread(self, flat: Any, lengths: Any) -> Any:
+        """One place for each row, with nulls where there is no value."""
+        if len(flat) == self.count:
+            return flat
+        ends = pc.cumulative_sum(lengths)
+        has = pc.equal(lengths, pa.scalar(1, lengths.type))
+        return flat.take(
+            pc.if_else(has, pc.subtract(ends, pa.scalar(1, ends.type)), pa.scalar(None, ends.type))
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        held = [self._flat, self._words, self._parents, self._starts]
+        return sum(part.nbytes for part in held if part is not None) + self.count // 4 + _OVERHEAD_BYTES
+
+    # -- sets of rows --------------------------------------------------------------------------------------
+
+    def equal(self, value: Value) -> int:
+        """The rows with a value that is this one."""
+        if self._is_words:
+            place: int = pc.index(self._words, pa.scalar(str(value), self._words.type)).as_py()
+            return 0 if place < 0 else self._rows(pc.equal(self._flat, pa.scalar(place, self._flat.type)))
+        return self.within("=", value)
+
+    def within(self, comparison: str, bound: Value) -> int:
+        """The rows with a value on one side of a bound."""
+        compare = getattr(pc, _COMPARE[comparison])
+        if self._is_words:
+            return self._with_words(compare(self._words, pa.scalar(str(bound), self._words.type)))
+        return self._rows(compare(self._flat, self._scalar(bound)))
+
+    def _scalar(self, bound: Value) -> Any:
+        kind = self._flat.type
+        if pa.types.is_boolean(kind):
+            return pa.scalar(bool(bound))
+        if pa.types.is_integer(kind) and isinstance(bound, float):
+            return pa.scalar(bound)  # both sides are doubles then, as they are in a scan
+        return pa.scalar(bound, kind)
+
+    def starting_with(self, prefix: str) -> int:
+        if not prefix:
+            return self.present
+        return self._with_words(pc.starts_with(self._words, prefix))
+
+    def _with_words(self, marks: Any) -> int:
+        """The rows with a word that is marked."""
+        marked: int = pc.sum(marks).as_py() or 0
+        if not marked:
+            return 0
+        if marked == len(marks):
+            return self.present
+        return self._rows(marks.take(self._flat))
+
+    def _rows(self, marks: Any) -> int:
+        """The rows that own the marked values."""
+        if self._parents is None:
+            return bits_in(marks)
+        return bits_of(self._parents.filter(marks).to_pylist(), self.count)
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def values(self, row: int) -> list[Value]:
+        """The values of one row, in their order."""
+        if self._parents is None:
+            found = [self._flat[row].as_py()] if self.present >> row & 1 else []
+        else:
+            found = self._flat[self._starts[row].as_py() : self._starts[row + 1].as_py()].to_pylist()
+        return [self._words[place].as_py() for place in found] if self._is_words else found
+
+    def edge(self, row: int, largest: bool) -> Value | None:
+        values = self.values(row)
+        if not values:
+            return None
+        return values[0] if len(values) == 1 else max(values) if largest else min(values)
+
+    @cached_property
+    def bounds(self) -> tuple[Value, Value] | None:
+        """The smallest and the largest value of all rows."""
+        found = pc.min_max(self._words if self._is_words else self._flat).as_py()
+        return None if found["min"] is None else (found["min"], found["max"])
+
+    def all_values(self) -> Iterator[Sequence[Value]]:
+        """The values of every row."""
+        flat: list[Any] = self._flat.to_pylist()
+        if self._is_words:
+            words: list[str] = self._words.to_pylist()
+            flat = [None if place is None else words[place] for place in flat]
+        if self._parents is None:
+            for value in flat:
+                yield () if value is None else (value,)
+            return
+        starts: list[int] = self._starts.to_pylist()
+        for row in range(self.count):
+            yield flat[starts[row] : starts[row + 1]]

@@ -1,0 +1,130 @@
+"""Which files a query needs of a span, and whether they are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tailrace.query.bind import (
+    All,
+    AnyOf,
+    Anywhere,
+    Bound,
+    Clause,
+    Compares,
+    Equals,
+    HasValue,
+    Negation,
+    Phrase,
+    StartsWith,
+    Words,
+)
+from tailrace.query.families.span import Served, Span
+from tailrace.query.families.verdict import Verdict, judge
+from tailrace.query.family_format import COL, EXACT, FTS
+from tailrace.query.view import View
+
+
+def clauses_of(query: Bound) -> Iterable[Clause]:
+    match query:
+        case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
+            for clause in clauses:
+                yield from clauses_of(clause)
+        case Negation(clause):
+            yield from clauses_of(clause)
+        case _:
+            yield query
+
+
+class Wants:
+    """What one query asks of every span. `columns` are fields whose values are wanted, to sort by."""
+
+    def __init__(self, view: View, query: Bound, columns: Iterable[str], scored: Iterable[str]) -> None:
+        self._view = view
+        self._query = query
+        self._clauses = tuple(dict.fromkeys(clauses_of(query)))
+        self._columns = tuple(columns)
+        self._scored = tuple(scored)
+
+    def files(self, span: Span, trimmed: int) -> dict[str, Served] | None:
+        """The files to be opened, by key; None if the rows are better decoded at once.
+
+        Without columns to sort by, or without the words that weigh, nothing is won.
+        """
+        found: dict[str, Served] = {}
+        for name in self._columns:
+            if not _add(found, span.serving(COL, name)):
+                return None
+        for name in self._scored:
+            split = span.serving(FTS, name)
+            if split is None or span.first <= trimmed or not _is_whole(split, span):
+                return None
+            _add(found, split)
+        primary = self._view.primary
+        if primary is not None and (span.primary is None or span.first <= trimmed):
+            if not _add(found, span.serving(COL, primary)):
+                return None
+        if not span.is_range and not _add(found, next(iter(span.files.get(COL, ())), None)):
+            return None
+        knows = False
+        for clause in self._clauses:
+            knows = _add(found, self._serving(clause, span)) or knows
+        return found if knows else None
+
+    def _serving(self, clause: Clause, span: Span) -> Served | None:
+        """The file that decides a clause best."""
+        assert not isinstance(clause, Anywhere)
+        exact, column = span.serving(EXACT, clause.field), span.serving(COL, clause.field)
+        split = span.serving(FTS, clause.field)
+        is_text = self._view.config.fields[clause.field].kind == "text"
+        match clause:
+            case Equals():
+                return exact or column
+            case HasValue():
+                return column or exact or (split if is_text else None)
+            case StartsWith():
+                return column or exact or split
+            case Compares():
+                return column
+            case Words() | Phrase():
+                return split
+
+    def rules_out(self, span: Span) -> bool:
+        """Whether no row of a span can match, by the times it reaches alone."""
+        primary, bounds = self._view.primary, span.primary
+        if primary is None or bounds is None:
+            return False
+
+        def decide(clause: Clause) -> Verdict | None:
+            if isinstance(clause, Compares | Equals) and clause.field == primary:
+                if _is_beyond(clause, bounds):
+                    return Verdict(0, 0)
+            return None
+
+        return not judge(self._query, 1, decide).maybe
+
+
+def _is_beyond(clause: Compares | Equals, bounds: tuple[int, int]) -> bool:
+    least, most = bounds
+    value = clause.value
+    assert not isinstance(value, str)
+    match clause.comparison if isinstance(clause, Compares) else "=":
+        case ">":
+            return most <= value
+        case ">=":
+            return most < value
+        case "<":
+            return least >= value
+        case "<=":
+            return least > value
+        case _:
+            return not least <= value <= most
+
+
+def _is_whole(served: Served, span: Span) -> bool:
+    return (served.companion.first, served.companion.last) == (span.first, span.last)
+
+
+def _add(found: dict[str, Served], served: Served | None) -> bool:
+    if served is not None:
+        found[served.published.key] = served
+    return served is not None

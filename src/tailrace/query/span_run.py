@@ -1,0 +1,186 @@
+"""The part of a search that asks built indexes: opens the files of spans, decides, and decodes what is left.
+
+Spans are taken a few at a time. What computes runs on a thread, what reads comes through the loop. Whatever
+cannot be used is handed back to be scanned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tailrace.query.collect import Collector
+from tailrace.query.families.library import Library
+from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.source import SpanSource
+from tailrace.query.families.span import Served, Span
+from tailrace.query.families.wants import Wants, clauses_of
+from tailrace.query.families.weigh import can_weigh
+from tailrace.query.family_format import COL
+from tailrace.query.packed import rows_of
+from tailrace.query.plan import Indexed
+from tailrace.query.search_request import SearchRequest
+from tailrace.query.view import View
+
+CANDIDATES_MAX = 0.3  # of the rows of a span: beyond, reading them all is not slower
+NEAR = 64  # entries between two candidates that are fetched in one go
+
+
+class Left(NamedTuple):
+    """A span that is not decided yet."""
+
+    span: Span
+    candidates: list[int] | None  # entries to be looked at; None if all of them have to be
+    counted: bool  # whether its words and times were taken into account
+
+    def runs(self) -> list[list[int]]:
+        """The candidates in runs that are fetched in one go."""
+        runs: list[list[int]] = []
+        for entry in self.candidates or ():
+            if runs and entry - runs[-1][-1] <= NEAR:
+                runs[-1].append(entry)
+            else:
+                runs.append([entry])
+        return runs
+
+
+class SpanRun:
+    """The spans of one search."""
+
+    def __init__(
+        self, library: Library, view: View, request: SearchRequest, collector: Collector, trimmed: int
+    ) -> None:
+        self._library = library
+        self._view = view
+        self._request = request
+        self._collector = collector
+        self._trimmed = trimmed
+        columns = [key.name for key in request.sort if key.kind not in ("score", "offset")]
+        self._scored = tuple(collector.scanner.wanted) if collector.weighs else ()
+        self._wants = Wants(view, request.query, columns, self._scored)
+        self._columns = columns
+        self._weighs_here = can_weigh(request.query)
+        self._clauses = tuple(dict.fromkeys(clauses_of(request.query)))
+        self._files: dict[int, dict[str, Served]] = {}  # by the first entry of a span
+        self.used: list[Span] = []  # that were decided, at least in part
+
+    def usable(self, spans: Iterable[Span]) -> list[Span]:
+        """The spans whose files are of any use to this search."""
+        found: list[Span] = []
+        for span in spans:
+            files = self._wants.files(span, self._trimmed)
+            if files is not None:
+                self._files[span.first] = files
+                found.append(span)
+        return found
+
+    async def open(self, spans: Sequence[Span]) -> list[tuple[Span, SpanSource | None]]:
+        """Sources, None where a file cannot be used; without those that can be decided unopened."""
+        begun = time.monotonic()
+        opened: list[tuple[Span, SpanSource | None]] = []
+        for span in spans:
+            if self._is_ruled_out(span):
+                continue
+            files = self._files[span.first]
+            found = await self._library.opened(files)
+            usable = len(found) == len(files)
+            opened.append((span, SpanSource(span, self._view.config, found) if usable else None))
+        self._collector.counters.fts_section_get_s += time.monotonic() - begun
+        return opened
+
+    def _is_ruled_out(self, span: Span) -> bool:
+        """Whether the times of a span alone decide all of it."""
+        if self._scored or span.first <= self._trimmed or not self._wants.rules_out(span):
+            return False
+        assert span.primary is not None
+        self._collector.see_primary(span.primary[1], span.last)
+        self._collector.counters.families.add(COL)
+        self.used.append(span)
+        return True
+
+    def can_explain(self, source: Indexed) -> bool:
+        """Whether a source knows what weighs in its rows. Files may leave that to the records."""
+        return not isinstance(source, SpanSource)
+
+    # -- on a thread ---------------------------------------------------------------------------------------
+
+    def count(self, opened: Sequence[tuple[Span, SpanSource | None]]) -> list[Span]:
+        """Takes the statistics of sources in; answers the spans that have to be scanned for theirs."""
+        refused: list[Span] = []
+        for span, source in opened:
+            if source is None or not self._counted(source):
+                refused.append(span)
+        return refused
+
+    def _counted(self, source: SpanSource) -> bool:
+        """All or nothing: what is counted must not be counted again by a scan."""
+        try:
+            if self._scored and not all(source.has_text(name) for name in self._scored):
+                return False
+            for name, tokens in self._collector.scanner.wanted.items():
+                for token in tokens:
+                    source.documents_with(name, token)
+            primary = self._view.primary
+            if primary is not None and source.first > self._trimmed:
+                source.bounds(primary)
+            if not all(source.has_column(name) for name in self._columns):
+                return False
+        except UnusableFileError:
+            return False
+        self._collector.count_sources([source])
+        return True
+
+    def decide(
+        self, opened: Sequence[tuple[Span, SpanSource | None]], deadline: float, *, counts: bool
+    ) -> tuple[list[Left], list[Span]]:
+        """Decides sources; answers what has to be decoded, and the spans there was no time for."""
+        left: list[Left] = []
+        begun = time.monotonic()
+        for index, (span, source) in enumerate(opened):
+            if time.monotonic() >= deadline:
+                return left, [span for span, _ in opened[index:]]
+            if source is None or (counts and not self._counted(source)):
+                left.append(Left(span, None, not counts))
+                continue
+            try:
+                candidates = self._take(source)
+            except UnusableFileError:
+                left.append(Left(span, None, True))
+                continue
+            self.used.append(span)
+            self._collector.counters.families |= source.families
+            if candidates:
+                many = len(candidates) > max(source.rows.count * CANDIDATES_MAX, 1)
+                left.append(Left(span, None if many else candidates, True))
+        self._collector.counters.indexed_s += time.monotonic() - begun
+        return left, []
+
+    def _take(self, source: SpanSource) -> list[int]:
+        """Takes what is certain, and answers the entries that have to be looked at."""
+        verdict = source.judge(self._request.query)
+        if source.first <= self._trimmed:
+            kept = source.after(self._trimmed)
+            verdict = verdict._replace(sure=verdict.sure & kept, maybe=verdict.maybe & kept)
+        if not verdict.maybe:
+            return []
+        by_score = self._collector.weighs and self._request.by_score
+        sure = verdict.sure
+        if by_score and not (self._weighs_here and source.knows(self._clauses)):
+            sure = 0
+        if sure:
+            # Nothing of a source may be taken if it breaks half-way: a scan would count it again.
+            self._touch(source, sure)
+            self._collector.take_rows(source, sure)
+        self._collector.counters.candidates += (verdict.maybe & ~sure).bit_count()
+        return [source.entries[row] for row in rows_of(verdict.maybe & ~sure)]
+
+    def _touch(self, source: SpanSource, rows: int) -> None:
+        """Decodes all that taking the rows will need."""
+        for name in self._columns:
+            source.missing(name)
+        if self._collector.weighs and self._request.by_score:
+            for name, tokens in self._collector.scanner.wanted.items():
+                source.text_lengths(name)
+                for token in tokens:
+                    source.token_rows(name, token)

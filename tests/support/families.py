@@ -1,0 +1,126 @@
+"""Companions built by the real kernels from real segments, listed in memory instead of in a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from support.log_harness import LogHarness
+from tailrace.limits import Limits
+from tailrace.log.model import Stream
+from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
+from tailrace.query.families.library import Library, Listed
+from tailrace.query.families.shelf import Shelf
+from tailrace.query.family_format import companion_name
+from tailrace.query.index_plan import BuildPlan, index_plan
+from tailrace.schema.registry import Registry
+from tailrace.store.companions import Companion, PlanEntry
+from tailrace.store.object_parts import ObjectParts, Work
+from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+
+
+class FamilyStore:
+    """The companions of one stream, and a library over them."""
+
+    def __init__(self, real: LogHarness, bucket: Path) -> None:
+        self._real = real
+        self._bucket = bucket
+        self.companions: list[Companion] = []
+        self.plans: dict[str, PlanEntry] = {}
+        self._version = 0
+
+    # -- the catalogue that a library asks ---------------------------------------------------------------
+
+    def version(self, stream: Stream) -> object:
+        return self._version or None
+
+    def listed(self, stream: Stream) -> Listed:
+        return Listed(tuple(self.companions), self.plans)
+
+    def library(self) -> Library:
+        self.work = Work(self._real.loop, 2)
+        parts = ObjectParts(self._bucket.as_uri(), None, 0, Limits(), self.work)
+        return Library(Shelf(parts, self.work), self)
+
+    def close(self) -> None:
+        self._real.run(self.work.end())
+
+    # -- what a pipeline and its owner would do ----------------------------------------------------------
+
+    def build(
+        self,
+        stream: Stream,
+        info: SegmentInfo,
+        registry: Registry,
+        families: Collection[str],
+        profile: str = "generic",
+    ) -> list[Companion]:
+        """Builds what is missing of one segment under the plan of a registry, and lists it."""
+        plan = index_plan(registry, profile, keyed=True)
+        listed = {(one.family, one.fingerprint) for one in self.companions if one.first == info.first}
+        wanted = frozenset(
+            family
+            for family in plan.families
+            if family in families and (family, plan.family_fingerprint(family)) not in listed
+        )
+        if not wanted:
+            return []
+        prefix = stream_prefix(stream_id(stream.name, stream.incarnation))
+        raw = (self._bucket / (prefix + info.key)).read_bytes()
+        with tempfile.TemporaryDirectory() as directory:
+            request = BuildRequest(
+                stream_id(stream.name, stream.incarnation),
+                info.first,
+                info.last,
+                info.rows,
+                info.sha256,
+                wanted,
+                BuildPlan(plan, registry, {"kind": profile}),
+                Path(directory),
+            )
+            built = build_segment(raw, request)
+        prints = {name: value for name, value in plan.fingerprints.items() if not name.startswith("family:")}
+        families_of = {family: plan.family_fingerprint(family) for family in plan.families}
+        self.plans[plan.hash] = PlanEntry(len(self.plans) + 1, plan.hash, families_of, prints)
+        made: list[Companion] = []
+        for one in built:
+            sha256 = hashlib.sha256(one.data).hexdigest()
+            name = companion_name(plan.hash, one.family, info.first, info.last, sha256)
+            path = self._bucket / (prefix + name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(one.data)
+            made.append(
+                Companion(
+                    one.family,
+                    info.first,
+                    info.last,
+                    one.rows,
+                    name,
+                    len(one.data),
+                    sha256,
+                    dict(one.stats),
+                    plan.hash,
+                    0,
+                    plan.family_fingerprint(one.family),
+                )
+            )
+        self.companions += made
+        self._version += 1
+        return made
+
+    def drop(self, wanted: Callable[[Companion], bool]) -> None:
+        """Takes companions off the list."""
+        self.companions = [one for one in self.companions if not wanted(one)]
+        self._version += 1
+
+    def damage(self, stream: Stream, companion: Companion, *, remove: bool) -> None:
+        """Spoils the object of a companion that stays listed."""
+        path = self._bucket / (stream_prefix(stream_id(stream.name, stream.incarnation)) + companion.object)
+        if remove:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(data)
