@@ -13,7 +13,7 @@ import orjson
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.query.aggregate import AggregateScanner, Groups, too_late
-from tailrace.query.aggregate_columns import ColumnAdder, has_columns
+from tailrace.query.aggregate_columns import ColumnAdder, ColumnScanner, has_columns
 from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.chunk import Chunk
 from tailrace.query.coverage import Counters, omitted, touched, visible_through
@@ -102,8 +102,12 @@ class _Run:
         self._first = stream.earliest + 1
         self._last = stream.visible
         self._groups = Groups(view, request)
-        self._scanner = AggregateScanner(view, request, self._groups)
         self._columns = ColumnAdder(view, request, self._groups, stream.earliest)
+        self._scanner: AggregateScanner | ColumnScanner = (
+            ColumnScanner(view, request, self._columns)
+            if has_columns(request)
+            else AggregateScanner(view, request, self._groups)
+        )
         self._counters = Counters()
         self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
         self._undecided: list[Stretch] = []

@@ -104,6 +104,8 @@ class Column:
                     found |= bits
             return found
         low, high = wanted.start, wanted.stop
+        if not low and high == len(self.terms) and not self.tokens:
+            return self.present  # in a text, a row may have a value and no token
         if self.starts is None and self.ranks.typecode == "B":
             return bits_where(self.ranks.tobytes(), low, high)
         places = [at for at, rank in enumerate(self.ranks) if low <= rank < high]

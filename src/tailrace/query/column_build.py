@@ -101,7 +101,7 @@ def _starts(ranks: list[int], starts: list[int], break_rank: int) -> list[int] |
 
 def joined(field: Field, columns: Sequence[Column]) -> Column:
     """One column of several, one behind the other."""
-    listed = [[column.terms[rank] for rank in range(len(column.terms))] for column in columns]
+    listed = [column.terms.all() for column in columns]
     terms: list[Any] = sorted({term for terms in listed for term in terms})
     numbers = {term: rank for rank, term in enumerate(terms)}
     ranks: list[int] = []

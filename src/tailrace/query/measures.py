@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from math import frexp
 from typing import Final, NamedTuple, cast
 
 from tailrace.query.sketch import Sketch, nearest_rank, sketch_in
@@ -40,8 +41,13 @@ class Histogram:
 
     def add_all(self, numbers: Sequence[Number]) -> None:
         counts = self.counts
-        for number in numbers:
-            exponent = exponent_of(number)
+        # All are of one field, and so of one type. The sign is no bit of an integer.
+        if type(numbers[0]) is int:
+            bits = [number.bit_length() for number in cast("Sequence[int]", numbers)]
+        else:
+            bits = [frexp(number)[1] for number in numbers]
+        for size in bits:
+            exponent = size - 1 if size > 0 else 0
             counts[exponent] = counts.get(exponent, 0) + 1
 
     def merge(self, other: Histogram) -> None:
@@ -68,9 +74,9 @@ class Histogram:
 
 
 def exponent_of(number: Number) -> int:
-    if isinstance(number, int):
-        return max(number.bit_length(), 1) - 1  # the sign is no bit of it
-    return max(math.frexp(number)[1], 1) - 1
+    # The sign is no bit of an integer.
+    bits = number.bit_length() if isinstance(number, int) else frexp(number)[1]
+    return bits - 1 if bits > 0 else 0
 
 
 class Summary:
@@ -146,20 +152,24 @@ class Summary:
             return "histogram"
         return None
 
-    def _percentile(self, share: float, method: str | None) -> Number | None:
+    def _percentiles(self, method: str | None) -> list[Number | None]:
         if method is None:
-            return None
+            return [None] * len(PERCENTILES)
         if method == "sketch":
-            value = self.sketch.quantile(share)
-            assert value is not None
+            found: Sequence[float] = self.sketch.quantiles([share for _, share in PERCENTILES])
         else:
-            assert self.histogram is not None
-            rank = nearest_rank(share, self.count)
-            if self.largest is not None and self.largest <= 0:
-                # The histogram has magnitudes: the largest number is the first of them.
-                value = -self.histogram.at_rank(self.count - rank + 1, 0)
-            else:
-                value = self.histogram.at_rank(rank, 1)
+            found = [self._place_in_histogram(share) for _, share in PERCENTILES]
+        return [self._clamped(value) for value in found]
+
+    def _place_in_histogram(self, share: float) -> float:
+        assert self.histogram is not None
+        rank = nearest_rank(share, self.count)
+        if self.largest is not None and self.largest <= 0:
+            # The histogram has magnitudes: the largest number is the first of them.
+            return -self.histogram.at_rank(self.count - rank + 1, 0)
+        return self.histogram.at_rank(rank, 1)
+
+    def _clamped(self, value: float) -> Number:
         if self.smallest is not None and value < self.smallest:
             return self.smallest
         return self.largest if self.largest is not None and value > self.largest else value
@@ -174,8 +184,8 @@ class Summary:
             "max": self.largest,
             "avg": _nearest(self.total, self.count << _SCALE) if self.count else None,
         }
-        for name, share in PERCENTILES:
-            body[name] = self._percentile(share, chosen)
+        for (name, _), value in zip(PERCENTILES, self._percentiles(chosen), strict=True):
+            body[name] = value
         if self.histogram is not None:
             body["histogram"] = self.histogram.shown()
         if method:

@@ -67,6 +67,10 @@ class Terms(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, rank: int) -> Value: ...
+    def all(self) -> Sequence[Value]:
+        """Every term, by rank."""
+        ...
+
     def find(self, value: Value) -> int:
         """The rank of a value, or -1."""
         ...
@@ -88,6 +92,9 @@ class NumberTerms:
 
     def __getitem__(self, rank: int) -> Value:
         return self._values[rank]
+
+    def all(self) -> Sequence[Value]:
+        return self._values
 
     def find(self, value: Value) -> int:
         assert not isinstance(value, str)
@@ -130,6 +137,13 @@ class WordTerms:
 
     def __getitem__(self, rank: int) -> str:
         return self.raw(rank).decode()
+
+    def all(self) -> Sequence[Value]:
+        text, begin, words = self._text, 0, list[str]()
+        for end in self._ends:
+            words.append(text[begin:end].decode())
+            begin = end
+        return words
 
     def find(self, value: Value) -> int:
         wanted = str(value).encode()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 ERROR: Final = 0.0099  # relative; 1 % is promised, and rounding takes its share
@@ -65,20 +65,15 @@ class Sketch:
     def buckets(self) -> int:
         return len(self.positive) + len(self.negative)
 
-    def add_all(self, numbers: Iterable[int | float]) -> None:
+    def add_all(self, numbers: Sequence[int | float]) -> None:
         """Counts finite numbers in."""
-        positive, negative, log, ceil = self.positive, self.negative, math.log, math.ceil
-        for number in numbers:
-            if number > 0:
-                key = ceil(log(number) * _PER_LOG)
-                positive[key] = positive.get(key, 0) + 1
-            elif number < 0:
-                key = ceil(log(-number) * _PER_LOG)
-                negative[key] = negative.get(key, 0) + 1
-            else:
-                self.zeros += 1
-        _collapse(positive)
-        _collapse(negative)
+        log, ceil, per_log = math.log, math.ceil, _PER_LOG
+        above = [number for number in numbers if number > 0]
+        _add(self.positive, [ceil(log(number) * per_log) for number in above])
+        if len(above) < len(numbers):
+            below = [-number for number in numbers if number < 0]
+            _add(self.negative, [ceil(log(number) * per_log) for number in below])
+            self.zeros += len(numbers) - len(above) - len(below)
 
     def merge(self, other: Sketch) -> None:
         self.zeros += other.zeros
@@ -89,22 +84,30 @@ class Sketch:
 
     def quantile(self, share: float) -> float | None:
         """The number at the nearest rank; None if there are none."""
+        return self.quantiles([share])[0] if self.count else None
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """The numbers at the nearest ranks of shares that ascend. There must be some numbers."""
         count = self.count
-        if not count:
-            return None
-        left = nearest_rank(share, count)
+        found: list[float] = []
+        passed = sign = key = 0
+        buckets = self._ascending()
+        for share in shares:
+            rank = nearest_rank(share, count)
+            while passed < rank:
+                sign, key, size = next(buckets)
+                passed += size
+            found.append(sign * _middle(key) if sign else 0.0)
+        return found
+
+    def _ascending(self) -> Iterator[tuple[int, int, int]]:
+        """The sign and key of each bucket, and how many numbers it has."""
         for key in sorted(self.negative, reverse=True):
-            left -= self.negative[key]
-            if left <= 0:
-                return -_middle(key)
-        left -= self.zeros
-        if left <= 0:
-            return 0.0
+            yield -1, key, self.negative[key]
+        if self.zeros:
+            yield 0, 0, self.zeros
         for key in sorted(self.positive):
-            left -= self.positive[key]
-            if left <= 0:
-                return _middle(key)
-        raise AssertionError("a rank lies within the count")
+            yield 1, key, self.positive[key]
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -170,6 +173,12 @@ def _middle(key: int) -> float:
         return math.exp(key * _LOG_GAMMA + _MIDDLE)
     except OverflowError:
         return sys.float_info.max
+
+
+def _add(store: Store, keys: list[int]) -> None:
+    for key in keys:
+        store[key] = store.get(key, 0) + 1
+    _collapse(store)
 
 
 def _collapse(store: Store) -> None:
