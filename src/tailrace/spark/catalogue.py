@@ -1,0 +1,207 @@
+"""What is there to read: streams with their ends, and the segments that hold their older entries.
+
+Runs where a read is planned, on the driver. Nothing of it travels to executors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.client.model import StreamDescriptor, StreamInfo, is_json
+from tailrace.client.wire import OCTETS_TYPE
+from tailrace.protocol import offsets
+from tailrace.protocol.patterns import Pattern
+from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
+from tailrace.spark.server import Server, server_of
+from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import ManifestError
+from tailrace.store.objects import ObjectsError, open_objects
+from tailrace.store.segments import SegmentInfo, stream_prefix
+
+logger = logging.getLogger("tailrace.spark")
+
+SEALED_KEPT_S = 5.0  # how long a list of segments is good for entries that it does not reach
+
+
+class Position(NamedTuple):
+    """A place between two entries. Places compare as their offsets do."""
+
+    epoch: int
+    entry: int
+
+    @property
+    def offset(self) -> str:
+        return offsets.encode(self.epoch, self.entry)
+
+
+START = Position(0, 0)
+
+
+def position_of(offset: str) -> Position:
+    return Position(*offsets.parse_position(offset))
+
+
+class StreamState(NamedTuple):
+    """A stream as it was when somebody looked."""
+
+    name: str
+    content_type: str
+    earliest: Position
+    tail: Position
+
+    @property
+    def json(self) -> bool:
+        return is_json(self.content_type)
+
+
+class SealedSegment(NamedTuple):
+    """A segment, and where its object lies."""
+
+    prefix: str
+    info: SegmentInfo
+
+
+class Versions(NamedTuple):
+    """The schema versions of a stream: from which entry on which one was written."""
+
+    firsts: tuple[tuple[int, int], ...] = ()
+    registry: bytes | None = None  # for promoting what is of an older version
+
+    def promotes_behind(self, entry: int) -> bool:
+        return len(self.firsts) > 1 and entry + 1 < self.firsts[-1][0]
+
+
+class Catalogue:
+    """Asks the server and the object store, and remembers what does not change."""
+
+    def __init__(self, options: ReadOptions, server: Server | None = None) -> None:
+        self._options = options
+        self.server = server or server_of(options.connection)
+        self._pattern = None if options.pattern is None else Pattern(options.pattern)
+        self._sealed: dict[str, _Sealed] = {}
+
+    # -- streams ---------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, StreamState]:
+        """The streams that are read, by name. One that was named and is not there is left out."""
+        found = self._matching() if self._pattern is not None else self._named()
+        return {state.name: state for state in found}
+
+    def _named(self) -> Iterator[StreamState]:
+        for name in self._options.streams:
+            info = self.server.head(name)
+            if info is not None:
+                yield _from_info(info)
+
+    def _matching(self) -> Iterator[StreamState]:
+        assert self._pattern is not None
+        count = 0
+        for row in self.server.listed(self._pattern.prefix):
+            if not self._pattern.matches(row.name):
+                continue
+            count += 1
+            if count > STREAMS_MAX:
+                raise OptionError(
+                    f"streamPattern {self._pattern.text!r} covers more than {STREAMS_MAX} streams; narrow it"
+                )
+            yield _from_row(row)
+
+    def state(self, name: str) -> StreamState | None:
+        info = self.server.head(name)
+        return None if info is None else _from_info(info)
+
+    # -- history ---------------------------------------------------------------------------------------
+
+    def versions(self, state: StreamState) -> Versions:
+        """Which schema versions the stream's entries have."""
+        document = self.server.registry(state.name) if state.json else None
+        if document is None:
+            return Versions()
+        registry = msgspec.json.decode(document, type=_Registry)
+        return Versions(tuple((one.offset + 1, one.version) for one in registry.boundaries), document)
+
+    def store_of(self, name: str) -> str | None:
+        """The URL under which executors find the stream's objects; None if they are not to be used."""
+        sealed = self._look(name)
+        return None if sealed is None else sealed.store
+
+    def segments(self, name: str, after: int, upto: int) -> list[SealedSegment]:
+        """The segments with entries in a range, oldest first; what they leave out is on the server only."""
+        sealed = self._look(name, upto)
+        if sealed is None:
+            return []
+        return [
+            SealedSegment(sealed.prefix, info)
+            for info in sealed.segments
+            if info.last > after and info.first <= upto
+        ]
+
+    def _look(self, name: str, upto: int = 0) -> _Sealed | None:
+        known = self._sealed.get(name)
+        now_s = time.monotonic()
+        if known is not None and (known.reach >= upto or now_s - known.looked_s < SEALED_KEPT_S):
+            return known if known.store else None
+        found = self._find(name, now_s)
+        self._sealed[name] = found
+        return found if found.store else None
+
+    def _find(self, name: str, now_s: float) -> _Sealed:
+        place = self.server.place(name)
+        if place is None:
+            return _Sealed("", "", (), 0, now_s)
+        url, planned = place
+        url = self._options.store or url
+        try:
+            segments = asyncio.run(_segments_of(url, planned.stream_id))
+        except (ObjectsError, ManifestError, ValueError) as error:
+            logger.warning("the segments of %s are read through the server: %s", name, error)
+            return _Sealed("", "", (), 0, now_s)
+        reach = segments[-1].last if segments else 0
+        return _Sealed(url, stream_prefix(planned.stream_id), segments, reach, now_s)
+
+
+class _Sealed(NamedTuple):
+    store: str  # empty if the segments cannot be used
+    prefix: str
+    segments: tuple[SegmentInfo, ...]
+    reach: int
+    looked_s: float
+
+
+class _Boundary(msgspec.Struct):
+    offset: int
+    version: int
+
+
+class _Registry(msgspec.Struct):
+    boundaries: list[_Boundary] = []
+
+
+async def _segments_of(url: str, stream_id: str) -> tuple[SegmentInfo, ...]:
+    """The segments that the stream's manifest names."""
+    objects = open_objects(url)
+    try:
+        manifests = Manifests(objects, 0)
+        stored = await manifests.load(stream_id)
+        if stored is None or stored.head.deleted is not None:
+            return ()
+        return tuple([info async for info in manifests.segments(stored.head)])
+    finally:
+        await objects.close()
+
+
+def _from_info(info: StreamInfo) -> StreamState:
+    earliest = START if info.earliest_offset is None else position_of(info.earliest_offset)
+    return StreamState(info.name, info.content_type, earliest, position_of(info.next_offset))
+
+
+def _from_row(row: StreamDescriptor) -> StreamState:
+    tail = row.end_offset or offsets.START  # (its `next_offset` is a count)
+    earliest = START if row.earliest_offset is None else position_of(row.earliest_offset)
+    return StreamState(row.name, row.content_type or OCTETS_TYPE, earliest, position_of(tail))

@@ -1,0 +1,222 @@
+"""The columns of the source, and how rows of a stream become batches of exactly these.
+
+Rows come in one form, whether out of a segment or from the server: `entry, append_time, append_ns, key,
+payload, epoch` (see `store/arrow.py`). What leaves has exactly the Arrow schema that Spark expects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+    VariantType,
+)
+
+from tailrace.protocol.offsets import ALPHABET
+from tailrace.spark.options import OptionError
+from tailrace.store.arrow import BINARY, INT32, INT64, MICROS, STRING, pa, pc
+
+if TYPE_CHECKING:
+    from tailrace.spark.options import ReadOptions
+
+VALUE_TYPES: dict[str, DataType] = {"string": StringType(), "binary": BinaryType(), "json": VariantType()}
+FIXED: dict[str, DataType] = {
+    "stream": StringType(),
+    "key": BinaryType(),
+    "offset": StringType(),
+    "entry": LongType(),
+    "timestamp": TimestampType(),
+    "epoch": IntegerType(),
+    "timestamp_ns": LongType(),
+    "headers": MapType(StringType(), StringType()),
+}
+DEFAULT = ("stream", "key", "value", "offset", "entry", "timestamp", "epoch")
+
+_THOUSAND = pa.scalar(1000, INT64)
+_DIGITS = np.frombuffer(ALPHABET.encode(), dtype=np.uint8)
+_OFFSET_DIGITS = 26
+
+
+class About(NamedTuple):
+    """What all rows of a partition have in common."""
+
+    stream: str
+    content_type: str
+    versions: tuple[tuple[int, int], ...] = ()  # first entry and schema version, where a schema is installed
+
+
+def source_schema(options: ReadOptions, value_format: str) -> StructType:
+    """The columns of a read without a schema of its own."""
+    names = (*DEFAULT, "headers") if options.with_headers else DEFAULT
+    return StructType([_field(name, VALUE_TYPES[value_format]) for name in names])
+
+
+def _field(name: str, value: DataType) -> StructField:
+    nullable = name in ("key", "value", "headers")
+    return StructField(name, value if name == "value" else FIXED[name], nullable)
+
+
+def check_schema(schema: StructType) -> str | None:
+    """Whether a read can have these columns; the format of its values, None if it has none."""
+    value_format: str | None = None
+    for field in schema.fields:
+        if field.name == "value":
+            found = [name for name, kind in VALUE_TYPES.items() if kind == field.dataType]
+            if not found:
+                raise OptionError(f"value is string, binary or variant, not {field.dataType.simpleString()}")
+            value_format = found[0]
+        elif FIXED.get(field.name) is None:
+            raise OptionError(f"there is no column {field.name}; there are value, {', '.join(FIXED)}")
+        elif field.dataType != FIXED[field.name]:
+            wanted, asked = FIXED[field.name].simpleString(), field.dataType.simpleString()
+            raise OptionError(f"{field.name} is {wanted}, not {asked}")
+    return value_format
+
+
+class Projection:
+    """Turns rows into batches with the columns of a schema."""
+
+    def __init__(self, schema: StructType, about: About) -> None:
+        from pyspark.sql.pandas import types
+
+        to_arrow_schema: Any = getattr(types, "to_arrow_schema")  # noqa: B009 - the library is half typed
+        self._schema: Any = to_arrow_schema(schema, timezone="UTC")
+        self._value_format = check_schema(schema)
+        self._names: list[str] = schema.fieldNames()
+        self._about = about
+
+    @property
+    def needs_payload(self) -> bool:
+        return self._value_format is not None
+
+    @property
+    def needs_key(self) -> bool:
+        return "key" in self._names
+
+    def batch(self, rows: Any) -> Any:
+        columns = [self._column(name, rows) for name in self._names]
+        if not columns:
+            # A count needs no columns, but Arrow needs one to know how many rows there are.
+            return pa.RecordBatch.from_struct_array(pa.array([{}] * rows.num_rows, pa.struct([])))
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _column(self, name: str, rows: Any) -> Any:
+        count: int = rows.num_rows
+        match name:
+            case "stream":
+                return pa.repeat(pa.scalar(self._about.stream, STRING), count)
+            case "key":
+                return _plain(rows.column("key"), BINARY)
+            case "value":
+                return self._value(rows)
+            case "offset":
+                return offsets_of(rows.column("epoch"), rows.column("entry"))
+            case "entry":
+                return rows.column("entry")
+            case "timestamp":
+                return rows.column("append_time").cast(MICROS)
+            case "timestamp_ns":
+                micros = rows.column("append_time").view(INT64)
+                return pc.add(pc.multiply(micros, _THOUSAND), rows.column("append_ns").cast(INT64))
+            case "epoch":
+                return rows.column("epoch").cast(INT32)
+            case _:
+                return self._headers(rows)
+
+    def _value(self, rows: Any) -> Any:
+        payload = rows.column("payload")
+        if self._value_format == "binary":
+            return _plain(payload, BINARY)
+        if self._value_format == "string":
+            return _text(payload, rows)
+        return _variants(_text(payload, rows), self._schema.field("value").type)
+
+    def _headers(self, rows: Any) -> Any:
+        kind = self._schema.field("headers").type
+        common = [("content-type", self._about.content_type)]
+        versions = self._about.versions
+        if not versions:
+            return pa.array([common] * rows.num_rows, kind)
+        found: list[list[tuple[str, str]]] = []
+        for entry in rows.column("entry").to_pylist():
+            version = max((number for first, number in versions if entry >= first), default=0)
+            found.append([*common, ("schema-version", str(version))] if version else common)
+        return pa.array(found, kind)
+
+
+def offsets_of(epochs: Any, entries: Any) -> Any:
+    """The offsets of entries as text: `protocol.offsets.encode`, a column at a time."""
+    count = len(entries)
+    numbers = entries.to_numpy(zero_copy_only=False).astype(np.uint64)
+    generations = epochs.to_numpy(zero_copy_only=False).astype(np.uint64)
+    digits = np.empty((count, _OFFSET_DIGITS), dtype=np.uint8)
+    digits[:, 20:] = 0  # the low 32 bits are always zero: six digits, and two bits of the one before
+    for place in range(_OFFSET_DIGITS - 1, -1, -1):
+        shift = 5 * (_OFFSET_DIGITS - 1 - place)
+        digits[:, place] = _digit(numbers, generations, shift)
+    text = _DIGITS[digits]
+    positions = np.arange(0, _OFFSET_DIGITS * (count + 1), _OFFSET_DIGITS, dtype=np.int32)
+    return pa.Array.from_buffers(
+        STRING, count, [None, pa.py_buffer(positions), pa.py_buffer(np.ascontiguousarray(text))]
+    )
+
+
+def _digit(numbers: Any, generations: Any, shift: int) -> Any:
+    """Five bits, from `shift` on, of `epoch << 96 | entry << 32`."""
+    five = np.uint64(31)
+    if shift + 5 <= 32:
+        return np.uint8(0)
+    if shift < 32:
+        return (numbers << np.uint64(32 - shift)) & five
+    if shift + 5 <= 96:
+        return (numbers >> np.uint64(shift - 32)) & five
+    if shift < 96:
+        low = numbers >> np.uint64(shift - 32)
+        return (low | (generations << np.uint64(96 - shift))) & five
+    return (generations >> np.uint64(shift - 96)) & five
+
+
+def _plain(column: Any, kind: Any) -> Any:
+    """A column as plain text or bytes, whatever Arrow read it as."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column.type == kind:
+        return column
+    if column.type == STRING and kind == BINARY and not column.offset:
+        return pa.Array.from_buffers(BINARY, len(column), column.buffers())
+    return column.cast(kind)
+
+
+def _text(payload: Any, rows: Any) -> Any:
+    if payload.type == STRING:
+        return payload
+    try:
+        return payload.cast(STRING)
+    except pa.ArrowInvalid:
+        for entry, value in zip(rows.column("entry").to_pylist(), payload.to_pylist(), strict=True):
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                message = f"entry {entry} is not text; read the stream with valueFormat=binary"
+                raise ValueError(message) from None
+        raise
+
+
+def _variants(texts: Any, kind: Any) -> Any:
+    from pyspark.sql.types import VariantVal
+
+    found: list[dict[str, bytes]] = []
+    for text in texts.to_pylist():
+        variant = VariantVal.parseJson(text)
+        found.append({"value": bytes(variant.value), "metadata": bytes(variant.metadata)})
+    return pa.array(found, kind)

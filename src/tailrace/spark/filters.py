@@ -1,0 +1,191 @@
+"""Filters that the source applies itself, so that fewer segments, row groups and rows are read.
+
+Only what can be decided exactly is taken; everything else is handed back to Spark. A comparison with a
+missing key is neither true nor false, and Spark keeps only what is true: so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from tailrace.store.arrow import BINARY, INT64, MICROS, pa, pc
+from tailrace.store.segment_reader import Footer
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_LOW, _HIGH = -(2**63), 2**63 - 1
+
+_OPERATORS: dict[type[Filter], str] = {
+    EqualTo: "in",
+    In: "in",
+    LessThan: "<",
+    LessThanOrEqual: "<=",
+    GreaterThan: ">",
+    GreaterThanOrEqual: ">=",
+}
+_COMPARE = {"<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal}
+
+
+class Condition(NamedTuple):
+    """`column operator values`; times are microseconds. With `in`, one of the values is enough."""
+
+    column: str
+    operator: str
+    values: tuple[Any, ...]
+
+
+class Bounds(NamedTuple):
+    """Both ends count. Empty if they are the wrong way round."""
+
+    low: int = _LOW
+    high: int = _HIGH
+
+    def narrowed(self, condition: Condition) -> Bounds:
+        values: tuple[int, ...] = condition.values
+        match condition.operator:
+            case "in":
+                return Bounds(max(self.low, min(values)), min(self.high, max(values)))
+            case "<":
+                return Bounds(self.low, min(self.high, values[0] - 1))
+            case "<=":
+                return Bounds(self.low, min(self.high, values[0]))
+            case ">":
+                return Bounds(max(self.low, values[0] + 1), self.high)
+            case _:
+                return Bounds(max(self.low, values[0]), self.high)
+
+
+def condition_of(given: Filter) -> Condition | None:
+    """The filter in a form that the source can apply; None if Spark has to."""
+    operator = _OPERATORS.get(type(given))
+    attribute: Any = getattr(given, "attribute", None)
+    if operator is None or attribute is None or len(attribute) != 1:
+        return None
+    column: str = attribute[0]
+    raw: Any = getattr(given, "value", None)
+    many: Iterable[Any] = raw if isinstance(given, In) else (raw,)
+    values = [_value(column, value) for value in many if value is not None]
+    if not values or None in values:
+        return None
+    return Condition(column, operator, tuple(values))
+
+
+def _value(column: str, value: Any) -> Any:
+    """A literal as the column holds it; None if it is of another kind."""
+    match column:
+        case "entry" | "epoch":
+            return value if type(value) is int and _LOW < value < _HIGH else None
+        case "timestamp":
+            if not isinstance(value, datetime) or value.tzinfo is None:
+                return None
+            return (value - _EPOCH) // _MICROSECOND
+        case "key":
+            return bytes(value) if isinstance(value, bytes | bytearray) else None
+        case "stream":
+            return value if isinstance(value, str) else None
+        case _:
+            return None
+
+
+class RowFilter:
+    """All conditions together. Travels to executors."""
+
+    def __init__(self, conditions: Sequence[Condition] = ()) -> None:
+        self.conditions = tuple(conditions)
+
+    def __bool__(self) -> bool:
+        return bool(self.conditions)
+
+    # -- planning --------------------------------------------------------------------------------------
+
+    def bounds(self, column: str) -> Bounds:
+        """The least and the greatest value that a row may have."""
+        bounds = Bounds()
+        for condition in self.conditions:
+            if condition.column == column:
+                bounds = bounds.narrowed(condition)
+        return bounds
+
+    def wants_stream(self, name: str) -> bool:
+        return all(_holds(one, name.encode()) for one in _of(self.conditions, "stream"))
+
+    def single_key(self) -> str | None:
+        """The one key that rows may have, if that is so and a request can name it."""
+        for condition in _of(self.conditions, "key"):
+            if condition.operator == "in" and len(set(condition.values)) == 1:
+                try:
+                    return condition.values[0].decode() or None
+                except UnicodeDecodeError:
+                    return None
+        return None
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def groups(self, footer: Footer, indices: Sequence[int]) -> list[int]:
+        """The row groups that can hold a row: by their entries, and by their Bloom filters of keys."""
+        bounds = self.bounds("entry")
+        kept = [
+            index
+            for index in indices
+            if footer.group(index).last >= bounds.low and footer.group(index).first <= bounds.high
+        ]
+        for condition in _of(self.conditions, "key"):
+            if condition.operator == "in":
+                holding = {index for key in condition.values for index in footer.groups_with_key(key)}
+                kept = [index for index in kept if index in holding]
+        return kept
+
+    def keep(self, rows: Any) -> Any:
+        """The rows for which every condition is true."""
+        for condition in self.conditions:
+            if condition.column != "stream" and rows.num_rows:
+                rows = rows.filter(_mask(condition, rows))
+        return rows
+
+
+def _of(conditions: Iterable[Condition], column: str) -> list[Condition]:
+    return [condition for condition in conditions if condition.column == column]
+
+
+def _holds(condition: Condition, value: bytes) -> bool:
+    """Text compares by its bytes, as in Spark."""
+    values = [one.encode() for one in condition.values]
+    match condition.operator:
+        case "in":
+            return value in values
+        case "<":
+            return value < values[0]
+        case "<=":
+            return value <= values[0]
+        case ">":
+            return value > values[0]
+        case _:
+            return value >= values[0]
+
+
+def _mask(condition: Condition, rows: Any) -> Any:
+    name, kind = {
+        "entry": ("entry", INT64),
+        "epoch": ("epoch", INT64),
+        "timestamp": ("append_time", MICROS),
+        "key": ("key", BINARY),
+    }[condition.column]
+    column = rows.column(name)
+    values = pa.array(condition.values, INT64 if kind == MICROS else kind)
+    if kind == MICROS:
+        column = column.cast(MICROS).view(INT64)
+    if condition.operator == "in":
+        return pc.is_in(column, value_set=values)
+    return _COMPARE[condition.operator](column, values[0])

@@ -1,0 +1,231 @@
+"""The options of `format("tailrace")`, checked. Plain values: they travel to executors inside a pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from tailrace.protocol.durations import parse_instant_ns
+
+ENDPOINT_DEFAULT = "http://127.0.0.1:4437"
+STREAMS_MAX = 10_000
+FETCH_BYTES_DEFAULT = 4 << 20
+# A shorter range is read from the server: two look-ups in the store would cost more than they save.
+SEALED_ENTRIES_MIN = 10_000
+VALUE_FORMATS = ("string", "binary", "json")
+
+CONNECTION_OPTIONS = (
+    *("endpoint", "token", "tokenFile", "tls.caFile"),
+    *("requestTimeout", "fetchBytes", "retries"),
+)
+READ_OPTIONS = (
+    *CONNECTION_OPTIONS,
+    *("stream", "streamPattern", "path", "startingOffsets", "endingOffsets"),
+    *("startingTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+    *("minPartitions", "failOnDataLoss", "key", "valueFormat", "includeHeaders", "pushdown"),
+    *("store", "sealedEntriesMin"),
+)
+Positions = str | dict[str, str]
+
+
+class OptionError(ValueError):
+    """An option that cannot be. The message names it and says what would do."""
+
+
+def refuse(message: str) -> NoReturn:
+    raise OptionError(message)
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """How the server is reached. Never printed: it may hold a token."""
+
+    endpoint: str
+    token: str | None = None
+    token_file: str | None = None
+    ca_file: str | None = None
+    timeout_s: float = 30.0
+    fetch_bytes: int = FETCH_BYTES_DEFAULT
+    retries: int = 5
+
+    def __repr__(self) -> str:
+        return f"Connection({self.endpoint!r})"
+
+
+class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be read."""
+
+    connection: Connection
+    streams: tuple[str, ...] = ()
+    pattern: str | None = None
+    starting: Positions | None = None
+    ending: Positions | None = None
+    starting_ns: int | None = None
+    ending_ns: int | None = None
+    rows_per_trigger: int | None = None
+    bytes_per_trigger: int | None = None
+    partitions_min: int = 0
+    fail_on_data_loss: bool = True
+    key: str | None = None
+    value_format: str | None = None
+    with_headers: bool = False
+    pushdown: bool = False
+    store: str | None = None
+    sealed_entries_min: int = SEALED_ENTRIES_MIN
+
+
+class Options:
+    """Looks options up without regard to case, which is what Spark's own sources do."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        # The object that Spark hands over does this by itself; a plain dictionary made of it does not.
+        self._given: dict[str, str] = {name.lower(): value for name, value in given.items()}
+
+    def get(self, name: str) -> str | None:
+        value = self._given.get(name.lower())
+        return None if value is None or not value.strip() else value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if value.lower() not in ("true", "false"):
+            refuse(f"{name} is true or false, not {value!r}")
+        return value.lower() == "true"
+
+    def count(self, name: str, least: int = 1) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not value.isascii() or not value.isdigit() or int(value) < least:
+            refuse(f"{name} is a whole number from {least} on, not {value!r}")
+        return int(value)
+
+    def seconds(self, name: str, default: float) -> float:
+        value = self.get(name)
+        if value is None:
+            return default
+        try:
+            seconds = float(value.removesuffix("s"))
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < 86_400:
+            refuse(f"{name} is a number of seconds, not {value!r}")
+        return seconds
+
+    def one_of(self, name: str, allowed: tuple[str, ...]) -> str | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if value.lower() not in allowed:
+            refuse(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+        return value.lower()
+
+    def check_names(self, known: tuple[str, ...]) -> None:
+        """A misspelt option would silently read something else than what was meant."""
+        lower = {name.lower() for name in known}
+        strange = sorted(name for name in self._given if name not in lower)
+        if strange:
+            refuse(f"unknown option {', '.join(strange)}; there are {', '.join(sorted(known))}")
+
+
+def connection_of(options: Options) -> Connection:
+    endpoint = options.get("endpoint") or os.environ.get("TAILRACE_ENDPOINT") or ENDPOINT_DEFAULT
+    if not endpoint.startswith(("http://", "https://")):
+        refuse(f"endpoint is a URL such as {ENDPOINT_DEFAULT}, not {endpoint!r}")
+    if options.get("token") and options.get("tokenFile"):
+        refuse("token and tokenFile exclude each other")
+    return Connection(
+        endpoint=endpoint.rstrip("/"),
+        token=options.get("token"),
+        token_file=options.get("tokenFile"),
+        ca_file=options.get("tls.caFile"),
+        timeout_s=options.seconds("requestTimeout", 30.0),
+        fetch_bytes=options.count("fetchBytes") or FETCH_BYTES_DEFAULT,
+        retries=5 if (retries := options.count("retries", 0)) is None else retries,
+    )
+
+
+def read_options(given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
+    options = Options(given)
+    options.check_names(READ_OPTIONS)
+    streams, pattern = _which(options)
+    starting, starting_ns = _bound(options, "starting", ("earliest", "latest"))
+    ending, ending_ns = _bound(options, "ending", ("latest",))
+    if streaming and (ending is not None or ending_ns is not None):
+        refuse("a streaming query has no end; endingOffsets and endingTimestamp are for batch reads")
+    rows, size = options.count("maxOffsetsPerTrigger"), options.count("maxBytesPerTrigger")
+    if rows is not None and size is not None:
+        refuse("maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other")
+    if not streaming and (rows or size):
+        refuse("maxOffsetsPerTrigger and maxBytesPerTrigger are for streaming queries")
+    for positions in (starting, ending):
+        if isinstance(positions, dict) and streams and (strange := set(positions) - set(streams)):
+            refuse(f"offsets are given for {', '.join(sorted(strange))}, which is not read")
+    return ReadOptions(
+        connection=connection_of(options),
+        streams=streams,
+        pattern=pattern,
+        starting=starting,
+        ending=ending,
+        starting_ns=starting_ns,
+        ending_ns=ending_ns,
+        rows_per_trigger=rows,
+        bytes_per_trigger=size,
+        partitions_min=options.count("minPartitions") or 0,
+        fail_on_data_loss=options.flag("failOnDataLoss", default=True),
+        key=options.get("key"),
+        value_format=options.one_of("valueFormat", VALUE_FORMATS),
+        with_headers=options.flag("includeHeaders"),
+        pushdown=options.flag("pushdown") and not streaming,
+        store=options.get("store"),
+        sealed_entries_min=(
+            SEALED_ENTRIES_MIN if (least := options.count("sealedEntriesMin", 0)) is None else least
+        ),
+    )
+
+
+def _which(options: Options) -> tuple[tuple[str, ...], str | None]:
+    """The streams that are read: names, or a glob."""
+    names, path, pattern = options.get("stream"), options.get("path"), options.get("streamPattern")
+    if names and path:
+        refuse("stream and load(...) name the streams twice; use one of them")
+    names = names or path
+    if (names is None) == (pattern is None):
+        refuse("exactly one of stream and streamPattern says what to read")
+    if pattern is not None:
+        return (), pattern.strip()
+    assert names is not None
+    streams = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not streams:
+        refuse("stream names no stream")
+    if len(streams) > STREAMS_MAX:
+        refuse(f"{len(streams)} streams are more than the {STREAMS_MAX} that one read may have")
+    return streams, None
+
+
+def _bound(options: Options, which: str, words: tuple[str, ...]) -> tuple[Positions | None, int | None]:
+    """One end of what is read: offsets, or a time."""
+    offsets, instant = options.get(f"{which}Offsets"), options.get(f"{which}Timestamp")
+    if offsets is not None and instant is not None:
+        refuse(f"{which}Offsets and {which}Timestamp exclude each other")
+    if instant is not None:
+        return None, _instant_ns(f"{which}Timestamp", instant.strip())
+    if offsets is None or offsets.strip().lower() in words:
+        return None if offsets is None else offsets.strip().lower(), None
+    try:
+        positions: Any = msgspec.json.decode(offsets, type=dict[str, str])
+    except msgspec.MsgspecError:
+        refuse(f'{which}Offsets is {" or ".join(words)}, or JSON such as {{"events": "<offset>"}}')
+    return positions, None
+
+
+def _instant_ns(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 16:
+        return int(text) * 1_000_000  # Unix milliseconds, as Spark's other sources take them
+    instant_ns = parse_instant_ns(text)
+    if instant_ns is None:
+        refuse(f"{name} is RFC 3339 or Unix milliseconds, not {text!r}")
+    return instant_ns

@@ -1,0 +1,109 @@
+"""Rows out of segment objects, by ranged reads: on executors, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from tailrace.store.arrow import BINARY, INT64, pa
+from tailrace.store.objects import Objects, open_objects
+from tailrace.store.segment_reader import Footer, read_tables
+from tailrace.store.segment_tail import keep, tail_of
+from tailrace.store.segments import FOOTER_GUESS_BYTES
+
+STORES_KEPT = 4
+BATCH_ROWS = 4096
+
+
+class SegmentObjects:
+    """The objects of one store, as blocking reads. One per process; never pickled."""
+
+    def __init__(self, url: str) -> None:
+        self._runner = asyncio.Runner()
+        self._objects = open_objects(url)
+
+    def footer(self, key: str, size: int) -> Footer:
+        return self._runner.run(_footer(self._objects, key, size))
+
+    def tables(
+        self, key: str, footer: Footer, indices: Sequence[int], columns: Sequence[str], bytes_max: int
+    ) -> Iterator[Any]:
+        """Row groups as tables, read ahead in stretches of about so many bytes."""
+        at = 0
+        while at < len(indices):
+            reach = footer.reach(indices[at], bytes_max)
+            run = [index for index in indices[at:] if index <= reach]
+            start, stop = footer.group(run[0]).start, footer.group(run[-1]).stop
+            raw = self._runner.run(self._objects.get_range(key, start, stop))
+            yield from read_tables(footer, run, raw, columns)
+            at += len(run)
+
+
+@lru_cache(maxsize=STORES_KEPT)
+def segment_objects(url: str) -> SegmentObjects:
+    """The store of this process: its threads and connections are kept from task to task."""
+    return SegmentObjects(url)
+
+
+async def row_group_ends(objects: Objects, key: str, size: int) -> list[int]:
+    """The last entry of each row group of a segment."""
+    return [group.last for group in (await _footer(objects, key, size)).row_groups]
+
+
+async def _footer(objects: Objects, key: str, size: int) -> Footer:
+    start = max(0, size - FOOTER_GUESS_BYTES)
+    while True:
+        found = tail_of(await objects.get_range(key, start, size), size)
+        if isinstance(found, bytes):
+            return Footer(keep(found))
+        start = found
+
+
+def batches_of(
+    tables: Iterator[Any], after: int, upto: int, epoch: int, columns: Sequence[str], bytes_max: int
+) -> Iterator[Any]:
+    """The rows of a range as batches of some size, with the columns that all rows have."""
+    kept: list[Any] = []
+    rows = size = 0
+    for table in tables:
+        table = _within(table, after, upto)
+        if not table.num_rows:
+            continue
+        if kept and (rows + table.num_rows > BATCH_ROWS or size + table.nbytes > bytes_max):
+            yield _batch(kept, epoch, columns)
+            kept, rows, size = [], 0, 0
+        kept.append(table)
+        rows += table.num_rows
+        size += table.nbytes
+    if kept:
+        yield _batch(kept, epoch, columns)
+
+
+def _within(table: Any, after: int, upto: int) -> Any:
+    """Entries are consecutive within a row group, so a range of them is a slice."""
+    count: int = table.num_rows
+    first: int = table.column("entry")[0].as_py()
+    begin, end = max(0, after + 1 - first), min(count, upto + 1 - first)
+    return table.slice(begin, max(0, end - begin)) if begin or end < count else table
+
+
+def _batch(tables: Sequence[Any], epoch: int, columns: Sequence[str]) -> Any:
+    count = sum(table.num_rows for table in tables)
+    arrays = [_joined([_chunks(table, name) for table in tables]) for name in columns]
+    arrays.append(pa.repeat(pa.scalar(epoch, INT64), count))
+    return pa.RecordBatch.from_arrays(arrays, names=[*columns, "epoch"])
+
+
+def _chunks(table: Any, name: str) -> Any:
+    if name == "key" and "key" not in table.column_names:
+        return pa.nulls(table.num_rows, BINARY)
+    column = table.column(name)
+    if name == "key":
+        column = column.cast(BINARY)
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)

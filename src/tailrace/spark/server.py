@@ -1,0 +1,210 @@
+"""Talks to the server: what the source and the sink ask, with retries. One per process and connection."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import httpx2
+import msgspec
+
+import tailrace
+from tailrace.client import transport, wire
+from tailrace.client.error import ClientError
+from tailrace.client.model import StreamDescriptor, StreamInfo
+from tailrace.client.retry import Backoff, Retries
+from tailrace.client.steps import exchange
+from tailrace.client.sync import Port
+from tailrace.spark.options import Connection
+
+LIST_PAGE = 1000
+SERVERS_KEPT = 8
+NO_SUCH_STREAM = (404, 410)
+
+
+class RowPage(msgspec.Struct, frozen=True):
+    """A page of rows as it came: an Arrow stream, and where the next page begins."""
+
+    body: bytes
+    next_offset: str
+    end_offset: str
+    up_to_date: bool
+
+
+class PlannedStream(msgspec.Struct, frozen=True):
+    """What the server says of a stream's place in the object store."""
+
+    stream_id: str
+    earliest: int = 0
+
+
+class _PlanStream(msgspec.Struct):
+    stream: str
+    stream_id: str
+    earliest: int = 0
+
+
+class _Plan(msgspec.Struct):
+    store: str
+    streams: list[_PlanStream]
+
+
+_plan_decoder = msgspec.json.Decoder(_Plan)
+
+
+class Server:
+    """Requests to one server. Safe to share between the threads of a process; never pickled."""
+
+    def __init__(self, connection: Connection, about: str = "") -> None:
+        self._retries = Retries(
+            attempts_max=connection.retries + 1, elapsed_s_max=connection.timeout_s * (connection.retries + 1)
+        )
+        # Certificates take time to load, and plain HTTP has no use for them.
+        verify: ssl.SSLContext | bool = connection.endpoint.startswith("https://")
+        if connection.ca_file is not None:
+            verify = ssl.create_default_context(cafile=connection.ca_file)
+        agent = f"tailrace-spark/{tailrace.__version__}" + (f" {about}" if about else "")
+        self._http = httpx2.Client(
+            limits=transport.pool_limits(), verify=verify, headers={"User-Agent": agent}
+        )
+        settings = transport.settings(
+            connection.endpoint,
+            token=_token_of(connection),
+            timeout_s=connection.timeout_s,
+            connect_timeout_s=min(connection.timeout_s, 10.0),
+            retries=self._retries,
+        )
+        self._port = Port(self._http, settings)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def send(self, request: wire.Request) -> wire.Answer:
+        return self._port.run(exchange(request, Backoff(self._retries))).answer
+
+    # -- streams ---------------------------------------------------------------------------------------
+
+    def head(self, name: str) -> StreamInfo | None:
+        """What is known of a stream; None if there is none of that name."""
+        answer = self.send(wire.head(name))
+        if answer.status in NO_SUCH_STREAM:
+            return None
+        wire.check(answer, 200)
+        return wire.parse_info(name, answer)
+
+    def create(self, name: str, content_type: str) -> None:
+        request = wire.create(name, content_type=content_type, lifetime={}, closed=False, body=b"")
+        answer = self.send(request)
+        if answer.status != 409:  # somebody else made it a moment ago, in their own way
+            wire.check(answer, 200, 201)
+
+    def listed(self, prefix: str, *, system: bool = False) -> Iterator[StreamDescriptor]:
+        """All streams whose names begin so, page by page."""
+        after = ""
+        while True:
+            answer = self.send(wire.list_streams(prefix=prefix, after=after, limit=LIST_PAGE, system=system))
+            wire.check(answer, 200)
+            rows, more = wire.parse_list(answer)
+            yield from rows
+            if not more or not rows:
+                return
+            after = rows[-1].name
+
+    def registry(self, name: str) -> bytes | None:
+        """The stream's schemas and lenses as the server has them; None if it never had any."""
+        answer = self.send(wire.Request(method="GET", path=f"{wire.stream_path(name)}/_schema"))
+        if answer.status in NO_SUCH_STREAM:
+            return None
+        wire.check(answer, 200)
+        return answer.body
+
+    def place(self, name: str) -> tuple[str, PlannedStream] | None:
+        """The object store's URL and the stream's folder in it; None if the server does not tell us.
+
+        It tells whoever may manage it. Everybody else reads the same entries from the server itself.
+        """
+        path = f"/v1/pipeline/plan?{urlencode({'stream': name, 'limit': 1})}"
+        answer = self.send(wire.Request(method="GET", path=path))
+        if answer.status != 200:
+            return None
+        plan = _plan_decoder.decode(answer.body)
+        found = next((one for one in plan.streams if one.stream == name), None)
+        return None if found is None else (plan.store, PlannedStream(found.stream_id, found.earliest))
+
+    # -- entries ---------------------------------------------------------------------------------------
+
+    def rows(
+        self,
+        name: str,
+        *,
+        offset: str | None = None,
+        since_ns: int | None = None,
+        key: str | None = None,
+        entries_max: int | None = None,
+        bytes_max: int | None = None,
+        wait_ms: int | None = None,
+    ) -> RowPage:
+        """One page of rows. With `wait_ms` an empty one comes only after so long."""
+        path = wire.stream_path(name) + (f"/pk/{quote(key, safe='')}" if key is not None else "")
+        parameters: dict[str, Any] = {"format": "arrow"}
+        if offset is not None:
+            parameters["offset"] = offset
+        if since_ns is not None:
+            parameters["since"] = max(0, since_ns)
+        if entries_max is not None:
+            parameters["max_entries"] = entries_max
+        if bytes_max is not None:
+            parameters["max_bytes"] = bytes_max
+        if wait_ms is not None:
+            parameters |= {"live": "long-poll", "timeout_ms": wait_ms}
+        request = wire.Request(method="GET", path=f"{path}?{urlencode(parameters)}")
+        answer = self.send(request)
+        wire.check(answer, 200, 204)
+        return RowPage(
+            answer.body,
+            wire.required(answer, "stream-next-offset"),
+            wire.required(answer, "stream-end-offset"),
+            answer.headers.get("stream-up-to-date", "") == "true",
+        )
+
+    def append(
+        self, name: str, body: bytes, content_type: str, key: str | None, producing: wire.Producing
+    ) -> bool:
+        """One numbered append; whether it was new. It may be repeated without effect."""
+        request = wire.append(name, body, content_type=content_type, key=key, producing=producing)
+        answer = self.send(request)
+        wire.check(answer, 200, 204)
+        return answer.status == 200
+
+    def get(self, path: str) -> Any:
+        """What a route answers in JSON."""
+        answer = self.send(wire.Request(method="GET", path=path))
+        wire.check(answer, 200)
+        return msgspec.json.decode(answer.body)
+
+
+def _token_of(connection: Connection) -> Any:
+    """A token, or how to get it: a file is read anew for each request, because tokens are replaced."""
+    if connection.token_file is not None:
+        path = Path(connection.token_file)
+        return lambda: path.read_text(encoding="utf-8").strip()
+    return connection.token
+
+
+@lru_cache(maxsize=SERVERS_KEPT)
+def server_of(connection: Connection, about: str = "") -> Server:
+    """The server of this process: connections are kept from task to task."""
+    return Server(connection, about)
+
+
+def is_gone(error: ClientError) -> bool:
+    """Whether entries that were asked for are not there any more."""
+    return error.status in NO_SUCH_STREAM
+
+
+def error_extra(error: ClientError) -> Mapping[str, object]:
+    return error.extra

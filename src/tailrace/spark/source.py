@@ -1,0 +1,49 @@
+"""The data source that Spark knows as `tailrace`."""
+
+from __future__ import annotations
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.types import StructType
+
+from tailrace.spark.catalogue import Catalogue
+from tailrace.spark.columns import source_schema
+from tailrace.spark.options import OptionError, ReadOptions, read_options
+
+
+class TailraceSource(DataSource):
+    """Streams as tables: `spark.read.format("tailrace").option("stream", "orders").load()`."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "tailrace"
+
+    def schema(self) -> StructType:
+        # Whether the read is a batch or a stream is not known here, and makes no difference.
+        options = read_options(self._without_bounds(), streaming=False)
+        return source_schema(options, value_format_of(options))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        from tailrace.spark.reader import BatchReader, FilteringReader
+
+        options = read_options(self.options, streaming=False)
+        return FilteringReader(options, schema) if options.pushdown else BatchReader(options, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        from tailrace.spark.stream_reader import StreamReader
+
+        return StreamReader(read_options(self.options, streaming=True), schema)
+
+    def _without_bounds(self) -> dict[str, str]:
+        limits = ("maxoffsetspertrigger", "maxbytespertrigger")
+        return {name: value for name, value in self.options.items() if name.lower() not in limits}
+
+
+def value_format_of(options: ReadOptions) -> str:
+    """What values look like: text if all streams are JSON, else bytes, unless it is asked for."""
+    if options.value_format is not None:
+        return options.value_format
+    states = Catalogue(options).states()
+    missing = [name for name in options.streams if name not in states]
+    if missing:
+        raise OptionError(f"there is no stream {', '.join(missing)} at {options.connection.endpoint}")
+    return "string" if all(state.json for state in states.values()) else "binary"

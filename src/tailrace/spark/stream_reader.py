@@ -1,0 +1,205 @@
+"""Streaming reads: `spark.readStream.format("tailrace")`.
+
+Spark keeps what this hands out: a flat map from stream to offset. A restarted query that had planned its very
+first batch, but not finished it, is asked again where to begin, and by then `latest` is another place. So the
+end of the first batch also carries where it began, under names that no stream can have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from tailrace.spark.columns import check_schema
+from tailrace.spark.options import OptionError, ReadOptions
+from tailrace.spark.partitions import Planner, Range, StreamPartition
+from tailrace.spark.reading import DataLossError, PartitionReader
+from tailrace.spark.starts import Starts, decoded, encoded
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from tailrace.spark.catalogue import Catalogue, Position, StreamState
+    from tailrace.spark.limits import Limiter
+
+BEGAN = "/began/"  # stands before a name; no name begins with a slash
+IDLE_MS_FIRST = 50
+IDLE_MS_MAX = 4000
+IDLE_MANY_MS_MAX = 1000
+
+Offsets = dict[str, str]
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Plans micro-batches on the driver. Travels to executors for `read`, without what planning needs."""
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+        self._planning: _Planning | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_options": self._options, "_schema": self._schema, "_planning": None}
+
+    @property
+    def _plan(self) -> _Planning:
+        if self._planning is None:
+            self._planning = _Planning(self._options)
+        return self._planning
+
+    def initialOffset(self) -> Offsets:  # noqa: N802 - Spark's name
+        return self._plan.initial()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        if self._options.rows_per_trigger is not None:
+            return ReadMaxRows(self._options.rows_per_trigger)
+        if self._options.bytes_per_trigger is not None:
+            return ReadMaxBytes(self._options.bytes_per_trigger)
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802 - Spark's name
+        return self._plan.latest(start, limit)
+
+    def reportLatestOffset(self) -> Offsets | None:  # noqa: N802 - Spark's name
+        return self._plan.tails()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        self._plan.freeze()
+
+    def partitions(self, start: Offsets, end: Offsets) -> Sequence[InputPartition]:
+        return self._plan.partitions(start, end, with_versions="headers" in self._schema.fieldNames())
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        assert isinstance(partition, StreamPartition)
+        return PartitionReader(self._options, self._schema, partition).batches()
+
+
+class _Planning:
+    """What the driver knows while a query runs."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        from tailrace.spark.catalogue import Catalogue
+        from tailrace.spark.limits import Limiter
+
+        self._options = options
+        self._catalogue: Catalogue = Catalogue(options)
+        self._starts = Starts(self._catalogue, options)
+        self._limiter: Limiter = Limiter(self._catalogue)
+        self._planner = Planner(
+            self._catalogue,
+            sealed_min=options.sealed_entries_min,
+            partitions_min=options.partitions_min,
+            keyed=options.key is not None,
+        )
+        self._initial: Offsets | None = None
+        self._frozen: dict[str, StreamState] | None = None
+        self._states: dict[str, StreamState] = {}
+        self._idle_ms = 0
+        self._checked: dict[tuple[str, Position, int, int], Position] = {}
+
+    # -- where things stand ----------------------------------------------------------------------------
+
+    def initial(self) -> Offsets:
+        states = self._look()
+        missing = [name for name in self._options.streams if name not in states]
+        if missing:
+            where = self._options.connection.endpoint
+            raise OptionError(f"there is no stream {', '.join(missing)} at {where}")
+        self._initial = encoded({name: self._starts.starting(one, "latest") for name, one in states.items()})
+        return self._initial
+
+    def freeze(self) -> None:
+        self._frozen = self._catalogue.states()
+
+    def tails(self) -> Offsets:
+        """Where the streams really end, for the progress report: as seen at the last look."""
+        states = self._states or self._look()
+        return encoded({name: state.tail for name, state in states.items()})
+
+    def _look(self) -> dict[str, StreamState]:
+        self._states = self._catalogue.states()
+        return self._states
+
+    # -- the next batch --------------------------------------------------------------------------------
+
+    def latest(self, start: Offsets, limit: ReadLimit) -> Offsets:
+        from tailrace.spark.limits import Lag
+
+        begun = decoded({name: text for name, text in start.items() if not name.startswith("/")})
+        states = self._frozen if self._frozen is not None else self._look()
+        lags = [Lag(state, self._begin(state, begun.get(name)), state.tail) for name, state in states.items()]
+        self._note_missing(begun, states)
+        if not any(lag.entries for lag in lags):
+            if self._frozen is None:
+                self._wait(start)
+            return start
+        self._idle_ms = 0
+        if isinstance(limit, ReadMaxRows):
+            ends = self._limiter.by_rows(lags, limit.max_rows)
+        elif isinstance(limit, ReadMaxBytes):
+            ends = self._limiter.by_bytes(lags, limit.max_bytes)
+        else:
+            ends = {lag.state.name: lag.target for lag in lags}
+        found = encoded(ends)
+        if start == self._initial:
+            found |= {BEGAN + name: offset for name, offset in start.items()}
+        return found
+
+    def _note_missing(self, begun: dict[str, Position], states: dict[str, StreamState]) -> None:
+        """A stream that was named and is gone: nobody can say what of it was not read."""
+        gone = [name for name in self._options.streams if name in begun and name not in states]
+        if gone and self._options.fail_on_data_loss and self._frozen is None:
+            raise DataLossError(gone[0], "it was deleted")
+
+    def _wait(self, start: Offsets) -> None:
+        """Nothing is new: ask more and more rarely, but hear of the first new entry at once."""
+        self._idle_ms = min(IDLE_MS_MAX, max(IDLE_MS_FIRST, 2 * self._idle_ms))
+        names = [name for name in start if not name.startswith("/")]
+        if len(names) == 1 and not self._options.pattern and names[0] in self._states:
+            # A long-poll comes back when there is something.
+            tail = self._states[names[0]].tail
+            self._catalogue.server.rows(names[0], offset=tail.offset, entries_max=1, wait_ms=self._idle_ms)
+        else:
+            time.sleep(min(self._idle_ms, IDLE_MANY_MS_MAX) / 1000)
+
+    def _begin(self, state: StreamState, begun: Position | None) -> Position:
+        """Where a batch of the stream begins: where the last one ended, if that is still there."""
+        if begun is None:
+            return state.earliest  # a stream that has come to a pattern
+        if begun.epoch == state.tail.epoch and state.earliest.entry <= begun.entry <= state.tail.entry:
+            return begun
+        asked = (state.name, begun, state.tail.epoch, state.earliest.entry)
+        if asked not in self._checked:
+            self._checked.clear()
+            self._checked[asked] = self._starts.checked(state, begun)
+        return self._checked[asked]
+
+    # -- partitions ------------------------------------------------------------------------------------
+
+    def partitions(self, start: Offsets, end: Offsets, *, with_versions: bool) -> list[StreamPartition]:
+        began = {name.removeprefix(BEGAN): text for name, text in end.items() if name.startswith(BEGAN)}
+        starts = decoded(began or {name: text for name, text in start.items() if not name.startswith("/")})
+        ends = decoded({name: text for name, text in end.items() if not name.startswith("/")})
+        ranges: list[Range] = []
+        for name, target in ends.items():
+            if starts.get(name) == target:
+                continue
+            state = self._states.get(name) or self._catalogue.state(name)
+            if state is None:
+                if self._options.fail_on_data_loss:
+                    raise DataLossError(name, "it was deleted")
+                continue
+            after = self._begin(state, starts.get(name)).entry
+            ranges.append(Range(state, after, max(after, target.entry)))
+        return self._planner.partitions(ranges, with_versions=with_versions)
