@@ -132,6 +132,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Port, Meta(description="Listener of its own for /metrics; 0 serves it on the main one.")
     ] = 0
 
+    otlp_traces_stream: Annotated[
+        str, Meta(description="Stream that spans sent to /v1/traces go to; empty takes none.")
+    ] = ""
+    otlp_auto_create: Annotated[
+        bool, Meta(description="Make the stream for spans, with its profile, when the first ones come.")
+    ] = False
+
     limits: Limits = Limits()
 
     @property

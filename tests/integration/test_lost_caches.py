@@ -14,9 +14,9 @@ from support.wire import Wire
 JSON = "application/json"
 NOON = 1767225600000
 RECORDS: list[Any] = [
-    {"at": NOON + n, "id": f"r{n}", "service": "ab"[n % 2], "status": n % 3, "ratio": n / 2, "message": "fine"}
+    {"at": NOON + n, "id": f"r{n}", "service": "ab"[n % 2], "status": n % 3, "ratio": n, "message": "fine"}
     for n in range(30)
-]  # fmt: skip
+]
 AGGREGATE = {"rollup": "all", "from": NOON, "to": NOON + 100, "interval": "7ms", "group_by": ["service"]}
 DERIVED = ("companions", "plans")
 

@@ -20,6 +20,7 @@ GENERATED = [label for label in OPERATIONS if not label.startswith("OPTIONS ")]
 # Which of the prepared streams an operation can do most with.
 APT = {
     "/touch/": "state",
+    "/_otlp/": "spans",
     **dict.fromkeys(("/_search", "/_aggregate", "/_schema", "/_routing_keys"), "json"),
 }
 QUERIES = ["service:a", "status:>=500 -has:service", "(service:a OR service:b) NOT status:200", "serv"]

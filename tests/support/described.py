@@ -80,17 +80,18 @@ def prepare(http: Wire, base: str) -> list[str]:
     update = orjson.dumps(example_of("POST /v1/stream/{name}/_schema"))
     profile = orjson.dumps(example_of("POST /v1/stream/{name}/_profile"))
     change = {"type": "orders", "key": "1", "value": {"a": 1}, "headers": {"operation": "insert"}}
-    for name in ("json", "plain", "state", "closed", "wakes"):
+    for name in ("json", "plain", "state", "closed", "wakes", "spans"):
         assert http.put(f"{base}/{name}", "text/plain" if name == "plain" else JSON).status == 201
     assert http.post(f"{base}/json/_schema", JSON, update).status == 200
     assert http.post(f"{base}/json", JSON, records).status == 204
     assert http.post(f"{base}/plain", "text/plain", "a line\n").status == 204
     assert http.post(f"{base}/state/_profile", JSON, profile).status == 200
     assert http.post(f"{base}/state", JSON, orjson.dumps(change)).status == 204
+    assert http.post(f"{base}/spans/_profile", JSON, '{"profile":{"kind":"otel-traces"}}').status == 200
     assert http.post(f"{base}/closed", JSON, "[1]", Stream_Closed="true").status == 204
     source = f"/v1/stream/{base}/plain"
     assert http.put(f"{base}/fork", Stream_Forked_From=source, Stream_TTL="1h").status == 201
     subscription = {"type": "pull-wake", "streams": [f"{base}/json"], "wake_stream": f"{base}/wakes"}
     made = http.put(f"/v1/stream/__ds/subscriptions/{base}", JSON, orjson.dumps(subscription))
     assert made.status == 201
-    return [f"{base}/{name}" for name in ("json", "plain", "state", "closed", "fork", "none")]
+    return [f"{base}/{name}" for name in ("json", "plain", "state", "closed", "fork", "spans", "none")]

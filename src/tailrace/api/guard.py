@@ -83,6 +83,22 @@ class Guard:
                 request.lengths = [len(stored) for stored in payloads]
         return keys if rule or default else None
 
+    def check_normal(
+        self, request: AppendRequest, profile: Profile, records: Sequence[object], stream: Stream
+    ) -> Sequence[bytes | None] | None:
+        """As `check`, for entries that are what this profile made of them already."""
+        if self.profiles.of(stream.documents) is not profile:
+            return self.check(request, stream)  # it was changed meanwhile: they are looked at again
+        contract = self._contracts.of(stream.documents)
+        rule = contract is not None and contract.has_rule
+        valid = contract is None or self._writes_valid(profile, contract)
+        keys: list[bytes | None] = []
+        for index, record in enumerate(records):
+            where = f"record {index}: "
+            key = None if contract is None else contract.judge(record, where, valid=valid)
+            keys.append(key if rule else self._key(profile.default_key(record), where))
+        return keys
+
     def _writes_valid(self, profile: Profile, contract: Contract) -> bool:
         """Whether the profile writes nothing that the current schema refuses; looked at once."""
         if self._canonical.get(contract) is profile:

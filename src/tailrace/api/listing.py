@@ -8,7 +8,7 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.inspection.documents import profile_kind_of
+from tailrace.api.inspection.documents import observability_of, profile_kind_of
 from tailrace.api.parse import parse_query
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.errors import TailraceError
@@ -60,6 +60,7 @@ def describe(stream: Stream) -> dict[str, object]:
         "name": stream.name,
         "content_type": stream.content_type or DEFAULT,
         "profile": profile_kind_of(stream),
+        **observability_of(stream),
         "created_at": format_instant(stream.created_ns),
         "expires_at": None if deadline_ns is None else format_instant(deadline_ns),
         "ttl_seconds": stream.lifetime.ttl_s,

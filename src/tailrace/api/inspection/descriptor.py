@@ -11,7 +11,7 @@ from typing import NamedTuple
 import orjson
 import xxhash
 
-from tailrace.api.inspection.documents import Documents
+from tailrace.api.inspection.documents import Documents, observability_of
 from tailrace.api.inspection.index_status import Manifest, TailRows, index_status, instant
 from tailrace.log.model import Stream
 from tailrace.protocol.content_types import DEFAULT
@@ -65,6 +65,7 @@ def summary(stream: Stream, profile: str) -> dict[str, object]:
         "name": stream.name,
         "content_type": stream.content_type or DEFAULT,
         "profile": profile,
+        **observability_of(stream),
         "created_at": format_instant(stream.created_ns),
         "updated_at": format_instant(max(stream.created_ns, stream.last_ns, stream.cold.recorded_ns)),
         "expires_at": None if deadline_ns is None else format_instant(deadline_ns),

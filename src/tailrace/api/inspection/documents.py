@@ -46,6 +46,26 @@ def profile_kind_of(stream: Stream) -> str:
     return _profile_kind((stream.visible_documents or {}).get("profile", GENERIC))
 
 
+def observability_of(stream: Stream) -> dict[str, object]:
+    """The streams that tell of the same requests as this one, if its profile names one."""
+    raw = (stream.visible_documents or {}).get("profile")
+    named = None if raw is None else _pair(raw)
+    if named is None:
+        return {}
+    kind, other = named
+    events, traces = (stream.name, other) if kind == "evlog" else (other, stream.name)
+    return {"observability": {"request": {"events_stream": events, "traces_stream": traces}}}
+
+
+@lru_cache(maxsize=32)
+def _pair(raw: bytes) -> tuple[str, str] | None:
+    """The kind of a profile, and the stream it is paired with."""
+    profile = orjson.loads(raw)["profile"]
+    request = profile.get("observability", {}).get("request", {})
+    other = request.get("tracesStream") or request.get("eventsStream")
+    return None if other is None else (str(profile["kind"]), str(other))
+
+
 @lru_cache(maxsize=32)
 def _registry(raw: bytes) -> Registry:
     return read_registry(raw)

@@ -10,13 +10,23 @@ import xxhash
 
 from tailrace import __version__
 from tailrace.api import answers
-from tailrace.api.openapi import inspection, registry, search, server, shared, streams, subscriptions, touch
+from tailrace.api.openapi import (
+    inspection,
+    registry,
+    search,
+    server,
+    shared,
+    streams,
+    subscriptions,
+    touch,
+    traces,
+)
 from tailrace.api.openapi.parts import Json, answer, error_responses, headers, operation, without_body
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
 
 PATH: Final = b"/openapi.json"
-_PARTS: Final = (shared, streams, registry, search, inspection, touch, subscriptions, server)
+_PARTS: Final = (shared, streams, registry, search, inspection, touch, traces, subscriptions, server)
 _ABOUT: Final = (
     "A durable stream server: append-only logs over HTTP, fsynced before they are acknowledged. "
     "Every error has the same shape. OPTIONS is answered on every path."
@@ -31,6 +41,7 @@ def build() -> Json:
         **search.search_paths(),
         **inspection.inspection_paths(),
         **touch.touch_paths(),
+        **traces.trace_paths(),
         **subscriptions.subscription_paths(),
         **server.server_paths(),
     }
@@ -72,6 +83,7 @@ _TAGS: Final = {
     "search": "Questions about a stream's records.",
     "inspection": "What the server can tell about one stream.",
     "touch": "Waiting for changes of what a client has shown.",
+    "traces": "Spans from OpenTelemetry.",
     "subscriptions": "Webhooks and pull-wake.",
     "server": "Health, metrics, memory, sealing.",
 }

@@ -55,7 +55,8 @@ _STREAM: Final[Json] = obj(
         **texts("total_size_bytes", "wal_rows", "wal_bytes"),
         "last_append_at": INSTANT_OR_NULL,
         "last_segment_cut_at": INSTANT_OR_NULL,
-    }
+    },
+    {"observability": schema("Observability")},
 )
 _STORAGE: Final[Json] = obj(
     {

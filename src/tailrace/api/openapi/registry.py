@@ -163,7 +163,7 @@ SCHEMAS: Final[Json] = {
         {"apiVersion": {"const": "durable.streams/profile/v1"}, "profile": schema("Profile")}
     ),
     "Profile": obj(
-        {"kind": {"enum": ["generic", "evlog", "metrics", "state-protocol"]}},
+        {"kind": {"enum": ["generic", "evlog", "metrics", "otel-traces", "state-protocol"]}},
         {
             "redactKeys": array(STRING, maxItems=64),
             "correlation": closed(
@@ -175,6 +175,12 @@ SCHEMAS: Final[Json] = {
                 },
             ),
             "observability": {"type": "object"},
+            "requestIdAttributes": array(STRING, maxItems=64),
+            "attributeLimits": {"type": "object"},
+            "otlpLimits": {"type": "object"},
+            "store": {"type": "object"},
+            "dbStatementMode": {"enum": ["drop", "raw"]},
+            "urlMode": {"enum": ["drop_query", "raw"]},
             "touch": obj(
                 {}, {"enabled": BOOLEAN, "onMissingBefore": {"enum": ["coarse", "skipBefore", "error"]}}
             ),

@@ -49,6 +49,11 @@ SCHEMAS: Final[Json] = {
             "earliest_offset": OFFSET,
             "total_size_bytes": COUNT_TEXT,
         },
+        {"observability": schema("Observability")},
+    ),
+    "Observability": obj(
+        {"request": obj({}, {"events_stream": STRING, "traces_stream": STRING})},
+        description="Streams that tell of the same requests.",
     ),
 }
 

@@ -1,0 +1,250 @@
+"""Spans from OpenTelemetry: POST `{name}/_otlp/v1/traces`, and `/v1/traces` for the stream that is set."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple
+
+from tailrace.api import answers, parse
+from tailrace.api.context import Context
+from tailrace.api.contracts import SCHEMA
+from tailrace.api.guard import PROFILE, Guard
+from tailrace.api.schema import document_of
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.model import Stream
+from tailrace.log.transaction import Transaction
+from tailrace.net.http1 import Exchange
+from tailrace.profiles.otel.config import OtlpLimits
+from tailrace.profiles.otel.export import JSON, PROTOBUF, Export
+from tailrace.profiles.otel.otlp_json import read_json
+from tailrace.profiles.otel.otlp_protobuf import read_protobuf
+from tailrace.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
+from tailrace.protocol.content_types import media_type
+from tailrace.protocol.headers import line
+from tailrace.protocol.names import check_creatable
+from tailrace.schema.record import dump_record
+from tailrace.schema.registry import read_registry
+
+PATH: Final = b"/v1/traces"
+ROUTE: Final = "v1/traces"
+AT_ONCE: Final = 2  # exports that are decoded; each is a few times its own size in memory
+WAITING_MAX: Final = 32
+# One append has at most so much of an export: entries of others come between.
+APPEND_SPANS: Final = 500
+APPEND_BYTES: Final = 1024 * 1024
+
+
+class Batch(NamedTuple):
+    """Spans of one append, normalised and encoded."""
+
+    records: list[object]
+    payloads: list[bytes]
+
+
+class OtlpRoutes:
+    """Decoding is done on threads; what is appended goes the way of every append."""
+
+    def __init__(self, context: Context, guard: Guard) -> None:
+        self._context = context
+        self._log = context.log
+        self._guard = guard
+        self._threads = ThreadPoolExecutor(AT_ONCE, "otlp")
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._waiting = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
+        """The spans of one stream."""
+        if route != ROUTE:
+            raise TailraceError("not_found", "there is no such resource on this server")
+        if method != b"POST":
+            raise answers.not_allowed("POST, OPTIONS")
+        authorise(identity, Action.INGEST_TRACES, stream=name)
+        self._begin(exchange, self._log.existing(name))
+
+    def traces(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
+        """The spans of the stream that the settings name, which is made if they say so."""
+        if method != b"POST":
+            raise answers.not_allowed("POST, OPTIONS")
+        name = self._context.settings.otlp_traces_stream
+        authorise(identity, Action.INGEST_TRACES, stream=name or None)
+        if not name:
+            raise TailraceError("not_found", "no stream for traces is set: otlp_traces_stream")
+        stream = self._log.find(name)
+        if self._context.settings.otlp_auto_create and (stream is None or self._is_bare(stream)):
+            authorise(identity, Action.CREATE_TRACES_STREAM, stream=name)
+            self._create(name)
+        self._begin(exchange, self._log.existing(name))
+
+    # -- the stream ------------------------------------------------------------------------------------
+
+    def _is_bare(self, stream: Stream) -> bool:
+        """A stream without a profile and without entries: one whose making was cut short."""
+        return stream.documents is None and not stream.tail and stream.json and not stream.gone
+
+    def _create(self, name: str) -> None:
+        if self._log.find(name) is None:
+            check_creatable(name, self._context.limits.name_bytes)
+            self._log.create(CreateRequest(name, JSON), _ignore, None)
+        stream = self._log.existing(name)
+        profile = parse_profile({"kind": "otel-traces"})
+        registry = install(profile, GENERIC, read_registry(document_of(stream, None)), 0)
+        documents = [(PROFILE, to_document(profile)), (SCHEMA, registry.to_json())]
+        self._log.describe_all(stream, documents)
+
+    # -- an export -------------------------------------------------------------------------------------
+
+    def _begin(self, exchange: Exchange, stream: Stream) -> None:
+        profile = self._guard.profiles.of(stream.documents)
+        if not isinstance(profile, OtelTracesProfile):
+            message = "OTLP traces require a stream with the otel-traces profile"
+            raise TailraceError("invalid_request", message)
+        media = _media_of(exchange)
+        gzipped = _is_gzipped(exchange)
+        limits = profile.config.otlp_limits
+        if gzipped and len(exchange.body) > limits.max_compressed_bytes:
+            raise too_large(limits.max_compressed_bytes)
+        if self._log.pressure is not None:
+            raise self._log.pressure
+        if self._waiting >= WAITING_MAX:
+            raise TailraceError("overloaded", "too many exports of traces wait")
+        task = self._context.loop.create_task(self._answer(exchange, stream, profile, media, gzipped))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(
+        self, exchange: Exchange, stream: Stream, profile: OtelTracesProfile, media: str, gzipped: bool
+    ) -> None:
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._context.limits.request_ms / 1000), self._gate:
+                export, offset = await self._ingest(exchange.body, stream, profile, media, gzipped)
+        except TimeoutError:
+            message = "the export took too long; some of its spans may have been stored"
+            answers.refuse(exchange, TailraceError("request_timeout", message))
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+        except Exception:
+            answers.refuse(exchange, TailraceError("internal", "the export failed"))
+            raise
+        else:
+            kind = answers.JSON_TYPE if media == JSON else line("Content-Type", PROTOBUF)
+            head = kind + answers.NO_STORE + answers.next_offset(offset)
+            exchange.respond(200, head, export.answer(media))
+        finally:
+            self._waiting -= 1
+
+    async def _ingest(
+        self, body: bytes, stream: Stream, profile: OtelTracesProfile, media: str, gzipped: bool
+    ) -> tuple[Export, str]:
+        """What was taken, and the offset of the last span."""
+        now_ms = self._context.clock.now_ns() // 1_000_000
+        work = partial(_decode, body, profile, media, gzipped, now_ms)
+        export, batches = await self._context.loop.run_in_executor(self._threads, work)
+        offset = stream.offset(stream.visible)
+        for batch in batches:
+            lengths = None if len(batch.payloads) == 1 else [len(payload) for payload in batch.payloads]
+            request = AppendRequest(b",".join(batch.payloads), JSON, lengths)
+            request.check = partial(self._guard.check_normal, request, profile, batch.records)
+            offset = await self._append(stream, request)
+        return export, offset
+
+    async def _append(self, stream: Stream, request: AppendRequest) -> str:
+        done: asyncio.Future[str] = self._context.loop.create_future()
+
+        def reply(transaction: Transaction, error: TailraceError | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+                return
+            op = transaction.append
+            last = stream.visible if op is None else op.first + op.count - 1
+            done.set_result(stream.offset(last))
+
+        self._log.append(stream, request, reply, None)
+        return await done
+
+
+def _ignore(_transaction: Transaction, _error: TailraceError | None) -> None:
+    """What follows in the journal depends on this anyway."""
+
+
+def too_large(bytes_max: int) -> TailraceError:
+    return TailraceError("payload_too_large", f"OTLP export is larger than {bytes_max} bytes")
+
+
+def _media_of(exchange: Exchange) -> str:
+    media = media_type(parse.content_type_of(exchange) or "")
+    if media not in (PROTOBUF, JSON):
+        message = f"OTLP traces require {PROTOBUF} or {JSON}"
+        raise TailraceError("unsupported_media_type", message)
+    return media
+
+
+def _is_gzipped(exchange: Exchange) -> bool:
+    coding = exchange.headers.get(b"content-encoding", b"identity").strip().lower()
+    if coding not in (b"identity", b"gzip"):
+        raise TailraceError("unsupported_encoding", "OTLP traces may be sent as they are or with gzip")
+    return coding == b"gzip"
+
+
+def _decode(
+    body: bytes, profile: OtelTracesProfile, media: str, gzipped: bool, now_ms: int
+) -> tuple[Export, list[Batch]]:
+    """On a thread: everything that can be wrong with an export, before anything of it is stored."""
+    limits = profile.config.otlp_limits
+    data = unzipped(body, limits) if gzipped else body
+    if len(data) > limits.max_decoded_bytes:
+        raise too_large(limits.max_decoded_bytes)
+    export = Export(limits)
+    (read_protobuf if media == PROTOBUF else read_json)(data, export)
+    return export, list(_batches(export, profile, now_ms))
+
+
+def _batches(export: Export, profile: OtelTracesProfile, now_ms: int) -> Iterator[Batch]:
+    batch, size = Batch([], []), 0
+    for span in export.spans:
+        try:
+            record = profile.accept(span, now_ms)
+        except TailraceError as refusal:
+            export.reject(refusal.message)
+            continue
+        payload = dump_record(record)
+        if batch.payloads and (len(batch.payloads) >= APPEND_SPANS or size + len(payload) > APPEND_BYTES):
+            yield batch
+            batch, size = Batch([], []), 0
+        batch.records.append(record)
+        batch.payloads.append(payload)
+        size += len(payload)
+    if batch.payloads:
+        yield batch
+
+
+def unzipped(body: bytes, limits: OtlpLimits) -> bytes:
+    """The body of a gzip file. Unpacking stops where the limit is, whatever the rest would become."""
+    pieces: list[bytes] = []
+    left, rest = limits.max_decoded_bytes, body
+    try:
+        while rest:
+            member = zlib.decompressobj(16 + zlib.MAX_WBITS)
+            piece = member.decompress(rest, left + 1)
+            left -= len(piece)
+            if left < 0:
+                raise too_large(limits.max_decoded_bytes)
+            if not member.eof:
+                raise TailraceError("invalid_request", "OTLP body is cut off: its gzip has no end")
+            pieces.append(piece)
+            rest = member.unused_data
+    except zlib.error:
+        raise TailraceError("invalid_request", "OTLP body is not valid gzip") from None
+    return b"".join(pieces)
