@@ -14,6 +14,7 @@ _VALUE = msgspec.json.Decoder(msgspec.Raw)
 _SPACE = b" \t\n\r"
 _GAP = re.compile(rb"[ \t\n\r,]*")
 _ESCAPES = re.compile(rb"\\(?:u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -30,14 +31,30 @@ def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
                 raise
             entries = _cut_past_surrogates(body)
         if not body.isascii():
-            body.decode()
+            _check_utf8(entries)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
     except RecursionError:
         raise _too_deep(depth_max) from None
-    if body.count(b"[") + body.count(b"{") > depth_max and _depth(body) > depth_max:
+    if body.count(b"[") + body.count(b"{") > depth_max and _is_deeper(body, entries, depth_max):
         raise _too_deep(depth_max)
     return entries
+
+
+def _check_utf8(entries: list[msgspec.Raw]) -> None:
+    """Between entries the grammar has nothing but ASCII. Most of them have nothing else either."""
+    for entry in map(bytes, entries):
+        if not entry.isascii():
+            entry.decode()
+
+
+def _is_deeper(body: bytes, entries: list[msgspec.Raw], depth_max: int) -> bool:
+    """Looked at entry by entry: few have enough brackets to be worth the walk, however many there are."""
+    inside = depth_max - 1 if body.lstrip(_SPACE)[:1] == b"[" else depth_max
+    for entry in map(bytes, entries):
+        if entry.count(b"[") + entry.count(b"{") > inside and _depth(entry) > inside:
+            return True
+    return False
 
 
 def _cut(body: bytes) -> list[msgspec.Raw]:
@@ -75,11 +92,11 @@ def join(entries: list[msgspec.Raw]) -> tuple[bytes, list[int]]:
 
 def _depth(body: bytes) -> int:
     deepest = depth = 0
-    for byte in _STRINGS.sub(b"", body):
+    for byte in _STRINGS.sub(b"", body).translate(None, _NO_BRACKETS):
         if byte in b"[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif byte in b"]}":
+        else:
             depth -= 1
     return deepest
 
