@@ -28,6 +28,7 @@ CODES: dict[str, int] = {
     "unsupported_format": 400,
     "invalid_filter": 400,
     "key_not_allowed": 400,
+    "object_missing": 400,
     # Identity.
     "unauthorized": 401,
     "forbidden": 403,
@@ -47,6 +48,10 @@ CODES: dict[str, int] = {
     "seq_conflict": 409,
     "producer_gap": 409,
     "conflict": 409,
+    # What the pipeline built does not fit any more: it drops its result and asks for the plan again.
+    "plan_superseded": 409,
+    "inputs_changed": 409,
+    "range_conflict": 409,
     "stream_gone": 410,
     "offset_gone": 410,
     "payload_too_large": 413,

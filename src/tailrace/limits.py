@@ -164,6 +164,22 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     registry_retention_bytes: Annotated[
         BytesOrNone, Meta(description="Payload up to which __registry__ is kept; 0 keeps all of it.")
     ] = 0
+    segments_retention_ms: Annotated[
+        MillisOrNone, Meta(description="Age up to which __segments__ is kept; 0 keeps all of it.")
+    ] = 7 * DAY_MS
+    index_check_ms: Annotated[
+        Millis, Meta(description="How often the pipeline looks for work while there is some.")
+    ] = 1000
+    index_l0_span: Annotated[
+        Count, Meta(description="Adjacent companions of single segments that are merged into one.")
+    ] = 16
+    index_compaction_fanout: Annotated[
+        Count, Meta(description="Adjacent merged companions that are merged into one of the next level.")
+    ] = 16
+    index_max_level: Annotated[Count, Meta(description="How often companions are merged again.")] = 4
+    search_companion_batch_segments: Annotated[
+        Count, Meta(description="Segments whose companions are published together.")
+    ] = 4
     metrics_flush_ms: Annotated[
         MillisOrNone, Meta(description="How often __stream_metrics__ is written; 0 never.")
     ] = 10_000

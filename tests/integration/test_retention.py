@@ -177,6 +177,29 @@ def test_entries_that_grow_old_go_by_themselves_and_an_empty_stream_remains(http
     assert http.head("a")["stream-next-offset"] == encode(0, 5)
 
 
+def test_a_bound_seals_what_nothing_else_would(start_server: StartServer) -> None:
+    lazy = {**SEALING_ENV, "TAILRACE_SEAL_AGE_MS": "1h", "TAILRACE_SEAL_ENTRIES": "100000"}
+    server = start_server(env=lazy)
+    http = Wire(server.port)
+    assert http.put("aged", TEXT, stream_retention="1").status == 201
+    assert http.put("sized", TEXT, **BOUND).status == 201
+    assert http.put("unbounded", TEXT).status == 201
+    append(http, "unbounded", 1, 4)
+    append(http, "aged", 1, 4)
+    wait_until(lambda: earliest(http, "aged") == 4, "old entries gone")
+    count = 0
+    while not earliest(http, "sized"):
+        count += 1
+        assert count < 5000, "nothing was ever trimmed"
+        append(http, "sized", count, count)
+    gone = earliest(http, "sized")
+    assert http.get("sized").body == texts(gone + 1, count)
+    assert count - gone >= 5
+    wait_deleted(server.data_dir, "aged", set())
+    assert not stored(server.data_dir, "unbounded")
+    http.close()
+
+
 def test_caches_hold_pages_no_longer_than_the_window(http: Wire) -> None:
     assert http.put("a", TEXT, stream_retention="90", stream_closed="true", body="x").status == 201
     assert http.get("a")["cache-control"] == "public, max-age=90"

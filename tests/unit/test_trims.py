@@ -74,7 +74,13 @@ def test_streams_are_due_when_their_oldest_segment_is(log: LogHarness) -> None:
     for stream in (aged, sized, unbound):
         append(log, stream, 6)
     fold(log)
-    assert log.log.store.db.trims.due_after(*START, 10) == []  # nothing is sealed
+    # Nothing is sealed, so nothing can go; what is over a bound has to be.
+    (now, first), (over_ns, second) = log.log.store.db.trims.due_after(*START, 10)
+    assert (now, first, second) == (0, sized.number, aged.number)
+    found = look_at_due(log.log.store, START, [], over_ns - 1)
+    assert (found.wanted, found.unsealed, found.next_ns) == ([], [sized.number], over_ns)
+    found = look_at_due(log.log.store, found.seen, [], over_ns)
+    assert (found.wanted, found.unsealed, found.next_ns) == ([], [aged.number], None)
     for stream in (aged, sized, unbound):
         seal(log, stream, (1, 2), (3, 4), (5, 6))
     fold(log)

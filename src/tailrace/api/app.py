@@ -18,6 +18,8 @@ from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
 from tailrace.api.openapi import document as description
+from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
+from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.profile import ProfileRoutes
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
@@ -73,6 +75,7 @@ class TailraceApp:
         }
         self.seal: Callable[[Exchange, Identity], None] | None = None
         self.server: ServerRoutes | None = None
+        self.pipeline: PipelineRoutes | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = self._streams.append
@@ -232,6 +235,8 @@ class TailraceApp:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")
             self.server.answer(exchange, self.identify(exchange), path)
+        elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
+            self.pipeline.answer(exchange, self.identify(exchange), method, path)
         elif path == SEAL_PATH and self.seal is not None:
             if method != b"POST":
                 raise not_allowed("POST, OPTIONS")

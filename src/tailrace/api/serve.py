@@ -23,6 +23,7 @@ from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.memory_guard import MemoryGuard, limit_of
 from tailrace.api.metrics import MetricsApp
+from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.seal import SealRoute
 from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
@@ -117,6 +118,7 @@ class Server:
         self.log.reader.history.cold = self._cold
         self.app.seal = SealRoute(context, self.sealing).seal
         self.app.search.seal_early(self.sealing.seal_now)
+        self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         connect_details(self.app.details, self.sealing, self._cold, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
@@ -149,6 +151,7 @@ class Server:
         self._checkpoints.start()
         await registry_snapshot.tell_again(self.log)
         await self.sealing.start()
+        self.pipeline.start()
         if self._verifier is not None:
             self._verifier.start()
         await self._subscriptions.start()
@@ -181,7 +184,9 @@ class Server:
         self._disk.stop()
         self._memory.stop()
         self._stream_metrics.stop()
+        await self.pipeline.stop()
         await self.sealing.stop()
+        self.log.catalogue.close()
         self.app.search.close()
         await self.log.close()
         await self._checkpoints.stop()

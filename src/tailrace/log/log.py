@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.log import registry
+from tailrace.log import outbox, outbox_events, registry
+from tailrace.log.catalogue import DOCUMENT, Catalogue, encode_plans, plans_in
 from tailrace.log.commit import Batch, Committer
 from tailrace.log.decide import (
     AppendRequest,
@@ -33,6 +36,7 @@ from tailrace.log.records import (
     Append,
     Describe,
     Meta,
+    Published,
     Recorded,
     Sealed,
     Touch,
@@ -46,6 +50,7 @@ from tailrace.log.rotation import Journal
 from tailrace.log.stalls import Stalls
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
+from tailrace.store.companions import PlanBook
 from tailrace.store.directory import make_directory
 
 logger = logging.getLogger("tailrace.log")
@@ -84,6 +89,8 @@ class Log:
         self.journal.on_prepared = self._file_prepared
         self.expiry = Expiry(self)
         self.publisher = Publisher(self.streams)
+        self.catalogue = Catalogue(self.streams, self.store, loop)
+        self.publisher.on_change.append(self.catalogue.changed)
         self.refusal: TailraceError | None = None  # why nothing can be written now
         self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
         self.pressure: TailraceError | None = None  # why nothing large is taken on
@@ -306,6 +313,8 @@ class Log:
             return False
         transaction = Transaction(None, reply, context)
         transaction.duplicate = True
+            events = outbox_events.of_removal(self.store, self.streams, removed, reason, now_ns)
+            self._deliver(transaction, events, now_ns)
         newest = self.committer.newest
         if newest is None or self.streams.changed_names.get(name) != UNPUBLISHED:
             reply(transaction, None)
@@ -352,12 +361,29 @@ class Log:
         """`reply` comes when everything that was decided about the stream so far is durable."""
         self._after(Transaction(stream, reply, context))
 
-    def record(self, op: Sealed | Trim | Recorded, reply: Reply = ignore) -> None:
-        """Writes down what was done on the object store."""
+    def record(self, op: Sealed | Trim | Recorded | Published, reply: Reply = ignore) -> None:
+        """Writes down what was done on the object store, and tells of it in the same record."""
         if self.refusal is not None:
             raise self.refusal
         transaction = Transaction(None, reply, None)
-        transaction.add(self.streams, op)
+        now_ns = self.clock.now_ns()
+        events = outbox_events.of(op, self.store, self.streams, now_ns)
+        stream = transaction.add(self.streams, op)
+        if stream is not None and isinstance(op, Sealed) and op.keyed:
+            self._note_keys(transaction, stream)
+        self._deliver(transaction, events, now_ns)
+        self._submit(transaction)
+
+    def plan(self, stream: Stream, plans: PlanBook, reply: Reply = ignore) -> None:
+        """Sets the stream's index plans; a new one is told of in the same record."""
+        if self.refusal is not None:
+            raise self.refusal
+        transaction = Transaction(stream, reply, None)
+        known = plans_in(stream.documents).wanted
+        transaction.add(self.streams, Describe(stream.number, DOCUMENT, encode_plans(plans)))
+        if plans.wanted is not None and plans.wanted != known:
+            now_ns = self.clock.now_ns()
+            self._deliver(transaction, [outbox.planned(stream, plans.wanted, now_ns)], now_ns)
         self._submit(transaction)
 
     def set_shortage(self, cause: str, shortage: TailraceError | None) -> None:
@@ -369,6 +395,13 @@ class Log:
         self.shortage = next(iter(self._shortages.values()), None)
 
     # -- inside ----------------------------------------------------------------------------------------
+    def open_outbox(self) -> None:
+        """Makes `__segments__` present, for those who want to follow it before anything happened."""
+        if self.refusal is None and self.streams.find(outbox.NAME) is None:
+            transaction = Transaction(None, ignore, None)
+            self._outbox(transaction)
+            self._submit(transaction)
+
 
     def _registry(self) -> Stream:
         stream = self.streams.find(registry.NAME)
@@ -378,10 +411,7 @@ class Log:
     def _create_system_streams(self) -> None:
         if self.streams.find(registry.NAME) is None:
             transaction = Transaction(None, ignore, None)
-            request = CreateRequest(registry.NAME, "application/json")
-            now_ns, streams = self.clock.now_ns(), self.streams
-            create = decide_create(request, streams.next_number, None, None, now_ns, streams.first_epoch)
-            transaction.add(self.streams, create)
+            self._create_system_stream(transaction, registry.NAME)
             self._submit(transaction)
         self._registry().lifetime = registry.lifetime(self.limits)
 
@@ -393,6 +423,35 @@ class Log:
         reply: Reply,
         context: object,
         now_ns: int,
+        if (stream := self.streams.find(outbox.NAME)) is not None:
+            stream.lifetime = outbox.lifetime(self.limits)
+
+    def _create_system_stream(self, transaction: Transaction, name: str) -> Stream:
+        request = CreateRequest(name, "application/json")
+        now_ns, streams = self.clock.now_ns(), self.streams
+        create = decide_create(request, streams.next_number, None, None, now_ns, streams.first_epoch)
+        created = transaction.add(streams, create)
+        assert created is not None
+        return created
+
+    def _outbox(self, transaction: Transaction) -> Stream:
+        """`__segments__`; made in this very record if it has to be."""
+        stream = self.streams.find(outbox.NAME)
+        if stream is None:
+            stream = self._create_system_stream(transaction, outbox.NAME)
+            stream.lifetime = outbox.lifetime(self.limits)
+        return stream
+
+    def _deliver(self, transaction: Transaction, events: Sequence[bytes], now_ns: int) -> None:
+        if events:
+            transaction.add(self.streams, outbox.delivery(self._outbox(transaction), events, now_ns))
+
+    def _note_keys(self, transaction: Transaction, stream: Stream) -> None:
+        """The first keyed entry of a stream that is sealed: from now on its keys are indexed."""
+        plans = plans_in(stream.documents)
+        if not plans.keyed and outbox.is_indexed(stream.name):
+            noted = encode_plans(msgspec.structs.replace(plans, keyed=True))
+            transaction.add(self.streams, Describe(stream.number, DOCUMENT, noted))
     ) -> None:
         transaction = Transaction(stream, reply, context)
         transaction.duplicate = True

@@ -75,6 +75,12 @@ def over_at_ns(segment: Shown, lifetime: Lifetime, newer_bytes: int) -> int | No
     return None
 
 
+def is_over(lifetime: Lifetime, size_bytes: int, age_s: float) -> bool:
+    """Whether the oldest of so many bytes, that old, is over a bound."""
+    by_size = lifetime.retention_bytes is not None and size_bytes > lifetime.retention_bytes
+    return by_size or (lifetime.retention_s is not None and age_s >= lifetime.retention_s)
+
+
 def reached(source: int, forks: int, forks_of: Callable[[int], Sequence[ForkRow]]) -> list[Run]:
     """The entries below their fork points that the forks of a stream show, and the forks of those, and so on.
 

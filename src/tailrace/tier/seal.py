@@ -30,6 +30,7 @@ from tailrace.tier.lineage import Lineage
 from tailrace.tier.meta_recording import MetaRecording
 from tailrace.tier.owner import Owner
 from tailrace.tier.pressure import Pressure
+from tailrace.tier.retention import is_over
 from tailrace.tier.seal_job import Kind, Report, SealerSetup
 from tailrace.tier.sealer_process import SealerProcess
 from tailrace.tier.sweeps import Sweeps
@@ -209,14 +210,20 @@ class Sealing:
             self._looked_at, self._large = 0, False
             self._log.move_on()
 
-    def _look_for_large(self) -> None:
+    def _look_for_large(self, now_s: float) -> None:
         """Some streams at a time of those in the present journal file: is one due by what is in memory?"""
-        touched = self._log.streams.touched.get(self._log.streams.file, ())
+        file = self._log.streams.file
+        touched = self._log.streams.touched.get(file, ())
+        held_s = now_s - self._begun_s.get(file, now_s)
         if self._looked_at >= len(touched):
             self._looked_at = 0
         for stream in touched[self._looked_at : self._looked_at + LARGE_PER_TURN]:
             entries, size_bytes = stream.visible - stream.sealed, stream.size_bytes - stream.sealed_bytes
-            self._large = self._large or self._due.is_enough(entries, size_bytes, closed=False)
+            self._large = (
+                self._large
+                or self._due.is_enough(entries, size_bytes, closed=False)
+                or (entries > 0 and is_over(stream.lifetime, size_bytes, held_s))
+            )
         self._looked_at += LARGE_PER_TURN
 
     # -- work ------------------------------------------------------------------------------------------
@@ -249,7 +256,7 @@ class Sealing:
         self.trims.look(now_s)
         if now_s >= self._paused_until_s and self._owner.fence:
             self.sweeps.look(now_s)
-        self._look_for_large()
+        self._look_for_large(now_s)
         self._move_on_if_due(now_s)
         self._confirm_if_due(now_s)
 
@@ -341,6 +348,11 @@ class Sealing:
             self.pressure.sealed(segment.payload_bytes)
         self.lineage.sealed(number)
         return report.more or self._due.is_due(stream)
+
+    def seal_soon(self, number: int) -> None:
+        """Whatever its age and size."""
+        self._due.add(number)
+        self._wake.set()
 
     def _later(self, number: int, pause_s: float) -> None:
         """Again after a pause of its own; 0 where everything pauses."""

@@ -13,7 +13,7 @@ from tailrace.store.hot import HotDb
 from tailrace.store.kept import Run
 from tailrace.store.segments import SegmentInfo
 from tailrace.store.trim_tables import ForkRow
-from tailrace.tier.retention import Decision, Shown, decide, has_bounds, reached
+from tailrace.tier.retention import Decision, Shown, decide, has_bounds, over_at_ns, reached
 
 # One decision looks at no more than so many segments; the next one goes on behind them.
 SEGMENTS_MAX = 1000
@@ -33,7 +33,10 @@ def put_stream(db: HotDb, stream: Stream) -> None:
 def put_due(db: HotDb, stream: Stream) -> None:
     """When retention has to look at the stream. After its segments and those of its ancestors are written."""
     if has_bounds(stream.lifetime):
-        db.trims.put_due(stream.number, decide_stored(db, stream, stream.lifetime, now_ns=-1).next_ns)
+        sealed_ns = decide_stored(db, stream, stream.lifetime, now_ns=-1).next_ns
+        unsealed_ns = unsealed_over_ns(db, stream, stream.lifetime)
+        due = [at_ns for at_ns in (sealed_ns, unsealed_ns) if at_ns is not None]
+        db.trims.put_due(stream.number, min(due, default=None))
 
 
 def stored_deadline_ns(stream: Stream) -> int | None:
@@ -63,6 +66,19 @@ def decide_stored(db: HotDb, stream: Stream, lifetime: Lifetime, now_ns: int) ->
         # Its source has yet to seal what it shows of it, and nobody will say when that is done.
         return decision._replace(next_ns=0)
     return decision
+
+
+def unsealed_over_ns(db: HotDb, stream: Stream, lifetime: Lifetime) -> int | None:
+    """When the oldest of the entries that are not sealed is over a bound, and they have to be, to go at all.
+
+    0 if it is by size. None: there are none, or only newer entries can bring it about.
+    """
+    row = next(db.blocks_from(stream.number, stream.sealed + 1), None)
+    if row is None:
+        return None
+    at = 8 * (stream.sealed + 1 - row.first)
+    oldest_ns = int.from_bytes(row.times[at : at + 8], "little", signed=True)
+    return over_at_ns(Shown(0, oldest_ns, 0), lifetime, stream.size_bytes - stream.sealed_bytes - 1)
 
 
 def shown_segments(db: HotDb, stream: Stream, count_max: int | None = None) -> Iterator[Shown]:

@@ -21,7 +21,7 @@ from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
 from tailrace.tier.retention import has_bounds
-from tailrace.tier.stored import decide_stored, stored_stream
+from tailrace.tier.stored import decide_stored, stored_stream, unsealed_over_ns
 
 if TYPE_CHECKING:
     from tailrace.tier.seal import Sealing
@@ -46,6 +46,7 @@ class Look(NamedTuple):
     """What one look at the hot store found, how far it got, and when the next stream is due."""
 
     wanted: list[Wanted]
+    unsealed: list[int]  # streams that have to be sealed before anything more of them can go
     seen: tuple[int, int]
     next_ns: int | None
 
@@ -57,6 +58,7 @@ def look_at_due(
     db = store.db
     next_ns: int | None = None
     wanted: list[Wanted] = []
+    unsealed: list[int] = []
 
     def decide(number: int, lifetime: Lifetime | None) -> None:
         stream = stored_stream(db, number)
@@ -72,6 +74,9 @@ def look_at_due(
                 decision.segment_bytes,
             )
             wanted.append(Wanted(number, stream.earliest, trim))
+        over_ns = unsealed_over_ns(db, stream, lifetime or stream.lifetime)
+        if over_ns is not None and over_ns <= now_ns:
+            unsealed.append(number)
 
     with store.snapshot():
         for number, lifetime in system:
@@ -86,7 +91,7 @@ def look_at_due(
         else:
             if len(found) == LOOK_COUNT:
                 next_ns = now_ns  # there are more
-    return Look(wanted, seen, next_ns)
+    return Look(wanted, unsealed, seen, next_ns)
 
 
 class Trims:
@@ -140,6 +145,8 @@ class Trims:
             checkpoints = self._checkpoints
             work = partial(look_at_due, self._log.store, self._seen, self._system_streams(), now_ns)
             found = await self._sealing.on_thread(work)
+            for number in found.unsealed:
+                self._sealing.seal_soon(number)
             await self._trim(found.wanted)
             delay_s = 0.0
             if checkpoints == self._checkpoints:  # else there may be more to see

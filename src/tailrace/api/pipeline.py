@@ -1,0 +1,183 @@
+"""`/v1/pipeline/*`: what is to be built, and the publication of what was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Final
+
+import msgspec
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.parse import check_encoding, parse_query
+from tailrace.api.pipeline_plan import JOBS, Json, Plans, plan_of
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
+from tailrace.log.model import Stream
+from tailrace.net.http1 import Exchange
+from tailrace.store.cold import ColdReader
+from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import ManifestError
+from tailrace.store.objects import ObjectsError
+from tailrace.store.segments import stream_id
+from tailrace.tier.publication import OBJECTS_MAX, Offer
+from tailrace.tier.publishing import Publishing
+from tailrace.tier.seal import Sealing
+from tailrace.tier.work import Work
+
+PREFIX: Final = b"/v1/pipeline/"
+PLAN, PUBLISH = PREFIX + b"plan", PREFIX + b"publish"
+BODY_BYTES_MAX: Final = 1024 * 1024
+LIMIT_DEFAULT, LIMIT_MAX = 100, 500
+WAIT_S: Final = 4.0
+_OFFER = msgspec.json.Decoder(Offer)
+
+
+class PipelineRoutes:
+    """The owner plans and publishes; the pipeline computes, wherever it runs."""
+
+    def __init__(self, context: Context, sealing: Sealing, cold: ColdReader) -> None:
+        self._context = context
+        self._log = context.log
+        self._cold = cold
+        self.work = Work(context.log, plan_of, context.loop)
+        self.publishing = Publishing(context.log, sealing, context.loop)
+        self.plans = Plans(context, sealing, self.work)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = False
+
+    def start(self) -> None:
+        self._log.open_outbox()
+        self.work.on_stale = self._unlist
+        self.work.start()
+
+    async def stop(self) -> None:
+        self._ending = True
+        await self.work.stop()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def answer(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
+        authorise(identity, Action.PIPELINE)
+        if path == PLAN:
+            if method in (b"GET", b"HEAD"):
+                self._spawn(self._guarded(exchange, self._plan(exchange)))
+                return
+            raise answers.not_allowed("GET, HEAD, OPTIONS")
+        if path == PUBLISH:
+            if method != b"POST":
+                raise answers.not_allowed("POST, OPTIONS")
+            self._spawn(self._guarded(exchange, self._publish(exchange, read_offer(exchange))))
+            return
+        raise TailraceError("not_found", "there is nothing at this path")
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
+        try:
+            body = await work
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+        except Exception:
+            answers.refuse(exchange, TailraceError("internal", "the request failed"))
+            raise
+        else:
+            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+    # -- plan ------------------------------------------------------------------------------------------
+
+    async def _plan(self, exchange: Exchange) -> Json:
+        query = parse_query(exchange.query)
+        jobs = _jobs(query.get("jobs", ""))
+        live = query.get("live", "")
+        if live not in ("", "false", "long-poll"):
+            raise TailraceError("invalid_request", "live must be long-poll")
+        if "stream" in query:
+            return await self.plans.of_stream(query["stream"], jobs)
+        limit = _limit(query.get("limit"))
+        after = query.get("after", "")
+        loop = self._context.loop
+        until = loop.time() + (WAIT_S if live == "long-poll" else 0.0)
+        while True:
+            body = await self.plans.page(after, limit, jobs)
+            left_s = until - loop.time()
+            if body["streams"] or left_s <= 0 or self._ending or exchange.answered:
+                return body
+            await self.work.change(left_s)
+
+    # -- publish ---------------------------------------------------------------------------------------
+
+    async def _publish(self, exchange: Exchange, offer: Offer) -> Json:
+        stream = await self.find(offer.stream_id)
+        outcome = await self.publishing.publish(stream, offer)
+        return {"result": outcome.result, "manifest_generation": outcome.generation}
+
+    async def find(self, folder: str) -> Stream:
+        """The stream with an id. One that was not offered lately is found by its manifest."""
+        name = self.plans.names.get(folder)
+        if name is None:
+            name = await self._recorded_name(folder)
+        stream = self._log.find(name)
+        if stream is None or stream.gone or stream_id(stream.name, stream.incarnation) != folder:
+            raise TailraceError("stream_gone", "the stream with this id was deleted")
+        return stream
+
+    async def _recorded_name(self, folder: str) -> str:
+        if len(folder) != 32 or not all(digit in "0123456789abcdef" for digit in folder):
+            raise TailraceError("invalid_request", "stream_id must be 32 hex digits")
+        try:
+            stored = await Manifests(await self._cold.parts.opened(), 0).load(folder)
+        except (ObjectsError, ManifestError) as error:
+            raise TailraceError("unavailable", f"the manifest cannot be read: {error}") from error
+        if stored is None:
+            raise TailraceError("not_found", "there is no stream with this id")
+        return stored.head.name
+
+    # -- what older plans left ---------------------------------------------------------------------------
+
+    def _unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
+        self._spawn(self._unlisted(stream, keys))
+
+    async def _unlisted(self, stream: Stream, keys: tuple[str, ...]) -> None:
+        try:
+            await self.publishing.unlist(stream, keys)
+        except TailraceError:
+            pass  # the next look at the stream finds them again
+
+
+def read_offer(exchange: Exchange) -> Offer:
+    check_encoding(exchange)
+    if len(exchange.body) > BODY_BYTES_MAX:
+        raise TailraceError("payload_too_large", f"a publication has at most {BODY_BYTES_MAX} bytes")
+    try:
+        offer = _OFFER.decode(exchange.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TailraceError("invalid_request", f"body is no publication: {error}") from None
+    if max(len(offer.add), len(offer.inputs), len(offer.replace), len(offer.quarantine)) > OBJECTS_MAX:
+        raise TailraceError("invalid_request", f"a publication has at most {OBJECTS_MAX} objects of a kind")
+    return offer
+
+
+def _jobs(text: str) -> tuple[str, ...]:
+    if text in ("", "all"):
+        return JOBS
+    found = tuple(text.split(","))
+    for job in found:
+        if job not in JOBS:
+            raise TailraceError("invalid_request", f"jobs must be some of {', '.join(JOBS)}, or all")
+    return found
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return LIMIT_DEFAULT
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= LIMIT_MAX:
+        raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
+    return limit

@@ -1,0 +1,128 @@
+"""`__segments__`: what happens on the object store, as state messages on a stream of its own.
+
+The journal record that commits a fact holds its events too, so that none is lost, told twice or out of order.
+While one process owns all streams, being in that record is being delivered: an event is an entry of
+`__segments__` at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import orjson
+
+from tailrace.limits import Limits
+from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
+from tailrace.log.records import Append, Published
+from tailrace.protocol.durations import format_instant
+from tailrace.store.companions import PlanEntry
+from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+
+NAME: Final = "__segments__"
+EVENTS_MAX: Final = 1000  # about one deletion; whoever follows drops what it knows of a deleted stream
+
+
+def is_reported(name: str) -> bool:
+    """Segments of every stream are, the server's own included, but for those that hold the reports."""
+    return name != NAME
+
+
+def is_indexed(name: str) -> bool:
+    """Streams of the server itself have no companions."""
+    return not name.startswith("__") and not name.startswith("hub/")
+
+
+def lifetime(limits: Limits) -> Lifetime:
+    """Its bounds are a setting of the server, and may be others after a restart."""
+    age_ms = limits.segments_retention_ms
+    return Lifetime(retention_s=-(-age_ms // 1000)) if age_ms else NO_LIFETIME
+
+
+def inserted(stream: Stream, segments: Sequence[SegmentInfo], generation: int, now_ns: int) -> list[bytes]:
+    """Segments that are in the manifest now: whoever hears of one can read it."""
+    folder = stream_id(stream.name, stream.incarnation)
+    prefix = stream_prefix(folder)
+    return [
+        _message(
+            "segment",
+            f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}",
+            {"operation": "insert", "timestamp": format_instant(now_ns)},
+            {
+                "stream": stream.name,
+                "stream_id": folder,
+                "epoch": info.epoch,
+                "first": info.first,
+                "last": info.last,
+                "rows": info.rows,
+                "bytes": info.bytes,
+                "raw_bytes": info.payload_bytes,
+                "object": prefix + info.key,
+                "sha256": info.sha256,
+                "plan_generation": generation,
+            },
+        )
+        for info in segments
+    ]
+
+
+def dropped(stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns: int) -> list[bytes]:
+    """Segments that the stream shows no more: `retention`, `compacted` or `deleted`."""
+    folder = stream_id(stream.name, stream.incarnation)
+    headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": reason}
+    return [
+        _message("segment", f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}", headers)
+        for info in segments
+    ]
+
+
+def planned(stream: Stream, plan: PlanEntry, now_ns: int) -> bytes:
+    value = {"stream": stream.name, "generation": plan.generation, "hash": plan.hash}
+    headers = {"operation": "update", "timestamp": format_instant(now_ns)}
+    return _message("plan", stream_id(stream.name, stream.incarnation), headers, value)
+
+
+def unplanned(stream: Stream, reason: str, now_ns: int) -> bytes:
+    """The stream is gone, and with it everything that was said about it."""
+    headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": reason}
+    return _message("plan", stream_id(stream.name, stream.incarnation), headers)
+
+
+def published(stream: Stream, op: Published) -> list[bytes]:
+    """One event for each range that got companions."""
+    folder = stream_id(stream.name, stream.incarnation)
+    headers = {"operation": "insert", "timestamp": format_instant(op.at_ns)}
+    ranges: dict[tuple[int, int, str], list[str]] = {}
+    for one in op.added:
+        families = ranges.setdefault((one.first, one.last, one.plan_hash), [])
+        if one.family not in families:
+            families.append(one.family)
+    return [
+        _message(
+            "companion",
+            f"{folder}/{first:020}-{last:020}",
+            headers,
+            {"plan_hash": plan, "families": families},
+        )
+        for (first, last, plan), families in ranges.items()
+    ]
+
+
+def delivery(target: Stream, events: Sequence[bytes], now_ns: int) -> Append:
+    """The events as entries of `__segments__`."""
+    assert events
+    time_ns = max(target.last_ns, now_ns)
+    if len(events) == 1:
+        return Append(target.number, target.tail + 1, 1, events[0], None, time_ns)
+    lengths = [len(event) for event in events]
+    return Append(target.number, target.tail + 1, len(events), b",".join(events), lengths, time_ns)
+
+
+def _message(
+    kind: str, key: str, headers: Mapping[str, str], value: Mapping[str, object] | None = None
+) -> bytes:
+    message: dict[str, object] = {"type": kind, "key": key}
+    if value is not None:
+        message["value"] = value
+    message["headers"] = headers
+    return orjson.dumps(message)

@@ -1,0 +1,57 @@
+"""Which events an operation on the object store puts into `__segments__`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.log import outbox
+from tailrace.log.catalogue import plans_in
+from tailrace.log.image import StoredStreams
+from tailrace.log.model import Stream
+from tailrace.log.records import Published, Recorded, Sealed, Trim
+from tailrace.log.streams import Streams
+from tailrace.store.segments import SegmentInfo
+
+_DECODE = msgspec.msgpack.Decoder(SegmentInfo).decode
+
+
+def of(
+    op: Sealed | Trim | Recorded | Published, store: StoredStreams, streams: Streams, now_ns: int
+) -> list[bytes]:
+    """What to tell, as long as the operation has not been applied."""
+    if isinstance(op, Recorded):
+        return []
+    stream = streams.get(op.stream)
+    assert stream is not None
+    if not outbox.is_reported(stream.name):
+        return []
+    if isinstance(op, Sealed):
+        wanted = plans_in(stream.documents).wanted
+        return outbox.inserted(stream, op.segments, 0 if wanted is None else wanted.generation, now_ns)
+    if isinstance(op, Published):
+        return outbox.published(stream, op)
+    found = store.db.cold.infos_within(stream.number, stream.earliest, op.earliest, outbox.EVENTS_MAX)
+    return outbox.dropped(stream, map(_DECODE, found), "retention", now_ns)
+
+
+def of_removal(
+    store: StoredStreams, streams: Streams, stream: Stream, reason: str, now_ns: int
+) -> list[bytes]:
+    """A stream that is gone for good, if anybody was told of it. One that forks still need is not."""
+    if not stream.removed or not outbox.is_reported(stream.name):
+        return []
+    told = bool(stream.cold.segments) or bool(plans_in(stream.documents).plans)
+    if not told:
+        return []
+    found = [
+        _DECODE(info)
+        for info in store.db.cold.infos_within(
+            stream.number, stream.earliest, stream.sealed, outbox.EVENTS_MAX
+        )
+    ]
+    known = {info.first for info in found}
+    for _, op in streams.unfolded.get(stream.number, ()):
+        if isinstance(op, Sealed):
+            found += [info for info in op.segments if info.first not in known]
+    events = outbox.dropped(stream, found[: outbox.EVENTS_MAX], reason, now_ns)
+    return [*events, outbox.unplanned(stream, reason, now_ns)]

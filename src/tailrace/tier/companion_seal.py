@@ -1,0 +1,77 @@
+"""The sealer's part in the work of the pipeline: plans into the bucket, companions into manifests."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from tailrace import failpoints
+from tailrace.log.image import StoredStreams
+from tailrace.store.companion_change import CompanionMissingError
+from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import BuriedError, Facts
+from tailrace.store.objects import ObjectExistsError
+from tailrace.store.segments import stream_prefix
+from tailrace.tier.facts import facts_of
+from tailrace.tier.seal_job import Job, Report
+
+if TYPE_CHECKING:
+    from tailrace.store.objects import Objects
+
+
+class CompanionSealing:
+    def __init__(
+        self, store: StoredStreams, objects: Objects, manifests: Manifests, threads: Executor
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._manifests = manifests
+        self._threads = threads
+
+    async def do(self, job: Job, report: Report) -> None:
+        assert job.publication is not None
+        if job.kind == "plan":
+            await self._create(job.publication.stream_id, job.publication.objects)
+            return
+        facts = await asyncio.get_running_loop().run_in_executor(self._threads, self._facts, job.numbers[0])
+        if facts is None:
+            report.refused, report.detail = "buried", "the stream was deleted"
+        else:
+            await self._publish(facts, job, report)
+
+    async def _create(self, stream_id: str, objects: dict[str, bytes]) -> None:
+        """Their names hold hashes: one that is there is the same."""
+        for key, data in objects.items():
+            try:
+                await self._objects.create(stream_prefix(stream_id) + key, data)
+            except ObjectExistsError:
+                pass
+
+    async def _publish(self, facts: Facts, job: Job, report: Report) -> None:
+        assert job.publication is not None
+        failpoints.reached("publish.before_manifest")
+        try:
+            stored = await self._manifests.load(facts.stream_id)
+            if stored is None or stored.head.fence < self._manifests.fence:
+                await self._manifests.publish(facts, known=stored)  # ours from before somebody took over
+            head, added = await self._manifests.publish_companions(
+                facts.stream_id, job.publication.added, job.publication.removed
+            )
+        except BuriedError as error:
+            report.refused, report.detail = "buried", str(error)
+            return
+        except CompanionMissingError as error:
+            report.refused, report.detail = "missing", str(error)
+            return
+        failpoints.reached("publish.after_manifest")
+        report.generation = head.generation
+        report.added = added
+
+    def _facts(self, number: int) -> Facts | None:
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            as_of = int(str(self._store.db.fact("journal_seq", 0)))
+            return facts_of(stream, as_of, self._store)

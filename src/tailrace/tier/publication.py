@@ -1,0 +1,246 @@
+"""Whether what the pipeline has built may be published. Pure: what is listed and offered in, a change out.
+
+The condition is that inputs and plan are still those it was built from, not that nothing else has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.log.catalogue import CompanionSet
+from tailrace.store.companions import Companion, PlanEntry, Quarantine, is_named_well
+from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.tier.coverage import Coverage, stale
+
+OBJECTS_MAX: Final = 4096
+TEXT_MAX: Final = 500
+
+
+class InputObject(msgspec.Struct, frozen=True):
+    object: str
+    sha256: str
+
+
+class AddedObject(msgspec.Struct, frozen=True):
+    family: str
+    first: int
+    last: int
+    rows: int
+    object: str
+    bytes: int
+    sha256: str
+    stats: dict[str, msgspec.Raw] = {}
+
+
+class GivenUp(msgspec.Struct, frozen=True):
+    object: str
+    code: str
+    message: str
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """The body of a publication."""
+
+    stream_id: str
+    job: Literal["companions", "merge"]
+    plan_hash: str
+    inputs: list[InputObject]
+    writer: str = ""
+    add: list[AddedObject] = []
+    replace: list[str] = []
+    quarantine: list[GivenUp] = []
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """What changes: nothing at all if everything was published before."""
+
+    added: tuple[Companion, ...] = ()
+    removed: tuple[str, ...] = ()
+    quarantined: tuple[Quarantine, ...] = ()
+
+
+def decide(
+    offer: Offer, plan: PlanEntry, known: CompanionSet, segments: Mapping[str, SegmentInfo], now_ns: int
+) -> Accepted:
+    """`segments` are those that the stream shows, by key, as far as the inputs name them."""
+    if offer.plan_hash != plan.hash:
+        raise TailraceError("plan_superseded", "another plan is wanted now; read the plan again")
+    added = [_companion(offer, one, plan) for one in offer.add]
+    if offer.job == "merge":
+        return _merge(offer, added, plan, known)
+    inputs = _input_segments(offer, segments)
+    given_up = _given_up(offer, inputs, now_ns)
+    for one in added:
+        _check_tiled(one, inputs)
+    return _publish(added, given_up, inputs, plan, known)
+
+
+def relative(key: str, stream_id: str) -> str:
+    """A key in the stream's folder, whether it was named from there or from the root."""
+    return key.removeprefix(stream_prefix(stream_id))
+
+
+def _companion(offer: Offer, one: AddedObject, plan: PlanEntry) -> Companion:
+    fingerprint = plan.families.get(one.family)
+    if fingerprint is None:
+        raise TailraceError("invalid_request", f"the plan has no family {one.family[:TEXT_MAX]!r}")
+    stats = {name: msgspec.json.decode(value) for name, value in one.stats.items()}
+    made = Companion(
+        one.family,
+        one.first,
+        one.last,
+        one.rows,
+        relative(one.object, offer.stream_id),
+        one.bytes,
+        one.sha256,
+        stats,
+        offer.plan_hash,
+        0,
+        fingerprint,
+    )
+    sound = 0 < one.first <= one.last and one.rows >= 0 and one.bytes > 0
+    if not sound or not is_named_well(made):
+        raise TailraceError("invalid_request", f"{made.object[:TEXT_MAX]!r} is no name for this companion")
+    return made
+
+
+def _input_segments(offer: Offer, segments: Mapping[str, SegmentInfo]) -> dict[str, SegmentInfo]:
+    inputs: dict[str, SegmentInfo] = {}
+    for one in offer.inputs:
+        key = relative(one.object, offer.stream_id)
+        found = segments.get(key)
+        if found is None or found.sha256 != one.sha256:
+            raise _inputs_changed(key)
+        inputs[key] = found
+    if not inputs:
+        raise TailraceError("invalid_request", "inputs must not be empty")
+    return inputs
+
+
+def _inputs_changed(key: str) -> TailraceError:
+    return TailraceError("inputs_changed", f"{key[:TEXT_MAX]} is not listed any more, or is another object")
+
+
+def _given_up(offer: Offer, inputs: Mapping[str, SegmentInfo], now_ns: int) -> list[Quarantine]:
+    found: list[Quarantine] = []
+    for one in offer.quarantine:
+        key = relative(one.object, offer.stream_id)
+        info = inputs.get(key)
+        if info is None:
+            raise TailraceError("invalid_request", f"{key[:TEXT_MAX]!r} is not one of the inputs")
+        code, message = one.code[:TEXT_MAX], one.message[:TEXT_MAX]
+        found.append(Quarantine(key, info.first, info.last, offer.plan_hash, code, message, now_ns))
+    return found
+
+
+def _check_tiled(one: Companion, inputs: Mapping[str, SegmentInfo]) -> None:
+    """A companion speaks of whole inputs that follow each other."""
+    inside = [info for info in inputs.values() if one.first <= info.first and info.last <= one.last]
+    inside.sort(key=lambda info: info.first)
+    _check_run(one, [(info.first, info.last) for info in inside])
+
+
+def _check_run(one: Companion, ranges: Sequence[tuple[int, int]]) -> None:
+    following = one.first
+    for first, last in ranges:
+        if first != following:
+            break
+        following = last + 1
+    if following != one.last + 1:
+        message = f"{one.family} of entries {one.first} to {one.last} is not made of whole inputs"
+        raise TailraceError("range_conflict", message)
+
+
+def _publish(
+    added: list[Companion],
+    given_up: list[Quarantine],
+    inputs: Mapping[str, SegmentInfo],
+    plan: PlanEntry,
+    known: CompanionSet,
+) -> Accepted:
+    new = _unlisted(added, known.companions, set())
+    coverage = Coverage(plan, [*known.companions, *new])
+    stuck = {one.object for one in given_up}
+    for key, info in inputs.items():
+        missing = coverage.missing(info.first, info.last)
+        if missing and key not in stuck:
+            message = f"entries {info.first} to {info.last} would have no {', '.join(missing)}"
+            raise TailraceError("range_conflict", message)
+    told = {(one.object, one.plan_hash, one.code) for one in known.quarantined}
+    fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in told]
+    if not new:
+        return Accepted(quarantined=tuple(fresh))
+    # Segments that could be built after all, and companions of older plans that these make needless.
+    healed = [one.object for one in known.quarantined if one.object in inputs and one.object not in stuck]
+    removed = [*stale(plan, known.companions, coverage), *healed]
+    return Accepted(tuple(new), tuple(removed), tuple(fresh))
+
+
+def _unlisted(added: Iterable[Companion], listed: Iterable[Companion], replaced: set[str]) -> list[Companion]:
+    """Those without an equal or equivalent one. One that overlaps another in any other way is refused."""
+    by_making: dict[tuple[str, str], list[Companion]] = {}
+    for one in listed:
+        if one.object not in replaced:
+            by_making.setdefault((one.family, one.fingerprint), []).append(one)
+    new: list[Companion] = []
+    for one in added:
+        others = by_making.get((one.family, one.fingerprint), [])
+        over = [other for other in others if other.first <= one.last and one.first <= other.last]
+        if any((other.first, other.last) == (one.first, one.last) for other in over):
+            continue
+        if any(other.first <= one.first and one.last <= other.last for other in over):
+            continue  # it has been merged into a larger one since
+        if over:
+            message = f"{one.family} of entries {one.first} to {one.last} overlaps {over[0].object}"
+            raise TailraceError("range_conflict", message)
+        new.append(one)
+    for index, one in enumerate(new):
+        for other in new[:index]:
+            same = (one.family, one.first, one.last) == (other.family, other.first, other.last)
+            if (
+                one.family == other.family
+                and not same
+                and other.first <= one.last
+                and one.first <= other.last
+            ):
+                raise TailraceError("range_conflict", f"{one.object} overlaps {other.object}")
+    return new
+
+
+def _merge(offer: Offer, added: list[Companion], plan: PlanEntry, known: CompanionSet) -> Accepted:
+    """Several files may share the range of the output; they take the place of all inputs at once."""
+    if not added or len({(one.family, one.first, one.last) for one in added}) != 1:
+        raise TailraceError("invalid_request", "a merge has one output, of one family and one range")
+    output = added[0]
+    replaced = {relative(key, offer.stream_id) for key in offer.replace}
+    named = {relative(one.object, offer.stream_id): one.sha256 for one in offer.inputs}
+    if named.keys() != replaced or not named:
+        raise TailraceError("invalid_request", "a merge replaces exactly its inputs")
+    listed = {one.object: one for one in known.companions}
+    made = [
+        one
+        for one in known.companions
+        if (one.family, one.fingerprint, one.first, one.last)
+        == (output.family, output.fingerprint, output.first, output.last)
+        and one.level
+    ]
+    if made and not any(key in listed for key in replaced):
+        return Accepted()
+    inputs: list[Companion] = []
+    for key, sha256 in named.items():
+        found = listed.get(key)
+        if found is None or found.sha256 != sha256:
+            raise _inputs_changed(key)
+        if (found.family, found.fingerprint) != (output.family, plan.families[output.family]):
+            raise _inputs_changed(key)
+        inputs.append(found)
+    _check_run(output, sorted({(one.first, one.last) for one in inputs}))
+    if _unlisted(added, known.companions, replaced) != added:
+        raise TailraceError("range_conflict", f"{output.object} overlaps companions that it does not replace")
+    level = 1 + max(one.level for one in inputs)
+    outputs = [msgspec.structs.replace(one, level=level) for one in added]
+    return Accepted(tuple(outputs), tuple(sorted(replaced)))

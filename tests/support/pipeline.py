@@ -1,0 +1,107 @@
+"""A pipeline without a server: an owner that keeps its catalogue in memory, and a folder as store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from support.companions import STREAM_ID, Stored, segment_of
+from tailrace.pipeline.companions import SegmentWork
+from tailrace.pipeline.model import (
+    CompanionsWork,
+    Heartbeat,
+    HeartbeatAnswer,
+    PlanAnswer,
+    PlanRef,
+    Publication,
+    Segment,
+    StreamPlan,
+)
+from tailrace.pipeline.owner import RefusedError
+from tailrace.query.index_plan import BuildPlan, store_plan
+from tailrace.store.companions import plan_name
+from tailrace.store.objects import open_objects
+from tailrace.store.segments import segment_name, stream_prefix
+
+PREFIX = stream_prefix(STREAM_ID)
+
+
+class Shelf:
+    """One stream on a store of files: its plan and its segments."""
+
+    def __init__(self, directory: Path, plan: BuildPlan) -> None:
+        self.url = directory.as_uri()
+        self.plan = plan
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        key = PREFIX + plan_name(plan.plan.hash)
+        profile = (
+            None if plan.profile["kind"] == "generic" else msgspec.json.encode({"profile": plan.profile})
+        )
+        self.put(key, store_plan(plan.plan, plan.registry, profile))
+        self.ref = PlanRef(1, plan.plan.hash, key, plan.families)
+        self.segments: list[Segment] = []
+
+    def put(self, key: str, data: bytes) -> None:
+        async def put() -> None:
+            store = open_objects(self.url)
+            await store.create(key, data)
+            await store.close()
+
+        asyncio.run(put())
+
+    def get(self, key: str) -> bytes:
+        return (self.directory / key).read_bytes()
+
+    def seal(self, rows: Sequence[Stored]) -> Segment:
+        raw = segment_of(rows)
+        sha256 = hashlib.sha256(raw).hexdigest()
+        first, last = rows[0].entry, rows[-1].entry
+        key = PREFIX + segment_name(0, first, last, sha256)
+        self.put(key, raw)
+        segment = Segment(key, first, last, len(rows), sum(len(row.payload) for row in rows), sha256)
+        self.segments.append(segment)
+        return segment
+
+    def works(self) -> list[SegmentWork]:
+        return [SegmentWork("s", STREAM_ID, self.ref, segment) for segment in self.segments]
+
+
+class FakeOwner:
+    """Answers as a server would, for one stream. `faults` are raised, one at each publication."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self.published: list[Publication] = []
+        self.covered: set[str] = set()
+        self.heartbeats: list[Heartbeat] = []
+        self.faults: list[Exception] = []
+        self.drain = False
+
+    def plan(
+        self, jobs: str, *, stream: str | None = None, after: str | None = None, wait: bool = False
+    ) -> PlanAnswer:
+        left = tuple(one for one in self.shelf.segments if one.object not in self.covered)
+        work = (CompanionsWork(left),) if left else ()
+        found = StreamPlan("s", STREAM_ID, 0, self.shelf.ref, work=work)
+        return PlanAnswer(1, self.shelf.url, (found,) if work else ())
+
+    def publish(self, publication: Publication) -> str:
+        if self.faults:
+            raise self.faults.pop(0)
+        if publication.plan_hash != self.shelf.ref.hash:
+            raise RefusedError(409, "plan_superseded", "another plan is wanted")
+        inputs = {one.object for one in publication.inputs}
+        if inputs <= self.covered:
+            return "already_published"
+        self.covered |= inputs
+        self.published.append(publication)
+        return "published"
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        self.heartbeats.append(heartbeat)
+        return HeartbeatAnswer(self.drain)
