@@ -20,7 +20,7 @@ TEXT = "text/plain"
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[LogHarness]:
-    harness = LogHarness(tmp_path, Limits(journal_file_bytes=4096, seal_entries=3, block_cache_bytes=0))
+    harness = LogHarness(tmp_path, Limits(journal_file_bytes=16_384, seal_entries=3, block_cache_bytes=0))
     yield harness
     harness.close()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tailrace.log import registry
+from tailrace.log import outbox, registry
 from tailrace.log.model import Stream
 from tailrace.log.streams import Streams
+
+KEPT = (registry.NAME, outbox.NAME)  # their bounds are settings, which the hot store does not have
 
 
 def let_go(streams: Streams, seq: int) -> list[Stream]:
@@ -20,6 +22,7 @@ def let_go(streams: Streams, seq: int) -> list[Stream]:
         streams.tombstones.pop(name, None)
     for number in [number for number, file in streams.removed.items() if file <= seq]:
         del streams.removed[number]
+    streams.folded(seq)
     return touched
 
 
@@ -29,5 +32,5 @@ def evict_idle(streams: Streams, seq: int) -> None:
         in_use = stream.readers is not None or stream.batch is not None or stream.live
         in_use = in_use or stream.forks or stream.leaving
         saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
-        if saved and not in_use and stream.visible == stream.stored and stream.name != registry.NAME:
+        if saved and not in_use and stream.visible == stream.stored and stream.name not in KEPT:
             streams.forget(stream)

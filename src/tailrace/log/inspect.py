@@ -33,6 +33,7 @@ from tailrace.log.records import (
     Describe,
     Meta,
     Op,
+    Published,
     Recorded,
     Sealed,
     Touch,
@@ -50,6 +51,7 @@ _KINDS: dict[type, str] = {
     Trim: "trim",
     Recorded: "recorded",
     Describe: "describe",
+    Published: "published",
 }
 
 

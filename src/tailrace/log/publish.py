@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from tailrace.errors import TailraceError
 from tailrace.log.commit import Batch
 from tailrace.log.model import Stream
-from tailrace.log.records import Append, Create, Delete, Recorded
+from tailrace.log.records import Append, Create, Delete, Op, Recorded
 from tailrace.log.streams import Streams
 from tailrace.log.traffic import Traffic
 from tailrace.log.transaction import Transaction
@@ -30,6 +31,7 @@ class Publisher:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.observers: list[Observer] = []
+        self.on_change: list[Callable[[Op, Stream], None]] = []  # of anything but entries, when it is durable
         self.traffic: Traffic | None = None
         self.entries = 0
         self.bytes = 0
@@ -85,6 +87,9 @@ class Publisher:
                 self.bytes += len(op.body)
                 if self.traffic is not None:
                     self.traffic.add(stream, op.count, len(op.body))
+            else:
+                for tell in self.on_change:
+                    tell(op, stream)
             if stream.batch is batch:
                 stream.batch = None
             if stream.readers is not None:

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tailrace.log.model import Lifetime
+from tailrace.store.companions import Companion, Quarantine
 from tailrace.store.segments import SegmentInfo
 
 APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED, DESCRIBE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+PUBLISHED = 11
 
 CLOSES, HAS_PRODUCER, HAS_SEQ, HAS_KEY, BINDS, HAS_LENGTHS, HAS_KEYS = 1, 2, 4, 8, 16, 32, 64
 
@@ -135,6 +137,7 @@ class Sealed(msgspec.Struct, array_like=True):
     segments: list[SegmentInfo]
     footers: list[bytes]
     at_ns: int = 0
+    keyed: bool = False  # some of their entries have keys
 
 
 class Trim(msgspec.Struct, array_like=True):
@@ -164,7 +167,21 @@ class Describe(msgspec.Struct, array_like=True):
     value: bytes | None
 
 
-Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe
+class Published(msgspec.Struct, array_like=True):
+    """Companions that are in the stream's manifest now, and objects that are not any more.
+
+    `quarantined` segments are given up under the plan they name; one that is in `removed` is tried again.
+    """
+
+    stream: int
+    generation: int
+    added: list[Companion]
+    removed: list[str]
+    quarantined: list[Quarantine] = []
+    at_ns: int = 0
+
+
+Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe | Published
 Op = Append | Small
 
 _KIND: dict[type, int] = {
@@ -177,6 +194,7 @@ _KIND: dict[type, int] = {
     Trim: TRIM,
     Recorded: RECORDED,
     Describe: DESCRIBE,
+    Published: PUBLISHED,
 }
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Small]] = {
     kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KIND.items()

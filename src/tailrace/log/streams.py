@@ -13,7 +13,19 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from tailrace.log.model import NO_LIFETIME, AppendRecord, ColdSums, Producer, Stream, Tombstone, fold
-from tailrace.log.records import Append, Bind, Create, Delete, Describe, Meta, Op, Recorded, Sealed, Touch
+from tailrace.log.records import (
+    Append,
+    Bind,
+    Create,
+    Delete,
+    Describe,
+    Meta,
+    Op,
+    Published,
+    Recorded,
+    Sealed,
+    Touch,
+)
 from tailrace.store.meta_tables import subject_of
 
 # Appends kept one by one at the very tail before they are folded into a block.
@@ -52,6 +64,8 @@ class Streams:
         self.touched: dict[int, list[Stream]] = {}  # streams with records in a file not yet checkpointed
         # Streams removed since the checkpoint, likewise: the hot store still has their rows.
         self.removed: dict[int, int] = {}
+        # Segments and companions that the hot store has not heard of, by stream, with their journal files.
+        self.unfolded: dict[int, list[tuple[int, Sealed | Published]]] = {}
         self.on_loaded: Callable[[Stream], None] | None = None
 
     # -- look-up ---------------------------------------------------------------------------------------
@@ -143,6 +157,9 @@ class Streams:
             stream.documents = described(stream.documents, op)
         elif isinstance(op, Sealed):
             _assign_sealed(op, stream)
+        elif isinstance(op, Published):
+            generation = max(stream.cold.generation, op.generation)
+            stream.cold = msgspec.structs.replace(stream.cold, generation=generation)
         else:
             assert stream.earliest <= op.earliest <= stream.sealed
             stream.earliest = op.earliest
@@ -250,13 +267,25 @@ class Streams:
                 parent.leaving -= 1
                 self.touch_file(parent)
             self.removed[stream.number] = self.file
+            self.unfolded.pop(stream.number, None)
             if self.by_name.get(stream.name) is None:
                 self.changed_names[stream.name] = self.file
             self._release(stream)
             return
         elif isinstance(op, Describe):
             stream.visible_documents = described(stream.visible_documents, op)
+        elif isinstance(op, Sealed | Published):
+            self.unfolded.setdefault(stream.number, []).append((self.file, op))
         self.touch_file(stream)
+
+    def folded(self, seq: int) -> None:
+        """The hot store has everything up to and including this journal file."""
+        for number, ops in list(self.unfolded.items()):
+            later = [(file, op) for file, op in ops if file > seq]
+            if later:
+                self.unfolded[number] = later
+            else:
+                del self.unfolded[number]
 
     def _release(self, stream: Stream) -> None:
         for block in stream.blocks or ():

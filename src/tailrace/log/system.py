@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.log import registry
+from tailrace.log import outbox, registry
 
 METRICS: Final = "__stream_metrics__"
-BOUNDED: Final = (registry.NAME, METRICS)
+BOUNDED: Final = (registry.NAME, outbox.NAME, METRICS)

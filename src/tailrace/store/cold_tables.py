@@ -119,6 +119,21 @@ class ColdTables:
             for row in self._db.rows(query, number, entry):
                 yield cast("bytes", row[0])
 
+    def infos_within(self, number: int, after: int, upto: int, limit: int) -> list[bytes]:
+        """What is recorded about segments that end behind `after`, up to `upto`, oldest first."""
+        if not self.exist():
+            return []
+        rows = self._db.rows(
+            "SELECT info FROM segments WHERE number=? AND first<=? AND last>? AND last<=? "
+            "ORDER BY first LIMIT ?",
+            number,
+            upto,
+            after,
+            upto,
+            limit,
+        )
+        return [cast("bytes", row[0]) for row in rows]
+
     def stale_heads(self, after: int, limit: int) -> list[tuple[int, int]]:
         """Streams whose manifest is behind, by number, with the journal file of the last change.
 

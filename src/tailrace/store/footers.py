@@ -21,3 +21,11 @@ async def fetch_footer(objects: Objects, key: str, info: SegmentInfo) -> bytes:
             return segment_tail.keep(found)
         assert found < start, f"{key} wants more of its end, but not from before"
         start = found
+
+
+def has_keys(kept: bytes) -> bool:
+    """Whether any entry of the segment with this footer has a key."""
+    from tailrace.store.segment_reader import Footer
+
+    footer = Footer(kept)
+    return any(footer.has_keys(index) for index in range(footer.count))

@@ -17,6 +17,8 @@ import apsw
 from tailrace.errors import TailraceError
 from tailrace.store.cold_tables import SCHEMA as COLD_SCHEMA
 from tailrace.store.cold_tables import ColdTables
+from tailrace.store.companion_tables import SCHEMA as COMPANION_SCHEMA
+from tailrace.store.companion_tables import CompanionTables
 from tailrace.store.document_table import SCHEMA as DOCUMENT_SCHEMA
 from tailrace.store.document_table import DocumentTable
 from tailrace.store.trim_tables import SCHEMA as TRIM_SCHEMA
@@ -43,6 +45,7 @@ CREATE TABLE IF NOT EXISTS blocks(
     UNIQUE(number, first));
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 """
+_ALL = _SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA + COMPANION_SCHEMA
 
 
 _BLOCK = "first, last, ends, times, keys, body"
@@ -80,6 +83,7 @@ class HotDb:
         self.cold = ColdTables(self)
         self.trims = TrimTables(self)
         self.documents = DocumentTable(self)
+        self.companions = CompanionTables(self)
         try:
             self._open(path, writer)
         except apsw.Error as error:
@@ -122,7 +126,7 @@ class HotDb:
     def _create_tables(self) -> None:
         """Only in a new store: a reader that asks for the write lock would collide with the checkpointer."""
         with self.write():
-            for statement in (_SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA).split(";\n"):
+            for statement in _ALL.split(";\n"):
                 if statement.strip():
                     self.execute(statement)
             self.execute("INSERT OR IGNORE INTO facts VALUES('version', ?)", (VERSION,))
@@ -261,6 +265,7 @@ class HotDb:
         self.cold.delete_stream(number)
         self.trims.delete_stream(number)
         self.documents.delete_stream(number)
+        self.companions.delete_stream(number)
         for table in ("streams", "producers"):
             self.execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
 

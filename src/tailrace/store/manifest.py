@@ -20,6 +20,9 @@ from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store import manifest_pages
 from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all, holds_only
+from tailrace.store.companion_change import change_companions, retire
+from tailrace.store.companion_pages import CompanionPages, ListedCompanions
+from tailrace.store.companions import Companion
 from tailrace.store.kept import Kept, Run
 from tailrace.store.manifest_model import (
     HEAD_KEY,
@@ -190,7 +193,8 @@ class Manifests:
             cut = await self.pages(stream_id).cut(Listed(current.pages, current.segments), kept)
             pages, segments = cut.listed
             head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=kept.earliest)
-            return Change(head, cut.superseded)
+            head, superseded = await self._trim_companions(head)
+            return Change(head, [*cut.superseded, *superseded])
 
         head = await self._change(stream_id, plan)
         failpoints.reached("gc.before_delete")
@@ -198,6 +202,43 @@ class Manifests:
         await clear_trimmed(self._objects, stream_prefix(stream_id), head.epochs, kept)
         failpoints.reached("gc.after_delete")
         return head
+
+    async def publish_companions(
+        self, stream_id: str, added: Sequence[Companion], removed: Sequence[str]
+    ) -> tuple[Head, list[Companion]]:
+        """List companions in place of others, in one step. The answer tells which were not listed before.
+
+        CompanionMissingError if an object is not there: then nothing is changed.
+        """
+        new: list[Companion] = []
+
+        async def plan(current: Head | None) -> Change:
+            nonlocal new
+            if current is None:
+                raise ManifestConflictError(stream_id, "there is no head that could list companions")
+            changed = await change_companions(self._objects, current, added, removed, self._clock.now_ns())
+            new = changed.added
+            return Change(changed.head, changed.superseded)
+
+        return await self._change(stream_id, plan), new
+
+    def companions(self, head: Head) -> AsyncIterator[Companion]:
+        """Every companion that a head lists."""
+        listed = ListedCompanions(head.companion_pages, head.companions)
+        return CompanionPages(self._objects, head.stream_id).walk(listed)
+
+    async def _trim_companions(self, head: Head) -> tuple[Head, list[str]]:
+        """Companions go with their entries. Sums that hold some trimmed entries are only unlisted."""
+        pages = CompanionPages(self._objects, head.stream_id)
+        listed = ListedCompanions(head.companion_pages, head.companions)
+        rest, gone = await pages.trimmed(listed, head.earliest)
+        if not gone:
+            return head, []
+        stay, ripe = retire(head, set(gone), set(), self._clock.now_ns())
+        head = msgspec.structs.replace(
+            head, companion_pages=rest.pages, companions=rest.companions, retired=stay
+        )
+        return head, [*pages.superseded, *ripe]
 
     async def bury(self, facts: Facts, at_ns: int, reason: str) -> Head:
         """Replace the head by a tombstone, then delete everything else of the stream."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.errors import TailraceError
+from tailrace.store.companions import Companion
 from tailrace.store.segments import SegmentInfo
 
 VERSION = 1
@@ -136,6 +137,36 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     pages: tuple[PageRef, ...] = ()
 
 
+class CompanionPageRef(msgspec.Struct, frozen=True, array_like=True):
+    """One page of companions as the head, or a page of such pages, names it. The order never changes."""
+
+    key: str
+    first: int  # the least entry that one of them speaks of
+    last: int
+    sha256: str
+    level: int  # 0: a page of companions; n: a page of pages of level n - 1
+    companions: int
+    bytes: int  # of their files
+
+
+class CompanionPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Either companions or pages of them, in the order of their publication."""
+
+    version: int = VERSION
+    attempt: str
+    level: int = 0
+    companions: tuple[Companion, ...] = ()
+    pages: tuple[CompanionPageRef, ...] = ()
+
+
+class Retired(msgspec.Struct, frozen=True, array_like=True):
+    """An object that is listed no more, and stays a little while for those who know its name."""
+
+    object: str
+    generation: int  # of the manifest that no longer lists it
+    at_ns: int
+
+
 class Producers(msgspec.Struct, frozen=True, kw_only=True):
     """The last epoch and sequence of each idempotent producer, as of `uploaded_through`."""
 
@@ -157,6 +188,9 @@ class Head(Facts, frozen=True, kw_only=True):
     segments: tuple[SegmentInfo, ...] = ()
     producers_key: str | None = None
     producers_sha256: str = ""  # of the producers alone, to see whether they changed
+    companion_pages: tuple[CompanionPageRef, ...] = ()
+    companions: tuple[Companion, ...] = ()
+    retired: tuple[Retired, ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -171,7 +205,7 @@ class Head(Facts, frozen=True, kw_only=True):
         return sum(page.bytes for page in self.pages) + sum(info.bytes for info in self.segments)
 
 
-def encode(value: Head | Page | Producers | dict[str, tuple[int, int]]) -> bytes:
+def encode(value: Head | Page | CompanionPage | Producers | dict[str, tuple[int, int]]) -> bytes:
     """Canonical: the same content is the same bytes, so that names made from hashes mean something."""
     return msgspec.json.encode(value, order="sorted")
 
@@ -190,6 +224,10 @@ def decode(data: bytes, kind: type[T], stream_id: str, key: str) -> T:
 
 def page_key(first: int, last: int, sha256: str) -> str:
     return f"manifest/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.json"
+
+
+def companion_page_key(first: int, last: int, sha256: str) -> str:
+    return f"catalogue/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.json"
 
 
 def producers_key(generation: int, sha256: str) -> str:

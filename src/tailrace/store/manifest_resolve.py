@@ -75,6 +75,9 @@ def tombstone(facts: Facts, current: Head | None, fence: int, at_ns: int, reason
         producers_key=None,
         producers_sha256="",
         meta_keys=(),
+        companion_pages=(),
+        companions=(),
+        retired=(),
     )
 
 

@@ -50,6 +50,7 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
         db.cold.create()
         db.documents.create()
+        db.companions.create()
         if db.trims.create():
             write_book_of_forks(db)
         streams = Streams(store)

@@ -6,7 +6,7 @@ import msgspec
 
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
-from tailrace.log.records import Append, Bind, Create, Delete, Describe, Op, Recorded, Sealed, Trim
+from tailrace.log.records import Append, Bind, Create, Delete, Describe, Op, Published, Recorded, Sealed, Trim
 from tailrace.store.cold_tables import Grave, SegmentRow
 from tailrace.store.hot import HotDb
 from tailrace.store.kept import Kept
@@ -24,6 +24,7 @@ class ColdChanges:
         self._file = file
         self._changed: dict[int, None] = {}  # streams whose manifest has to be written again
         self._sealed: list[Sealed] = []
+        self._published: list[Published] = []
         self._trimmed: dict[int, None] = {}  # streams that show less than before, or less than their source
         self._left: dict[int, None] = {}  # streams that lost a fork
         self._recorded: list[Recorded] = []
@@ -51,6 +52,8 @@ class ColdChanges:
                     self._changed[stream.parent] = None
         elif isinstance(op, Sealed):
             self._sealed.append(op)
+        elif isinstance(op, Published):
+            self._published.append(op)
         elif isinstance(op, Trim):
             self._trimmed[op.stream] = None
         elif isinstance(op, Recorded):
@@ -83,6 +86,7 @@ class ColdChanges:
             if op.segments:
                 cold.drop_blocks(op.stream, op.segments[-1].last)
             cold.head_recorded(op.stream, op.as_of_file, op.generation)
+        self._write_companions(store.db, removed)
         for recorded in self._recorded:
             for number, generation in recorded.heads:
                 if number not in removed and store.db.image_by_number(number) is not None:
@@ -94,6 +98,18 @@ class ColdChanges:
         for number in self._changed:
             if number not in removed:
                 cold.head_changed(number, self._file)
+
+    def _write_companions(self, db: HotDb, removed: set[int]) -> None:
+        for op in self._published:
+            if op.stream in removed:
+                continue
+            for key in op.removed:
+                db.companions.drop(op.stream, key)
+            for companion in op.added:
+                db.companions.put(op.stream, companion)
+            for found in op.quarantined:
+                db.companions.put_quarantine(op.stream, found)
+            db.cold.head_recorded(op.stream, 0, op.generation)
 
     def trim(self, db: HotDb) -> None:
         """Segments out that no stream shows any more. After the streams are written."""
@@ -109,6 +125,7 @@ class ColdChanges:
                 affected.append(stream.parent)  # may have kept something for this one
             if not stream.earliest:
                 continue
+            db.companions.trim(number, stream.earliest)
             kept = Kept(stream.earliest, reached_by_forks(db, stream))
             dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in kept.gaps())
             if dropped or number in self._trimmed:

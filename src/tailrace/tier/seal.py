@@ -17,7 +17,7 @@ from typing import TypeVar
 from tailrace.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.records import Recorded, Sealed, Trim
+from tailrace.log.records import Published, Recorded, Sealed, Trim
 from tailrace.log.transaction import Transaction
 from tailrace.settings import Settings
 from tailrace.store.cold_tables import ColdTables
@@ -31,7 +31,7 @@ from tailrace.tier.meta_recording import MetaRecording
 from tailrace.tier.owner import Owner
 from tailrace.tier.pressure import Pressure
 from tailrace.tier.retention import is_over
-from tailrace.tier.seal_job import Kind, Report, SealerSetup
+from tailrace.tier.seal_job import Kind, Publication, Report, SealerSetup
 from tailrace.tier.sealer_process import SealerProcess
 from tailrace.tier.sweeps import Sweeps
 from tailrace.tier.trims import Trims
@@ -340,7 +340,15 @@ class Sealing:
             return True  # a failed commit took the journal back meanwhile
         now_ns = self._log.clock.now_ns()
         await self.journal(
-            Sealed(number, report.generation, report.as_of, report.segments, report.footers, now_ns)
+            Sealed(
+                number,
+                report.generation,
+                report.as_of,
+                report.segments,
+                report.footers,
+                now_ns,
+                report.keyed,
+            )
         )
         for segment in report.segments:
             self.segments += 1
@@ -358,7 +366,14 @@ class Sealing:
         """Again after a pause of its own; 0 where everything pauses."""
         self._loop.call_later(pause_s, self._due.add, number)
 
-    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0, after: str = "") -> Report:
+    async def ask(
+        self,
+        kind: Kind,
+        numbers: list[int],
+        sealed: int = 0,
+        after: str = "",
+        publication: Publication | None = None,
+    ) -> Report:
         """The sealer's report. One that failed has been logged, counted and followed by a pause."""
         if self.sealer is None:
             setup = SealerSetup(
@@ -369,7 +384,7 @@ class Sealing:
                 limits=self._log.limits,
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
-        report = await self.sealer.ask(kind, numbers, sealed, after)
+        report = await self.sealer.ask(kind, numbers, sealed, after, publication)
         usage = report.usage
         self.book.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
         if not report.error:
@@ -412,7 +427,7 @@ class Sealing:
             self._paused_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
 
-    async def journal(self, op: Sealed | Trim | Recorded) -> None:
+    async def journal(self, op: Sealed | Trim | Recorded | Published) -> None:
         """Returns when the operation is durable."""
         settled: asyncio.Future[None] = self._loop.create_future()
 

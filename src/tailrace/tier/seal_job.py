@@ -7,11 +7,12 @@ from typing import Literal
 import msgspec
 
 from tailrace.limits import Limits
+from tailrace.store.companions import Companion
 from tailrace.store.object_book import Count, RecordedHead, Timing
 from tailrace.store.segments import SegmentInfo
 from tailrace.tier.sweep import Swept
 
-Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep"]
+Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan"]
 
 # Where the sealer finds the one setting that is no argument.
 RECOVERY_KEY = "TAILRACE_RECOVERY_KEY"
@@ -27,11 +28,20 @@ class SealerSetup(msgspec.Struct, kw_only=True):
     limits: Limits
 
 
+class Publication(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a `publish` adds to the manifest of a stream and takes out of it; objects a `plan` has created."""
+
+    stream_id: str
+    added: list[Companion] = []
+    removed: list[str] = []
+    objects: dict[str, bytes] = {}  # by their names in the folder of the stream
+
+
 class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`, `trim`: several streams at once.
 
     `meta`: facts of the server that changed after the journal file `sealed`. `sweep`: one turn of the sweep,
-    behind the key `after`.
+    behind the key `after`. `publish`, `plan`: one stream, and what belongs into its folder or manifest.
     """
 
     id: int
@@ -39,6 +49,7 @@ class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
     numbers: list[int]
     sealed: int = 0
     after: str = ""
+    publication: Publication | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,6 +79,10 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     more: bool = False
     after: str = ""
     swept: Swept = msgspec.field(default_factory=Swept)
+    keyed: bool = False  # of a `seal`: some entries have keys
+    added: list[Companion] = []  # of a `publish`: those that the manifest did not list before
+    refused: str = ""  # of a `publish`: why nothing was changed: `missing`, `buried`
+    detail: str = ""
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""
     trouble: Literal["", "unavailable", "fenced", "ended", "failed"] = ""

@@ -28,7 +28,7 @@ from tailrace.log.model import Stream
 from tailrace.logs import configure
 from tailrace.store.directory import make_directory
 from tailrace.store.document_objects import DocumentObjects, versions_within
-from tailrace.store.footers import fetch_footer
+from tailrace.store.footers import fetch_footer, has_keys
 from tailrace.store.kept import Run
 from tailrace.store.manifest import Manifests, Stored
 from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head, ManifestError
@@ -38,6 +38,7 @@ from tailrace.store.object_book import BookedObjects, ObjectBook
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
+from tailrace.tier.companion_seal import CompanionSealing
 from tailrace.tier.cut import Portion, part_of, portions
 from tailrace.tier.facts import decode_buried, facts_of
 from tailrace.tier.meta_seal import MetaSealing
@@ -65,6 +66,7 @@ class Snapshot(NamedTuple):
     files: list[tuple[SegmentFile, Path]]
     more: bool
     documents: dict[str, bytes]
+    keyed: bool = False
 
 
 class Sealer:
@@ -90,6 +92,7 @@ class Sealer:
         recovery_key = os.environ.get(RECOVERY_KEY, "")  # not an argument: those can be read by everybody
         self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
+        self._companions = CompanionSealing(self._store, self._objects, self._manifests, self._threads)
         self._confirmed_s = 0.0
 
     async def close(self) -> None:
@@ -107,6 +110,8 @@ class Sealer:
                 report.as_of = await self._meta.record(job.sealed)
             elif job.kind == "sweep":
                 await self._sweep(job, report)
+            elif job.kind in ("publish", "plan"):
+                await self._companions.do(job, report)
             else:
                 work = {"heads": self._head, "bury": self._bury, "trim": self._trim}
                 await self._several(job, report, work[job.kind])
@@ -167,6 +172,7 @@ class Sealer:
         report.segments = [file.info for file, _ in snapshot.files]
         report.footers = [file.footer for file, _ in snapshot.files]
         report.generation = head.generation
+        report.keyed = snapshot.keyed
         report.more = snapshot.more
         report.as_of = 0 if snapshot.more else snapshot.as_of
 
@@ -186,6 +192,7 @@ class Sealer:
         async for info in self._manifests.segments(head, job.sealed + 1):
             report.segments.append(info)
             report.footers.append(await fetch_footer(self._objects, prefix + info.key, info))
+            report.keyed = report.keyed or has_keys(report.footers[-1])
             if len(report.segments) == SEGMENTS_PER_JOB:
                 break
         report.generation = head.generation
@@ -224,7 +231,7 @@ class Sealer:
             as_of = self._as_of()
             facts = facts_of(stream, as_of, self._store)
             files: list[tuple[SegmentFile, Path]] = []
-            through = sealed
+            through, keyed = sealed, False
             for portion in self._portions(stream, sealed):
                 if len(files) == SEGMENTS_PER_JOB:
                     break
@@ -242,10 +249,11 @@ class Sealer:
                 )
                 files.append((file, path))
                 through = file.info.last
+                keyed = keyed or any(key is not None for run in portion.runs for key in run.keys or ())
                 failpoints.reached("seal.after_write")
             producers = self._store.db.producers(number)
             documents = stream.documents or {}
-            return Snapshot(facts, producers, as_of, files, through < stream.tail, documents)
+            return Snapshot(facts, producers, as_of, files, through < stream.tail, documents, keyed)
 
     def _portions(self, stream: Stream, sealed: int) -> Iterator[Portion]:
         return portions(

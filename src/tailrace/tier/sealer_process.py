@@ -10,7 +10,7 @@ from collections import Counter
 
 import msgspec
 
-from tailrace.tier.seal_job import RECOVERY_KEY, Job, Kind, Report, SealerSetup
+from tailrace.tier.seal_job import RECOVERY_KEY, Job, Kind, Publication, Report, SealerSetup
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -46,11 +46,20 @@ class SealerProcess:
     def bytes_in(self) -> int:
         return self._bytes[1] + self._bytes[3]
 
-    async def ask(self, kind: Kind, numbers: list[int], sealed: int = 0, after: str = "") -> Report:
+    async def ask(
+        self,
+        kind: Kind,
+        numbers: list[int],
+        sealed: int = 0,
+        after: str = "",
+        publication: Publication | None = None,
+    ) -> Report:
         """The report of a job; if the child ends before it, one that says so."""
         child = await self._running()
         self._last_id += 1
-        job = Job(id=self._last_id, kind=kind, numbers=numbers, sealed=sealed, after=after)
+        job = Job(
+            id=self._last_id, kind=kind, numbers=numbers, sealed=sealed, after=after, publication=publication
+        )
         answer: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
         self._asked[job.id] = answer
         try:
