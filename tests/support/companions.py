@@ -9,7 +9,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import pyarrow as pa
@@ -110,7 +110,7 @@ class Split:
     def entries(self, query: Any) -> list[int]:
         found = self.searcher.search(query, limit=100_000, count=False).hits
         addresses = [address for _, address in found]
-        return sorted(self.searcher.fast_field_values("_entry", addresses))
+        return sorted(cast("list[int]", self.searcher.fast_field_values("_entry", addresses)))
 
     def with_term(self, field: str, term: str) -> list[int]:
         return self.entries(tantivy.Query.term_query(self.index.schema, field, term, "basic"))
@@ -121,9 +121,9 @@ class Split:
     def lengths(self, place: int) -> dict[int, int]:
         found = self.searcher.search(tantivy.Query.all_query(), limit=100_000).hits
         addresses = [address for _, address in found]
-        entries = self.searcher.fast_field_values("_entry", addresses)
+        entries = cast("list[int]", self.searcher.fast_field_values("_entry", addresses))
         lengths = self.searcher.fast_field_values(f"_length_{place}", addresses)
-        return {entry: length for entry, length in zip(entries, lengths, strict=True) if length is not None}
+        return {entry: int(length) for entry, length in zip(entries, lengths, strict=True) if length is not None}
 
 
 class Oracle:

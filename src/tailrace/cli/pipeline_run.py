@@ -1,0 +1,224 @@
+"""``tailrace pipeline run``: build companions, merge and compact with Spark."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import App, Group, Parameter
+
+from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.session import URL_DEFAULT
+
+if TYPE_CHECKING:
+    from tailrace.pipeline.run import Options, Progress
+    from tailrace.pipeline.status import Status
+
+_HELP: Final = """Build companions, merge and compact with Spark, until Ctrl-C or, with `--once`, all is done.
+
+A server starts its own pipeline where Java 17 and the `spark` extra are installed. Run one yourself to use
+another machine or a cluster (`TAILRACE_PIPELINE=external`), or from cron:
+
+    tailrace pipeline run --once
+
+    tailrace pipeline run --master 'local[4]'
+
+    tailrace pipeline run --master spark://host:7077 --store s3://bucket/prefix
+
+Two pipelines at once waste work and do no harm. `k8s://` and `yarn` are accepted, but have not been tested.
+"""
+_SPARK: Final = Group("Spark", sort_key=2)
+_BATCH: Final = Group("Batches", sort_key=3)
+JOBS: Final = ("companions", "merge", "compact")
+
+command = App(name="run", help=_HELP, help_format="markdown")
+
+
+@command.default
+def run(
+    *,
+    endpoint: Annotated[str, Parameter(env_var="TAILRACE_ENDPOINT", help="The server.")] = URL_DEFAULT,
+    token_file: Annotated[
+        Path | None, Parameter(help="File with an access token of scope manage; read again when it changes.")
+    ] = None,
+    token: Annotated[str | None, Parameter(env_var="TAILRACE_TOKEN", show=False)] = None,
+    jobs: Annotated[str, Parameter(help="Which: companions, merge, compact, or all.")] = ",".join(JOBS),
+    once: Annotated[bool, Parameter(negative="", help="Do all there is to do, then end.")] = False,
+    master: Annotated[
+        str,
+        Parameter(
+            env_var="TAILRACE_PIPELINE_MASTER",
+            group=_SPARK,
+            help="local[N], spark://, sc://, k8s:// or yarn.",
+        ),
+    ] = "local[*]",
+    store: Annotated[
+        str | None, Parameter(group=_SPARK, help="Object store as executors see it; else the server's.")
+    ] = None,
+    checkpoint: Annotated[
+        Path, Parameter(group=_SPARK, help="Directory for what Spark writes; it may be lost at any time.")
+    ] = Path("tailrace-data/pipeline/checkpoint"),
+    heap: Annotated[
+        str, Parameter(env_var="TAILRACE_PIPELINE_HEAP", group=_SPARK, help="Memory of the JVM.")
+    ] = "1GiB",
+    conf: Annotated[
+        str,
+        Parameter(env_var="TAILRACE_PIPELINE_CONF", group=_SPARK, help="More Spark settings, name=value."),
+    ] = "",
+    ui: Annotated[bool, Parameter(negative="", group=_SPARK, help="Spark's web pages, on loopback.")] = False,
+    task_memory: Annotated[
+        str, Parameter(env_var="TAILRACE_PIPELINE_TASK_MEMORY", group=_BATCH, help="Memory of one task.")
+    ] = "400MiB",
+    batch_segments: Annotated[
+        int, Parameter(env_var="TAILRACE_PIPELINE_BATCH_SEGMENTS", group=_BATCH, help="Segments of one job.")
+    ] = 64,
+    batch_bytes: Annotated[
+        str, Parameter(env_var="TAILRACE_PIPELINE_BATCH_BYTES", group=_BATCH, help="Payload of one job.")
+    ] = "1GiB",
+    reference: Annotated[
+        bool, Parameter(negative="", group=_BATCH, help="Take every value the slow way, to compare.")
+    ] = False,
+    supervised: Annotated[int | None, Parameter(show=False)] = None,
+) -> int:
+    """Run the pipeline."""
+    _check_java()
+    from tailrace.pipeline.run import Options
+    from tailrace.pipeline.session import extra_settings
+
+    try:
+        options = Options(
+            master=master,
+            jobs=_jobs(jobs),
+            once=once,
+            store=store,
+            directory=checkpoint,
+            heap_bytes=_size(heap),
+            task_memory_bytes=_size(task_memory),
+            batch_segments=batch_segments,
+            batch_bytes=_size(batch_bytes),
+            ui=ui,
+            reference=reference,
+            conf=tuple(extra_settings(conf).items()),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if supervised is not None:
+        return _run_supervised(supervised, options)
+    return _run(endpoint, _token_from(token, token_file), options)
+
+
+def _run_supervised(descriptor: int, options: Options) -> int:
+    from tailrace.pipeline.leash import Leash
+    from tailrace.pipeline.session import extra_settings
+
+    leash = Leash(descriptor)
+    orders = leash.orders
+    given: dict[str, Any] = {
+        "master": orders.master,
+        "store": orders.store,
+        "directory": None if orders.directory is None else Path(orders.directory),
+        "jobs": None if orders.jobs is None else _jobs(orders.jobs),
+        "heap_bytes": orders.heap_bytes,
+        "task_memory_bytes": orders.task_memory_bytes,
+        "batch_segments": orders.batch_segments,
+        "batch_bytes": orders.batch_bytes,
+        "group_segments": orders.group_segments,
+        "check_ms": orders.check_ms,
+        "conf": None if orders.conf is None else tuple(extra_settings(orders.conf).items()),
+    }
+    options = options._replace(**{name: value for name, value in given.items() if value is not None})
+    return _run(orders.endpoint, leash.token, options)
+
+
+def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> int:
+    from tailrace.logs import configure
+    from tailrace.pipeline import owner as owners
+    from tailrace.pipeline.run import Pipeline, UnfinishedError
+
+    configure("info", "auto")
+    owner = owners.Owner(endpoint, token)
+    progress = Bar() if sys.stderr.isatty() else None
+    pipeline = Pipeline(owner, options, progress)
+    signal.signal(signal.SIGTERM, _ending(pipeline.stop))
+    try:
+        pipeline.run()
+    except KeyboardInterrupt:
+        return 130
+    except owners.RefusedError as error:
+        raise RefusedError(str(error)) from None
+    except owners.UnreachableError as error:
+        raise UnreachableError(f"no server answers at {endpoint}: {error}") from None
+    except UnfinishedError as error:
+        raise RefusedError(str(error)) from None
+    finally:
+        owner.close()
+    return 0
+
+
+def _ending(stop: Callable[[], None]) -> Callable[[int, object], None]:
+    return lambda _signal, _frame: stop()
+
+
+def _size(text: str) -> int:
+    """Bytes, written as in every setting."""
+    from tailrace.settings import TABLE, parse
+
+    return int(parse(TABLE["cold_cache_bytes"], text))
+
+
+def _jobs(text: str) -> tuple[str, ...]:
+    chosen = JOBS if text == "all" else tuple(job.strip() for job in text.split(",") if job.strip())
+    for job in chosen:
+        if job not in JOBS:
+            raise UsageError(f"{job!r} is no job; there are {', '.join(JOBS)}, and all")
+    return chosen
+
+
+def _token_from(token: str | None, file: Path | None) -> Callable[[], str | None]:
+    if file is None:
+        return lambda: token
+    if not file.is_file():
+        raise UsageError(f"{file} is no file")
+    return lambda: file.read_text().strip()
+
+
+def _check_java() -> None:
+    """Say what is missing before Spark says it in its own way."""
+    import os
+    import shutil
+    from importlib.util import find_spec
+
+    if find_spec("pyspark") is None:
+        raise RefusedError("PySpark is not installed; install tailrace[spark]")
+    home = os.environ.get("JAVA_HOME")
+    if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
+        raise RefusedError("no Java 17+ found: set JAVA_HOME, or put java on the PATH")
+
+
+class Bar:
+    """One line for whoever watches a backfill."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+
+    def starting(self, master: str) -> None:
+        self._console.print(f"starting Spark at {master}, which takes some seconds …", style="dim")
+
+    def batch(self, job: str, segments: int) -> None:
+        self._console.print(f"{job}: {segments} to do")
+
+    def done(self, status: Status) -> None:
+        totals = status.totals
+        self._console.print(
+            f"{totals.segments} segments, {totals.rows} entries, {totals.bytes_in >> 20} MiB read, "
+            f"{totals.bytes_out >> 20} MiB written, {totals.quarantined} given up"
+        )
+
+
+if TYPE_CHECKING:
+    _: Progress = Bar()

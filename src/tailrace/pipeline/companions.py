@@ -1,0 +1,205 @@
+"""The companion job: segments that lack companions, spread over the cores of Spark."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import msgspec
+
+from tailrace.pipeline.kernels.parquet import WRITER
+from tailrace.pipeline.kernels.segment import MEMORY_BYTES
+from tailrace.pipeline.model import PlanRef, Segment, StreamPlan
+from tailrace.pipeline.worker import (
+    BUILT,
+    DESCRIPTOR_DDL,
+    FAILED,
+    OTHER_VERSION,
+    RESULT_DDL,
+    build_companions,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger("tailrace.pipeline")
+
+BATCH_ROWS_SETTING: Final = "spark.sql.execution.arrow.maxRecordsPerBatch"
+TASKS_PER_CORE: Final = 4
+
+
+class OtherVersionError(Exception):
+    """Workers run another version of the package than the driver: what they build cannot be trusted."""
+
+
+class SegmentWork(NamedTuple):
+    """One segment to be built, with the stream and the plan it belongs to."""
+
+    stream: str
+    stream_id: str
+    plan: PlanRef
+    segment: Segment
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        missing = self.segment.families
+        return self.plan.families if missing is None else missing
+
+
+class File(NamedTuple):
+    """A companion that lies in the store, not yet listed."""
+
+    family: str
+    object: str
+    rows: int
+    bytes: int
+    sha256: str
+    stats: dict[str, int]
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """How one segment ended. Without an error all of its families are there."""
+
+    work: SegmentWork
+    files: tuple[File, ...]
+    status: str
+    error: str
+
+
+def segment_works(plan: StreamPlan, segments: Sequence[Segment]) -> list[SegmentWork]:
+    return [SegmentWork(plan.stream, plan.stream_id, plan.plan, segment) for segment in segments]
+
+
+class CompanionJob:
+    """Builds batches of segments. One that kills its worker is found by halving, and is built alone."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        store: str,
+        *,
+        cores: int,
+        memory_bytes: int = MEMORY_BYTES,
+        reference: bool = False,
+    ) -> None:
+        self._spark = spark
+        self._store = store
+        self._tasks_max = cores * TASKS_PER_CORE
+        self._memory_bytes = memory_bytes
+        self._reference = reference
+
+    def run(self, works: Sequence[SegmentWork]) -> Iterator[Outcome]:
+        """An outcome for every segment, in the order in which they finish."""
+        yield from self._run(works, self._memory_bytes, self._reference, alone=False)
+
+    def _run(
+        self, works: Sequence[SegmentWork], memory_bytes: int, reference: bool, *, alone: bool
+    ) -> Iterator[Outcome]:
+        waiting = {work.segment.object: work for work in works}
+        try:
+            for outcome in self._spread(works, memory_bytes, reference):
+                del waiting[outcome.work.segment.object]
+                if outcome.status == FAILED and not alone:
+                    yield from self._once_more(outcome.work)
+                else:
+                    yield outcome
+        except OtherVersionError:
+            raise
+        except Exception as error:
+            if not self._alive():
+                raise
+            left = list(waiting.values())
+            logger.warning("%d of %d segments were not built: %s", len(left), len(works), _told(error))
+            if alone:
+                yield Outcome(left[0], (), FAILED, "the worker died")
+            elif len(left) == 1:
+                yield from self._once_more(left[0])
+            else:
+                middle = len(left) // 2
+                for half in (left[:middle], left[middle:]):
+                    yield from self._run(half, memory_bytes, reference, alone=False)
+
+    def _once_more(self, work: SegmentWork) -> Iterator[Outcome]:
+        """By the reference path and in half the memory: whatever was wrong, this is the careful way."""
+        logger.warning("segment %s is built once more, alone", work.segment.object)
+        yield from self._run([work], self._memory_bytes // 2, True, alone=True)
+
+    def _spread(self, works: Sequence[SegmentWork], memory_bytes: int, reference: bool) -> Iterator[Outcome]:
+        rows = [self._descriptor(work, memory_bytes, reference) for work in works]
+        spark: Any = self._spark
+        with _one_row_at_a_time(spark):
+            frame = spark.createDataFrame(rows, DESCRIPTOR_DDL)
+            frame = frame.repartition(min(len(works), self._tasks_max))
+            built = frame.mapInArrow(build_companions, RESULT_DDL)
+            found = built.toLocalIterator(prefetchPartitions=True)
+            yield from _outcomes(found, works)
+
+    def _descriptor(self, work: SegmentWork, memory_bytes: int, reference: bool) -> tuple[Any, ...]:
+        segment = work.segment
+        return (
+            segment.object,
+            self._store,
+            work.stream_id,
+            segment.first,
+            segment.last,
+            segment.rows,
+            segment.sha256,
+            work.plan.object,
+            list(work.families),
+            memory_bytes,
+            reference,
+            WRITER,
+        )
+
+    def _alive(self) -> bool:
+        """Whether Spark still is; without it there is nothing to try again with."""
+        try:
+            self._spark.range(1).collect()
+        except Exception:  # noqa: BLE001 - whatever it says, it is gone
+            return False
+        return True
+
+
+def _outcomes(rows: Iterator[Any], works: Sequence[SegmentWork]) -> Iterator[Outcome]:
+    """Rows of one segment come together, and a segment is whole when all of its families are there."""
+    by_object = {work.segment.object: work for work in works}
+    files: dict[str, list[File]] = {}
+    for row in rows:
+        work = by_object[row["object"]]
+        if row["status"] == OTHER_VERSION:
+            raise OtherVersionError(row["error"])
+        if row["status"] != BUILT:
+            yield Outcome(work, (), row["status"], row["error"])
+            continue
+        found = files.setdefault(row["object"], [])
+        found.append(_file(row))
+        if len(found) == len(work.families):
+            yield Outcome(work, tuple(files.pop(row["object"])), BUILT, "")
+
+
+def _file(row: Any) -> File:
+    stats = msgspec.json.decode(row["stats"], type=dict[str, int])
+    return File(
+        row["family"], row["companion"], row["rows"], row["bytes"], row["sha256"], stats, row["seconds"]
+    )
+
+
+class _one_row_at_a_time:  # noqa: N801 - reads as a statement
+    """A task gets one descriptor at a time, so that it holds one segment."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._conf = spark.conf
+        self._before = cast("str", spark.conf.get(BATCH_ROWS_SETTING))
+
+    def __enter__(self) -> None:
+        self._conf.set(BATCH_ROWS_SETTING, "1")
+
+    def __exit__(self, *_: object) -> None:
+        self._conf.set(BATCH_ROWS_SETTING, self._before)
+
+
+def _told(error: Exception) -> str:
+    """The kind of an error: its text may be a page of Java, and quote what nobody should read."""
+    return type(error).__name__

@@ -1,0 +1,142 @@
+"""What the owner of a stream tells the pipeline, and what it is told: the bodies of the pipeline's routes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class PlanRef(msgspec.Struct, frozen=True):
+    """The plan that companions are to be built by."""
+
+    generation: int
+    hash: str
+    object: str | None
+    families: tuple[str, ...]
+
+
+class Segment(msgspec.Struct, frozen=True):
+    object: str
+    first: int
+    last: int
+    rows: int
+    raw_bytes: int
+    sha256: str
+    epoch: int = 0
+    bytes: int = 0
+    families: tuple[str, ...] | None = None  # those it lacks; None: all of the plan
+
+
+class CompanionsWork(msgspec.Struct, frozen=True, tag_field="job", tag="companions"):
+    segments: tuple[Segment, ...]
+    priority: int = 0
+
+
+class MergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
+    family: str
+    level: int
+    first: int
+    last: int
+    inputs: tuple[str, ...]
+    input_sha256: tuple[str, ...] = ()
+    rewrite: bool = False  # entries below `earliest` are left out, and nothing is joined
+
+
+class CompactWork(msgspec.Struct, frozen=True, tag_field="job", tag="compact"):
+    first: int
+    last: int
+    segments: tuple[Segment, ...]
+
+
+Work = CompanionsWork | MergeWork | CompactWork
+
+
+class StreamPlan(msgspec.Struct, frozen=True):
+    stream: str
+    stream_id: str
+    epoch: int
+    plan: PlanRef
+    earliest: int = 1
+    content_type: str | None = None
+    profile: str = "generic"
+    work: tuple[Work, ...] = ()
+
+
+class PlanAnswer(msgspec.Struct, frozen=True):
+    layout: int
+    store: str
+    streams: tuple[StreamPlan, ...]
+    next_after: str | None = None
+
+
+class InputObject(msgspec.Struct, frozen=True):
+    object: str
+    sha256: str
+
+
+class AddedObject(msgspec.Struct, frozen=True):
+    family: str
+    first: int
+    last: int
+    rows: int
+    object: str
+    bytes: int
+    sha256: str
+    stats: dict[str, int]
+
+
+class GivenUp(msgspec.Struct, frozen=True):
+    object: str
+    code: str
+    message: str
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent again and again, always the same bytes, until there is an answer."""
+
+    stream_id: str
+    job: Literal["companions", "merge", "compact"]
+    plan_hash: str
+    writer: str
+    inputs: list[InputObject]
+    add: list[AddedObject] = []
+    replace: list[str] = []
+    quarantine: list[GivenUp] = []
+
+
+class Running(msgspec.Struct, frozen=True):
+    job: str
+    stream: str
+    segments: int
+    since: str
+
+
+class Totals(msgspec.Struct):
+    segments: int = 0
+    rows: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    quarantined: int = 0
+    published: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """How the pipeline is. Numbers that may grow beyond the doubles are text, as in every answer."""
+
+    mode: str
+    state: Literal["starting", "running", "idle", "stopping"]
+    master: str
+    spark_version: str
+    pid: int
+    started_at: str
+    last_error: str | None
+    running: list[Running]
+    totals: dict[str, int | str]
+    seconds: dict[str, list[float]]  # by family, how long each of the segments since the last time took
+    rss_bytes: str
+    last_publish_at: str | None
+
+
+class HeartbeatAnswer(msgspec.Struct, frozen=True):
+    drain: bool = False

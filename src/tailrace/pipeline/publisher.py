@@ -1,0 +1,104 @@
+"""Publishes what was built, a few segments at a time, and remembers what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from tailrace.pipeline.companions import Outcome
+from tailrace.pipeline.failpoints import reached
+from tailrace.pipeline.kernels.parquet import WRITER
+from tailrace.pipeline.model import AddedObject, GivenUp, InputObject, Publication
+from tailrace.pipeline.owner import Owner, RefusedError
+from tailrace.pipeline.status import Status
+from tailrace.pipeline.worker import BUILT, FAILED, UNDECODABLE
+
+logger = logging.getLogger("tailrace.pipeline")
+
+# What the pipeline did was right when it began: the plan, the inputs or the stream are others by now.
+OUTDATED: Final = frozenset(
+    {"plan_superseded", "inputs_changed", "range_conflict", "object_missing", "not_found", "stream_gone"}
+)
+_HOPELESS: Final = frozenset({UNDECODABLE, FAILED})
+
+
+class Publisher:
+    """Groups outcomes by stream. All families of a segment are published together, or none."""
+
+    def __init__(self, owner: Owner, status: Status, group_segments: int) -> None:
+        self._owner = owner
+        self._status = status
+        self._group_segments = group_segments
+        self._waiting: dict[tuple[str, str], list[Outcome]] = {}
+        self.put_off: list[Outcome] = []  # segments that could not be had this time
+
+    def add(self, outcome: Outcome) -> None:
+        if outcome.status != BUILT and outcome.status not in _HOPELESS:
+            self.put_off.append(outcome)
+            self._status.failed(f"{outcome.status}: {outcome.error}")
+            return
+        key = (outcome.work.stream_id, outcome.work.plan.hash)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(outcome)
+        if len(waiting) >= self._group_segments:
+            self._publish(self._waiting.pop(key))
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._publish(self._waiting.pop(next(iter(self._waiting))))
+
+    def _publish(self, outcomes: Sequence[Outcome]) -> None:
+        send(self._owner, self._status, publication_of(outcomes))
+        for outcome in outcomes:
+            self._status.built(outcome)
+
+
+def send(owner: Owner, status: Status, publication: Publication) -> str | None:
+    """The result; None if what was built is not wanted any more."""
+    reached("before_publish", "driver")
+    try:
+        result = owner.publish(publication)
+    except RefusedError as refusal:
+        if refusal.code not in OUTDATED:
+            raise
+        logger.info("a publication of %s was dropped: %s", publication.job, refusal.code)
+        status.dropped(publication.job, refusal.code)
+        return None
+    reached("after_publish", "driver")
+    status.published(publication.job, result)
+    return result
+
+
+def publication_of(outcomes: Sequence[Outcome]) -> Publication:
+    """Segments of one stream and plan. The same outcomes give the same bytes."""
+    ordered = sorted(outcomes, key=lambda outcome: outcome.work.segment.first)
+    work = ordered[0].work
+    return Publication(
+        stream_id=work.stream_id,
+        job="companions",
+        plan_hash=work.plan.hash,
+        writer=WRITER,
+        inputs=[InputObject(one.work.segment.object, one.work.segment.sha256) for one in ordered],
+        add=[added for outcome in ordered for added in _added(outcome)],
+        quarantine=[
+            GivenUp(one.work.segment.object, one.status, one.error) for one in ordered if one.status != BUILT
+        ],
+    )
+
+
+def _added(outcome: Outcome) -> list[AddedObject]:
+    segment = outcome.work.segment
+    return [
+        AddedObject(
+            file.family,
+            segment.first,
+            segment.last,
+            file.rows,
+            file.object,
+            file.bytes,
+            file.sha256,
+            file.stats,
+        )
+        for file in outcome.files
+    ]

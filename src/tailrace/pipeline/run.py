@@ -1,0 +1,237 @@
+"""The driving loop: events say look, the plan says what.
+
+Nothing is remembered that could not be lost. What is to be done is asked of the server each time; what was
+done counts when the server has listed it. A long poll on the plan takes the place of following
+`__segments__`: an idle pipeline sends one request every few seconds and runs no Spark job.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from tailrace.pipeline.companions import CompanionJob, SegmentWork, segment_works
+from tailrace.pipeline.kernels.segment import MEMORY_BYTES
+from tailrace.pipeline.model import CompanionsWork, PlanAnswer, Running, StreamPlan
+from tailrace.pipeline.owner import Owner
+from tailrace.pipeline.publisher import Publisher
+from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
+from tailrace.pipeline.status import Heartbeats, Status, now
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger("tailrace.pipeline")
+
+JOBS: Final = ("companions", "merge", "compact")
+PAUSE_S_FIRST: Final = 0.5
+PAUSE_S_MAX: Final = 300.0
+TRIES_MAX: Final = 4  # of one piece of work by `--once`
+
+
+class Options(NamedTuple):
+    """How a pipeline runs. Results depend on none of these."""
+
+    master: str = "local[*]"
+    jobs: tuple[str, ...] = JOBS
+    once: bool = False
+    store: str | None = None  # where executors find the objects, if not where the server does
+    directory: Path = Path("tailrace-data/pipeline")
+    heap_bytes: int = HEAP_BYTES
+    task_memory_bytes: int = MEMORY_BYTES
+    batch_segments: int = 64
+    batch_bytes: int = 1 << 30
+    group_segments: int = 4
+    check_ms: int = 1000
+    ui: bool = False
+    reference: bool = False
+    conf: tuple[tuple[str, str], ...] = ()  # more settings of Spark
+
+
+class Progress(Protocol):
+    """Told to whoever watches."""
+
+    def starting(self, master: str) -> None: ...
+
+    def batch(self, job: str, segments: int) -> None: ...
+
+    def done(self, status: Status) -> None: ...
+
+
+class Quiet:
+    """Nobody watches."""
+
+    def starting(self, master: str) -> None:
+        logger.info("starting Spark at %s", master)
+
+    def batch(self, job: str, segments: int) -> None:
+        logger.info("%s: %d", job, segments)
+
+    def done(self, status: Status) -> None:
+        """The heartbeat tells enough."""
+
+
+class UnfinishedError(Exception):
+    """Some work could not be done, however often it was tried."""
+
+
+class Pipeline:
+    """One process, one session, one server."""
+
+    def __init__(self, owner: Owner, options: Options, progress: Progress | None = None) -> None:
+        self._owner = owner
+        self._options = options
+        self._progress = progress or Quiet()
+        self._master = master_of(options.master)
+        self._cores = cores_of(self._master)
+        self.status = Status(self._master)
+        self._stopping = threading.Event()
+        self._spark: SparkSession | None = None
+        self._tries = Tries()
+
+    def stop(self) -> None:
+        """Finish what is running, publish it, take nothing new."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Until it is stopped; with `once`, until there is nothing left to do."""
+        heartbeats = Heartbeats(self._owner, self.status, self.stop)
+        heartbeats.start()
+        try:
+            self._loop()
+        finally:
+            self.status.to("stopping")
+            heartbeats.stop()
+            if self._spark is not None:
+                self._spark.stop()
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            answer = self._owner.plan(",".join(self._options.jobs), wait=True)
+            batch = self._batch(answer)
+            if batch.empty:
+                if self._options.once and self._finished(answer):
+                    return
+                self.status.to("idle")
+                self._stopping.wait(self._pause_s(answer))
+                continue
+            self._work(answer.store, batch)
+
+    def _finished(self, answer: PlanAnswer) -> bool:
+        """Whether a run that does everything once is over."""
+        if not answer.streams:
+            return True
+        if self._tries.worst >= TRIES_MAX:
+            raise UnfinishedError(f"some work could not be done in {TRIES_MAX} tries")
+        return False
+
+    def _pause_s(self, answer: PlanAnswer) -> float:
+        """The plan has waited already if there was nothing; else for what was put off."""
+        return self._options.check_ms / 1000 if answer.streams else 0.0
+
+    def _batch(self, answer: PlanAnswer) -> Batch:
+        """As much as one job takes, streams in turn as the server lists them."""
+        batch = Batch([], [])
+        raw_bytes = 0
+        for stream in answer.streams:
+            for work in stream.work:
+                if not isinstance(work, CompanionsWork):
+                    continue
+                for one in segment_works(stream, work.segments):
+                    full = len(batch.segments) >= self._options.batch_segments
+                    if full or raw_bytes >= self._options.batch_bytes:
+                        return batch
+                    if self._tries.may(one.segment.object, one.plan.hash):
+                        batch.segments.append(one)
+                        raw_bytes += one.segment.raw_bytes
+        return batch
+
+    def _work(self, store: str, batch: Batch) -> None:
+        spark = self._session()
+        if batch.segments:
+            self._companions(spark, self._options.store or store, batch.segments)
+        self._progress.done(self.status)
+
+    def _companions(self, spark: SparkSession, store: str, works: list[SegmentWork]) -> None:
+        self.status.to("running", _running("companions", works))
+        self._progress.batch("companions", len(works))
+        job = CompanionJob(
+            spark,
+            store,
+            cores=self._cores,
+            memory_bytes=self._options.task_memory_bytes,
+            reference=self._options.reference,
+        )
+        publisher = Publisher(self._owner, self.status, self._options.group_segments)
+        for work in works:
+            self._tries.tried(work.segment.object, work.plan.hash)
+        for outcome in job.run(works):
+            publisher.add(outcome)
+        publisher.flush()
+
+    def _session(self) -> SparkSession:
+        """Started when there is something to do: a stream without work never costs a JVM."""
+        if self._spark is None:
+            options = self._options
+            self._progress.starting(self._master)
+            options.directory.mkdir(parents=True, exist_ok=True)
+            self._spark = open_session(
+                self._master,
+                options.directory,
+                heap_bytes=options.heap_bytes,
+                ui=options.ui,
+                extra=dict(options.conf),
+            )
+            self.status.spark_version = self._spark.version
+        return self._spark
+
+
+class Batch(NamedTuple):
+    segments: list[SegmentWork]
+    merges: list[tuple[StreamPlan, object]]
+
+    @property
+    def empty(self) -> bool:
+        return not self.segments and not self.merges
+
+
+class Tries:
+    """How often a piece of work was begun lately. One that comes back is left alone for a while.
+
+    It comes back because the server has not looked again yet, or because it could not be done this time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[tuple[str, str], tuple[int, float]] = {}  # count, not before
+
+    @property
+    def worst(self) -> int:
+        return max((count for count, _ in self._known.values()), default=0)
+
+    def may(self, name: str, plan_hash: str) -> bool:
+        found = self._known.get((name, plan_hash))
+        return found is None or self._clock() >= found[1]
+
+    def tried(self, name: str, plan_hash: str) -> None:
+        count, _ = self._known.get((name, plan_hash), (0, 0.0))
+        pause_s = min(PAUSE_S_FIRST * 4**count, PAUSE_S_MAX)
+        self._known[name, plan_hash] = (count + 1, self._clock() + pause_s)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What has not come back for long was done."""
+        before = self._clock() - PAUSE_S_MAX
+        if len(self._known) > 10_000:
+            self._known = {key: found for key, found in self._known.items() if found[1] >= before}
+
+
+def _running(job: str, works: list[SegmentWork]) -> list[Running]:
+    counts: dict[str, int] = {}
+    for work in works:
+        counts[work.stream] = counts.get(work.stream, 0) + 1
+    return [Running(job, stream, count, now()) for stream, count in counts.items()]

@@ -1,0 +1,129 @@
+"""The one Spark session of a pipeline, and every setting it has."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+RETRIES: Final = 4  # of a task; plain local mode never tries again
+HEAP_BYTES: Final = 1 << 30
+DATA_BATCH_ROWS: Final = 4096
+
+# Name, value. Those that depend on the machine or on flags are added below.
+SETTINGS: Final[Mapping[str, str]] = {
+    # Merges vary in size.
+    "spark.sql.adaptive.enabled": "true",
+    # Bounded batches; jobs over descriptors set 1, so that a task holds one segment at a time.
+    "spark.sql.execution.arrow.maxRecordsPerBatch": str(DATA_BATCH_ROWS),
+    "spark.sql.python.filterPushdown.enabled": "true",
+    # Results depend neither on the host nor on silent overflow.
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.ansi.enabled": "true",
+    # The default of 128 groups sends `collect_list` to sorting.
+    "spark.sql.objectHashAggregate.sortBased.fallbackThreshold": "100000",
+    "spark.sql.streaming.stateStore.providerClass": (
+        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+    ),
+    "spark.sql.parquet.compression.codec": "zstd",
+    # No open port, quiet logs.
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # Spark owns the cores.
+    "spark.executorEnv.POLARS_MAX_THREADS": "1",
+    "spark.executorEnv.OMP_NUM_THREADS": "1",
+    "spark.python.worker.reuse": "true",
+    "spark.sql.pyspark.worker.logging.enabled": "true",
+    # The work is bound by CPU: a second attempt beside the first only doubles it.
+    "spark.speculation": "false",
+}
+# Whoever changes these gets other results.
+FIXED: Final = frozenset({"spark.sql.session.timeZone", "spark.sql.ansi.enabled"})
+
+_LOCAL: Final = re.compile(r"local(?:\[(\*|\d+)\])?")
+
+
+def master_of(text: str) -> str:
+    """`local[N]` with retries; anything else as it is."""
+    match = _LOCAL.fullmatch(text)
+    return text if match is None else f"local[{match[1] or '1'},{RETRIES}]"
+
+
+def is_local(master: str) -> bool:
+    return master.startswith("local")
+
+
+def cores_of(master: str) -> int:
+    """How many tasks run at once, as far as the name of the master tells."""
+    match = re.match(r"local\[(\*|\d+)", master)
+    if match is None:
+        return os.cpu_count() or 1
+    return (os.cpu_count() or 1) if match[1] == "*" else int(match[1])
+
+
+def settings_of(
+    master: str,
+    directory: Path,
+    *,
+    heap_bytes: int = HEAP_BYTES,
+    ui: bool = False,
+    extra: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Every setting of a session. `extra` may override all but those that results depend on."""
+    settings = dict(SETTINGS)
+    settings["spark.sql.shuffle.partitions"] = str(2 * cores_of(master))
+    settings["spark.driver.memory"] = f"{heap_bytes >> 20}m"
+    settings["spark.sql.warehouse.dir"] = str(directory / "warehouse")
+    if is_local(master):
+        # The host's name is never looked up: a laptop without a network runs the pipeline, too.
+        settings["spark.driver.bindAddress"] = settings["spark.driver.host"] = "127.0.0.1"
+        settings["spark.local.dir"] = str(directory / "local")
+    if ui:
+        settings["spark.ui.enabled"] = "true"
+    for name, value in (extra or {}).items():
+        if name in FIXED and value != SETTINGS[name]:
+            raise ValueError(f"{name} cannot be changed: results depend on it")
+        settings[name] = value
+    return settings
+
+
+def extra_settings(text: str) -> dict[str, str]:
+    """`k=v` pairs, separated by spaces or commas."""
+    found: dict[str, str] = {}
+    for pair in re.split(r"[,\s]+", text.strip()):
+        name, equals, value = pair.partition("=")
+        if pair and not equals:
+            raise ValueError(f"{pair!r} is no setting: name=value is")
+        if name:
+            found[name] = value
+    return found
+
+
+def open_session(
+    master: str,
+    directory: Path,
+    *,
+    heap_bytes: int = HEAP_BYTES,
+    ui: bool = False,
+    extra: Mapping[str, str] | None = None,
+) -> SparkSession:
+    """Starts Spark, which takes seconds and a gigabyte: once in the life of a process."""
+    from pyspark.sql import SparkSession
+
+    settings = settings_of(master, directory, heap_bytes=heap_bytes, ui=ui, extra=extra)
+    if is_local(master):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    # Driver and workers run the same Python, with the same packages.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName("tailrace-pipeline")
+    builder = builder.remote(master) if master.startswith("sc://") else builder.master(master)
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()

@@ -1,0 +1,29 @@
+"""Workers that die, as the TAILRACE_PIPELINE_FAILPOINT says or at a segment of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from tailrace.pipeline import worker
+from tailrace.pipeline.failpoints import VARIABLE
+
+VALUE = ""
+
+
+def build_companions(batches: Iterator[Any]) -> Iterator[Any]:
+    os.environ[VARIABLE] = VALUE
+    try:
+        yield from worker.build_companions(batches)
+    finally:
+        del os.environ[VARIABLE]
+
+
+def die_at_entry_11(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        for row in batch.to_pylist():
+            if row["first"] == 11:
+                os.kill(os.getpid(), signal.SIGKILL)
+        yield from worker.build_companions(iter([batch]))

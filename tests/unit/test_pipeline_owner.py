@@ -1,0 +1,103 @@
+"""The pipeline's calls: repeated until there is an answer, refusals as they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import pytest
+
+from tailrace.pipeline.model import Publication
+from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
+from tailrace.pipeline.run import Tries
+
+PUBLICATION = Publication(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
+
+
+class _Script(ThreadingHTTPServer):
+    """Answers what it was told to, one after the other; 0 closes the connection without an answer."""
+
+    answers: list[tuple[int, bytes]]
+    bodies: list[bytes]
+    tokens: list[str | None]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Script  # type: ignore[assignment]
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.tokens.append(self.headers["Authorization"])
+        status, body = self.server.answers.pop(0)
+        if status:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        else:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Quiet."""
+
+
+@pytest.fixture
+def script() -> Iterator[_Script]:
+    server = _Script(("127.0.0.1", 0), _Handler)
+    server.answers, server.bodies, server.tokens = [], [], []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def _owner(script: _Script, tokens: Iterator[str] | None = None) -> Owner:
+    port = script.server_address[1]
+    found = tokens or iter("abcdef")
+    return Owner(f"http://127.0.0.1:{port}", lambda: next(found), sleep=lambda _s: None)
+
+
+def test_the_same_bytes_until_there_is_an_answer(script: _Script) -> None:
+    done = msgspec.json.encode({"result": "published", "manifest_generation": 2})
+    script.answers = [(503, b""), (0, b""), (429, b"{}"), (200, done)]
+    assert _owner(script).publish(PUBLICATION) == "published"
+    assert len(script.bodies) == 4
+    assert len(set(script.bodies)) == 1
+    assert script.tokens == ["Bearer a", "Bearer b", "Bearer c", "Bearer d"]
+
+
+def test_refusals(script: _Script) -> None:
+    refused = msgspec.json.encode({"error": {"code": "plan_superseded", "message": "another plan"}})
+    script.answers = [(409, refused), (500, b"oops")]
+    with pytest.raises(RefusedError, match="another plan") as caught:
+        _owner(script).publish(PUBLICATION)
+    assert (caught.value.status, caught.value.code) == (409, "plan_superseded")
+    with pytest.raises(RefusedError) as caught:
+        _owner(script).publish(PUBLICATION)
+    assert caught.value.status == 500
+
+
+def test_nobody_there(script: _Script) -> None:
+    script.answers = [(503, b"")]
+    port = script.server_address[1]
+    with pytest.raises(UnreachableError):
+        Owner(f"http://127.0.0.1:{port}", give_up_s=0.0, sleep=lambda _s: None).publish(PUBLICATION)
+
+
+def test_work_that_comes_back_waits() -> None:
+    now = 0.0
+    tries = Tries(lambda: now)
+    assert tries.may("a", "h")
+    pauses: list[float] = []
+    for _ in range(8):
+        tries.tried("a", "h")
+        began = now
+        while not tries.may("a", "h"):
+            now += 0.5
+        pauses.append(now - began)
+    assert pauses == [0.5, 2, 8, 32, 128, 300, 300, 300]
+    assert tries.may("b", "h")
+    assert tries.worst == 8
