@@ -304,6 +304,8 @@ class Log:
             if registry.is_listed(removed.name) and (removed is stream):
                 event = registry.deleted(self._registry(), removed.name, reason, now_ns)
                 transaction.add(self.streams, event)
+            events = outbox_events.of_removal(self.store, self.streams, removed, reason, now_ns)
+            self._deliver(transaction, events, now_ns)
         self._submit(transaction)
 
     def confirm_deleted(self, name: str, reply: Reply, context: object) -> bool:
@@ -313,8 +315,6 @@ class Log:
             return False
         transaction = Transaction(None, reply, context)
         transaction.duplicate = True
-            events = outbox_events.of_removal(self.store, self.streams, removed, reason, now_ns)
-            self._deliver(transaction, events, now_ns)
         newest = self.committer.newest
         if newest is None or self.streams.changed_names.get(name) != UNPUBLISHED:
             reply(transaction, None)
@@ -386,6 +386,13 @@ class Log:
             self._deliver(transaction, [outbox.planned(stream, plans.wanted, now_ns)], now_ns)
         self._submit(transaction)
 
+    def open_outbox(self) -> None:
+        """Makes `__segments__` present, for those who want to follow it before anything happened."""
+        if self.refusal is None and self.streams.find(outbox.NAME) is None:
+            transaction = Transaction(None, ignore, None)
+            self._outbox(transaction)
+            self._submit(transaction)
+
     def set_shortage(self, cause: str, shortage: TailraceError | None) -> None:
         """Refuses what would grow the log, or lets it in again as far as this cause is concerned."""
         if shortage is None:
@@ -395,13 +402,6 @@ class Log:
         self.shortage = next(iter(self._shortages.values()), None)
 
     # -- inside ----------------------------------------------------------------------------------------
-    def open_outbox(self) -> None:
-        """Makes `__segments__` present, for those who want to follow it before anything happened."""
-        if self.refusal is None and self.streams.find(outbox.NAME) is None:
-            transaction = Transaction(None, ignore, None)
-            self._outbox(transaction)
-            self._submit(transaction)
-
 
     def _registry(self) -> Stream:
         stream = self.streams.find(registry.NAME)
@@ -414,15 +414,6 @@ class Log:
             self._create_system_stream(transaction, registry.NAME)
             self._submit(transaction)
         self._registry().lifetime = registry.lifetime(self.limits)
-
-    def _confirm(
-        self,
-        stream: Stream,
-        request: CreateRequest,
-        source: Stream | None,
-        reply: Reply,
-        context: object,
-        now_ns: int,
         if (stream := self.streams.find(outbox.NAME)) is not None:
             stream.lifetime = outbox.lifetime(self.limits)
 
@@ -452,6 +443,15 @@ class Log:
         if not plans.keyed and outbox.is_indexed(stream.name):
             noted = encode_plans(msgspec.structs.replace(plans, keyed=True))
             transaction.add(self.streams, Describe(stream.number, DOCUMENT, noted))
+
+    def _confirm(
+        self,
+        stream: Stream,
+        request: CreateRequest,
+        source: Stream | None,
+        reply: Reply,
+        context: object,
+        now_ns: int,
     ) -> None:
         transaction = Transaction(stream, reply, context)
         transaction.duplicate = True
