@@ -56,6 +56,7 @@ from tailrace.store.directory import make_directory
 logger = logging.getLogger("tailrace.log")
 
 LARGE_BYTES = 64 * 1024  # of one append, when memory is short
+NO_BOUND = 2**62
 
 
 class Log:
@@ -95,6 +96,8 @@ class Log:
         self.shortage: TailraceError | None = None  # why nothing new is taken in; deletes still are
         self.pressure: TailraceError | None = None  # why nothing large is taken on
         self._shortages: dict[str, TailraceError] = {}
+        self.room_bytes = NO_BOUND  # for entries that are in the queue or in memory, not in the hot store yet
+        self.on_no_room: Callable[[], None] | None = None  # it is used up; the next look finds a shortage
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
         # Told which streams had records in the files that the hot store now has.
@@ -483,6 +486,8 @@ class Log:
         if self.pressure is not None and size > LARGE_BYTES:
             raise self.pressure
         limits = self.limits
+        if self.streams.memory_bytes + self.committer.queued_bytes + size > self.room_bytes:
+            self._refuse_for_room()
         if self.committer.queued_bytes + size > limits.append_queue_bytes:
             raise TailraceError("overloaded", "the server's append queue is full")
         if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
@@ -490,6 +495,11 @@ class Log:
         if self.streams.memory_bytes > 2 * limits.tail_memory_bytes:
             self._make_room()
             raise TailraceError("overloaded", "checkpoints are behind; memory for new entries is used up")
+
+    def _refuse_for_room(self) -> None:
+        if self.on_no_room is not None:
+            self.on_no_room()
+        raise self.shortage or TailraceError("unavailable", "there is no room for more entries")
 
     def _make_room(self) -> None:
         """While nothing is accepted nothing begins a new file, which is what would start a checkpoint."""
