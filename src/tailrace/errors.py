@@ -62,6 +62,17 @@ CODES: dict[str, int] = {
     "internal": 500,
     "unavailable": 503,
     "insufficient_storage": 507,
+    # Documents and live queries.
+    "invalid_path": 400,
+    "invalid_query": 400,
+    "unsupported_query": 400,
+    "query_too_complex": 400,
+    "reserved_field": 400,
+    "batch_not_atomic": 400,
+    "collection_exists": 409,
+    "batch_failed": 409,
+    "version_mismatch": 412,
+    "not_installed": 501,
     # Subscriptions: the public protocol reads these in upper case.
     "INVALID_REQUEST": 400,
     "WEBHOOK_URL_REJECTED": 400,

@@ -240,6 +240,49 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000
     lease_max_ms: Annotated[Millis, Meta(description="Longest lease.")] = 600_000
     webhook_ms: Annotated[Millis, Meta(description="Time a webhook has to answer.")] = 10_000
+    # Documents and live queries.
+    watch_partitions: Annotated[
+        int,
+        Meta(ge=1, le=256, extra={"unit": "count"}, description="Partitions of a new collection."),
+    ] = 16
+    watch_document_bytes: Annotated[Bytes, Meta(description="Largest document, as JSON.")] = MIB
+    watch_batch_writes: Annotated[Count, Meta(description="Most writes in one batch of documents.")] = 500
+    watch_message_bytes: Annotated[
+        Bytes, Meta(description="Largest query, and largest message of a realtime client.")
+    ] = 64 * KIB
+    watch_connections: Annotated[
+        Count, Meta(description="Realtime connections at once; more are answered with 429.")
+    ] = 10_000
+    watch_subscriptions: Annotated[Count, Meta(description="Subscriptions of one realtime connection.")] = 100
+    watch_scan_predicates: Annotated[
+        Count, Meta(description="Different predicates of one collection that no index can help with.")
+    ] = 1000
+    watch_outbound_bytes: Annotated[
+        Bytes, Meta(description="Unsent bytes of one realtime connection; beyond, it reads from the log.")
+    ] = 4 * MIB
+    watch_outbound_total_bytes: Annotated[
+        Bytes, Meta(description="Unsent bytes of all realtime connections together.")
+    ] = 512 * MIB
+    watch_stall_ms: Annotated[
+        Millis, Meta(description="Time after which a realtime connection that takes nothing is closed.")
+    ] = 10_000
+    watch_heartbeat_ms: Annotated[
+        Millis, Meta(description="Time between heartbeats to realtime clients.")
+    ] = 30_000
+    watch_auth_ms: Annotated[Millis, Meta(description="Time a realtime client has to say who it is.")] = (
+        10_000
+    )
+    watch_snapshot_documents: Annotated[Count, Meta(description="Documents in one page of a snapshot.")] = 500
+    watch_snapshot_bytes: Annotated[
+        Bytes, Meta(description="Size of one page of a snapshot; one larger document still fits.")
+    ] = 256 * KIB
+    watch_replays: Annotated[
+        Count, Meta(description="Snapshots and resumes that read at once; others wait for their turn.")
+    ] = 8
+    watch_resume_changes: Annotated[
+        Count, Meta(description="Most changes that a resume reads again; beyond, the client starts anew.")
+    ] = 1_000_000
+
     webhook_key_ms: Annotated[
         int,
         Meta(ge=HOUR_MS, description="Time a key signs webhooks before the next one takes over."),

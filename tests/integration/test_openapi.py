@@ -28,6 +28,8 @@ METHODS = frozenset({"get", "head", "put", "post", "delete", "options", "patch"}
 
 
 def filled(path: str) -> str:
+    path = path.replace("{db}", "default").replace("{collection}", "described")
+    path = path.replace("{path}", "described/one")
     return path.replace("{name}", "described").replace("{id}", "described").replace("{key}", "k")
 
 
@@ -80,7 +82,7 @@ def test_each_operation_asks_for_what_it_says(start_server: StartServer) -> None
 @pytest.mark.parametrize("path", list(PATHS))
 def test_each_path_takes_the_methods_it_is_described_with(path: str, http: Wire) -> None:
     described = {method.upper() for method in PATHS[path] if method in METHODS}
-    answer = http.call("PATCH", filled(path))
+    answer = http.call("POST" if "PATCH" in described else "PATCH", filled(path))
     assert answer.status == 405
     assert {method.strip() for method in answer["Allow"].split(",")} == described
 

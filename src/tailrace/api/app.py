@@ -27,6 +27,7 @@ from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
+from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
@@ -75,6 +76,7 @@ class TailraceApp:
         }
         self.seal: Callable[[Exchange, Identity], None] | None = None
         self.server: ServerRoutes | None = None
+        self.watch: WatchService | None = None
         self.pipeline: PipelineRoutes | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
@@ -143,6 +145,8 @@ class TailraceApp:
         self.details.end_waits()
         self.touch.end_all()
         self.live.end_all()
+        if self.watch is not None:
+            self.watch.end_live()
 
     # -- routing ---------------------------------------------------------------------------------------
 
@@ -237,6 +241,8 @@ class TailraceApp:
             self.server.answer(exchange, self.identify(exchange), path)
         elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
             self.pipeline.answer(exchange, self.identify(exchange), method, path)
+        elif self.watch is not None and self.watch.handles(path):
+            self.watch.serve(exchange, method, path, self.identify)
         elif path == SEAL_PATH and self.seal is not None:
             if method != b"POST":
                 raise not_allowed("POST, OPTIONS")

@@ -28,6 +28,7 @@ from tailrace.api.seal import SealRoute
 from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
+from tailrace.api.watch.service import WatchService
 from tailrace.auth import TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
@@ -109,6 +110,7 @@ class Server:
         self.app = TailraceApp(context, self._verifier)
         self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self.telemetry)
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
+        self.watch = self.app.watch = WatchService(context, directory.path)
         self._checkpoints = Checkpoints(self.log)
         self.sealing = Sealing(self.log, settings, directory.deployment, loop)
         limits = settings.limits
@@ -155,6 +157,7 @@ class Server:
         if self._verifier is not None:
             self._verifier.start()
         await self._subscriptions.start()
+        await self.watch.start()
         self._http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(self._http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
@@ -181,6 +184,7 @@ class Server:
         if self._metrics is not None:
             await self._metrics.drain()
         await self._subscriptions.stop()
+        self.watch.stop()
         self._disk.stop()
         self._memory.stop()
         self._stream_metrics.stop()

@@ -41,6 +41,7 @@ class Identity(msgspec.Struct, frozen=True):
     actor_id: str = ""
     expires_at: float | None = None
     anonymous: bool = False
+    claims: bytes = b"{}"  # the whole payload, for rules that look at claims of their own
 
     @property
     def until_s(self) -> float | None:
@@ -196,6 +197,7 @@ class TokenVerifier:
             dbs=databases_of(claims),
             actor_id=_unwrap(actor_id),
             expires_at=None if claims.exp is msgspec.UNSET else float(claims.exp),
+            claims=payload,
         )
 
     def _remember(self, authorization: bytes, identity: Identity) -> None:

@@ -290,6 +290,15 @@ class Log:
         self._submit(transaction)
         return True
 
+    def begin(self, size_bytes: int, reply: Reply, context: object) -> Transaction:
+        """A change of several streams at once; refused here, before anything is assigned, or not at all."""
+        self._admit(None, size_bytes)
+        return Transaction(None, reply, context)
+
+    def commit(self, transaction: Transaction) -> None:
+        """Makes durable what was added to a transaction that `begin` gave."""
+        self._submit(transaction)
+
     def remove(self, stream: Stream, reason: str, reply: Reply, context: object) -> None:
         """Deletes a stream; with living forks only its name goes."""
         if self.refusal is not None:

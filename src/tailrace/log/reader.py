@@ -190,6 +190,14 @@ class Reader:
         """The page, from wherever its entries are."""
         return await self._fill(stream, Budget(after, bytes_max, entries_max, key, apart=apart))
 
+    def try_read_labelled(
+        self, stream: Stream, after: int, bytes_max: int, entries_max: int
+    ) -> Page | Missing:
+        """As `try_read`, each entry apart and with its labels."""
+        budget = Budget(after, bytes_max, entries_max, None, apart=True, labels=Labels())
+        missing = self._gather(stream, budget, None)
+        return budget.page() if missing is None else missing
+
     async def read_labelled(
         self, stream: Stream, after: int, bytes_max: int, entries_max: int, key: bytes | None = None
     ) -> Page:

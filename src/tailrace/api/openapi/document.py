@@ -20,13 +20,14 @@ from tailrace.api.openapi import (
     subscriptions,
     touch,
     traces,
+    watch,
 )
 from tailrace.api.openapi.parts import Json, answer, error_responses, headers, operation, without_body
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
 
 PATH: Final = b"/openapi.json"
-_PARTS: Final = (shared, streams, registry, search, inspection, touch, traces, subscriptions, server)
+_PARTS: Final = (shared, streams, registry, search, inspection, touch, traces, subscriptions, server, watch)
 _ABOUT: Final = (
     "A durable stream server: append-only logs over HTTP, fsynced before they are acknowledged. "
     "Every error has the same shape. OPTIONS is answered on every path."
@@ -44,6 +45,7 @@ def build() -> Json:
         **traces.trace_paths(),
         **subscriptions.subscription_paths(),
         **server.server_paths(),
+        **watch.watch_paths(),
     }
     schemas: Json = {}
     for part in _PARTS:
@@ -86,6 +88,7 @@ _TAGS: Final = {
     "traces": "Spans from OpenTelemetry.",
     "subscriptions": "Webhooks and pull-wake.",
     "server": "Health, metrics, memory, sealing.",
+    "watch": "Documents in collections, and queries that stay true.",
 }
 
 

@@ -1,0 +1,249 @@
+"""Documents, collections and live queries."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.api.openapi.parts import (
+    BOOLEAN,
+    COUNT,
+    STRING,
+    Json,
+    answer,
+    array,
+    closed,
+    counts,
+    headers,
+    obj,
+    operation,
+    param,
+    request,
+    schema,
+)
+
+TAG: Final = "watch"
+_DB: Final = param("path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"})
+_COLLECTION: Final = param("path", "collection", "An odd number of segments, such as `orders`.")
+_PATH: Final = param("path", "path", "An even number of segments, such as `orders/o-1`.")
+_WRITE_ID: Final = param(
+    "header",
+    "Idempotency-Key",
+    "A repeat within ten minutes gets the first answer.",
+    {"type": "string", "minLength": 1, "maxLength": 128},
+)
+_IF_MATCH: Final = param("header", "If-Match", "The version it has to have, in quotes, or `*`.")
+_IF_NONE: Final = param("header", "If-None-Match", "`*`: only if it does not exist.", {"const": "*"})
+_RULE: Final[Json] = {"type": ["string", "null"], "maxLength": 4096}
+_VALUE: Final[Json] = {"type": ["null", "boolean", "number", "string", "array"]}
+_OP: Final[Json] = {"enum": ["==", "!=", ">", ">=", "<", "<=", "in", "contains"]}
+_ERROR: Final[Json] = {"type": "object"}
+_FIELD: Final[dict[str, Json]] = {
+    "field": STRING,
+    "fieldPath": array(STRING, minItems=1, maxItems=20),
+}
+
+SCHEMAS: Final[Json] = {
+    "Document": obj(
+        {
+            "path": STRING,
+            "id": STRING,
+            "collection": STRING,
+            "data": {"type": "object"},
+            **counts("version", "createdAt", "updatedAt"),
+        }
+    ),
+    "DocumentWritten": obj({"path": STRING, **counts("version", "updatedAt")}),
+    "DocumentBatch": closed(
+        {
+            "writes": array(
+                closed(
+                    {"op": {"enum": ["put", "patch", "delete"]}, "path": STRING},
+                    {"data": {"type": "object"}, "ifVersion": COUNT, "ifAbsent": BOOLEAN},
+                ),
+                minItems=1,
+                maxItems=500,
+            )
+        },
+        {"atomic": BOOLEAN},
+    ),
+    "DocumentResults": obj(
+        {"results": array(obj({"path": STRING, "status": COUNT}, {"version": COUNT, "error": _ERROR}))}
+    ),
+    "DocumentQuery": closed(
+        {"collection": STRING},
+        {
+            "filters": array(
+                closed(
+                    {"op": {"enum": ["==", "!=", ">", ">=", "<", "<=", "in", "contains"]}, "value": _VALUE},
+                    _FIELD,
+                ),
+                maxItems=32,
+            ),
+            "where": {"type": "string", "maxLength": 4096},
+            "documents": array(STRING, maxItems=100),
+            "orderBy": array(closed({}, {**_FIELD, "direction": {"enum": ["asc", "desc"]}}), maxItems=8),
+            "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
+            "cursor": STRING,
+        },
+    ),
+    "DocumentPage": obj(
+        {
+            "documents": array(schema("Document")),
+            "cursor": {"type": ["string", "null"]},
+            "positions": array(COUNT),
+        }
+    ),
+    "Collection": obj(
+        {
+            "collection": STRING,
+            "database": STRING,
+            "source": {"const": "native"},
+            "state": {"enum": ["live"]},
+            "positions": array(COUNT),
+            "readRule": _RULE,
+            "writeRule": _RULE,
+            **counts("partitions", "generation", "ruleVersion", "documents"),
+        }
+    ),
+}
+
+
+def watch_paths() -> Json:
+    return {
+        "/v1/databases/{db}": {"parameters": [_DB], "put": _create_database()},
+        "/v1/databases/{db}/collections/{collection}": {
+            "parameters": [_DB, _COLLECTION],
+            "get": operation(
+                "getCollection",
+                TAG,
+                "What is set about a collection, and how far it is",
+                {"200": answer("The collection.", schema("Collection"))},
+                (404,),
+                scope="read",
+            ),
+            "put": _put_collection(),
+        },
+        "/v1/databases/{db}/docs/{path}": _document(),
+        "/v1/databases/{db}/batch": {
+            "parameters": [_DB],
+            "post": operation(
+                "writeDocuments",
+                TAG,
+                "Write several documents with one commit",
+                {"200": answer("What became of each.", schema("DocumentResults"))},
+                (404, 409, 415, 429, 501, 507),
+                scope="write",
+                parameters=[_WRITE_ID],
+                body=request(
+                    schema("DocumentBatch"),
+                    {"atomic": True, "writes": [{"op": "put", "path": "orders/o-1", "data": {"total": 5}}]},
+                    "The writes, in order.",
+                ),
+            ),
+        },
+        "/v1/databases/{db}/query": {
+            "parameters": [_DB],
+            "post": operation(
+                "queryDocuments",
+                TAG,
+                "Documents that match now",
+                {"200": answer("A page of them.", schema("DocumentPage"))},
+                (404, 415, 429, 501),
+                scope="read",
+                body=request(
+                    schema("DocumentQuery"),
+                    {"collection": "orders", "where": "doc.total > 3", "limit": 10},
+                    "What to look for.",
+                ),
+            ),
+        },
+    }
+
+
+def _create_database() -> Json:
+    shown = obj({"database": STRING})
+    return operation(
+        "createDatabase",
+        TAG,
+        "Create a database",
+        {"201": answer("It is new.", shown), "200": answer("It was there.", shown)},
+        (429, 507),
+        scope="manage",
+    )
+
+
+def _put_collection() -> Json:
+    given = closed(
+        {},
+        {
+            "partitions": {"type": "integer", "minimum": 1, "maximum": 256},
+            "source": {"const": "native"},
+            "readRule": _RULE,
+            "writeRule": _RULE,
+        },
+    )
+    shown = schema("Collection")
+    return operation(
+        "setCollection",
+        TAG,
+        "Create a collection, or change its rules",
+        {"201": answer("It is new.", shown), "200": answer("It is as asked.", shown)},
+        (404, 409, 429, 501, 507),
+        scope="manage",
+        body=request(given, {"partitions": 4, "readRule": "doc.public == true"}, "What to set."),
+    )
+
+
+def _document() -> Json:
+    tagged = headers(always=("ETag",))
+    written = schema("DocumentWritten")
+    errors = (404, 409, 412, 415, 429, 501, 507)
+    data = request({"type": "object"}, {"total": 5}, "The document.")
+    patch: Json = {
+        "description": "A merge patch (RFC 7396).",
+        "required": True,
+        "content": {"application/merge-patch+json": {"schema": {"type": "object"}, "example": {"total": 6}}},
+    }
+    return {
+        "parameters": [_DB, _PATH],
+        "get": operation(
+            "getDocument",
+            TAG,
+            "A document",
+            {"200": answer("The document.", schema("Document"), tagged)},
+            (404, 501),
+            scope="read",
+        ),
+        "put": operation(
+            "putDocument",
+            TAG,
+            "Create or replace a document",
+            {
+                "201": answer("It is new.", written, tagged),
+                "200": answer("It was replaced.", written, tagged),
+            },
+            errors,
+            scope="write",
+            parameters=[_WRITE_ID, _IF_MATCH, _IF_NONE],
+            body=data,
+        ),
+        "patch": operation(
+            "patchDocument",
+            TAG,
+            "Change some fields of a document",
+            {"200": answer("It was changed.", written, tagged)},
+            errors,
+            scope="write",
+            parameters=[_WRITE_ID, _IF_MATCH],
+            body=patch,
+        ),
+        "delete": operation(
+            "deleteDocument",
+            TAG,
+            "Delete a document",
+            {"204": answer("It is gone.", head=tagged)},
+            errors,
+            scope="write",
+            parameters=[_WRITE_ID, _IF_MATCH],
+        ),
+    }

@@ -1,0 +1,342 @@
+"""Writing documents: decided one after the other against planned state, one record for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import orjson
+
+from tailrace.api.watch.book import Book, Collection, config_entry
+from tailrace.errors import TailraceError
+from tailrace.log.together import append_together
+from tailrace.log.transaction import Transaction
+from tailrace.protocol.durations import format_instant
+from tailrace.watch import document, names
+from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Op, Prev, Txn, encode
+from tailrace.watch.document import Document
+from tailrace.watch.names import DocumentPath
+
+WRITE_ID_MS = 10 * 60 * 1000
+FORGET_EVERY = 10_000
+
+Answer = Callable[[list["Result"], TailraceError | None], None]
+
+
+class Write(NamedTuple):
+    """One write as it was asked for."""
+
+    op: Literal["put", "patch", "delete"]
+    path: DocumentPath
+    data: Document | None = None
+    if_version: int | None = None
+    if_present: bool = False
+    if_absent: bool = False
+
+
+class Result(msgspec.Struct):
+    """What became of one write."""
+
+    path: str
+    status: int
+    version: int | None = None
+    updated_ms: int | None = None
+    error: TailraceError | None = None
+
+    def shown(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"path": self.path, "status": self.status}
+        if self.version is not None:
+            found["version"] = self.version
+        if self.error is not None:
+            found["error"] = orjson.loads(self.error.body())["error"]
+        return found
+
+
+class State(NamedTuple):
+    """A document as the next decision sees it: perhaps not durable yet."""
+
+    version: int
+    created_ms: int
+    updated_ms: int
+    deleted: bool
+    data: bytes
+
+
+# Asked before each write, with collection, method, and the flat document before and after; raises if the
+# rules say no.
+Allowed = Callable[[Collection, str, Document | None, Document | None], None]
+
+
+class _Plan:
+    """A request's writes as far as they are decided. Nothing outside knows of it until it is submitted."""
+
+    def __init__(self, now_ns: int, txn_id: str, write_id: str | None) -> None:
+        self.now_ns = now_ns
+        self.txn_id = txn_id
+        self.write_id = write_id
+        self.states: dict[tuple[Collection, str], State] = {}
+        self.entries: dict[str, list[bytes]] = {}
+        self.made: dict[tuple[str, str], Collection] = {}
+        self.index = 0
+
+
+class _Submitted(msgspec.Struct, eq=False):
+    """Who is told when the record is durable."""
+
+    results: list[Result]
+    answer: Answer
+    remembered: tuple[Collection, str] | None = None
+
+
+class Writer:
+    """The sequencer of all native collections. Owned by the loop thread."""
+
+    def __init__(self, book: Book, *, document_bytes: int, partitions: int) -> None:
+        self._book = book
+        self._log = book.log
+        self._bytes_max = document_bytes
+        self._partitions = partitions
+        self._planned: dict[tuple[Collection, str], State] = {}
+        self._under_way: dict[tuple[Collection, str], list[Answer]] = {}
+        self._failures = self._log.failures
+        self._count = 0
+
+    def on_applied(self, collection: Collection, change: Change) -> None:
+        """A change is durable: the view has it from now on."""
+        key = (collection, change.entry.documentKey)
+        planned = self._planned.get(key)
+        if planned is not None and planned.version <= change.entry.version:
+            del self._planned[key]
+
+    def write(
+        self,
+        database: str,
+        writes: Sequence[Write],
+        allowed: Allowed,
+        answer: Answer,
+        *,
+        atomic: bool = False,
+        write_id: str | None = None,
+    ) -> None:
+        """Decides and submits; `answer` comes when what it says is durable."""
+        self._forget_failed()
+        self._book.database(database)
+        first = writes[0].path.collection
+        if write_id is not None and self._repeated(database, first, write_id, answer):
+            return
+        self._count += 1
+        if self._count % FORGET_EVERY == 0:
+            self._book.view.forget_writes(self._log.clock.now_ns() // 1_000_000 - WRITE_ID_MS)
+        now_ns = self._log.clock.now_ns()
+        plan = _Plan(now_ns, f"{now_ns:x}-{self._count:x}", write_id)
+        results = [self._decided(database, write, plan, allowed) for write in writes]
+        failed = any(result.error is not None for result in results)
+        if not plan.entries or (atomic and failed):
+            self._answer_later(results, answer)
+            return
+        self._submit(database, plan, results, answer, first)
+
+    # -- deciding --------------------------------------------------------------------------------------
+
+    def _decided(
+        self,
+        database: str,
+        write: Write,
+        plan: _Plan,
+        allowed: Allowed,
+    ) -> Result:
+        path = f"{write.path.collection}/{write.path.id}"
+        try:
+            return self._decide(database, write, plan, allowed, path)
+        except TailraceError as refusal:
+            return Result(path, refusal.status, error=refusal)
+
+    def _decide(
+        self,
+        database: str,
+        write: Write,
+        plan: _Plan,
+        allowed: Allowed,
+        path: str,
+    ) -> Result:
+        collection = self._collection(database, write.path.collection, plan)
+        key = (collection, write.path.id)
+        state = plan.states.get(key) or self._state(collection, write.path.id)
+        lives = state is not None and not state.deleted
+        old: Document | None = None
+        if state is not None and lives:
+            old = orjson.loads(state.data)
+        new = self._new_data(write, old)
+        method = "delete" if write.op == "delete" else "update" if lives else "create"
+        allowed(
+            collection,
+            method,
+            None if old is None or state is None else self._flat(collection, write.path.id, old, state),
+            None if new is None else self._flat(collection, write.path.id, new, state),
+        )
+        _check_conditions(write, state, lives)
+        if not lives and write.op != "put":
+            if write.op == "delete" and state is not None:
+                return Result(path, 204, state.version, state.updated_ms)
+            raise TailraceError("not_found", f"there is no document {path!r}")
+        partition = names.partition_of(write.path.id, collection.config.partitions)
+        stream = collection.stream(partition)
+        last_ns = self._last_ns(stream)
+        updated_ms = max(last_ns, plan.now_ns) // 1_000_000
+        raw = b"" if new is None else document.dump(new, self._bytes_max)
+        next_state = State(
+            1 if state is None else state.version + 1,
+            state.created_ms if state is not None and lives else updated_ms,
+            updated_ms,
+            new is None,
+            raw if new is not None or state is None else state.data,
+        )
+        entry = self._entry(database, write, plan, state if lives else None, next_state)
+        plan.index += 1
+        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.states[key] = next_state
+        status = 204 if write.op == "delete" else 200 if lives else 201
+        return Result(path, status, next_state.version, updated_ms)
+
+    def _new_data(self, write: Write, old: Document | None) -> Document | None:
+        if write.op == "delete":
+            return None
+        assert write.data is not None
+        if write.op == "put":
+            return document.check_fields(write.data, write.path.id)
+        merged = document.merge(old or {}, write.data)
+        return document.check_fields(document.check(merged), write.path.id)
+
+    def _flat(
+        self, collection: Collection, document_id: str, data: Document, state: State | None
+    ) -> Document:
+        known = state or State(0, 0, 0, deleted=True, data=b"")
+        return document.flat(
+            data, document_id, collection.name, known.version, known.created_ms, known.updated_ms
+        )
+
+    def _entry(
+        self, database: str, write: Write, plan: _Plan, before: State | None, after: State
+    ) -> ChangeEntry:
+        op: Op = "insert" if before is None else "delete" if after.deleted else "replace"
+        if write.op == "patch":
+            op = "update"
+        return ChangeEntry(
+            database=database,
+            collection=write.path.collection,
+            documentKey=write.path.id,
+            op=op,
+            before=NULL if before is None else msgspec.Raw(before.data),
+            after=NULL if after.deleted else msgspec.Raw(after.data),
+            images=Images("none" if before is None else "full", "none" if after.deleted else "full"),
+            version=after.version,
+            createdAt=after.created_ms,
+            prev=None if before is None else Prev(before.version, before.updated_ms),
+            txn=Txn(plan.txn_id, plan.index),
+            commitTime=format_instant(plan.now_ns),
+            writeId=plan.write_id,
+        )
+
+    def _collection(self, database: str, name: str, plan: _Plan) -> Collection:
+        found = self._book.find(database, name) or plan.made.get((database, name))
+        if found is None:
+            found = plan.made[database, name] = self._book.planned(database, name, self._partitions)
+        return found
+
+    def _state(self, collection: Collection, document_id: str) -> State | None:
+        planned = self._planned.get((collection, document_id))
+        if planned is not None:
+            return planned
+        self._book.check_applied(collection)
+        row = self._book.view.find(collection.number, document_id)
+        if row is None:
+            return None
+        return State(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
+
+    def _last_ns(self, name: str) -> int:
+        stream = self._log.find(name)
+        return 0 if stream is None else stream.last_ns
+
+    # -- committing ------------------------------------------------------------------------------------
+
+    def _submit(self, database: str, plan: _Plan, results: list[Result], answer: Answer, first: str) -> None:
+        configs: dict[str, list[bytes]] = {}
+        used = {collection.name for collection, _ in plan.states}
+        for (owner, name), collection in plan.made.items():
+            if name in used:
+                entry = config_entry(name, collection.config, "insert", plan.now_ns)
+                configs.setdefault(names.collections_of(owner), []).append(entry)
+        parts = [*configs.items(), *plan.entries.items()]
+        submitted = _Submitted(results, answer)
+        append_together(self._log, parts, plan.now_ns, self._settled, submitted)
+        for (_, name), collection in plan.made.items():
+            if name in used:
+                self._book.add(collection)
+        self._planned.update(plan.states)
+        if plan.write_id is not None:
+            submitted.remembered = (self._book.databases[database][first], plan.write_id)
+            self._under_way[submitted.remembered] = []
+
+    def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
+        submitted = transaction.context
+        assert isinstance(submitted, _Submitted)
+        waiting: list[Answer] = []
+        if submitted.remembered is not None:
+            waiting = self._under_way.pop(submitted.remembered, [])
+        for tell in (submitted.answer, *waiting):
+            tell(submitted.results, error)
+
+    def _answer_later(self, results: list[Result], answer: Answer) -> None:
+        """A refusal may rest on what is not durable yet: it waits for that."""
+        newest = self._log.committer.newest
+        if newest is None or not self._planned:
+            answer(results, None)
+        else:
+            newest.waiting.append(lambda error: answer(results, error))
+
+    def _repeated(self, database: str, collection_name: str, write_id: str, answer: Answer) -> bool:
+        """Whether a write with this key was made before; its first answer is given again."""
+        collection = self._book.find(database, collection_name)
+        if collection is None:
+            return False
+        waiting = self._under_way.get((collection, write_id))
+        if waiting is not None:
+            waiting.append(answer)
+            return True
+        self._book.check_applied(collection)
+        since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_MS
+        found = self._book.view.remembered(collection.number, write_id, since_ms)
+        if not found:
+            return False
+        statuses = {"insert": 201, "delete": 204}
+        answer(
+            [
+                Result(f"{collection_name}/{row.id}", statuses.get(row.op, 200), row.version, row.at_ms)
+                for row in found
+            ],
+            None,
+        )
+        return True
+
+    def _forget_failed(self) -> None:
+        """After a commit that failed nothing of what was planned happened."""
+        if self._log.failures != self._failures:
+            self._failures = self._log.failures
+            self._planned.clear()
+            self._under_way.clear()
+            self._book.drop_unmade()
+
+
+def _check_conditions(write: Write, state: State | None, lives: bool) -> None:
+    current = state.version if state is not None and lives else None
+    if write.if_absent and lives:
+        raise _mismatch("the document exists", current)
+    if write.if_present and not lives:
+        raise _mismatch("the document does not exist", current)
+    if write.if_version is not None and write.if_version != current:
+        raise _mismatch("the document has another version", current)
+
+
+def _mismatch(message: str, current: int | None) -> TailraceError:
+    return TailraceError("version_mismatch", message, current_version=current)

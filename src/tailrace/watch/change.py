@@ -1,0 +1,147 @@
+"""A change: one committed write to one document, as it stands in the log."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+import orjson
+
+from tailrace.watch.document import Document, flat
+
+Op = Literal["insert", "update", "replace", "delete"]
+
+NULL: Final = msgspec.Raw(b"null")
+
+
+class Images(msgspec.Struct, frozen=True):
+    before: str
+    after: str
+
+
+class Prev(msgspec.Struct, frozen=True):
+    version: int
+    updatedAt: int  # noqa: N815 - the name on the wire
+
+
+class Txn(msgspec.Struct, frozen=True):
+    id: str | None
+    index: int
+
+
+class Source(msgspec.Struct, frozen=True):
+    kind: str = "native"
+    name: str | None = None
+    token: str | None = None
+
+
+NATIVE: Final = Source()
+
+
+class ChangeEntry(msgspec.Struct, frozen=True):
+    """The entry of a change stream. The images stay as they were written until somebody looks at them."""
+
+    database: str
+    collection: str
+    documentKey: str  # noqa: N815 - as above
+    op: Op
+    before: msgspec.Raw
+    after: msgspec.Raw
+    images: Images
+    version: int
+    createdAt: int  # noqa: N815 - as above
+    prev: Prev | None
+    txn: Txn | None
+    commitTime: str  # noqa: N815 - as above
+    writeId: str | None = None  # noqa: N815 - as above
+    source: Source = NATIVE
+    v: int = 1
+    kind: str = "change"
+
+
+class _Kind(msgspec.Struct):
+    kind: str = "change"
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(ChangeEntry).decode
+_decode_kind = msgspec.json.Decoder(_Kind).decode
+
+
+class Change:
+    """A change with its place in the log, and its two images when they are asked for."""
+
+    __slots__ = ("_after", "_before", "entry", "partition", "seq", "updated_ms")
+
+    def __init__(self, entry: ChangeEntry, partition: int, seq: int, updated_ms: int) -> None:
+        self.entry = entry
+        self.partition = partition
+        self.seq = seq
+        self.updated_ms = updated_ms
+        self._before: Document | Literal[False] | None = False
+        self._after: Document | Literal[False] | None = False
+
+    @property
+    def before(self) -> Document | None:
+        """The flat document before the change, None if there was none."""
+        if self._before is False:
+            self._before = None
+            entry = self.entry
+            if entry.op != "insert" and entry.prev is not None:
+                data: Document = orjson.loads(bytes(entry.before))
+                prev = entry.prev
+                self._before = flat(
+                    data, entry.documentKey, entry.collection, prev.version, entry.createdAt, prev.updatedAt
+                )
+        return self._before
+
+    @property
+    def after(self) -> Document | None:
+        """The flat document after the change, None if there is none."""
+        if self._after is False:
+            self._after = None
+            entry = self.entry
+            if entry.op != "delete":
+                data: Document = orjson.loads(bytes(entry.after))
+                self._after = flat(
+                    data,
+                    entry.documentKey,
+                    entry.collection,
+                    entry.version,
+                    entry.createdAt,
+                    self.updated_ms,
+                )
+        return self._after
+
+
+def encode(entry: ChangeEntry) -> bytes:
+    return _encode(entry)
+
+
+def decode(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> Change | None:
+    """The change of an entry; None for entries of other kinds, which readers pass over."""
+    if _decode_kind(raw).kind != "change":
+        return None
+    return Change(_decode(raw), partition, seq, time_ns // 1_000_000)
+
+
+def shown(
+    collection: str,
+    document_id: str,
+    data: Any,
+    version: int,
+    created_ms: int | None,
+    updated_ms: int,
+) -> dict[str, Any]:
+    """A document as it is sent to clients; `data` may be raw JSON already."""
+    found: dict[str, Any] = {
+        "path": f"{collection}/{document_id}",
+        "id": document_id,
+        "collection": collection,
+        "data": data,
+        "version": version,
+    }
+    if created_ms is not None:
+        found["createdAt"] = created_ms
+    found["updatedAt"] = updated_ms
+    return found

@@ -1,0 +1,386 @@
+"""Expressions as closures: `truth` decides whether a document matches, `value` computes.
+
+A closure takes the flat document and the element that a quantifier looks at. An error is an exception inside
+`value`, and false outside: a document matches only if the expression is true.
+"""
+
+# pyright: reportUnknownVariableType=false
+# Values are whatever JSON holds.
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from tailrace.watch import values
+from tailrace.watch.syntax import (
+    DOC,
+    FLIPPED,
+    Call,
+    Const,
+    Entries,
+    Ident,
+    Items,
+    Node,
+    Quantified,
+    Select,
+    children,
+    constant,
+    flatten,
+    path_of,
+)
+from tailrace.watch.values import CostError, EvaluationError
+
+STEPS_MAX: Final = 10_000
+
+Value = Callable[[Any, Any], Any]
+Truth = Callable[[Any], bool]
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "_<_": operator.lt,
+    "_<=_": operator.le,
+    "_>_": operator.gt,
+    "_>=_": operator.ge,
+}
+_ARITHMETIC: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "_+_": values.add,
+    "_-_": values.subtract,
+    "_*_": values.multiply,
+    "_/_": values.divide,
+    "_%_": values.modulo,
+}
+_TEXT: Final[dict[str, Callable[[str, str], bool]]] = {
+    "contains": operator.contains,
+    "startsWith": str.startswith,
+    "endsWith": str.endswith,
+}
+_MISSING: Final = object()
+
+
+class NotLoweredError(Exception):
+    """The library has to evaluate this: conversions, map literals, unsigned integers."""
+
+
+def truth(node: Node) -> Truth:
+    """Whether the node is true on a document, as fast as its form allows."""
+    if isinstance(node, Const):
+        holds = node.value is True
+        return lambda _: holds
+    if isinstance(node, Call):
+        if node.function == "_&&_":
+            return _all_of([truth(part) for part in flatten(node, "_&&_")])
+        if node.function == "_||_":
+            return _any_of([truth(part) for part in flatten(node, "_||_")])
+        special = _comparison_truth(node)
+        if special is not None:
+            return special
+    evaluate = value(node)
+
+    def holds_on(doc: Any) -> bool:
+        try:
+            return evaluate(doc, None) is True
+        except EvaluationError:
+            return False
+
+    return holds_on
+
+
+def _all_of(parts: list[Truth]) -> Truth:
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 2:
+        first, second = parts
+        return lambda doc: first(doc) and second(doc)
+    return lambda doc: all(part(doc) for part in parts)
+
+
+def _any_of(parts: list[Truth]) -> Truth:
+    if len(parts) == 2:
+        first, second = parts
+        return lambda doc: first(doc) or second(doc)
+    return lambda doc: any(part(doc) for part in parts)
+
+
+def getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
+    """The field of a document, or `MISSING`."""
+    if len(path) == 1:
+        name = path[0]
+        return lambda doc: doc.get(name, _MISSING)
+
+    def get(doc: Any) -> Any:
+        for name in path:
+            if type(doc) is not dict:
+                return _MISSING
+            doc = cast("dict[str, Any]", doc).get(name, _MISSING)
+        return doc
+
+    return get
+
+
+MISSING: Final = _MISSING
+
+
+def _comparison_truth(node: Call) -> Truth | None:
+    """`doc.field OP value`, in one step."""
+    function, args = node.function, node.args
+    if function in FLIPPED and isinstance(args[0], Const):
+        function, args = FLIPPED[function], (args[1], args[0])
+    if len(args) != 2:
+        return None
+    path, literal = path_of(args[0]), constant(args[1])
+    if path is None or literal is None or literal.kind != "json":
+        return None
+    get = getter(path)
+    wanted: Any = literal.value
+    if function == "_==_":
+        return _equality(get, wanted)
+    if function in _COMPARE and type(wanted) in (int, float, str):
+        return _ordering(get, wanted, _COMPARE[function])
+    if function == "@in" and _is_texts(wanted):
+        among: frozenset[str] = frozenset(wanted)
+
+        def is_among(doc: Any) -> bool:
+            found = get(doc)
+            return type(found) is str and found in among
+
+        return is_among
+    if function == "startsWith" and type(wanted) is str:
+        return lambda doc: type(found := get(doc)) is str and found.startswith(wanted)
+    return None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is str for item in cast("list[Any]", value))
+
+
+def _equality(get: Callable[[Any], Any], wanted: Any) -> Truth:
+    kind: type[Any] = type(wanted)
+    if kind is str:
+        return lambda doc: get(doc) == wanted
+    if kind is bool or wanted is None:
+        return lambda doc: get(doc) is wanted
+    equal = values.equal
+    return lambda doc: (found := get(doc)) is not _MISSING and equal(found, wanted)
+
+
+def _ordering(get: Callable[[Any], Any], wanted: Any, holds: Callable[[Any, Any], bool]) -> Truth:
+    kind: type[Any] = type(wanted)
+    if kind is str:
+        return lambda doc: type(found := get(doc)) is str and holds(found, wanted)
+    rounded = float(wanted)
+    if kind is int:
+
+        def above_int(doc: Any) -> bool:
+            found = get(doc)
+            if type(found) is int:
+                return holds(found, wanted)
+            return type(found) is float and holds(found, rounded)
+
+        return above_int
+
+    def above_double(doc: Any) -> bool:
+        found = get(doc)
+        return (type(found) is float or type(found) is int) and holds(float(found), rounded)
+
+    return above_double
+
+
+def value(node: Node) -> Value:
+    """The node's value on a document; raises EvaluationError where CEL has an error."""
+    if isinstance(node, Const):
+        if node.kind != "json":
+            raise NotLoweredError
+        known = node.value
+        return lambda _d, _x: known
+    if isinstance(node, Ident):
+        return _ident(node.name)
+    if isinstance(node, Select):
+        return _select(node)
+    if isinstance(node, Items):
+        items = [value(item) for item in node.items]
+        return lambda d, x: [item(d, x) for item in items]
+    if isinstance(node, Quantified):
+        return _quantified(node)
+    if isinstance(node, Entries):
+        raise NotLoweredError
+    return _call(node)
+
+
+def _ident(name: str) -> Value:
+    if name == DOC:
+        return lambda d, _x: d
+    if "." in name or name in ("bool", "int", "uint", "double", "string", "list", "map", "null_type", "type"):
+        raise NotLoweredError
+    return lambda _d, x: x
+
+
+def _select(node: Select) -> Value:
+    operand, name = value(node.operand), node.field
+    if node.test:
+
+        def has(d: Any, x: Any) -> bool:
+            found = operand(d, x)
+            if type(found) is not dict:
+                raise EvaluationError
+            return name in found
+
+        return has
+
+    def select(d: Any, x: Any) -> Any:
+        found = operand(d, x)
+        if type(found) is not dict or name not in found:
+            raise EvaluationError
+        return found[name]
+
+    return select
+
+
+def _call(node: Call) -> Value:
+    function, args = node.function, [value(argument) for argument in node.args]
+    if function in ("_&&_", "_||_"):
+        return _logic(args[0], args[1], function == "_||_")
+    if function == "_?_:_":
+        return _choice(*args)
+    if function == "!_":
+        return _not(args[0])
+    if function in ("-_", "size"):
+        one, compute = args[0], values.negate if function == "-_" else values.size
+        return lambda d, x: compute(one(d, x))
+    if len(args) != 2:
+        raise NotLoweredError
+    first, second = args
+    if function == "_==_":
+        return lambda d, x: values.equal(first(d, x), second(d, x))
+    if function == "_!=_":
+        return lambda d, x: not values.equal(first(d, x), second(d, x))
+    if function in _COMPARE:
+        holds = _COMPARE[function]
+        return lambda d, x: holds(*values.compared(first(d, x), second(d, x)))
+    if function == "@in":
+        return lambda d, x: values.contained(first(d, x), second(d, x))
+    if function in _ARITHMETIC:
+        compute_two = _ARITHMETIC[function]
+        return lambda d, x: compute_two(first(d, x), second(d, x))
+    if function in _TEXT:
+        return _text(first, second, _TEXT[function])
+    if function == "_[_]":
+        return _index(first, second)
+    raise NotLoweredError
+
+
+def _text(first: Value, second: Value, holds: Callable[[str, str], bool]) -> Value:
+    def found(d: Any, x: Any) -> bool:
+        one, other = first(d, x), second(d, x)
+        if type(one) is not str or type(other) is not str:
+            raise EvaluationError
+        return holds(one, other)
+
+    return found
+
+
+def _index(first: Value, second: Value) -> Value:
+    def index(d: Any, x: Any) -> Any:
+        container, key = first(d, x), second(d, x)
+        if type(container) is dict:
+            if type(key) is str and key in container:
+                return container[key]
+        elif type(container) is list:
+            if type(key) is float and key.is_integer():
+                key = int(key)
+            if type(key) is int and 0 <= key < values.size(container):
+                return container[key]
+        raise EvaluationError
+
+    return index
+
+
+def _logic(first: Value, second: Value, absorbing: bool) -> Value:
+    """AND and OR: the absorbing value decides even if the other side is an error."""
+
+    def decide(d: Any, x: Any) -> bool:
+        failed = False
+        for part in (first, second):
+            try:
+                found = part(d, x)
+            except EvaluationError:
+                failed = True
+                continue
+            if found is absorbing:
+                return absorbing
+            if type(found) is not bool:
+                failed = True
+        if failed:
+            raise EvaluationError
+        return not absorbing
+
+    return decide
+
+
+def _choice(condition: Value, then: Value, otherwise: Value) -> Value:
+    def choose(d: Any, x: Any) -> Any:
+        found = condition(d, x)
+        if type(found) is not bool:
+            raise EvaluationError
+        return then(d, x) if found else otherwise(d, x)
+
+    return choose
+
+
+def _not(operand: Value) -> Value:
+    def negated(d: Any, x: Any) -> bool:
+        found = operand(d, x)
+        if type(found) is not bool:
+            raise EvaluationError
+        return not found
+
+    return negated
+
+
+def _count(node: Node) -> int:
+    return 1 + sum(_count(child) for child in children(node))
+
+
+def _quantified(node: Quantified) -> Value:
+    over, condition = value(node.range), value(node.condition)
+    items_max = STEPS_MAX // _count(node.condition)
+
+    def elements(d: Any, x: Any) -> Any:
+        found = over(d, x)
+        if type(found) is not list and type(found) is not dict:
+            raise EvaluationError
+        if values.size(found) > items_max:
+            raise CostError
+        return found
+
+    if node.quantifier == "exists_one":
+
+        def exists_one(d: Any, x: Any) -> bool:
+            count = 0
+            for item in elements(d, x):
+                found = condition(d, item)
+                if type(found) is not bool:
+                    raise EvaluationError
+                count += found
+            return count == 1
+
+        return exists_one
+    absorbing = node.quantifier == "exists"
+
+    def quantified(d: Any, x: Any) -> bool:
+        failed = False
+        for item in elements(d, x):
+            try:
+                found = condition(d, item)
+            except EvaluationError:
+                failed = True
+                continue
+            if found is absorbing:
+                return absorbing
+            if type(found) is not bool:
+                failed = True
+        if failed:
+            raise EvaluationError
+        return not absorbing
+
+    return quantified

@@ -1,0 +1,80 @@
+"""Names of databases, collections and documents, and the partition a document belongs to."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+import xxhash
+
+from tailrace.errors import TailraceError
+
+DATABASE_DEFAULT: Final = "default"
+PATH_BYTES_MAX: Final = 1024
+SEGMENTS_MAX: Final = 16
+PARTITIONS_MAX: Final = 256
+CHANGES: Final = "__changes__/"
+COLLECTIONS: Final = "__collections__/"
+
+_DATABASE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+# They would collide with what belongs to a stream.
+_RESERVED: Final = frozenset({"pk", "touch"})
+
+
+class DocumentPath(NamedTuple):
+    collection: str
+    id: str
+
+
+def check_database(name: str) -> str:
+    if not _DATABASE.match(name):
+        raise TailraceError(
+            "invalid_path", "a database is named by a small letter and up to 62 of a-z, 0-9, '_', '-'"
+        )
+    return name
+
+
+def check_collection(path: str) -> str:
+    """The path of a collection: an odd number of segments."""
+    segments = _segments(path)
+    if len(segments) % 2 == 0:
+        raise TailraceError("invalid_path", "a collection has an odd number of segments, not an even one")
+    return path
+
+
+def split_document(path: str) -> DocumentPath:
+    """The path of a document: its collection, and its id."""
+    segments = _segments(path)
+    if len(segments) % 2:
+        raise TailraceError("invalid_path", "a document has an even number of segments, not an odd one")
+    return DocumentPath(path.rpartition("/")[0], segments[-1])
+
+
+def _segments(path: str) -> list[str]:
+    segments = path.split("/")
+    if len(path) > PATH_BYTES_MAX or len(segments) > SEGMENTS_MAX:
+        raise TailraceError(
+            "invalid_path", f"a path has at most {PATH_BYTES_MAX} bytes and {SEGMENTS_MAX} segments"
+        )
+    for place, segment in enumerate(segments):
+        if not _SEGMENT.match(segment) or segment in (".", ".."):
+            raise TailraceError(
+                "invalid_path",
+                "a segment has 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-', and is neither '.' nor '..'",
+            )
+        if place % 2 == 0 and (segment.startswith("_") or segment in _RESERVED):
+            raise TailraceError("invalid_path", f"no collection can be named {segment!r}")
+    return segments
+
+
+def partition_of(key: str, partitions: int) -> int:
+    return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) % partitions
+
+
+def stream_of(database: str, collection: str, partition: int) -> str:
+    return f"{CHANGES}{database}/{collection}/{partition}"
+
+
+def collections_of(database: str) -> str:
+    return f"{COLLECTIONS}{database}"

@@ -1,0 +1,102 @@
+"""Rules of a collection: who may read or write what. Absent allows, an error denies."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final, cast
+
+import orjson
+
+from tailrace.watch.cel import compile_text
+from tailrace.watch.document import Document
+from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.syntax import (
+    REQUEST,
+    Call,
+    Const,
+    Entries,
+    Ident,
+    Items,
+    Node,
+    Quantified,
+    Select,
+    children,
+)
+from tailrace.watch.values import CostError
+
+Auth = dict[str, Any]
+NOBODY: Final[Auth] = {}
+
+
+class Rule:
+    """One rule: its text, and what it comes to for somebody."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self.source = source
+        self._node, self._program = compile_text(source, rule=True, name=name)
+
+    def part_for(self, auth: Auth, method: str) -> Part:
+        """The rule as a predicate on documents: what it says about the asker is worked out once."""
+        request = {"auth": auth, "method": method}
+        return Part(_folded(self._node, request), self._program, {"request": request})
+
+    def allows(self, auth: Auth, method: str, flat: Document) -> bool:
+        try:
+            return Predicate([self.part_for(auth, method)]).matches(flat)
+        except CostError:
+            return False
+
+    def digest(self, auth: Auth) -> bytes:
+        """Changes when anything does that the rule could see of the asker."""
+        seen = [auth] if _mentions(self._node, REQUEST) else []
+        raw = orjson.dumps([self.source, seen], option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(raw).digest()
+
+
+def _mentions(node: Node, name: str) -> bool:
+    if isinstance(node, Ident):
+        return node.name == name
+    return any(_mentions(child, name) for child in children(node))
+
+
+def _folded(node: Node, request: dict[str, Any]) -> Node:
+    """The tree with every path into the request replaced by its value, where it has one."""
+    found = _lookup(node, request)
+    if found is not None:
+        return found
+    if isinstance(node, Select):
+        return Select(_folded(node.operand, request), node.field, node.test)
+    if isinstance(node, Call):
+        return Call(node.function, tuple(_folded(argument, request) for argument in node.args))
+    if isinstance(node, Items):
+        return Items(tuple(_folded(item, request) for item in node.items))
+    if isinstance(node, Entries):
+        return Entries(tuple((_folded(key, request), _folded(value, request)) for key, value in node.entries))
+    if isinstance(node, Quantified):
+        return Quantified(
+            node.quantifier,
+            node.variable,
+            _folded(node.range, request),
+            _folded(node.condition, request),
+        )
+    return node
+
+
+def _lookup(node: Node, request: dict[str, Any]) -> Const | None:
+    if isinstance(node, Ident):
+        return Const(request) if node.name == REQUEST else None
+    if isinstance(node, Select):
+        operand, key = _lookup(node.operand, request), node.field
+        test = node.test
+    elif isinstance(node, Call) and node.function == "_[_]" and isinstance(node.args[1], Const):
+        operand, key = _lookup(node.args[0], request), node.args[1].value
+        test = False
+    else:
+        return None
+    held: object = None if operand is None else operand.value
+    if not isinstance(held, dict):
+        return None
+    known = cast("dict[str, Any]", held)
+    if test:
+        return Const(key in known)
+    return Const(known[key]) if key in known else None

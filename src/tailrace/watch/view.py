@@ -1,0 +1,268 @@
+"""The view: the latest state of every document, tombstones included, in an SQLite file of its own.
+
+It is derived from the change streams and says how far it has read each: whatever it lacks after a crash is
+read again, and a file that cannot be used is thrown away. One connection writes, on the loop thread; every
+reader that has to see one moment for a while borrows a connection of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol, cast
+
+import apsw
+
+logger = logging.getLogger("tailrace.watch")
+
+VERSION: Final = 1
+READERS_KEPT: Final = 8
+
+_SCHEMA: Final = """
+CREATE TABLE facts(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE collections(
+    number INTEGER PRIMARY KEY, database TEXT NOT NULL, name TEXT NOT NULL, generation INTEGER NOT NULL,
+    documents INTEGER NOT NULL DEFAULT 0, UNIQUE(database, name));
+CREATE TABLE positions(
+    collection INTEGER NOT NULL, partition INTEGER NOT NULL, seq INTEGER NOT NULL,
+    PRIMARY KEY(collection, partition)) WITHOUT ROWID;
+CREATE TABLE documents(
+    collection INTEGER NOT NULL, id TEXT NOT NULL, partition INTEGER NOT NULL, seq INTEGER NOT NULL,
+    version INTEGER NOT NULL, created_ms INTEGER NOT NULL, updated_ms INTEGER NOT NULL,
+    deleted INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE(collection, id));
+CREATE INDEX documents_by_seq ON documents(collection, partition, seq);
+CREATE TABLE writes(
+    collection INTEGER NOT NULL, write_id TEXT NOT NULL, at_ms INTEGER NOT NULL, place INTEGER NOT NULL,
+    id TEXT NOT NULL, version INTEGER NOT NULL, op TEXT NOT NULL,
+    PRIMARY KEY(collection, write_id, place)) WITHOUT ROWID;
+CREATE INDEX writes_by_time ON writes(at_ms);
+"""
+_FIND: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND id=?"""
+_AFTER: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND id>? AND deleted=0 ORDER BY id LIMIT ?"""
+_FORGET: Final = (
+    "DELETE FROM documents WHERE collection=?",
+    "DELETE FROM positions WHERE collection=?",
+    "DELETE FROM writes WHERE collection=?",
+    "DELETE FROM collections WHERE number=?",
+)
+
+
+class _Rows(Protocol):
+    def __iter__(self) -> Iterator[tuple[object, ...]]: ...
+    def fetchone(self) -> tuple[object, ...] | None: ...
+    def fetchall(self) -> list[tuple[object, ...]]: ...
+
+
+class Execute(Protocol):
+    """What we use of a connection's `execute`; the library's own annotation is only partly known."""
+
+    def __call__(self, query: str, bindings: Sequence[object] = ()) -> _Rows: ...
+
+
+class Row(NamedTuple):
+    """A document as the view has it. A tombstone keeps the data it had."""
+
+    id: str
+    partition: int
+    seq: int
+    version: int
+    created_ms: int
+    updated_ms: int
+    deleted: int
+    data: bytes
+
+
+class WriteRow(NamedTuple):
+    """What one write with an idempotency key did to one document."""
+
+    write_id: str
+    at_ms: int
+    place: int
+    id: str
+    version: int
+    op: str
+
+
+def _row(found: tuple[object, ...]) -> Row:
+    return Row(*cast("tuple[str, int, int, int, int, int, int, bytes]", found))
+
+
+def _open(path: Path) -> tuple[apsw.Connection, Execute]:
+    connection = apsw.Connection(str(path))
+    connection.set_busy_timeout(10_000)
+    execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
+    execute("PRAGMA journal_mode=WAL")
+    execute("PRAGMA synchronous=NORMAL")
+    execute("PRAGMA cache_size=-8192")
+    return connection, execute
+
+
+class Moment:
+    """The view as it was at one moment, for as long as the reader needs it."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+
+    def documents_after(self, collection: int, after: str, limit: int) -> list[Row]:
+        """Living documents in the order of their ids."""
+        return [_row(found) for found in self._execute(_AFTER, (collection, after, limit))]
+
+    def documents_named(self, collection: int, ids: Iterable[str]) -> list[Row]:
+        found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
+        rows = [_row(row) for row in found if row is not None]
+        return [row for row in rows if not row.deleted]
+
+
+class View:
+    """All collections of a server."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._free: list[tuple[apsw.Connection, Execute]] = []
+        self._connection, self._execute = self._opened()
+        self.now = Moment(self._execute)
+
+    def close(self) -> None:
+        for connection, _ in self._free:
+            connection.close()
+        self._free.clear()
+        self._connection.close()
+
+    def _opened(self) -> tuple[apsw.Connection, Execute]:
+        try:
+            return self._with_tables()
+        except (apsw.Error, OSError) as error:
+            logger.warning("the view of the collections cannot be used and is made again: %s", error)
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            return self._with_tables()
+
+    def _with_tables(self) -> tuple[apsw.Connection, Execute]:
+        connection, execute = _open(self._path)
+        try:
+            if execute("SELECT 1 FROM sqlite_schema WHERE name='facts'").fetchone() is None:
+                execute("BEGIN IMMEDIATE")
+                for statement in _SCHEMA.split(";\n"):
+                    if statement.strip():
+                        execute(statement)
+                execute("INSERT INTO facts VALUES('version', ?)", (VERSION,))
+                execute("COMMIT")
+            found = execute("SELECT value FROM facts WHERE key='version'").fetchone()
+            if found is None or found[0] != VERSION:
+                raise OSError(f"it has the form {found and found[0]}, not {VERSION}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection, execute
+
+    # -- collections -----------------------------------------------------------------------------------
+
+    def number_of(self, database: str, name: str, generation: int) -> int:
+        """The collection's number; what is known of another generation is forgotten."""
+        found = self._execute(
+            "SELECT number, generation FROM collections WHERE database=? AND name=?", (database, name)
+        ).fetchone()
+        if found is not None and found[1] == generation:
+            return cast("int", found[0])
+        with self.writing():
+            if found is not None:
+                self.forget(cast("int", found[0]))
+            self._execute(
+                "INSERT INTO collections(database, name, generation) VALUES(?, ?, ?)",
+                (database, name, generation),
+            )
+        return self._connection.last_insert_rowid()
+
+    def forget(self, number: int) -> None:
+        """Inside `writing`: nothing of the collection stays."""
+        for statement in _FORGET:
+            self._execute(statement, (number,))
+
+    def positions(self, number: int, partitions: int) -> list[int]:
+        """How far each partition was read."""
+        found = [0] * partitions
+        for partition, seq in self._execute(
+            "SELECT partition, seq FROM positions WHERE collection=?", (number,)
+        ):
+            found[cast("int", partition)] = cast("int", seq)
+        return found
+
+    def count(self, number: int) -> int:
+        """Living documents."""
+        found = self._execute("SELECT documents FROM collections WHERE number=?", (number,)).fetchone()
+        return 0 if found is None else cast("int", found[0])
+
+    # -- documents -------------------------------------------------------------------------------------
+
+    def find(self, number: int, document_id: str) -> Row | None:
+        found = self._execute(_FIND, (number, document_id)).fetchone()
+        return None if found is None else _row(found)
+
+    def remembered(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
+        """What a write with this key did, if it is not too long ago."""
+        rows = self._execute(
+            "SELECT write_id, at_ms, place, id, version, op FROM writes"
+            " WHERE collection=? AND write_id=? AND at_ms>=? ORDER BY place",
+            (number, write_id, since_ms),
+        )
+        return [WriteRow(*cast("tuple[str, int, int, str, int, str]", row)) for row in rows]
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._execute("ROLLBACK")
+            raise
+
+    def apply(
+        self, number: int, rows: Iterable[Row], writes: Iterable[WriteRow], positions: dict[int, int]
+    ) -> None:
+        """Inside `writing`: what a stretch of the log did, and how far it goes."""
+        execute = self._execute
+        added = 0
+        for row in rows:
+            known = execute(
+                "SELECT deleted FROM documents WHERE collection=? AND id=?", (number, row.id)
+            ).fetchone()
+            lived = known is not None and not known[0]
+            added += (not row.deleted) - lived
+            execute(
+                "INSERT INTO documents(collection, id, partition, seq, version, created_ms, updated_ms,"
+                " deleted, data) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(collection, id) DO UPDATE SET"
+                " seq=excluded.seq, version=excluded.version, created_ms=excluded.created_ms,"
+                " updated_ms=excluded.updated_ms, deleted=excluded.deleted, data=excluded.data",
+                (number, *row),
+            )
+        for write in writes:
+            execute("INSERT OR REPLACE INTO writes VALUES(?, ?, ?, ?, ?, ?, ?)", (number, *write))
+        for partition, seq in positions.items():
+            execute("INSERT OR REPLACE INTO positions VALUES(?, ?, ?)", (number, partition, seq))
+        if added:
+            execute("UPDATE collections SET documents=documents+? WHERE number=?", (added, number))
+
+    def forget_writes(self, before_ms: int) -> None:
+        self._execute("DELETE FROM writes WHERE at_ms<?", (before_ms,))
+
+    @contextmanager
+    def moment(self) -> Generator[Moment]:
+        """The view as it is now, whatever is written meanwhile. Not for long: old pages are kept for it."""
+        connection, execute = self._free.pop() if self._free else _open(self._path)
+        try:
+            execute("BEGIN")
+            execute("SELECT 1 FROM collections").fetchone()  # from here on the moment stands still
+            yield Moment(execute)
+        finally:
+            if connection.in_transaction:
+                execute("ROLLBACK")
+            if len(self._free) < READERS_KEPT:
+                self._free.append((connection, execute))
+            else:
+                connection.close()
