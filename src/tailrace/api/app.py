@@ -18,6 +18,8 @@ from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.listing import ListingRoutes
 from tailrace.api.live import Live
 from tailrace.api.openapi import document as description
+from tailrace.api.otlp import PATH as TRACES_PATH
+from tailrace.api.otlp import OtlpRoutes
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.profile import ProfileRoutes
@@ -58,6 +60,7 @@ class TailraceApp:
         self.schema = SchemaRoutes(context, self.live)
         self.touch = TouchRoutes(context)
         self.profile = ProfileRoutes(context, self.live, self.touch.reset)
+        self.otlp = OtlpRoutes(context, guard)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
         self.control: Control | None = None
@@ -147,6 +150,7 @@ class TailraceApp:
         self.live.end_all()
         if self.watch is not None:
             self.watch.end_live()
+        self.otlp.close()
 
     # -- routing ---------------------------------------------------------------------------------------
 
@@ -189,6 +193,10 @@ class TailraceApp:
         name, slash, route = path.rpartition("/touch/")
         if slash and name:
             self.touch.serve(exchange, identity, method, name, route)
+            return
+        name, slash, route = path.rpartition("/_otlp/")
+        if slash and name:
+            self.otlp.serve(exchange, identity, method, name, route)
             return
         name, _, resource = path.rpartition("/")
         serve = self.resources.get(resource) if name else None
@@ -241,6 +249,8 @@ class TailraceApp:
             self.server.answer(exchange, self.identify(exchange), path)
         elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
             self.pipeline.answer(exchange, self.identify(exchange), method, path)
+        elif path == TRACES_PATH:
+            self.otlp.traces(exchange, self.identify(exchange), method)
         elif self.watch is not None and self.watch.handles(path):
             self.watch.serve(exchange, method, path, self.identify)
         elif path == SEAL_PATH and self.seal is not None:
