@@ -12,8 +12,10 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from support.aggregate_model import rollup_view
 from support.families import FamilyStore
+from support.queries import Question
+from support.query_states import QueryStates, aggregates, filters
 from support.search_model import registry_of
-from support.search_states import SearchStates, batches, configured, queries
+from support.search_states import batches, configured, queries
 from tailrace.query.families.library import Library
 from tailrace.query.family_format import COL, EXACT, FAMILIES, FTS
 from tailrace.schema.registry import Registry
@@ -39,7 +41,7 @@ def turns(draw: st.DrawFn) -> tuple[Any, ...]:
     return (kind,)
 
 
-class FamilyStates(SearchStates):
+class FamilyStates(QueryStates):
     """As its base, and companions come and go."""
 
     families: FamilyStore
@@ -72,10 +74,16 @@ class FamilyStates(SearchStates):
     def create(self, budget: int, rows: int, total: int) -> None:
         """`begin` takes its place."""
 
-    @rule(action=turns(), query=queries())
-    def act(self, action: tuple[Any, ...], query: tuple[Any, ...]) -> None:
-        getattr(self, action[0])(*action[1:])
-        self.search(*query)
+    @rule(action=turns(), query=queries(), narrowed=filters, body=aggregates(), limit=st.integers(1, 4))
+    def act(
+        self,
+        action: tuple[Any, ...],
+        query: tuple[Any, ...],
+        narrowed: tuple[Question, bytes | None, bool],
+        body: dict[str, Any],
+        limit: int,
+    ) -> None:
+        super().act(action, query, narrowed, body, limit)
 
     # -- actions -----------------------------------------------------------------------------------------
 

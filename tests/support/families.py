@@ -9,14 +9,15 @@ from pathlib import Path
 
 from support.log_harness import LogHarness
 from tailrace.limits import Limits
+from tailrace.log.catalogue import CompanionSet
 from tailrace.log.model import Stream
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
-from tailrace.query.families.library import Library, Listed
+from tailrace.query.families.library import Library
 from tailrace.query.families.shelf import Shelf
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.registry import Registry
-from tailrace.store.companions import Companion, PlanEntry
+from tailrace.store.companions import Companion, PlanBook, PlanEntry
 from tailrace.store.object_parts import ObjectParts, Work
 from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
 
@@ -29,20 +30,19 @@ class FamilyStore:
         self._bucket = bucket
         self.companions: list[Companion] = []
         self.plans: dict[str, PlanEntry] = {}
-        self._version = 0
+        self._changed()
 
-    # -- the catalogue that a library asks ---------------------------------------------------------------
+    async def of(self, stream: Stream) -> CompanionSet:
+        """The catalogue that a library asks."""
+        return self._listed
 
-    def version(self, stream: Stream) -> object:
-        return self._version or None
-
-    def listed(self, stream: Stream) -> Listed:
-        return Listed(tuple(self.companions), self.plans)
+    def _changed(self) -> None:
+        self._listed = CompanionSet(tuple(self.companions), (), PlanBook(True, tuple(self.plans.values())))
 
     def library(self) -> Library:
         self.work = Work(self._real.loop, 2)
         parts = ObjectParts(self._bucket.as_uri(), None, 0, Limits(), self.work)
-        return Library(Shelf(parts, self.work), self)
+        return Library(Shelf(parts, self.work), self.of)
 
     def close(self) -> None:
         self._real.run(self.work.end())
@@ -107,13 +107,13 @@ class FamilyStore:
                 )
             )
         self.companions += made
-        self._version += 1
+        self._changed()
         return made
 
     def drop(self, wanted: Callable[[Companion], bool]) -> None:
         """Takes companions off the list."""
         self.companions = [one for one in self.companions if not wanted(one)]
-        self._version += 1
+        self._changed()
 
     def damage(self, stream: Stream, companion: Companion, *, remove: bool) -> None:
         """Spoils the object of a companion that stays listed."""

@@ -77,6 +77,13 @@ class Groups:
         self._touched[key] = group
         return group
 
+    def merge(self, key: Key, name: str, summary: Summary) -> None:
+        """A summary that was made elsewhere goes into a group."""
+        group = self.at(key)
+        before = _bytes_of(group)
+        group.summaries[name].merge(summary)
+        self._held_bytes += _bytes_of(group) - before
+
     def settle(self) -> None:
         """The numbers that wait go into their summaries."""
         for group in self._touched.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import orjson
@@ -15,11 +15,25 @@ from tailrace.log.model import Stream
 from tailrace.query.aggregate import AggregateScanner, Groups, too_late
 from tailrace.query.aggregate_columns import ColumnAdder, ColumnScanner, has_columns
 from tailrace.query.aggregate_request import AggregateRequest
+from tailrace.query.aggregate_spans import (
+    Built,
+    Window,
+    add_states,
+    built_ranges,
+    chunk_of_span,
+    columns_wanted,
+    edges_in,
+    files_for_rows,
+    reaches,
+)
 from tailrace.query.chunk import Chunk
 from tailrace.query.coverage import Counters, omitted, touched, visible_through
 from tailrace.query.execute import READ_BYTES, Outcome, Searcher
+from tailrace.query.families.shelf import Opened, UnusableFileError
+from tailrace.query.families.span import Span
+from tailrace.query.family_format import AGG, COL
 from tailrace.query.page import coverage_of
-from tailrace.query.plan import Stretch, plan
+from tailrace.query.plan import Stretch, plan, stretches
 from tailrace.query.view import View
 from tailrace.schema.instants import from_unix_ms
 from tailrace.store.segments import SegmentInfo
@@ -56,6 +70,18 @@ class Known(NamedTuple):
     view: View
     times: tuple[int, int] | None
     primary_max: int | None
+
+
+class _Part(NamedTuple):
+    """Some of the time that is asked for, and what adds up the rows in it."""
+
+    request: AggregateRequest
+    columns: ColumnAdder
+    scanner: AggregateScanner | ColumnScanner
+
+    def reaches(self, times: tuple[int, int] | None) -> bool:
+        """Whether a row with such a time may count."""
+        return times is not None and times[0] < self.request.to_ms and times[1] >= self.request.from_ms
 
 
 class Aggregator:
@@ -102,16 +128,21 @@ class _Run:
         self._first = stream.earliest + 1
         self._last = stream.visible
         self._groups = Groups(view, request)
-        self._columns = ColumnAdder(view, request, self._groups, stream.earliest)
-        self._scanner: AggregateScanner | ColumnScanner = (
-            ColumnScanner(view, request, self._columns)
-            if has_columns(request)
-            else AggregateScanner(view, request, self._groups)
-        )
+        self._part = self._part_of(request)
         self._counters = Counters()
         self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
         self._undecided: list[Stretch] = []
         self._scanned: list[Stretch] = []
+        self._indexed: list[Stretch] = []
+        self._used_rollups = False
+        self._spans: Sequence[Span] = ()
+        self._wanted = columns_wanted(view, request) if has_columns(request) else None
+
+    def _part_of(self, request: AggregateRequest) -> _Part:
+        columns = ColumnAdder(self._view, request, self._groups, self._stream.earliest)
+        if has_columns(request):
+            return _Part(request, columns, ColumnScanner(self._view, request, columns))
+        return _Part(request, columns, AggregateScanner(self._view, request, self._groups))
 
     def _look_at_clock(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -119,43 +150,121 @@ class _Run:
 
     async def add_up(self) -> None:
         self._look_at_clock()
+        built, covered = await self._built_ranges()
         chunks: Sequence[Chunk] = ()
         if has_columns(self._request):
-            chunks = await self._searcher.tail.chunks(self._stream, self._view, self._last)
-        for piece in plan(self._first, self._last, chunks, self._searcher.scan_rows, newest_first=False):
+            chunks = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
+        begin = chunks[0].first if chunks else self._last + 1
+        at = self._first
+        for one in built:
+            if one.last < begin:
+                await self._add_rows(at, one.first - 1, self._part)
+                await self._add_built(one)
+                at = one.last + 1
+        await self._add_rows(at, begin - 1, self._part)
+        for piece in plan(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
             self._look_at_clock()
             if isinstance(piece, Chunk):
                 begun = time.monotonic()
-                self._counters.scanned_tail_docs += await self._on_thread(self._columns.add, piece)
-                self._see_primary(self._columns.primary_max(piece), piece.last)
+                self._counters.scanned_tail_docs += await self._on_thread(self._part.columns.add, piece)
+                self._see_primary(self._part.columns.primary_max(piece), piece.last)
                 self._counters.scanned_tail_s += time.monotonic() - begun
             else:
                 assert isinstance(piece, Stretch)
-                await self._scan(piece)
+                await self._scan(piece, self._part)
+
+    # -- built indexes -----------------------------------------------------------------------------------
+
+    async def _built_ranges(self) -> tuple[list[Built], int | None]:
+        """What rollups speak for, and up to where built indexes speak for everything."""
+        library = self._searcher.library
+        if library is None:
+            return [], None
+        self._spans = await library.spans(self._stream, self._view)
+        rollups = await library.rollups(self._stream, self._view)
+        after, last = self._stream.earliest, self._last
+        built = built_ranges(rollups, self._spans, self._request, self._view, after, last)
+        return built, library.covered(self._stream)
+
+    async def _add_built(self, built: Built) -> None:
+        """Whole windows from the rollup, and the rows at the edges of time."""
+        self._look_at_clock()
+        library, request = self._searcher.library, self._request
+        assert library is not None
+        begun = time.monotonic()
+        file = await library.open(built.served)
+        try:
+            states, left = await self._on_thread(_add_states, file, request, self._groups)
+        except UnusableFileError:
+            await self._add_rows(built.first, built.last, self._part)
+            return
+        self._used_rollups = self._used_rollups or bool(states)
+        self._counters.families.add(AGG)
+        self._counters.indexed_s += time.monotonic() - begun
+        self._indexed.append(Stretch(built.first, built.last))
+        self._see_primary(built.primary_max, built.last)
+        for window in left:
+            part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
+            await self._add_rows(built.first, built.last, part)
+
+    async def _add_rows(self, first: int, last: int, part: _Part) -> None:
+        """Rows one by one: from the columns of spans, and decoded where there are none."""
+        at = first
+        for span in self._spans:
+            if span.first >= at and span.last <= last and await self._add_span(span, at, part):
+                at = span.last + 1
+        for stretch in stretches(at, last, self._searcher.scan_rows):
+            self._look_at_clock()
+            await self._scan(stretch, part)
+
+    async def _add_span(self, span: Span, at: int, part: _Part) -> bool:
+        """Adds what lies between `at` and a span, and the span; False if its columns are of no use."""
+        files = None if self._wanted is None else files_for_rows(span, self._wanted)
+        library = self._searcher.library
+        if files is None or library is None or self._wanted is None or span.first <= self._stream.earliest:
+            return False
+        if reaches(span, self._view, part.request):
+            opened = await library.opened(files)
+            if len(opened) < len(files):
+                return False
+            begun = time.monotonic()
+            try:
+                chunk = await self._on_thread(_chunk, span, self._view, opened, self._wanted)
+            except UnusableFileError:
+                return False
+            await self._on_thread(part.columns.add, chunk)
+            self._see_primary(part.columns.primary_max(chunk), span.last)
+            self._counters.indexed_s += time.monotonic() - begun
+        else:
+            self._see_primary(None if span.primary is None else span.primary[1], span.last)
+        self._counters.families.add(COL)
+        self._indexed.append(Stretch(span.first, span.last))
+        for stretch in stretches(at, span.first - 1, self._searcher.scan_rows):
+            self._look_at_clock()
+            await self._scan(stretch, part)
+        return True
+
+    # -- scans -------------------------------------------------------------------------------------------
 
     def _see_primary(self, primary: int | None, last: int) -> None:
         if primary is not None:
             self._primaries.append((last, primary))
 
-    async def _scan(self, stretch: Stretch) -> None:
+    async def _scan(self, stretch: Stretch, part: _Part) -> None:
         if not self._searcher.scans:
             self._undecided.append(stretch)
             return
         number, field = self._stream.number, self._request.timestamp_field
         known = self._aggregator.find(number, stretch.first, field, self._view)
         whole = stretch.is_whole(self._searcher.scan_rows)
-        if whole and known is not None and not self._reaches(known.times):
+        if whole and known is not None and not part.reaches(known.times):
             self._see_primary(known.primary_max, stretch.last)
             return
-        scanned = await self._scan_rows(stretch)
+        scanned = await self._scan_rows(stretch, part)
         if whole and scanned is not None:
             self._aggregator.learn(number, stretch.first, field, scanned)
 
-    def _reaches(self, times: tuple[int, int] | None) -> bool:
-        """Whether a row with such a time may count."""
-        return times is not None and times[0] < self._request.to_ms and times[1] >= self._request.from_ms
-
-    async def _scan_rows(self, stretch: Stretch) -> Known | None:
+    async def _scan_rows(self, stretch: Stretch, part: _Part) -> Known | None:
         """None if not every row was seen."""
         counters, after, begun = self._counters, stretch.first - 1, time.monotonic()
         times: list[int] = []
@@ -177,7 +286,7 @@ class _Run:
                     continue
                 self._undecided.append(Stretch(after + 1, stretch.last))
                 break
-            found = await self._on_thread(self._scanner.scan, after + 1, page.parts, self._deadline)
+            found = await self._on_thread(part.scanner.scan, after + 1, page.parts, self._deadline)
             if found.decided < len(page.parts):
                 raise too_late()
             after += found.decided
@@ -229,10 +338,11 @@ class _Run:
     async def _coverage(self) -> dict[str, object]:
         undecided = self._undecided
         segments: list[SegmentInfo] = []
-        if self._stream.sealed and (self._scanned or undecided):
+        if self._stream.sealed and (self._scanned or undecided or self._indexed):
             segments = await self._on_thread(self._searcher.segments_of, self._stream.number)
         ranges = [(info.first, info.last) for info in segments]
         self._counters.scanned_segments = touched(ranges, self._scanned)
+        self._counters.indexed_segments = touched(ranges, self._indexed)
         left = omitted(undecided, self._stream.sealed, ranges)
         through = visible_through(self._first, self._last, undecided)
         oldest_ns = None
@@ -252,5 +362,23 @@ class _Run:
             counters=self._counters,
         )
         coverage = coverage_of(outcome, self._stream)
-        # No family of built rollups is there yet: whatever is asked is added up from rows.
-        return {**{name: coverage[name] for name in SHOWN}, "used_rollups": False}
+        return {**{name: coverage[name] for name in SHOWN}, "used_rollups": self._used_rollups}
+
+
+def _add_states(file: Opened | None, request: AggregateRequest, groups: Groups) -> tuple[int, list[Window]]:
+    """How many states were added, and the edges of time that are left."""
+    from tailrace.query.families.agg_file import AggFile
+
+    if not isinstance(file, AggFile):
+        raise UnusableFileError("it could not be opened")
+    left = edges_in(file, request)
+    return add_states(file, request, groups), left
+
+
+def _chunk(span: Span, view: View, opened: Mapping[str, Opened], wanted: Sequence[str]) -> Chunk:
+    from tailrace.query.families.source import SpanSource
+
+    source = SpanSource(span, view.config, opened)
+    if not all(source.has_column(name) for name in wanted):
+        raise UnusableFileError("it lacks a column")
+    return chunk_of_span(source, view, wanted)

@@ -5,9 +5,9 @@ A set of rows is one integer with a bit for each row, as everywhere in searches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 from tailrace.query.packed import bits_of
 from tailrace.query.values import Value
@@ -133,16 +133,14 @@ class FieldColumn:
         found = pc.min_max(self._words if self._is_words else self._flat).as_py()
         return None if found["min"] is None else (found["min"], found["max"])
 
-    def all_values(self) -> Iterator[Sequence[Value]]:
-        """The values of every row."""
-        flat: list[Any] = self._flat.to_pylist()
+    def leaves(self) -> list[object]:
+        """For every row its value, a list of several, or None."""
+        flat: list[object] = self._flat.to_pylist()
         if self._is_words:
             words: list[str] = self._words.to_pylist()
-            flat = [None if place is None else words[place] for place in flat]
+            flat = [None if place is None else words[cast("int", place)] for place in flat]
         if self._parents is None:
-            for value in flat:
-                yield () if value is None else (value,)
-            return
+            return flat
         starts: list[int] = self._starts.to_pylist()
-        for row in range(self.count):
-            yield flat[starts[row] : starts[row + 1]]
+        lists = [flat[begin:end] for begin, end in pairwise(starts)]
+        return [None if not found else found[0] if len(found) == 1 else found for found in lists]

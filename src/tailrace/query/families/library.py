@@ -4,71 +4,65 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from tailrace.log.catalogue import CompanionSet
 from tailrace.log.model import Stream
 from tailrace.query.families.shelf import Opened, Shelf
-from tailrace.query.families.span import Prints, Served, Span, spans_of
+from tailrace.query.families.span import Prints, Served, Span, rollups_of, spans_of
 from tailrace.query.view import View
-from tailrace.store.companions import Companion, PlanEntry
 from tailrace.store.segments import stream_id
 
 STREAMS_MAX = 256  # whose spans are kept
 
 
-class Listed(NamedTuple):
-    """What counts for a stream, and the plans it was built by."""
-
-    companions: Sequence[Companion]
-    plans: Mapping[str, PlanEntry]
-
-
-class Catalogue(Protocol):
-    def version(self, stream: Stream) -> object:
-        """Asked on the loop; while it stays equal, so does what is listed. None if nothing is."""
-        ...
-
-    def listed(self, stream: Stream) -> Listed:
-        """Asked on a thread."""
-        ...
-
-
 class _Kept(NamedTuple):
-    version: object
+    found: CompanionSet
     stream_id: str
     view: View
     spans: list[Span]
+    rollups: list[Served]
+
+    def is_of(self, found: CompanionSet, identity: str, view: View) -> bool:
+        same = self.found.companions is found.companions and self.found.plans is found.plans
+        return same and self.stream_id == identity and self.view is view
 
 
 class Library:
     """Lives on the loop. Of forks only their own entries are looked at; the rest is decoded."""
 
-    def __init__(self, shelf: Shelf, catalogue: Catalogue) -> None:
+    def __init__(self, shelf: Shelf, catalogue: Callable[[Stream], Awaitable[CompanionSet]]) -> None:
         self.shelf = shelf
         self._catalogue = catalogue
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
 
     async def spans(self, stream: Stream, view: View) -> Sequence[Span]:
         """The spans of a stream, in order."""
-        version = self._catalogue.version(stream)
-        if version is None:
-            return ()
+        kept = await self._of(stream, view)
+        return () if kept is None else kept.spans
+
+    async def rollups(self, stream: Stream, view: View) -> Sequence[Served]:
+        """The files of rollups, by their first entry."""
+        kept = await self._of(stream, view)
+        return () if kept is None else kept.rollups
+
+    async def _of(self, stream: Stream, view: View) -> _Kept | None:
+        found = await self._catalogue(stream)
+        if not found.companions:
+            self._kept.pop(stream.number, None)
+            return None
         identity = stream_id(stream.name, stream.incarnation)
         kept = self._kept.get(stream.number)
-        if kept is None or (kept.version, kept.stream_id) != (version, identity) or kept.view is not view:
+        if kept is None or not kept.is_of(found, identity, view):
             loop = asyncio.get_running_loop()
-            spans = await loop.run_in_executor(None, self._cut, stream, view, identity)
-            kept = self._kept[stream.number] = _Kept(version, identity, view, spans)
+            kept = await loop.run_in_executor(None, _cut, found, view, identity)
+            self._kept[stream.number] = kept
             if len(self._kept) > STREAMS_MAX:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(stream.number)
-        return kept.spans
-
-    def _cut(self, stream: Stream, view: View, identity: str) -> list[Span]:
-        listed = self._catalogue.listed(stream)
-        return spans_of(Prints(view), listed.companions, listed.plans, identity)
+        return kept
 
     def covered(self, stream: Stream) -> int:
         """The last entry that all wanted families speak for, with all before it; of what was last asked."""
@@ -97,6 +91,13 @@ class Library:
 
     async def open(self, served: Served) -> Opened | None:
         return await self.shelf.open(served.published, partial(_open, served))
+
+
+def _cut(found: CompanionSet, view: View, identity: str) -> _Kept:
+    """On a thread: there may be many."""
+    prints, plans = Prints(view), {plan.hash: plan for plan in found.plans.plans}
+    spans = spans_of(prints, found.companions, plans, identity)
+    return _Kept(found, identity, view, spans, rollups_of(prints, found.companions, plans, identity))
 
 
 def _open(served: Served, raw: bytes) -> Opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tailrace.query import family_format as names
+from tailrace.query.families.agg_file import AggFile
 from tailrace.query.families.col_file import ColFile
 from tailrace.query.families.exact_file import ExactFile
 from tailrace.query.families.fts_file import FtsFile
@@ -23,4 +24,6 @@ def open_file(served: Served, raw: bytes) -> Opened:
         return ColFile(file, first, last)
     if family == names.EXACT:
         return ExactFile(file)
+    if family == names.AGG:
+        return AggFile(file)
     raise UnusableFileError(f"{family} is not read here")

@@ -114,6 +114,11 @@ class SpanSource:
 
     # -- columns -------------------------------------------------------------------------------------------
 
+    def leaves(self, name: str) -> list[object]:
+        """The values of a field in each row: one, a list of several, or None."""
+        column, shift = self._column(name)
+        return column.leaves()[shift : shift + self.rows.count]
+
     def has_column(self, name: str) -> bool:
         found = self._file(COL, name)
         return isinstance(found, ColFile) and found.has(name)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tailrace.query.families.shelf import Published
-from tailrace.query.family_format import COL, EXACT, FTS
+from tailrace.query.family_format import AGG, COL, EXACT, FTS
 from tailrace.query.index_plan import index_plan, members_of
 from tailrace.query.view import View
 from tailrace.store.companions import Companion, PlanEntry
@@ -69,7 +69,7 @@ class Prints:
         )
         names = self._members.get(family, frozenset())
         if not current:
-            kind = "rollup" if family == "agg" else "field"
+            kind = "rollup" if family == AGG else "field"
             old = {} if plan is None else plan.fingerprints
             names = frozenset(name for name in names if self._same(f"{kind}:{name}", old))
         if not names:
@@ -103,6 +103,19 @@ def spans_of(
         if running:
             spans.append(_span(first, following - 1, running, prints.searched))
     return spans
+
+
+def rollups_of(
+    prints: Prints, companions: Iterable[Companion], plans: Mapping[str, PlanEntry], stream_id: str
+) -> list[Served]:
+    """Files of rollups by their first entry, the ones that reach furthest first."""
+    found = (
+        prints.served(companion, plans.get(companion.plan_hash), stream_id)
+        for companion in companions
+        if companion.family == AGG
+    )
+    served = [one for one in found if one is not None]
+    return sorted(served, key=lambda one: (one.companion.first, -one.companion.last))
 
 
 def _span(first: int, last: int, running: Sequence[Served], wanted: Sequence[str]) -> Span:
