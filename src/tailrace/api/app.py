@@ -55,12 +55,12 @@ class TailraceApp:
         self._verifier = verifier
         self.live = Live(context)
         self._reads = ReadRoutes(context, self.live)
-        guard = Guard(self.live.contracts, context.clock, context.limits)
-        self._streams = StreamRoutes(context, guard)
+        self.guard = Guard(self.live.contracts, context.clock, context.limits)
+        self._streams = StreamRoutes(context, self.guard)
         self.schema = SchemaRoutes(context, self.live)
         self.touch = TouchRoutes(context)
         self.profile = ProfileRoutes(context, self.live, self.touch.reset)
-        self.otlp = OtlpRoutes(context, guard)
+        self.otlp = OtlpRoutes(context, self.guard)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
         self.control: Control | None = None

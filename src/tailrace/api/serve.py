@@ -9,6 +9,7 @@ import os
 import signal
 import ssl
 import sys
+from collections.abc import Callable
 
 import uvloop
 
@@ -24,12 +25,13 @@ from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.memory_guard import MemoryGuard, limit_of
 from tailrace.api.metrics import MetricsApp
 from tailrace.api.pipeline import PipelineRoutes
+from tailrace.api.pipeline_metrics import connect_pipeline
 from tailrace.api.seal import SealRoute
 from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.api.watch.service import WatchService
-from tailrace.auth import TokenVerifier
+from tailrace.auth import Identity, TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
 from tailrace.log import registry_snapshot
@@ -89,6 +91,7 @@ async def serve(settings: Settings) -> int:
         if restored is not None:
             restore.count(restored, server.telemetry)
         await server.start()
+        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
         announce(server.url, settings)
         await stop.wait()
         logger.info("stopping")
@@ -109,6 +112,7 @@ class Server:
         self._verifier = TokenVerifier(settings) if settings.auth_configured else None
         self.app = TailraceApp(context, self._verifier)
         self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self.telemetry)
+        self._subscriptions.check = self.app.guard.check
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self.watch = self.app.watch = WatchService(context, directory.path)
         self._checkpoints = Checkpoints(self.log)
@@ -139,6 +143,7 @@ class Server:
             app.touch,
         )
         self.app.server = ServerRoutes(node)
+        self.app.server.pipeline = self.pipeline.state.details
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
@@ -165,8 +170,22 @@ class Server:
         if settings.metrics_port:
             self._metrics = HttpServer(MetricsApp(self.app.health), settings.limits)
             await self._listen(self._metrics, settings.metrics_port, tls)
+        self.pipeline.supervise(self._grant_pipeline(), lambda: own_url(settings.host, port, tls is not None))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+
+    def _grant_pipeline(self) -> Callable[[float], str] | None:
+        """Tokens for the local pipeline; none are needed where nobody has one."""
+        verifier = self._verifier
+        if verifier is None:
+            return None
+        identity = Identity(sub="pipeline", scopes=frozenset({"manage", "system"}))
+        return lambda seconds: verifier.grant(identity, seconds)
+
+    def hang_up(self) -> None:
+        """SIGHUP: what was missing is looked for again."""
+        if self.pipeline.child is not None:
+            self.pipeline.child.hang_up()
 
     async def _listen(self, http: HttpServer, port: int, tls: ssl.SSLContext | None) -> int:
         host = self._settings.host
@@ -223,7 +242,16 @@ class Server:
         for mode in ("long-poll", "sse", "ws"):
             telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
         connect_cold(telemetry, self.sealing, self._cold)
+        connect_pipeline(telemetry, self.pipeline)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
+
+
+def own_url(host: str, port: int, tls: bool) -> str:
+    """Where a process on this machine reaches us."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
 
 
 def announce(url: str, settings: Settings) -> None:

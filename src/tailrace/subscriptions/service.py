@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from tailrace.clock import Clock
@@ -57,6 +58,8 @@ class SubscriptionService:
         self._tombstones: dict[str, Head] = {}
         self._index = Index()
         self._creating: set[asyncio.Task[None]] = set()
+        # What appends have to pass on a stream with a schema or a profile.
+        self.check: Callable[[AppendRequest, Stream], Sequence[bytes | None] | None] | None = None
         telemetry.subscriptions.read = lambda: len(self._agents)
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -214,6 +217,9 @@ class SubscriptionService:
         assert name is not None, "a pull-wake subscription has a wake stream"
         body = views.wake_event(agent.sub, wake, self.now_ms())
         request = AppendRequest(body, "application/json", producer=(_producer_id(agent), wake.generation, 0))
+        if self.check is not None:
+            # A schema or a profile of the wake stream holds for the server as for everybody.
+            request.check = partial(self.check, request)
 
         def reply(_: Transaction, error: TailraceError | None) -> None:
             if error is None:
