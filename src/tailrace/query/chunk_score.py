@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Phrase, Words
+from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Equals, Phrase, StartsWith, Words
 from tailrace.query.column import occurrences
 from tailrace.query.packed import rows_of
-from tailrace.query.score import Scorer, Statistics, Target
+from tailrace.query.score import Group, Matched, Scorer, Statistics, Target
 from tailrace.query.sort import has_text
 
 if TYPE_CHECKING:
@@ -36,6 +37,39 @@ def add_statistics(chunk: Chunk, statistics: Statistics, after: int) -> None:
                 else (column.with_ranks(range(rank, rank + 1)) & kept).bit_count()
             )
         field.add(documents, tokens, with_token)
+
+
+def explain_row(chunk: Chunk, query: Bound, row: int, boosts: Mapping[str, float]) -> list[Group]:
+    """What weighs in a row that matches: one group for each positive clause with words in it."""
+    match query:
+        case All(clauses):
+            return [group for clause in clauses for group in explain_row(chunk, clause, row, boosts)]
+        case AnyOf(clauses):
+            return [
+                group
+                for clause in clauses
+                if chunk.match(clause) >> row & 1
+                for group in explain_row(chunk, clause, row, boosts)
+            ]
+        case Anywhere(targets):
+            matching = [one for one in targets if chunk.match(one) >> row & 1]
+            return [tuple(_matched(chunk, one, row, boosts) for one in matching)]
+        case Words() | Phrase():
+            return [(_matched(chunk, query, row, boosts),)]
+        case _:
+            return []
+
+
+def _matched(chunk: Chunk, clause: Target, row: int, boosts: Mapping[str, float]) -> float | Matched:
+    if isinstance(clause, Equals | StartsWith) or (isinstance(clause, Words) and clause.prefix):
+        return boosts.get(clause.field, 1.0)
+    column = chunk.columns[clause.field]
+    ranks = [column.terms.find(token) for token in clause.tokens]
+    if isinstance(clause, Phrase):
+        frequencies = (occurrences(column, row, ranks),)
+    else:
+        frequencies = tuple(map(column.ranks_of(row).count, ranks))
+    return Matched(clause, frequencies, column.length_of(row))
 
 
 def chunk_scores(chunk: Chunk, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:

@@ -13,14 +13,16 @@ from tailrace.query.coverage import Counters
 from tailrace.query.facts import Facts
 from tailrace.query.packed import rows_of
 from tailrace.query.plan import Indexed, Stretch
-from tailrace.query.scan import Counts, Payload, Scanner
+from tailrace.query.scan import Counts, Payload, Scanned, Scanner
 from tailrace.query.score import Group, Scorer
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.sort import SortValue, TopHits, has_text, rank, shown_value
 from tailrace.query.values import Value
 from tailrace.query.view import View
 
-WEIGHED_LATER_MAX = 20_000  # matches that wait for the statistics; the rest is scanned a second time
+# What may wait for the statistics, in matches and bytes; the rest is scanned a second time.
+WEIGHED_LATER_MAX = 250_000
+WEIGHED_LATER_BYTES_MAX = 16 << 20
 
 
 class Hit(NamedTuple):
@@ -50,7 +52,8 @@ class Collector:
         self.weighs = has_text(request.query)
         self.statistics = self.scanner.new_statistics()
         self._scorer = Scorer(view.config, self.statistics)
-        self._waiting: list[Hit] = []
+        self._waiting: list[tuple[Scanned, int]] = []  # with the rows of each that match
+        self._waiting_rows = self._waiting_bytes = 0
         self._overflowed = False  # more matches than may wait
         self._settled = not (self.weighs and request.by_score)
 
@@ -94,19 +97,22 @@ class Collector:
         """The largest primary timestamp of the pieces that end at or below an entry."""
         return max((primary for last, primary in self._primaries if last <= through), default=None)
 
-    def _take(self, entry: int, values: list[SortValue], groups: list[Group]) -> None:
-        if self._settled or not self._overflowed:
-            self.matches += 1
-        if self._settled:
-            score = self._scorer.score(groups) if self.weighs and self.request.by_score else 0.0
-            self._offer(Hit(entry, score, values, groups))
-        elif not self._overflowed:
-            self._waiting.append(Hit(entry, 0.0, values, groups))
+    def _take(self, scanned: Scanned) -> None:
+        """Decides rows that were decoded, or keeps them until it is known what weighs how much."""
+        if self._overflowed and not self._settled:
+            return
+        rows = scanned.match(self.request.query)
+        if self._settled or not rows:
+            self._keep_best(scanned, rows)
+        else:
+            self._waiting.append((scanned, rows))
+            self._waiting_rows += rows.bit_count()
+            self._waiting_bytes += scanned.memory_bytes
 
     @property
     def must_scan_again(self) -> bool:
         """Whether what comes now is only counted: it is scanned again when the statistics are known."""
-        if len(self._waiting) >= WEIGHED_LATER_MAX:
+        if self._waiting_rows >= WEIGHED_LATER_MAX or self._waiting_bytes >= WEIGHED_LATER_BYTES_MAX:
             self._overflowed = True
         return self._overflowed and not self._settled
 
@@ -115,8 +121,8 @@ class Collector:
         self._scorer = Scorer(self._view.config, self.statistics)
         self._settled = True
         waiting, self._waiting = self._waiting, []
-        for hit in waiting:
-            self._offer(hit._replace(score=self._scorer.score(hit.groups)))
+        for scanned, rows in waiting:
+            self._keep_best(scanned, rows)
 
     # -- indexed sources ---------------------------------------------------------------------------------
 
@@ -146,12 +152,15 @@ class Collector:
 
     def take_rows(self, source: Indexed, rows: int) -> None:
         """Takes the rows of a source that match."""
+        self.counters.candidates += rows.bit_count()
+        self._keep_best(source, rows)
+
+    def _keep_best(self, source: Indexed, rows: int) -> None:
+        """Counts rows that match, and offers those that have a chance."""
         request = self.request
         if not rows:
             return
-        found = rows.bit_count()
-        self.matches += found
-        self.counters.candidates += found
+        self.matches += rows.bit_count()
         rows = self._hopeful(source, rows)
         if not rows:
             return
@@ -171,7 +180,8 @@ class Collector:
         light = request.sort[0].kind == "score" and request.sort[0].descending
         if light and self.top.full:
             rows = source.heavy(request.query, rows, self._scorer, self.top.hits[-1].score)
-        for row, score in source.scores(request.query, rows, self._scorer).items():
+        # The newest first: among equals they come first in most orders.
+        for row, score in reversed(source.scores(request.query, rows, self._scorer).items()):
             worst = self.top.worst
             if light and worst is not None and -score > cast("float", worst[0]):
                 continue  # too light, whatever else it has
@@ -217,8 +227,13 @@ class Collector:
             pairs = zip(sort, hit.values, strict=True)
             hit = hit._replace(values=[hit.score if key.kind == "score" else value for key, value in pairs])
         place = rank(sort, hit.values)
-        if self.top.wants(place):
-            self.top.add(place, hit)
+        if not self.top.wants(place):
+            return
+        if isinstance(hit.source, Scanned):
+            # The other rows it was decoded with are let go.
+            groups = [] if self.request.by_score else self.scanner.explain(hit.source, hit.row)
+            hit = hit._replace(groups=groups, source=None)
+        self.top.add(place, hit)
 
     @property
     def enough(self) -> bool:

@@ -17,6 +17,7 @@ from tailrace.query.values import Value
 from tailrace.schema.search_fields import Field
 
 _OVERHEAD_BYTES = 400  # of a column's objects
+_ASKED_MAX = 8
 
 
 class Column:
@@ -51,6 +52,8 @@ class Column:
             self.tokens = sum(lengths)
             self.documents = self.count - lengths.count(0)  # rows with a token
         self._lists: Lists | None = None
+        # A column that is never inverted is made for one search, which asks the same more than once.
+        self._asked: dict[range, int] | None = None if lists else {}
         if lists:
             plain = starts is None and lengths is None
             self._lists = (
@@ -103,6 +106,14 @@ class Column:
                 if rank in wanted:
                     found |= bits
             return found
+        found = self._asked.get(wanted) if self._asked else None
+        if found is None:
+            found = self._search(wanted)
+            if self._asked is not None and len(self._asked) < _ASKED_MAX:
+                self._asked[wanted] = found
+        return found
+
+    def _search(self, wanted: range) -> int:
         low, high = wanted.start, wanted.stop
         if not low and high == len(self.terms) and not self.tokens:
             return self.present  # in a text, a row may have a value and no token

@@ -46,17 +46,46 @@ class Members:
 
     def getter(self, tokens: Tokens) -> Get:
         """What lies at one of the pointers, `ABSENT` or None where nothing does."""
-        get = attrgetter(f"m{self._names.index(tokens[0])}")
-        if len(tokens) == 1:
-            return get
-        rest = tokens[1:]
-        return lambda members: _follow(get(members), rest)
+        return (
+            attrgetter(f"m{self._names.index(tokens[0])}") if len(tokens) == 1 else _Path(self._shape, tokens)
+        )
 
 
 def column_of_raw(members: Sequence[Any], get: Get) -> list[object]:
     """What a getter finds in each record; None where nothing is."""
+    if isinstance(get, _Path):
+        try:
+            return list(map(get.straight, members))
+        except AttributeError:
+            pass  # something else than an object is on the way
     found = list(map(get, members))
     return [None if item is ABSENT else item for item in found] if ABSENT in found else found
+
+
+class _Path:
+    """The way to a member that lies deeper."""
+
+    __slots__ = ("_tokens", "straight")
+
+    def __init__(self, shape: Any, tokens: Tokens) -> None:
+        self._tokens = tokens
+        attributes: list[str] = []
+        for token in tokens:
+            if shape is None:
+                break  # behind a member that is wanted whole
+            attribute, shape = shape.inner[token]
+            attributes.append(attribute)
+        # Leads to the end where there are objects all the way. A way that is cut short leads nowhere.
+        whole = len(attributes) == len(tokens)
+        self.straight = attrgetter(".".join(attributes) if whole else "no_straight_way")
+
+    def __call__(self, members: Any) -> object:
+        found, at = members, 0
+        while at < len(self._tokens) and isinstance(found, _Shape):
+            attribute, _ = cast("Any", type(found)).inner[self._tokens[at]]
+            found = getattr(found, attribute)
+            at += 1
+        return find(found, self._tokens[at:])
 
 
 class _Node:
@@ -73,24 +102,20 @@ class _Node:
         self.inner.setdefault(tokens[0], _Node()).add(tokens[1:])
 
     def shape(self) -> Callable[..., object]:
-        fields: list[tuple[str, Any, None]] = []
-        for index, node in enumerate(self.inner.values()):
-            kind: Any = Any if node.whole or not node.inner else node.shape() | _NO_OBJECT
-            fields.append((f"m{index}", kind, None))
-        names = {f"m{index}": name for index, name in enumerate(self.inner)}
-        made = msgspec.defstruct("Members", fields, bases=(_Shape,), rename=names, gc=False)
-        made.names = {name: attribute for attribute, name in names.items()}  # type: ignore[attr-defined]
-        return cast("Callable[..., object]", made)
+        fields: list[tuple[str, Any, Any]] = []
+        inner: dict[str, tuple[str, Any]] = {}
+        for index, (name, node) in enumerate(self.inner.items()):
+            shape: Any = None if node.whole or not node.inner else node.shape()
+            # An object that is missing is as good as an empty one, and leads on.
+            fields.append(
+                (f"m{index}", Any, None) if shape is None else (f"m{index}", shape | _NO_OBJECT, shape())
+            )
+            inner[name] = f"m{index}", shape
+        names = {attribute: name for name, (attribute, _) in inner.items()}
+        made: Any = msgspec.defstruct("Members", fields, bases=(_Shape,), rename=names, frozen=True, gc=False)
+        made.inner = inner
+        return made
 
 
-class _Shape(msgspec.Struct):
-    """What all shapes are; each knows its attributes by the names of members."""
-
-
-def _follow(found: object, tokens: Tokens) -> object:
-    at = 0
-    while at < len(tokens) and isinstance(found, _Shape):
-        attribute = cast("dict[str, str]", cast("Any", type(found)).names)[tokens[at]]
-        found = getattr(found, attribute)
-        at += 1
-    return find(found, tokens[at:]) if at < len(tokens) else found
+class _Shape(msgspec.Struct, frozen=True):
+    """What all shapes are. In `inner` each has its attributes, and the shapes there, by names of members."""

@@ -1,25 +1,33 @@
-"""Rows decided by decoding their payloads. Runs on a thread, and looks at the clock often."""
+"""Rows decided by decoding their payloads: some at a time become a chunk of the fields in question.
+
+A chunk made here answers as those of the tail index do, and is gone when the search is. Runs on a thread, and
+looks at the clock between two chunks.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from tailrace.query.analyze import tokens_of
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Negation
-from tailrace.query.compiled import Matcher
+from tailrace.query.chunk import Chunk, columns_from
+from tailrace.query.chunk_score import explain_row
 from tailrace.query.needle import needles_of
-from tailrace.query.score import FieldStatistics, Group, Statistics, boosts_of, explain, scored_tokens
+from tailrace.query.score import FieldStatistics, Group, Statistics, boosts_of, scored_tokens
 from tailrace.query.search_request import SearchRequest
-from tailrace.query.sort import SortValue, has_text, shown_value
-from tailrace.query.values import Value
-from tailrace.query.view import Extractor, Row, View
+from tailrace.query.view import Decoder, View
 
-ROWS_BETWEEN_LOOKS = 128  # at the clock; far less than 20 ms of work
-BYTES_BETWEEN_LOOKS = 1 << 20
+ROWS_AT_ONCE = 512  # between two looks at the clock; far less than 20 ms of work
+BYTES_AT_ONCE = 1 << 20
 
-Take = Callable[[int, list[SortValue], list[Group]], None]
 Payload = bytes | memoryview
+
+
+class Scanned(Chunk):
+    """Rows that were decoded for one search."""
+
+
+Take = Callable[[Scanned], None]
 
 
 def fields_in(query: Bound) -> set[str]:
@@ -33,25 +41,21 @@ def fields_in(query: Bound) -> set[str]:
 
 
 class Scanner:
-    """One search's way to look at payloads. `take` is told every match: entry, sort values, what weighs."""
+    """One search's way to look at payloads. `take` is given rows that may match."""
 
     def __init__(self, view: View, request: SearchRequest, take: Take) -> None:
         self._view = view
-        self._request = request
+        self._query = request.query
         self._take = take
         self._first_current = view.first_current()
-        self._matcher = Matcher(request.query, view.config, view.version)
         self._needles = needles_of(request.query, view.config)
         self._boosts = boosts_of(view.config)
-        self._has_text = has_text(request.query)
         self.wanted = scored_tokens(request.query)
-        names = {key.name for key in request.sort if key.kind not in ("score", "offset")}
-        names |= set(self.wanted) | (fields_in(request.query) if self._has_text else set())
-        if view.primary is not None:
-            names.add(view.primary)
-        self._names = sorted(names)
-        self._index = {name: index for index, name in enumerate(self._names)}
-        self._extractor = Extractor(view, self._names)
+        asked = fields_in(request.query)
+        asked |= {key.name for key in request.sort if key.kind not in ("score", "offset")}
+        counted = set(self.wanted) if view.primary is None else {*self.wanted, view.primary}
+        self._asked = Decoder(view, sorted(asked))
+        self._counted = Decoder(view, sorted(asked | counted))
         self.decoded = 0
 
     def new_statistics(self) -> Statistics:
@@ -62,83 +66,66 @@ class Scanner:
 
         Without `counts` nothing is asked but matches, and rows may be passed over undecoded.
         """
-        matches = self._matches
-        unseen_bytes = 0
-        for index, payload in enumerate(payloads):
-            unseen_bytes += len(payload)
-            if (not index % ROWS_BETWEEN_LOOKS or unseen_bytes > BYTES_BETWEEN_LOOKS) and index:
-                unseen_bytes = 0
-                if time.monotonic() >= deadline:
-                    return index
-            entry = first + index
-            row: Row | None = None
-            if counts is not None:
-                row = self._extractor.row(entry, payload)
-                self._count(row, counts)
-                self.decoded += 1
-            if matches(entry, payload, counts is None):
-                self._found(entry, row or self._extractor.row(entry, payload))
+        entries = range(first, first + len(payloads))
+        if counts is None:
+            return self.verify(entries, payloads, deadline)
+        for begin, end in _batches(payloads):
+            if begin and time.monotonic() >= deadline:
+                return begin
+            chunk = self._chunk(self._counted, entries[begin:end], payloads[begin:end])
+            chunk.add_statistics(counts.statistics, 0)
+            if self._view.primary is not None and (bounds := chunk.bounds(self._view.primary)):
+                counts.see(bounds[1])
+            self._take(chunk)
         return len(payloads)
 
     def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
-        """Decides rows that an index could not decide; answers how many before the deadline."""
-        for index, (entry, payload) in enumerate(zip(entries, payloads, strict=True)):
-            if not index % ROWS_BETWEEN_LOOKS and index and time.monotonic() >= deadline:
-                return index
-            if self._matches(entry, payload, True):
-                self._found(entry, self._extractor.row(entry, payload))
+        """Decides payloads for their matches alone; answers how many before the deadline."""
+        for begin, end in _batches(payloads):
+            if begin and time.monotonic() >= deadline:
+                return begin
+            rows = self._hopeful(entries[begin:end], payloads[begin:end])
+            if rows:
+                some = [entries[begin + row] for row in rows], [payloads[begin + row] for row in rows]
+                self._take(self._chunk(self._asked, *some))
         return len(payloads)
 
     def groups_in(self, entry: int, payload: Payload) -> list[Group]:
         """What weighs in a row that matches."""
-        row = self._extractor.row(entry, payload)
-        return explain(self._request.query, lambda name: self._values(row, name), self._boosts)
+        return self.explain(self._chunk(self._asked, [entry], [payload]), 0)
 
-    def _matches(self, entry: int, payload: Payload, may_skip: bool) -> bool:
-        if entry < self._first_current and not self._view.is_current(entry):
-            self.decoded += may_skip
-            return self._matcher.matches_record(self._view.record(entry, payload))
-        if self._needles is not None and not self._needles.may_match(bytes(payload)):
-            return False
-        self.decoded += may_skip
-        return self._matcher.matches(payload)
+    def explain(self, chunk: Scanned, row: int) -> list[Group]:
+        return explain_row(chunk, self._query, row, self._boosts)
 
-    def _count(self, row: Row, counts: Counts) -> None:
-        primary = self._view.primary
-        if primary is not None and (values := row[self._index[primary]]):
-            largest = max(values)
-            assert isinstance(largest, int)
-            if counts.primary_max is None or largest > counts.primary_max:
-                counts.primary_max = largest
-        for name, field in counts.statistics.items():
-            tokens = [token for value in row[self._index[name]] for token in tokens_of(str(value))]
-            if tokens:
-                field.documents += 1
-                field.tokens += len(tokens)
-                for token in field.with_token:
-                    if token in tokens:
-                        field.with_token[token] += 1
+    def _hopeful(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Sequence[int]:
+        """Rows that may match, as far as can be told without decoding them."""
+        if self._needles is None:
+            return range(len(payloads))
+        current, may_match = self._first_current, self._needles.may_match
+        return [
+            row for row, payload in enumerate(payloads) if may_match(bytes(payload)) or entries[row] < current
+        ]
 
-    def _found(self, entry: int, row: Row) -> None:
-        groups: list[Group] = []
-        if self._has_text:
-            groups = explain(self._request.query, lambda name: self._values(row, name), self._boosts)
-        self._take(entry, self._sort_values(entry, row), groups)
+    def _chunk(self, decoder: Decoder, entries: Sequence[int], payloads: Sequence[Payload]) -> Scanned:
+        self.decoded += len(payloads)
+        members = decoder.all_members(entries, payloads)
+        return Scanned(entries, columns_from(self._view.config, decoder, members, lists=False))
 
-    def _values(self, row: Row, name: str) -> list[Value]:
-        return list(row[self._index[name]])
 
-    def _sort_values(self, entry: int, row: Row) -> list[SortValue]:
-        """With the entry in the place of the offset, and nothing yet in the place of the score."""
-        values: list[SortValue] = []
-        for key in self._request.sort:
-            if key.kind == "offset":
-                values.append(entry)
-            elif key.kind == "score" or not (found := row[self._index[key.name]]):
-                values.append(None)
-            else:
-                values.append(shown_value(max(found) if key.descending else min(found)))
-        return values
+def _batches(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
+    """Where to begin and end, so that neither rows nor bytes become too many."""
+    if sum(map(len, payloads)) <= BYTES_AT_ONCE:
+        for begin in range(0, len(payloads), ROWS_AT_ONCE):
+            yield begin, min(begin + ROWS_AT_ONCE, len(payloads))
+        return
+    begin = size = 0
+    for end, payload in enumerate(payloads):
+        if end - begin >= ROWS_AT_ONCE or (size and size + len(payload) > BYTES_AT_ONCE):
+            yield begin, end
+            begin, size = end, 0
+        size += len(payload)
+    if begin < len(payloads):
+        yield begin, len(payloads)
 
 
 class Counts:
@@ -149,3 +136,8 @@ class Counts:
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
         self.primary_max: int | None = None
+
+    def see(self, primary: object) -> None:
+        assert isinstance(primary, int)
+        if self.primary_max is None or primary > self.primary_max:
+            self.primary_max = primary

@@ -7,29 +7,15 @@ additions, so that a score does not depend on where a row was found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tailrace.query.analyze import tokens_of
-from tailrace.query.bind import (
-    All,
-    AnyOf,
-    Anywhere,
-    Bound,
-    Equals,
-    Negation,
-    Phrase,
-    StartsWith,
-    Words,
-)
-from tailrace.query.evaluate import has_phrase, holds
-from tailrace.query.values import Value
+from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Equals, Phrase, StartsWith, Words
 from tailrace.schema.search_config import SearchConfig
 
 K1 = 1.2
 B = 0.75
 
-Values = Callable[[str], list[Value]]
 Target = Equals | StartsWith | Words | Phrase
 
 
@@ -127,43 +113,3 @@ class Scorer:
 
 def _saturated(frequency: int, norm: float) -> float:
     return frequency * (K1 + 1) / (frequency + norm)
-
-
-def explain(query: Bound, values: Values, boosts: Mapping[str, float]) -> list[Group]:
-    """What weighs in a row that matches: one group for each positive clause with words in it."""
-    match query:
-        case All(clauses):
-            return [group for clause in clauses for group in explain(clause, values, boosts)]
-        case AnyOf(clauses):
-            return [
-                group
-                for clause in clauses
-                if holds(clause, values)
-                for group in explain(clause, values, boosts)
-            ]
-        case Anywhere(targets):
-            return [tuple(_weight(one, values, boosts) for one in targets if holds(one, values))]
-        case Words() | Phrase():
-            return [(_weight(query, values, boosts),)]
-        case Negation():
-            return []
-        case _:
-            return []
-
-
-def _weight(clause: Target, values: Values, boosts: Mapping[str, float]) -> float | Matched:
-    if isinstance(clause, Equals | StartsWith) or (isinstance(clause, Words) and clause.prefix):
-        return boosts.get(clause.field, 1.0)
-    texts = [tokens_of(str(value)) for value in values(clause.field)]
-    length = sum(map(len, texts))
-    if isinstance(clause, Phrase):
-        return Matched(clause, (sum(_occurrences(text, clause.tokens) for text in texts),), length)
-    frequencies = tuple(sum(text.count(token) for text in texts) for token in clause.tokens)
-    return Matched(clause, frequencies, length)
-
-
-def _occurrences(text: list[str], tokens: tuple[str, ...]) -> int:
-    if not has_phrase(text, tokens):
-        return 0
-    length = len(tokens)
-    return sum(tuple(text[at : at + length]) == tokens for at in range(len(text) - length + 1))
