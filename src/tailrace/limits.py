@@ -145,6 +145,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seal_interval_ms: Annotated[
         Millis, Meta(description="How often age and closed streams are looked at, and the journal moved on.")
     ] = 60_000
+    seal_pause_ms: Annotated[
+        Millis, Meta(description="Longest pause between two tries to seal while the object store fails.")
+    ] = 60_000
     sweep_interval_ms: Annotated[
         MillisOrNone,
         Meta(description="Time between two sweeps of the object store for leftovers; 0 never sweeps."),

@@ -40,6 +40,7 @@ class S3Server:
         self._directory = directory
         self._log = directory / "weed.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._ports: dict[str, int] = {}
         self.port = 0
 
     @property
@@ -59,10 +60,13 @@ class S3Server:
         }
 
     def start(self) -> S3Server:
-        ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        """Again, it comes back at the same ports with what it had."""
+        if not self._ports:
+            self._ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        ports = self._ports
         self.port = ports["s3"]
         data = self._directory / "data"
-        data.mkdir(parents=True)
+        data.mkdir(parents=True, exist_ok=True)
         arguments = [
             # A test run that is killed must not leave a server behind.
             *(("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()),
@@ -82,7 +86,7 @@ class S3Server:
         for name, port in ports.items():
             server, _, kind = name.partition(".")
             arguments.append(f"-{server}.port{'.' * bool(kind)}{kind}={port}")
-        with self._log.open("wb") as log:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 arguments,
                 cwd=self._directory,

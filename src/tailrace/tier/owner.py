@@ -93,8 +93,9 @@ class Owner:
         except (OwnedElsewhereError, HistoryElsewhereError, StrangersError) as error:
             raise FencedError(error.message) from error
         except (ObjectsError, OSError) as error:
+            if not self.failure:
+                logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
             self.failure = str(error)
-            logger.warning("the owner of %s cannot be confirmed: %s", self._url, error)
 
     async def close(self) -> None:
         await self._objects.close()

@@ -47,7 +47,6 @@ AGED_PER_TURN = 100
 LARGE_PER_TURN = 1000
 QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
 PAUSE_S_MIN = 0.5
-PAUSE_S_MAX = 60.0
 TELL_AGAIN_S = 3600.0
 TOLD_MAX = 1000
 T = TypeVar("T")
@@ -90,6 +89,7 @@ class Sealing:
         self._owner_said = ""  # what was wrong when it was asked last
         self._paused_until_s = 0.0
         self._pause_s = PAUSE_S_MIN
+        self._pause_s_max = log.limits.seal_pause_ms / 1000
         self.failure = ""  # why the object store cannot be used just now
         self.fenced = ""
         self._told_s: dict[str, float] = {}  # errors of single streams and when they were logged
@@ -277,7 +277,7 @@ class Sealing:
         else:
             said, self._owner_said = self._owner_said, self._owner.failure
             if self._owner_said and not self._owner.fence:
-                self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+                self._pause_s = min(2 * self._pause_s, self._pause_s_max)
                 self.failure = self._owner_said
             elif self.failure == said and not self._owner_said:
                 self.failure = ""
@@ -331,7 +331,7 @@ class Sealing:
         sealed = stream.sealed
         report = await self.ask("seal", [number], sealed)
         if report.error:
-            self._later(number, 0.0 if report.trouble in ("unavailable", "ended") else PAUSE_S_MAX)
+            self._later(number, 0.0 if report.trouble in ("unavailable", "ended") else self._pause_s_max)
             return False
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
@@ -392,6 +392,8 @@ class Sealing:
             if self.failure:
                 logger.warning("the object store can be used again")
                 self.failure = ""
+                self._heads.want()
+                self.trims.want()
             return report
         self.failures += 1
         if report.trouble == "fenced":
@@ -425,7 +427,7 @@ class Sealing:
         now_s = self._loop.time()
         if now_s >= self._paused_until_s:
             self._paused_until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+            self._pause_s = min(2 * self._pause_s, self._pause_s_max)
 
     async def journal(self, op: Sealed | Trim | Recorded | Published) -> None:
         """Returns when the operation is durable."""

@@ -202,9 +202,9 @@ class Trims:
         finally:
             self._deleting = False
         if not clean:
-            self._sealing.call_later(PAUSE_S, self._want)
+            self._sealing.call_later(PAUSE_S, self.want)
 
-    def _want(self) -> None:
+    def want(self) -> None:
         self._wanted = True
 
     async def _delete_pending(self) -> bool:
