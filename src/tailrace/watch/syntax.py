@@ -163,6 +163,8 @@ def text(node: Node) -> str:
         parts = sorted({text(part) for part in flatten(node, node.function)})
         return f"{node.function}({','.join(parts)})" if len(parts) > 1 else f"bool({parts[0]})"
     args = node.args
+    if node.function == "_[_]" and _is_text(args[1]):
+        return f"({text(args[0])})[{text(args[1])}]"  # `a["b"]` is `a.b`
     if node.function in FLIPPED and isinstance(args[0], Const) and not isinstance(args[1], Const):
         return f"{FLIPPED[node.function]}({text(args[1])},{text(args[0])})"
     return f"{node.function}({','.join(map(text, args))})"

@@ -1,0 +1,91 @@
+"""Intervals of numbers: which of them hold a point, at a cost that follows the answer."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, bisect_right, insort
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+_DOUBLE: Final = struct.Struct(">d")
+_BITS: Final = struct.Struct(">Q")
+_SIGN: Final = 1 << 63
+
+
+def rank(number: float) -> int:
+    """Doubles as integers in the same order."""
+    bits: int = _BITS.unpack(_DOUBLE.pack(number + 0.0))[0]  # the sum makes -0.0 the same as 0.0
+    return bits ^ 0xFFFF_FFFF_FFFF_FFFF if bits & _SIGN else bits | _SIGN
+
+
+class _Cell(Generic[T]):
+    """Intervals that all hold the middle of the cell, by where they begin and by where they end."""
+
+    __slots__ = ("ends", "starts")
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[int, int, T]] = []
+        self.ends: list[tuple[int, int, T]] = []
+
+
+class Intervals(Generic[T]):
+    """An interval tree over all doubles: each interval lies in the smallest cell that holds it whole."""
+
+    __slots__ = ("_cells", "_levels", "_places", "_serial")
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[int, int], _Cell[T]] = {}
+        self._levels: dict[int, int] = {}  # how many intervals lie in cells of this size
+        self._places: dict[T, list[tuple[int, int, int]]] = {}  # low, high, serial
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def add(self, low: float, high: float, item: T) -> None:
+        first, last = rank(low), rank(high)
+        if first > last:
+            return  # nothing is in it
+        self._serial += 1
+        level = (first ^ last).bit_length()
+        key = (level, first >> level)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = _Cell()
+        insort(cell.starts, (first, self._serial, item))
+        insort(cell.ends, (last, self._serial, item))
+        self._levels[level] = self._levels.get(level, 0) + 1
+        self._places.setdefault(item, []).append((first, last, self._serial))
+
+    def discard(self, item: T) -> None:
+        for first, last, serial in self._places.pop(item, ()):
+            level = (first ^ last).bit_length()
+            key = (level, first >> level)
+            cell = self._cells[key]
+            del cell.starts[bisect_left(cell.starts, (first, serial))]
+            del cell.ends[bisect_left(cell.ends, (last, serial))]
+            if not cell.starts:
+                del self._cells[key]
+            self._levels[level] -= 1
+            if not self._levels[level]:
+                del self._levels[level]
+
+    def holding(self, number: float) -> list[T]:
+        """Every interval with this number between its ends, the ends included."""
+        if number != number:
+            return []
+        point = rank(number)
+        found: list[T] = []
+        for level in self._levels:
+            cell = self._cells.get((level, point >> level))
+            if cell is None:
+                continue
+            half = 1 << level >> 1
+            if level and point & half:
+                begin = bisect_left(cell.ends, (point,))
+                found += [item for _, _, item in cell.ends[begin:]]
+            else:
+                end = bisect_right(cell.starts, (point, self._serial + 1))
+                found += [item for _, _, item in cell.starts[:end]]
+        return found

@@ -1,0 +1,225 @@
+"""The language: closures, index and library say the same about every document."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.watch_language import NAMES, TEXTS, Maker, quoted
+from tailrace.errors import TailraceError
+from tailrace.watch.cel import compile_text
+from tailrace.watch.index import Index
+from tailrace.watch.intervals import Intervals
+from tailrace.watch.lower import value
+from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.query import read_query
+from tailrace.watch.values import EvaluationError
+
+OPERATORS = ("==", "!=", "<", "<=", ">", ">=")
+
+
+def compared(seeds: range, documents: int) -> int:
+    """Decides generated pairs both ways; gives how many there were."""
+    pairs = 0
+    for seed in seeds:
+        maker = Maker(seed)
+        source = maker.truth()
+        try:
+            node, program = compile_text(source)
+        except TailraceError:
+            continue  # it does not pass the checker
+        predicate, evaluate = Predicate([Part(node, program)]), value(node)
+        for _ in range(documents):
+            document = maker.document()
+            kind, expected = program.value(doc=document)
+            try:
+                found = evaluate(document, None)
+            except EvaluationError:
+                found = None
+            wanted = expected if kind == "BOOL" else None
+            assert (found if type(found) is bool else None) is wanted, (seed, source, document)
+            assert predicate.matches(document) is (wanted is True), (seed, source, document)
+            pairs += 1
+    return pairs
+
+
+def test_closures_equal_the_library() -> None:
+    assert compared(range(1, 1100), 6) > 4000
+
+
+@pytest.mark.nightly
+def test_closures_equal_the_library_on_many() -> None:
+    assert compared(range(10_000, 40_000), 4) > 60_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "int(doc.a) == 1",
+        "double(doc.n) > 1.5",
+        "string(doc.n) == '10'",
+        "uint(doc.a) == 1u",
+        "doc.a == 1u",
+        "doc.n + 1u > 2u",
+        "type(doc.a) == int",
+        "timestamp(doc.text) > timestamp('2020-01-01T00:00:00Z')",
+        "duration('1s') < duration('2s') && doc.flag",
+        "{'a': 1}.a == doc.a",
+        "doc.list.exists(x, x == 1u)",
+    ],
+)
+def test_what_is_not_lowered_is_left_to_the_library(source: str) -> None:
+    node, program = compile_text(source)
+    predicate = Predicate([Part(node, program)])
+    maker = Maker(7)
+    for _ in range(100):
+        document = maker.document()
+        assert predicate.matches(document) is program.holds(doc=document)
+
+
+@given(st.integers(0, 2**32))
+def test_filters_are_the_expressions_they_stand_for(seed: int) -> None:
+    maker = Maker(seed)
+    pick = maker.random.choice
+    wanted: Any = maker.value(0)
+    while isinstance(wanted, list | dict):
+        wanted = maker.value(0)
+    name, op = pick((*NAMES, "x-y", "quote'd", "😀")), pick((*OPERATORS, "in", "contains"))
+    literal = "null" if wanted is None else quoted(wanted) if isinstance(wanted, str) else repr(wanted)
+    literal = literal.lower() if isinstance(wanted, bool) else literal
+    field = f"doc[{quoted(name)}]"
+    sources = {"in": f"{field} in [{literal}]", "contains": f"{literal} in {field}"}
+    program = compile_text(sources.get(op, f"{field} {op} {literal}"))[1]
+    filters = [{"fieldPath": [name], "op": op, "value": [wanted] if op == "in" else wanted}]
+    predicate = Predicate(read_query({"collection": "c", "filters": filters}, live=True).parts)
+    for _ in range(20):
+        document = maker.document()
+        assert predicate.matches(document) is program.holds(doc=document), (filters, document)
+
+
+def test_hostile_names_and_values_stay_what_they_are() -> None:
+    for text in (*TEXTS, "' || true || '", '" || true', "\\", "`", "\n", "doc.a"):
+        filters = [{"fieldPath": [text or "x"], "op": "==", "value": text}]
+        predicate = Predicate(read_query({"collection": "c", "filters": filters}, live=True).parts)
+        assert predicate.matches({text or "x": text})
+        assert not predicate.matches({text or "x": f"{text}."})
+        assert not predicate.matches({})
+        if text:
+            where = read_query(
+                {"collection": "c", "where": f"doc[{quoted(text)}] == {quoted(text)}"}, live=True
+            )
+            assert Predicate(where.parts).hash == predicate.hash
+
+
+@given(st.binary(max_size=200))
+def test_any_text_is_a_predicate_or_is_refused(raw: bytes) -> None:
+    code = None
+    try:
+        compile_text(raw.decode("latin-1"))
+    except TailraceError as refusal:
+        code = refusal.code
+    assert code in (None, "invalid_query", "query_too_complex")
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ({}, "invalid_query"),
+        ({"collection": "a/b"}, "invalid_path"),
+        ({"collection": "a", "more": 1}, "invalid_query"),
+        ({"collection": "a", "limit": 3}, "unsupported_query"),
+        ({"collection": "a", "where": "x" * 4097}, "query_too_complex"),
+        ({"collection": "a", "where": "doc.a == '" + "x" * 1025 + "'"}, "query_too_complex"),
+        ({"collection": "a", "where": "doc.a == 1 && " * 300 + "true"}, "query_too_complex"),
+        ({"collection": "a", "where": "doc.a.matches('x')"}, "invalid_query"),
+        ({"collection": "a", "where": "doc.a.map(x, x) == []"}, "invalid_query"),
+        ({"collection": "a", "where": "doc.xs.exists(doc, doc == 1)"}, "invalid_query"),
+        ({"collection": "a", "where": "request.auth.userId == 'x'"}, "invalid_query"),
+        ({"collection": "a", "where": "now() == 1"}, "invalid_query"),
+        ({"collection": "a", "where": "b'x' == b'x'"}, "invalid_query"),
+        ({"collection": "a", "filters": [{"field": "a", "op": "~", "value": 1}]}, "invalid_query"),
+        ({"collection": "a", "filters": [{"field": "a", "op": "==", "value": {}}]}, "invalid_query"),
+        ({"collection": "a", "filters": [{"field": "a..b", "op": "==", "value": 1}]}, "invalid_query"),
+        ({"collection": "a", "filters": [{"field": "a", "op": "==", "value": 1}] * 33}, "query_too_complex"),
+        ({"collection": "a", "documents": ["x"] * 101}, "query_too_complex"),
+    ],
+)
+def test_queries_that_are_refused(query: dict[str, Any], code: str) -> None:
+    with pytest.raises(TailraceError) as refused:
+        read_query(query, live=True)
+    assert refused.value.code == code
+
+
+def indexable(maker: Maker) -> str:
+    """Several conjuncts, as subscriptions have them."""
+    pick = maker.random.choice
+    parts: list[str] = []
+    for _ in range(maker.random.randrange(1, 4)):
+        name = f"doc.{pick(NAMES)}"
+        parts.append(
+            pick(
+                (
+                    f"{name} {pick(OPERATORS)} {maker.scalar()}",
+                    f"{maker.scalar()} {pick(OPERATORS)} {name}",
+                    f"{name} in [{maker.scalar()}, {maker.scalar()}]",
+                    f"{maker.scalar()} in {name}",
+                    f"{name}.startsWith({quoted(pick(TEXTS))})",
+                    f"has({name})",
+                    f"!{name}",
+                    name,
+                    f"({name} == {maker.scalar()} || {name} == {maker.scalar()})",
+                )
+            )
+        )
+    return " && ".join(parts)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_the_index_finds_what_evaluating_everything_finds(seed: int) -> None:
+    maker = Maker(seed)
+    index = Index(10_000)
+    predicates: dict[bytes, Predicate] = {}
+    for _ in range(120):
+        if predicates and maker.random.random() < 0.2:
+            index.discard(predicates.pop(maker.random.choice(list(predicates))))
+        else:
+            try:
+                predicate = Predicate([Part(*compile_text(indexable(maker)))])
+            except TailraceError:
+                continue
+            if predicate.hash not in predicates:
+                predicates[predicate.hash] = predicate
+                index.add(predicate)
+        document = maker.document()
+        index.sample.add(document)
+        found: set[Predicate] = set()
+        index.probe(document, found)
+        assert found <= set(predicates.values()), "nothing that was taken out comes back"
+        matching = {predicate for predicate in predicates.values() if predicate.matches(document)}
+        assert matching <= found
+
+
+def test_intervals_find_exactly_those_that_hold_the_point() -> None:
+    chance = random.Random(5)
+    intervals: Intervals[int] = Intervals()
+    known: dict[int, tuple[float, float]] = {}
+    points = [0.0, -0.0, 1.0, -1.0, 5e-324, 1e308, float("inf"), float("-inf")]
+    points += [chance.uniform(-9, 9) for _ in range(40)]
+    for number in range(600):
+        if known and chance.random() < 0.3:
+            gone = chance.choice(list(known))
+            intervals.discard(gone)
+            del known[gone]
+        else:
+            low, high = sorted((chance.choice(points), chance.choice(points)))
+            known[number] = (low, high)
+            intervals.add(low, high, number)
+        point = chance.choice(points)
+        expected = sorted(key for key, (low, high) in known.items() if low <= point <= high)
+        assert sorted(intervals.holding(point)) == expected
+    assert len(intervals) == len(known)
