@@ -170,6 +170,23 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     segments_retention_ms: Annotated[
         MillisOrNone, Meta(description="Age up to which __segments__ is kept; 0 keeps all of it.")
     ] = 7 * DAY_MS
+    pipeline_heap: Annotated[Bytes, Meta(description="Memory of the pipeline's JVM.")] = 1024 * MIB
+    pipeline_task_memory: Annotated[
+        Bytes, Meta(description="Memory that one task of the pipeline plans with.")
+    ] = 400 * MIB
+    pipeline_batch_segments: Annotated[Count, Meta(description="Segments in one job of the pipeline.")] = 64
+    pipeline_batch_bytes: Annotated[Bytes, Meta(description="Payload in one job of the pipeline.")] = (
+        1024 * MIB
+    )
+    pipeline_start_bytes: Annotated[
+        Bytes, Meta(description="Payload without companions that is worth starting the pipeline for.")
+    ] = 8 * MIB
+    pipeline_start_after: Annotated[
+        Millis, Meta(description="Age of a segment without companions that starts it, however small.")
+    ] = 60_000
+    pipeline_idle_stop: Annotated[
+        Millis, Meta(description="Time without work after which the pipeline is stopped.")
+    ] = 600_000
     index_check_ms: Annotated[
         Millis, Meta(description="How often the pipeline looks for work while there is some.")
     ] = 1000
@@ -226,23 +243,6 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="Matches up to which a search counts them all.")
     ] = 10_000
 
-    # The object store.
-    object_ms: Annotated[
-        Millis, Meta(description="Time for one call to the object store, with all its retries.")
-    ] = 30_000
-    object_try_ms: Annotated[
-        Millis, Meta(description="Time for one try of such a call, to the last byte.")
-    ] = 15_000
-    object_tries: Annotated[Count, Meta(description="Tries of one call to the object store.")] = 8
-    object_retry_ms: Annotated[
-        Millis, Meta(description="Longest pause before the first retry; it doubles with each, up to 5 s.")
-    ] = 200
-
-    # Subscriptions.
-    lease_default_ms: Annotated[Millis, Meta(description="Lease of a wake when none is asked for.")] = 30_000
-    lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000
-    lease_max_ms: Annotated[Millis, Meta(description="Longest lease.")] = 600_000
-    webhook_ms: Annotated[Millis, Meta(description="Time a webhook has to answer.")] = 10_000
     # Documents and live queries.
     watch_partitions: Annotated[
         int,
@@ -286,6 +286,23 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="Most changes that a resume reads again; beyond, the client starts anew.")
     ] = 1_000_000
 
+    # The object store.
+    object_ms: Annotated[
+        Millis, Meta(description="Time for one call to the object store, with all its retries.")
+    ] = 30_000
+    object_try_ms: Annotated[
+        Millis, Meta(description="Time for one try of such a call, to the last byte.")
+    ] = 15_000
+    object_tries: Annotated[Count, Meta(description="Tries of one call to the object store.")] = 8
+    object_retry_ms: Annotated[
+        Millis, Meta(description="Longest pause before the first retry; it doubles with each, up to 5 s.")
+    ] = 200
+
+    # Subscriptions.
+    lease_default_ms: Annotated[Millis, Meta(description="Lease of a wake when none is asked for.")] = 30_000
+    lease_min_ms: Annotated[Millis, Meta(description="Shortest lease.")] = 1000
+    lease_max_ms: Annotated[Millis, Meta(description="Longest lease.")] = 600_000
+    webhook_ms: Annotated[Millis, Meta(description="Time a webhook has to answer.")] = 10_000
     webhook_key_ms: Annotated[
         int,
         Meta(ge=HOUR_MS, description="Time a key signs webhooks before the next one takes over."),

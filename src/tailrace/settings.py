@@ -120,6 +120,22 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
     ] = ""
 
+    pipeline: Annotated[
+        Literal["auto", "off", "external"],
+        Meta(
+            description="Who builds companions: auto starts a local pipeline when there is work, external "
+            "is one that is run elsewhere, off nobody."
+        ),
+    ] = "auto"
+    pipeline_master: Annotated[str, Meta(description="Spark master of the local pipeline.")] = "local[*]"
+    pipeline_cores: Annotated[
+        int, Meta(ge=0, extra={"unit": "count"}, description="Cores of the local pipeline; 0 is all of them.")
+    ] = 0
+    pipeline_nice: Annotated[
+        int, Meta(ge=0, le=19, description="Niceness of the local pipeline: how far it steps back.")
+    ] = 10
+    pipeline_conf: Annotated[str, Meta(description="More settings for Spark, name=value, by comma.")] = ""
+
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="Least severe log line that is written."),

@@ -37,6 +37,7 @@ SECONDS: Final = (
     2.5,
     5.0,
 )
+JOB_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
@@ -63,8 +64,8 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
     return Metric(name=name, kind="gauge", help=text, labels=labels)
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(name=name, kind="histogram", help=text, buckets=buckets)
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name=name, kind="histogram", help=text, labels=labels, buckets=buckets)
 
 
 TABLE: Final[dict[str, Metric]] = {
@@ -112,6 +113,21 @@ TABLE: Final[dict[str, Metric]] = {
         _counter("swept_orphans", "Objects that sweeps deleted, since no manifest can name them any more."),
         _counter("swept_orphan_bytes", "Size of the objects that sweeps deleted."),
         _counter("swept_tombstones", "Tombstones of deleted streams that sweeps took off the object store."),
+        # The pipeline.
+        _gauge("pipeline_state", "1 for the state that the pipeline is in, 0 for the others.", "state"),
+        _counter("pipeline_restarts", "Starts of the pipeline after it had failed."),
+        _gauge("pipeline_backlog_segments", "Segments that lack companions."),
+        _gauge("pipeline_backlog_oldest_seconds", "Age of the oldest of these."),
+        _counter("pipeline_publish", "Publications, by job and what became of them.", "job", "outcome"),
+        _counter("pipeline_rows", "Entries that companions were published for, by job.", "job"),
+        _histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_SECONDS, "family"),
+        _histogram(
+            "pipeline_seal_to_published_seconds",
+            "Time from a segment's record to the publication of its companions.",
+            JOB_SECONDS,
+        ),
+        _gauge("pipeline_rss_bytes", "Memory of the whole pipeline, as it says."),
+        _gauge("pipeline_quarantined_segments", "Segments of which no companions can be built."),
         _gauge("object_store_ok", "1 while the object store can be used, else 0."),
         _counter("object_requests", "Requests to the object store, by kind.", "kind"),
         _counter("object_sent_bytes", "Bytes sent to the object store."),
@@ -189,6 +205,22 @@ class Distribution:
         return rows
 
 
+class Distributions:
+    """A histogram with one label, whose values are of a fixed set."""
+
+    __slots__ = ("bounds", "by_label")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.by_label: dict[str, Distribution] = {}
+
+    def observe(self, value: float, label: str) -> None:
+        found = self.by_label.get(label)
+        if found is None:
+            found = self.by_label[label] = Distribution(self.bounds)
+        found.observe(value)
+
+
 class Telemetry:
     """The numbers of one server; every attribute is a row of the table."""
 
@@ -231,6 +263,16 @@ class Telemetry:
         self.swept_orphans = Number()
         self.swept_orphan_bytes = Number()
         self.swept_tombstones = Number()
+        self.pipeline_state = Numbers()
+        self.pipeline_restarts = Number()
+        self.pipeline_backlog_segments = Number()
+        self.pipeline_backlog_oldest_seconds = Number()
+        self.pipeline_publish = Numbers()
+        self.pipeline_rows = Numbers()
+        self.pipeline_segment_seconds = Distributions(JOB_SECONDS)
+        self.pipeline_seal_to_published_seconds = Distribution(JOB_SECONDS)
+        self.pipeline_rss_bytes = Number()
+        self.pipeline_quarantined_segments = Number()
         self.object_store_ok = Number()
         self.object_requests = Numbers()
         self.object_sent_bytes = Number()
@@ -275,6 +317,12 @@ class _Collector:
             if isinstance(held, Distribution):
                 family = HistogramMetricFamily(name, metric.help)
                 family.add_metric([], held.cumulative(), held.total)
+                yield family
+                continue
+            if isinstance(held, Distributions):
+                family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+                for label, inner in list(held.by_label.items()):
+                    family.add_metric([label], inner.cumulative(), inner.total)
                 yield family
                 continue
             shape = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 
 from support.calls import Caller, eventually
-from support.pipeline import FAMILIES, SEARCH, FakePipeline, configured, fill, plan, planned, seal, uncovered
+from support.offers import (
+    FAMILIES,
+    SEARCH,
+    FakePipeline,
+    configured,
+    fill,
+    plan,
+    planned,
+    seal,
+    sealed,
+    uncovered,
+)
 from support.server import ServerProcess
 from tailrace.query.index_plan import load_plan
 
@@ -47,15 +58,6 @@ def alone(tmp_path: Path) -> Iterator[FakePipeline]:
 def ev(request: pytest.FixtureRequest) -> str:
     """A stream of its own for each test."""
     return f"ev/{request.node.name}"
-
-
-def sealed(call: Caller, name: str, segments: int, rows: int = 3) -> dict[str, Any]:
-    """A configured stream with so many segments, none of which has companions."""
-    configured(call, name)
-    for number in range(segments):
-        fill(call, name, rows, number * rows)
-        seal(call, name)
-    return planned(call, name, segments)
 
 
 def test_a_plan_tells_all_that_is_needed_to_build(call: Caller, pipeline: FakePipeline, ev: str) -> None:

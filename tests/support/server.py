@@ -159,8 +159,8 @@ class ServerProcess:
     def _environment(self) -> dict[str, str]:
         # Settings of whoever runs the tests must not reach the server under test.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
-        # Only tests about it want a server that writes something by itself.
-        quiet = {"TAILRACE_METRICS_FLUSH_MS": "0"}
+        # Only tests about it want a server that writes something by itself, or starts a pipeline.
+        quiet = {"TAILRACE_METRICS_FLUSH_MS": "0", "TAILRACE_PIPELINE": "off"}
         # Tests run side by side: what takes seconds on a busy machine is not what they are about.
         waits = {"TAILRACE_REQUEST_MS": "60000", "TAILRACE_APPEND_MS": "30000"} if self.patient else {}
         return {**kept, "PYTHONUNBUFFERED": "1", **quiet, **waits, **self.env}

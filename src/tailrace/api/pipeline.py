@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Final, TypeVar
 
 import msgspec
 import orjson
@@ -12,7 +12,10 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.parse import check_encoding, parse_query
+from tailrace.api.pipeline_child import PipelineChild
+from tailrace.api.pipeline_metrics import SealTiming
 from tailrace.api.pipeline_plan import JOBS, Json, Plans, plan_of
+from tailrace.api.pipeline_state import FAMILIES, Heartbeat, PipelineState
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -28,11 +31,11 @@ from tailrace.tier.seal import Sealing
 from tailrace.tier.work import Work
 
 PREFIX: Final = b"/v1/pipeline/"
-PLAN, PUBLISH = PREFIX + b"plan", PREFIX + b"publish"
+PLAN, PUBLISH, HEARTBEAT = PREFIX + b"plan", PREFIX + b"publish", PREFIX + b"heartbeat"
 BODY_BYTES_MAX: Final = 1024 * 1024
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500
 WAIT_S: Final = 4.0
-_OFFER = msgspec.json.Decoder(Offer)
+T = TypeVar("T")
 
 
 class PipelineRoutes:
@@ -45,6 +48,9 @@ class PipelineRoutes:
         self.work = Work(context.log, plan_of, context.loop)
         self.publishing = Publishing(context.log, sealing, context.loop)
         self.plans = Plans(context, sealing, self.work)
+        self.state = PipelineState(context, self.work, self.publishing)
+        self.timing = SealTiming(context.telemetry)
+        self.child: PipelineChild | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
 
@@ -52,9 +58,17 @@ class PipelineRoutes:
         self._log.open_outbox()
         self.work.on_stale = self._unlist
         self.work.start()
+        self._log.publisher.on_change.append(self.timing.changed)
+
+    def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
+        """From now on a pipeline of our own is run when there is work."""
+        self.child = PipelineChild(self._context, self.work, self.state, grant, endpoint)
+        self.child.start()
 
     async def stop(self) -> None:
         self._ending = True
+        if self.child is not None:
+            await self.child.stop()
         await self.work.stop()
         for task in tuple(self._tasks):
             task.cancel()
@@ -66,13 +80,24 @@ class PipelineRoutes:
             if method in (b"GET", b"HEAD"):
                 self._spawn(self._guarded(exchange, self._plan(exchange)))
                 return
-            raise answers.not_allowed("GET, HEAD, OPTIONS")
-        if path == PUBLISH:
             if method != b"POST":
-                raise answers.not_allowed("POST, OPTIONS")
-            self._spawn(self._guarded(exchange, self._publish(exchange, read_offer(exchange))))
+                raise answers.not_allowed("GET, HEAD, POST, OPTIONS")
+            self._spawn(self._guarded(exchange, self._rebuild(read_body(exchange, Rebuild))))
             return
-        raise TailraceError("not_found", "there is nothing at this path")
+        if path not in (PUBLISH, HEARTBEAT):
+            raise TailraceError("not_found", "there is nothing at this path")
+        if method != b"POST":
+            raise answers.not_allowed("POST, OPTIONS")
+        if path == PUBLISH:
+            self._spawn(self._guarded(exchange, self._publish(read_offer(exchange))))
+            return
+        beat = read_body(exchange, Heartbeat)
+        if beat.drain:
+            self.state.draining = self.state.fresh or self.state.state != "off"
+            body: Json = {"draining": self.state.draining}
+        else:
+            body = self.state.take(beat)
+        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.loop.create_task(work)
@@ -113,7 +138,7 @@ class PipelineRoutes:
 
     # -- publish ---------------------------------------------------------------------------------------
 
-    async def _publish(self, exchange: Exchange, offer: Offer) -> Json:
+    async def _publish(self, offer: Offer) -> Json:
         stream = await self.find(offer.stream_id)
         outcome = await self.publishing.publish(stream, offer)
         return {"result": outcome.result, "manifest_generation": outcome.generation}
@@ -139,6 +164,17 @@ class PipelineRoutes:
             raise TailraceError("not_found", "there is no stream with this id")
         return stored.head.name
 
+    async def _rebuild(self, asked: Rebuild) -> Json:
+        """Companions are taken out, so that they are built again; queries scan meanwhile."""
+        stream = self._log.readable(asked.stream)
+        known = await self._log.catalogue.of(stream)
+        if asked.family is not None and asked.family not in FAMILIES:
+            raise TailraceError("invalid_request", f"there are the families {', '.join(FAMILIES)}")
+        keys = [one.object for one in known.companions if asked.family in (None, one.family)]
+        keys += [one.object for one in known.quarantined]
+        await self.publishing.unlist(stream, tuple(keys))
+        return {"stream": stream.name, "scheduled": len(keys)}
+
     # -- what older plans left ---------------------------------------------------------------------------
 
     def _unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
@@ -151,14 +187,25 @@ class PipelineRoutes:
             pass  # the next look at the stream finds them again
 
 
-def read_offer(exchange: Exchange) -> Offer:
+class Rebuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for companions to be built again: of one family, or of all."""
+
+    stream: str
+    family: str | None = None
+
+
+def read_body(exchange: Exchange, kind: type[T]) -> T:
     check_encoding(exchange)
     if len(exchange.body) > BODY_BYTES_MAX:
-        raise TailraceError("payload_too_large", f"a publication has at most {BODY_BYTES_MAX} bytes")
+        raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
     try:
-        offer = _OFFER.decode(exchange.body)
+        return msgspec.json.decode(exchange.body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TailraceError("invalid_request", f"body is no publication: {error}") from None
+        raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
+
+
+def read_offer(exchange: Exchange) -> Offer:
+    offer = read_body(exchange, Offer)
     if max(len(offer.add), len(offer.inputs), len(offer.replace), len(offer.quarantine)) > OBJECTS_MAX:
         raise TailraceError("invalid_request", f"a publication has at most {OBJECTS_MAX} objects of a kind")
     return offer

@@ -7,6 +7,7 @@ until they expire, so the signature of a busy client is checked once.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from typing import Any, Final, NoReturn
 
@@ -99,6 +100,7 @@ class TokenVerifier:
         self._ring = _key_ring(settings, clock)
         self._verified: OrderedDict[bytes, Identity] = OrderedDict()
         self._verified_bytes = 0
+        self._granted: dict[bytes, Identity] = {}
         self._verified_version = 0
         self.enabled = settings.auth_configured
 
@@ -128,16 +130,29 @@ class TokenVerifier:
         if self._ring is not None and self._ring.version != self._verified_version:
             # Keys changed: what an old key vouched for has to be vouched for again.
             self._forget_all()
-        identity = self._verified.get(authorization)
+        identity = self._verified.get(authorization) or self._granted.get(authorization)
         if identity is not None:
             if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
                 self._forget(authorization)
                 refuse("the token has expired")
-            self._verified.move_to_end(authorization)
+            if authorization in self._verified:
+                self._verified.move_to_end(authorization)
             return identity
         identity = self._check(parse_bearer(authorization))
         self._remember(authorization, identity)
         return identity
+
+    def grant(self, identity: Identity, seconds: float) -> str:
+        """A token for a child of this very server: no key vouches for it, and it ends with the process."""
+        now_s = self._now_s()
+        for known, held in list(self._granted.items()):
+            if held.expires_at is not None and held.expires_at + LEEWAY_S <= now_s:
+                del self._granted[known]
+        token = secrets.token_urlsafe(32)
+        self._granted[f"Bearer {token}".encode()] = msgspec.structs.replace(
+            identity, expires_at=now_s + seconds
+        )
+        return token
 
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9

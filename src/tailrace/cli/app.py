@@ -39,6 +39,7 @@ _COMMANDS: Final = (
     ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
     ("schema", "Show and change what the records of a stream look like.", _STREAMS),
     ("seal", "Move streams to the object store now.", _CARE),
+    ("pipeline", "Look after the pipeline that builds indexes, or run one.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),
     ("verify", "Check that everything in the object store is as it was recorded.", _CARE),
     ("gc", "Delete what no manifest in the object store names any more.", _CARE),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import orjson
 
 from tailrace import auto_tune
@@ -27,6 +29,7 @@ class ServerRoutes:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.top = TopStreams(node.context.log, node.live)
+        self.pipeline: Callable[[], dict[str, object]] = dict[str, object]
         cache = node.cold.parts.cache
         if cache is not None:
             self.top.cached_bytes_of = lambda stream: cache.bytes_of(
@@ -55,6 +58,7 @@ class ServerRoutes:
                 **self._queues(),
                 "concurrency": self._concurrency(),
                 "top_streams": self.top.shown(),
+                "pipeline": self.pipeline(),
             },
         }
 

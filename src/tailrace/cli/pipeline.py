@@ -1,0 +1,107 @@
+"""``tailrace pipeline``: how the pipeline is, build again, let it finish; and run one."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.call import get_json, post_json
+from tailrace.cli.failures import RefusedError
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+
+_HELP: Final = """Look after the pipeline, which builds the indexes of sealed history.
+
+    tailrace pipeline status
+
+    tailrace pipeline rebuild --stream orders
+
+    tailrace pipeline drain
+
+    tailrace pipeline run --once
+
+A server starts one of its own when there is work; `run` is for another machine, a cluster or cron.
+"""
+_DETAILS: Final = "/v1/server/_details"
+_HEARTBEAT: Final = "/v1/pipeline/heartbeat"
+_POLL_S: Final = 0.5
+
+command = App(name="pipeline", help=_HELP, help_format="markdown")
+command.command("tailrace.cli.pipeline_run:command", name="run", help="Run a pipeline, here and now.")
+
+
+@command.command
+def status(*, session: Session = DEFAULT) -> None:
+    """Show how the pipeline is, and what waits for it."""
+    found = _pipeline(session)
+    if session.json:
+        put_json(found)
+    else:
+        put("".join(f"{name:<11}{value}\n" for name, value in _lines(found)).encode())
+    flush()
+
+
+@command.command
+def rebuild(
+    *,
+    stream: Annotated[str, Parameter(help="Whose companions are built again.")],
+    family: Annotated[str | None, Parameter(help="Only this family, such as col or fts.")] = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Have the companions of a stream built again; searches scan until they are."""
+    body = {"stream": stream} if family is None else {"stream": stream, "family": family}
+    answer = post_json(session, "/v1/pipeline/plan", body)
+    if session.json:
+        put_json(answer)
+    else:
+        put(f"{answer['scheduled']} objects of {stream} are built again\n".encode())
+    flush()
+
+
+@command.command
+def drain(
+    *,
+    timeout: Annotated[float, Parameter(help="Seconds to wait at most.")] = 600.0,
+    session: Session = DEFAULT,
+) -> None:
+    """Let the running pipeline finish what it is at, publish and end; return when it is gone."""
+    until_s = time.monotonic() + timeout
+    post_json(session, _HEARTBEAT, {"drain": True})
+    while (found := _pipeline(session))["pid"] is not None or found["draining"]:
+        if time.monotonic() > until_s:
+            raise RefusedError(f"the pipeline is still {found['state']} after {timeout:.0f} s")
+        time.sleep(_POLL_S)
+    if session.json:
+        put_json({"drained": True})
+    else:
+        put(b"the pipeline has ended\n")
+    flush()
+
+
+def _pipeline(session: Session) -> dict[str, Any]:
+    return get_json(session, _DETAILS)["runtime"]["pipeline"]
+
+
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    backlog, totals = found["backlog"], found["totals"]
+    state = found["state"] + (f": {found['reason']}" if found["reason"] else "")
+    lines = [("state", state + (", draining" if found["draining"] else ""))]
+    if found["pid"] is not None:
+        lines.append(("process", f"{found['pid']} since {found['started_at']}, {found['master']}"))
+        lines.append(("memory", f"{int(found['rss_bytes']) >> 20} MiB"))
+    waiting = f"{backlog['segments']} segments, {int(backlog['bytes']) >> 20} MiB"
+    oldest_s = int(backlog["oldest_ms"]) / 1000
+    lines.append(
+        ("waiting", f"{waiting}, the oldest for {oldest_s:.0f} s" if backlog["segments"] else "nothing")
+    )
+    lines += [
+        ("running", f"{one['job']} of {one['stream']}, {one['segments']} segments")
+        for one in found["running"]
+    ]
+    lines.append(("published", f"{totals['segments']} segments, {totals['rows']} entries since the start"))
+    if totals["quarantined"]:
+        lines.append(("given up", f"{totals['quarantined']} segments: see _index_status of their streams"))
+    if found["last_error"]:
+        lines.append(("last error", found["last_error"]))
+    return lines
