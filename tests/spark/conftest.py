@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from support.sealing import SEALING_ENV, wait_sealed
 from support.server import ServerProcess
 from support.spark_rows import Filled, fill
+from tailrace.spark.segment_objects import STORES
+from tailrace.spark.server import SERVERS
 
 
 @pytest.fixture(scope="module")
@@ -27,5 +28,9 @@ def seamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
     server.stop()
 
 
-def checkpoint(tmp_path: Path, name: str = "checkpoint") -> str:
-    return str(tmp_path / name)
+@pytest.fixture(autouse=True)
+def closed_connections() -> Iterator[None]:
+    """What a process of Spark keeps until it ends, a test that plays one lets go of."""
+    yield
+    SERVERS.close()
+    STORES.close()

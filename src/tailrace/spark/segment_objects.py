@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
+from tailrace.spark.process_cache import ProcessCache
 from tailrace.store.arrow import BINARY, INT64, pa
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.segment_reader import Footer, read_tables
@@ -23,6 +23,10 @@ class SegmentObjects:
     def __init__(self, url: str) -> None:
         self._runner = asyncio.Runner()
         self._objects = open_objects(url)
+
+    def close(self) -> None:
+        self._runner.run(self._objects.close())
+        self._runner.close()
 
     def footer(self, key: str, size: int) -> Footer:
         return self._runner.run(_footer(self._objects, key, size))
@@ -41,10 +45,12 @@ class SegmentObjects:
             at += len(run)
 
 
-@lru_cache(maxsize=STORES_KEPT)
+STORES: ProcessCache[str, SegmentObjects] = ProcessCache(SegmentObjects, STORES_KEPT)
+
+
 def segment_objects(url: str) -> SegmentObjects:
     """The store of this process: its threads and connections are kept from task to task."""
-    return SegmentObjects(url)
+    return STORES.get(url)
 
 
 async def row_group_ends(objects: Objects, key: str, size: int) -> list[int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -20,6 +19,7 @@ from tailrace.client.retry import Backoff, Retries
 from tailrace.client.steps import exchange
 from tailrace.client.sync import Port
 from tailrace.spark.options import Connection
+from tailrace.spark.process_cache import ProcessCache
 
 LIST_PAGE = 1000
 SERVERS_KEPT = 8
@@ -195,16 +195,14 @@ def _token_of(connection: Connection) -> Any:
     return connection.token
 
 
-@lru_cache(maxsize=SERVERS_KEPT)
+SERVERS: ProcessCache[tuple[Connection, str], Server] = ProcessCache(lambda key: Server(*key), SERVERS_KEPT)
+
+
 def server_of(connection: Connection, about: str = "") -> Server:
     """The server of this process: connections are kept from task to task."""
-    return Server(connection, about)
+    return SERVERS.get((connection, about))
 
 
 def is_gone(error: ClientError) -> bool:
     """Whether entries that were asked for are not there any more."""
     return error.status in NO_SUCH_STREAM
-
-
-def error_extra(error: ClientError) -> Mapping[str, object]:
-    return error.extra

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
 from pyspark.sql.types import StructType
 
 from tailrace.spark.catalogue import Catalogue
@@ -32,6 +38,18 @@ class TailraceSource(DataSource):
         from tailrace.spark.stream_reader import StreamReader
 
         return StreamReader(read_options(self.options, streaming=True), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from tailrace.spark.sink import BatchSink
+        from tailrace.spark.sink_options import write_options
+
+        return BatchSink(write_options(self.options, streaming=False), schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
+        from tailrace.spark.sink import StreamSink
+        from tailrace.spark.sink_options import write_options
+
+        return StreamSink(write_options(self.options, streaming=True), schema, overwrite)
 
     def _without_bounds(self) -> dict[str, str]:
         limits = ("maxoffsetspertrigger", "maxbytespertrigger")

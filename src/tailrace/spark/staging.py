@@ -1,0 +1,166 @@
+"""Where rows of a batch wait until it commits, and the one document that says which of them count.
+
+A task writes its rows to files, in the order in which they will be sent. The commit creates `COMMIT.json`,
+which lists them, and only then sends. A batch that is run again finds the document and sends what **it**
+lists, whatever the rows of the new run are: so each batch has one content, however often it is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from threading import Lock
+
+import msgspec
+
+from tailrace.spark.sink_rows import Append, SinkError
+from tailrace.store.arrow import BINARY, INT32, STRING, pa, pq
+from tailrace.store.objects import ObjectExistsError, Objects, open_objects
+
+FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
+INLINE_BYTES_MAX = 256 << 10  # of rows that a task hands over without a file
+COMMIT_BYTES_MAX = 4 << 20  # of rows that the document itself holds
+KEPT_BATCHES = 2
+_SCHEMA = pa.schema([("append", INT32), ("stream", STRING), ("key", STRING), ("value", BINARY)])
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Some rows of one partition: in a file, or right here."""
+
+    partition: int
+    rows: int
+    sha256: str
+    file: str | None = None
+    inline: bytes | None = None
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch consists of."""
+
+    version: int = 1
+    query: str
+    batch: int
+    parts: list[Part]
+
+
+def encode_parts(appends: Iterable[Append]) -> Iterator[tuple[int, bytes]]:
+    """Appends as Parquet, a few MiB at a time, with the number of their rows."""
+    kept: list[Append] = []
+    size = 0
+    for append in appends:
+        kept.append(append)
+        size += sum(map(len, append.values))
+        if size >= FILE_BYTES_MAX:
+            yield _encode(kept)
+            kept, size = [], 0
+    if kept:
+        yield _encode(kept)
+
+
+def _encode(appends: list[Append]) -> tuple[int, bytes]:
+    numbers: list[int] = []
+    streams: list[str] = []
+    keys: list[str | None] = []
+    values: list[bytes] = []
+    for number, append in enumerate(appends):
+        count = len(append.values)
+        numbers += [number] * count
+        streams += [append.stream] * count
+        keys += [append.key] * count
+        values += append.values
+    table = pa.table([numbers, streams, keys, values], schema=_SCHEMA)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=["stream", "key"])
+    data: bytes = sink.getvalue().to_pybytes()
+    return len(numbers), data
+
+
+def decode_part(data: bytes) -> Iterator[Append]:
+    """The appends of a part, as they were cut."""
+    table = pq.read_table(pa.BufferReader(data), use_threads=False)
+    numbers: list[int] = table.column("append").to_pylist()
+    streams: list[str] = table.column("stream").to_pylist()
+    keys: list[str | None] = table.column("key").to_pylist()
+    values: list[bytes] = table.column("value").to_pylist()
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[start]:
+            yield Append(streams[start], keys[start], values[start:at])
+            start = at
+
+
+def part_of(partition: int, rows: int, data: bytes) -> Part:
+    return Part(partition=partition, rows=rows, sha256=hashlib.sha256(data).hexdigest(), inline=data)
+
+
+class Staging:
+    """One staging location, as blocking calls. Made where it is needed; never pickled."""
+
+    def __init__(self, url: str) -> None:
+        self._runner = asyncio.Runner()
+        self._objects: Objects = open_objects(url)
+        self._lock = Lock()
+
+    def close(self) -> None:
+        self._runner.run(self._objects.close())
+        self._runner.close()
+
+    def put(self, query: str, batch: int, part: Part) -> Part:
+        """Writes the rows of a part to a file of its own."""
+        assert part.inline is not None
+        name = f"{part.partition:06}-{secrets.token_hex(8)}.parquet"
+        self._runner.run(self._objects.create(_folder(query, batch) + name, part.inline))
+        return msgspec.structs.replace(part, file=name, inline=None)
+
+    def rows(self, commit: Commit, part: Part) -> bytes:
+        if part.inline is not None:
+            return part.inline
+        key = _folder(commit.query, commit.batch) + str(part.file)
+        with self._lock:  # several partitions are sent at once
+            data, _ = self._runner.run(self._objects.get(key))
+        if hashlib.sha256(data).hexdigest() != part.sha256:
+            raise SinkError(f"{key} is not what was staged; nothing of it was sent")
+        return data
+
+    def settle(self, commit: Commit) -> tuple[Commit, bool]:
+        """The content of the batch: what is given, unless it has one already; and whether it is new."""
+        settled = commit
+        if sum(len(part.inline or b"") for part in commit.parts) > COMMIT_BYTES_MAX:
+            parts = [
+                part if part.inline is None else self.put(commit.query, commit.batch, part)
+                for part in commit.parts
+            ]
+            settled = msgspec.structs.replace(commit, parts=parts)
+        key = _commit_key(commit.query, commit.batch)
+        try:
+            self._runner.run(self._objects.create(key, msgspec.json.encode(settled)))
+        except ObjectExistsError:
+            data, _ = self._runner.run(self._objects.get(key))
+            return msgspec.json.decode(data, type=Commit), False
+        return settled, True
+
+    def forget(self, query: str, batch: int) -> None:
+        """Takes a commit back of which nothing was accepted."""
+        self._runner.run(self._objects.delete([_commit_key(query, batch)]))
+
+    def discard(self, query: str, batch: int, names: Sequence[str]) -> None:
+        self._runner.run(self._objects.delete([_folder(query, batch) + name for name in names]))
+
+    def sweep(self, query: str, batch: int) -> None:
+        """Removes the batch before the last: nobody will run it again."""
+        old = batch - KEPT_BATCHES
+        if old < 0:
+            return
+        folder = _folder(query, old)
+        listed = self._runner.run(self._objects.list_after(folder))
+        self._runner.run(self._objects.delete([info.key for info in listed]))
+
+
+def _folder(query: str, batch: int) -> str:
+    return f"{query}/{batch:020}/"
+
+
+def _commit_key(query: str, batch: int) -> str:
+    return _folder(query, batch) + "COMMIT.json"

@@ -1,0 +1,210 @@
+"""The sink below Spark, on a real server that a proxy cuts off at every single request."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from support.cutting_proxy import CuttingProxy, Direction
+from support.server import ServerProcess
+from support.wire import fresh
+from tailrace.client import Client, ClientError
+from tailrace.spark.sink import Committer, PartitionWriter
+from tailrace.spark.sink_options import WriteOptions, write_options
+from tailrace.spark.sink_rows import SinkError
+
+METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ")
+Rows = Sequence[tuple[str | None, str]]
+
+
+def run_batch(options: WriteOptions, query: str, batch: int, partitions: Sequence[Rows]) -> None:
+    """What Spark does with one micro-batch: all tasks, then the commit."""
+    messages = [
+        PartitionWriter(options, query, batch, number).write(
+            iter([pa.record_batch({"key": [key for key, _ in rows], "value": [value for _, value in rows]})])
+        )
+        for number, rows in enumerate(partitions)
+        if rows
+    ]
+    Committer(options).commit(list(messages), batch)
+
+
+def contents(server: ServerProcess, stream: str) -> list[str]:
+    with Client(server.base_url) as client:
+        return [json.dumps(entry) for entry in client.stream(stream).entries()]
+
+
+def table(batch: int, bulk: int = 0) -> list[list[tuple[str | None, str]]]:
+    """Rows of one batch, in partitions: some with keys, some not."""
+    generator = random.Random(batch)
+    filling = "".join(generator.choices("abcdefghijklmnop", k=bulk))
+    return [
+        [
+            ([None, "a", "b"][number % 3] if part else None, json.dumps(f"{batch}-{part}-{number}{filling}"))
+            for number in range(6)
+        ]
+        for part in range(2)
+    ]
+
+
+class CutAt:
+    """Cuts the n-th request before the server sees it, or the answer to it."""
+
+    def __init__(self, number: int, direction: Direction) -> None:
+        self._number = number
+        self._direction = direction
+        self._seen = 0
+
+    def __call__(self, direction: Direction, piece: bytes) -> bool:
+        if direction == "request" and piece.startswith(METHODS):
+            self._seen += 1
+        return direction == self._direction and self._seen == self._number and self._once()
+
+    def _once(self) -> bool:
+        self._number = 0
+        return True
+
+    @property
+    def passed(self) -> int:
+        return self._seen
+
+
+def drive(
+    server: ServerProcess, tmp_path: Path, number: int, direction: Direction, delivery: str, bulk: int = 0
+) -> tuple[list[str], list[str], int]:
+    """Two batches through a proxy that cuts once; what was written, what is there, requests in all."""
+    stream, query = fresh("sink"), f"q{number}{direction}{delivery}"
+    cut = CutAt(number, direction)
+    written: list[str] = []
+    with CuttingProxy(server.port, cut) as proxy:
+        options = write_options(
+            {
+                "endpoint": proxy.base_url,
+                "stream": stream,
+                "delivery": delivery,
+                "batchRows": "3",
+                "retries": "0",
+                "requestTimeout": "20",
+                "stagingLocation": str(tmp_path / "staging"),
+            },
+            streaming=True,
+        )
+        for batch in range(2):
+            partitions: list[Rows] = [*table(batch, bulk)]
+            written += [value for part in partitions for _, value in part]
+            for attempt in range(4):
+                try:
+                    run_batch(options, query, batch, partitions)
+                    break
+                except (ClientError, SinkError):
+                    assert attempt < 3
+                    if delivery == "staged":
+                        # Another run of the batch: other partitions, another order.
+                        rows = [row for part in partitions for row in part]
+                        random.Random(number).shuffle(rows)
+                        partitions = [rows[:2], rows[2:5], rows[5:]]
+    return written, contents(server, stream), cut.passed
+
+
+@pytest.mark.parametrize("direction", ["request", "answer"])
+@pytest.mark.parametrize("delivery", ["staged", "direct"])
+def test_p13_each_row_once_whichever_request_fails(
+    server: ServerProcess, tmp_path: Path, delivery: str, direction: Direction
+) -> None:
+    _, _, total = drive(server, tmp_path / "none", 0, direction, delivery)
+    assert total > 10
+    for number in range(1, total + 1):
+        written, found, _ = drive(server, tmp_path / str(number), number, direction, delivery)
+        assert sorted(found) == sorted(written), f"request {number}"
+        for batch in range(2):
+            # Without keys, the rows of a partition stay in order.
+            plain = [value for value in found if value.startswith(f'"{batch}-0-')]
+            assert delivery == "staged" or plain == sorted(plain)
+
+
+def test_p13_rows_in_files(server: ServerProcess, tmp_path: Path) -> None:
+    """Rows that are too many to be handed over lie in files, until their batch is safely past."""
+    for number in (0, 6, 9):
+        written, found, _ = drive(server, tmp_path / str(number), number, "answer", "staged", bulk=400_000)
+        assert sorted(found) == sorted(written)
+
+
+def test_p13_what_was_committed_once_is_sent_again_as_it_was(server: ServerProcess, tmp_path: Path) -> None:
+    """A repeated batch with quite other rows, as a query with random numbers has them."""
+    stream = fresh("sink")
+    options = write_options(
+        {"endpoint": server.base_url, "stream": stream, "stagingLocation": str(tmp_path)}, streaming=True
+    )
+    run_batch(options, "q", 0, [[(None, '"first"')], [(None, '"second"')]])
+    run_batch(options, "q", 0, [[(None, '"other"')], [(None, '"rows"')], [(None, '"altogether"')]])
+    assert sorted(contents(server, stream)) == ['"first"', '"second"']
+
+
+def test_a_second_run_of_the_query_is_told(server: ServerProcess, tmp_path: Path) -> None:
+    stream = fresh("sink")
+    given = {"endpoint": server.base_url, "stream": stream, "delivery": "direct"}
+    options = write_options(given, streaming=True)
+    run_batch(options, "q", 5, [[(None, "1")]])
+    with pytest.raises(SinkError, match="another run of the same query"):
+        run_batch(options, "q", 4, [[(None, "2")]])
+    assert contents(server, stream) == ["1"]
+
+
+def test_a_refused_batch_may_be_corrected(server: ServerProcess, tmp_path: Path) -> None:
+    """Nothing of it was stored, so what it was to contain is not fixed for ever."""
+    stream = fresh("sink")
+    with Client(server.base_url) as client:
+        client.stream(stream, content_type="application/json").create()
+        from support.wire import Wire
+
+        http = Wire(server.port)
+        schema = json.dumps({"schema": {"type": "integer"}})
+        assert http.post(f"{stream}/_schema", "application/json", schema).status == 200
+        http.close()
+    options = write_options(
+        {"endpoint": server.base_url, "stream": stream, "stagingLocation": str(tmp_path)}, streaming=True
+    )
+    with pytest.raises(SinkError, match="not of type"):
+        run_batch(options, "q", 0, [[(None, '"text"')]])
+    run_batch(options, "q", 0, [[(None, "7")]])
+    assert contents(server, stream) == ["7"]
+
+
+def test_streams_that_cannot_be_written(server: ServerProcess, tmp_path: Path) -> None:
+    stream = fresh("sink")
+    given = {"endpoint": server.base_url, "stream": stream, "delivery": "direct", "createStream": "false"}
+    with pytest.raises(SinkError, match="createStream is false"):
+        run_batch(write_options(given, streaming=True), "q", 0, [[(None, "1")]])
+    with Client(server.base_url) as client:
+        client.stream(stream, content_type="text/plain").create(closed=True, body=b"x")
+    with pytest.raises(SinkError, match="is closed"):
+        run_batch(write_options(given, streaming=True), "q", 0, [[(None, "1")]])
+
+
+def test_each_row_of_bytes_is_an_entry(server: ServerProcess, tmp_path: Path) -> None:
+    stream = fresh("sink")
+    options = write_options(
+        {"endpoint": server.base_url, "stream": stream, "contentType": "text/plain", "producerId": "once"},
+        streaming=False,
+    )
+    for _ in range(2):  # the second time has no effect
+        run_batch(options, "once", 0, [[(None, "a"), ("k", "b"), (None, "c")]])
+    from support.spark_rows import served
+
+    rows = served(server, stream)
+    assert [(row["payload"], row["key"]) for row in rows] == [(b"a", None), (b"c", None), (b"b", b"k")]
+
+
+def test_staging_of_old_batches_goes(server: ServerProcess, tmp_path: Path) -> None:
+    options = write_options(
+        {"endpoint": server.base_url, "stream": fresh("sink"), "stagingLocation": str(tmp_path)},
+        streaming=True,
+    )
+    for batch in range(4):
+        run_batch(options, "q", batch, table(batch, 400_000))
+    assert sorted(int(path.name) for path in (tmp_path / "q").iterdir()) == [2, 3]
