@@ -123,7 +123,8 @@ class Split:
         addresses = [address for _, address in found]
         entries = cast("list[int]", self.searcher.fast_field_values("_entry", addresses))
         lengths = self.searcher.fast_field_values(f"_length_{place}", addresses)
-        return {entry: int(length) for entry, length in zip(entries, lengths, strict=True) if length is not None}
+        pairs = zip(entries, lengths, strict=True)
+        return {entry: int(length) for entry, length in pairs if length is not None}
 
 
 class Oracle:

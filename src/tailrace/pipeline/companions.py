@@ -108,7 +108,7 @@ class CompanionJob:
         except OtherVersionError:
             raise
         except Exception as error:
-            if not self._alive():
+            if not is_alive(self._spark):
                 raise
             left = list(waiting.values())
             logger.warning("%d of %d segments were not built: %s", len(left), len(works), _told(error))
@@ -153,13 +153,14 @@ class CompanionJob:
             WRITER,
         )
 
-    def _alive(self) -> bool:
-        """Whether Spark still is; without it there is nothing to try again with."""
-        try:
-            self._spark.range(1).collect()
-        except Exception:  # noqa: BLE001 - whatever it says, it is gone
-            return False
-        return True
+
+def is_alive(spark: SparkSession) -> bool:
+    """Whether Spark still is; without it there is nothing to try again with."""
+    try:
+        spark.range(1).collect()
+    except Exception:  # noqa: BLE001 - whatever it says, it is gone
+        return False
+    return True
 
 
 def _outcomes(rows: Iterator[Any], works: Sequence[SegmentWork]) -> Iterator[Outcome]:

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from tailrace.pipeline.companions import CompanionJob, SegmentWork, segment_works
+from tailrace.pipeline.companions import CompanionJob, SegmentWork, is_alive, segment_works
 from tailrace.pipeline.kernels.segment import MEMORY_BYTES
-from tailrace.pipeline.model import CompanionsWork, PlanAnswer, Running, StreamPlan
+from tailrace.pipeline.merge import MergeJob
+from tailrace.pipeline.model import CompanionsWork, MergeWork, PlanAnswer, Running, StreamPlan
 from tailrace.pipeline.owner import Owner
-from tailrace.pipeline.publisher import Publisher
+from tailrace.pipeline.publisher import Publisher, send
 from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
 from tailrace.pipeline.status import Heartbeats, Status, now
 
@@ -31,6 +32,7 @@ JOBS: Final = ("companions", "merge", "compact")
 PAUSE_S_FIRST: Final = 0.5
 PAUSE_S_MAX: Final = 300.0
 TRIES_MAX: Final = 4  # of one piece of work by `--once`
+MERGES_MAX: Final = 16  # between two looks at the plan: segments come first
 
 
 class Options(NamedTuple):
@@ -139,6 +141,10 @@ class Pipeline:
         raw_bytes = 0
         for stream in answer.streams:
             for work in stream.work:
+                if isinstance(work, MergeWork):
+                    if len(batch.merges) < MERGES_MAX and self._tries.may(_named(work), stream.plan.hash):
+                        batch.merges.append((stream, work))
+                    continue
                 if not isinstance(work, CompanionsWork):
                     continue
                 for one in segment_works(stream, work.segments):
@@ -152,8 +158,11 @@ class Pipeline:
 
     def _work(self, store: str, batch: Batch) -> None:
         spark = self._session()
+        store = self._options.store or store
         if batch.segments:
-            self._companions(spark, self._options.store or store, batch.segments)
+            self._companions(spark, store, batch.segments)
+        if batch.merges and not self._stopping.is_set():
+            self._merge(spark, store, batch.merges)
         self._progress.done(self.status)
 
     def _companions(self, spark: SparkSession, store: str, works: list[SegmentWork]) -> None:
@@ -172,6 +181,25 @@ class Pipeline:
         for outcome in job.run(works):
             publisher.add(outcome)
         publisher.flush()
+
+    def _merge(self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeWork]]) -> None:
+        self._progress.batch("merge", len(merges))
+        job = MergeJob(spark, store)
+        for stream, work in merges:
+            if self._stopping.is_set():
+                return
+            self.status.to("running", [Running("merge", stream.stream, len(work.inputs), now())])
+            self._tries.tried(_named(work), stream.plan.hash)
+            try:
+                publication = job.run(stream, work)
+            except Exception as error:
+                # Inputs that are gone, or a worker that died: the plan says whether it is still wanted.
+                if not is_alive(spark):
+                    raise
+                logger.warning("a merge of %s was not built: %s", work.family, type(error).__name__)
+                self.status.failed(f"merge: {type(error).__name__}")
+            else:
+                send(self._owner, self.status, publication)
 
     def _session(self) -> SparkSession:
         """Started when there is something to do: a stream without work never costs a JVM."""
@@ -192,11 +220,15 @@ class Pipeline:
 
 class Batch(NamedTuple):
     segments: list[SegmentWork]
-    merges: list[tuple[StreamPlan, object]]
+    merges: list[tuple[StreamPlan, MergeWork]]
 
     @property
     def empty(self) -> bool:
         return not self.segments and not self.merges
+
+
+def _named(work: MergeWork) -> str:
+    return f"{work.family} {work.level} {work.first} {work.last}"
 
 
 class Tries:

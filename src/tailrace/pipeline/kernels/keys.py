@@ -50,6 +50,11 @@ LEXICON_SCHEMA: Final = pa.schema(
         pa.field(LAST_ENTRY, INT64, nullable=False),
     ]
 )
+INDEX_PACKED: Final = (
+    *(KEY_HASH, FIRST_ENTRY, LAST_ENTRY, ENTRY_COUNT),
+    *(f"{SPAN_FIRSTS}.list.element", f"{SPAN_LASTS}.list.element"),
+)
+LEXICON_PACKED: Final = (FIRST_ENTRY, LAST_ENTRY)
 
 
 class KeysBuilder:
@@ -119,17 +124,16 @@ class KeysBuilder:
 
 def write_index(table: Any, facts: dict[str, str]) -> bytes:
     """A run of keys as a file; the rows are in order."""
-    integers = [KEY_HASH, FIRST_ENTRY, LAST_ENTRY, ENTRY_COUNT]
-    packed = [*integers, f"{SPAN_FIRSTS}.list.element", f"{SPAN_LASTS}.list.element"]
-    bloom_values = min(table.num_rows, GROUP_ROWS)
-    with CompanionWriter(INDEX_SCHEMA, facts, packed=packed, bloom=KEY, bloom_values=bloom_values) as writer:
+    with CompanionWriter(
+        INDEX_SCHEMA, facts, packed=INDEX_PACKED, bloom=KEY, bloom_values=min(table.num_rows, GROUP_ROWS)
+    ) as writer:
         for at in range(0, table.num_rows, GROUP_ROWS):
             writer.write(table.slice(at, GROUP_ROWS))
         return writer.finish()
 
 
 def write_lexicon(table: Any, facts: dict[str, str]) -> bytes:
-    with CompanionWriter(LEXICON_SCHEMA, facts, packed=[FIRST_ENTRY, LAST_ENTRY]) as writer:
+    with CompanionWriter(LEXICON_SCHEMA, facts, packed=LEXICON_PACKED) as writer:
         for at in range(0, table.num_rows, GROUP_ROWS):
             writer.write(table.slice(at, GROUP_ROWS))
         return writer.finish()

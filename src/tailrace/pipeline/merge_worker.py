@@ -1,0 +1,182 @@
+"""What a merge does in Python workers: read companions from any store, write the one that replaces them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from tailrace.pipeline.failpoints import reached
+from tailrace.pipeline.kernels import agg, exact, keys, splits
+from tailrace.pipeline.kernels.arrays import pa, pq
+from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
+from tailrace.pipeline.kernels.segment import check_built
+from tailrace.pipeline.worker import stores
+from tailrace.query.family_format import (
+    AGG,
+    EXACT,
+    FACT_ROWS,
+    FTS,
+    ROUTING_KEY_INDEX,
+    ROUTING_KEY_LEXICON,
+    companion_name,
+)
+from tailrace.store.segments import stream_prefix
+
+FILE_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string, stats string"
+FILE: Final = pa.schema(
+    [
+        pa.field("object", pa.string()),
+        pa.field("rows", pa.int64()),
+        pa.field("bytes", pa.int64()),
+        pa.field("sha256", pa.string()),
+        pa.field("stats", pa.string()),
+    ]
+)
+READ_ROWS: Final = 1024
+_FOOTER_GUESS: Final = 64 << 10
+
+
+class MergeOrder(NamedTuple):
+    """One merge: which companions become one."""
+
+    family: str
+    store: str
+    stream_id: str
+    first: int
+    last: int
+    plan_hash: str
+    inputs: tuple[str, ...]
+
+
+def read_companions(batches: Iterator[Any]) -> Iterator[Any]:
+    """For `mapInArrow`: rows of Parquet companions, wherever they lie, a few at a time."""
+    for batch in batches:
+        for row in batch.to_pylist():
+            raw = stores().get(row["store"], row["object"])
+            file = pq.ParquetFile(pa.BufferReader(raw))
+            for found in file.iter_batches(batch_size=READ_ROWS, use_threads=False):
+                yield pa.RecordBatch.from_arrays(found.columns, names=found.schema.names)
+
+
+class WriteRun(NamedTuple):
+    """For `mapInArrow`: sorted rows of one partition in, one row about the written companion out."""
+
+    order: MergeOrder
+
+    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
+        covers = _covers(self.order, sum(_rows_in(self.order.store, key) for key in self.order.inputs))
+        tables = (pa.Table.from_batches([batch]) for batch in batches)
+        built = _written(self.order.family, tables, covers)
+        check_built(built)
+        yield _put(self.order, built)
+
+
+class MergeSplits(NamedTuple):
+    """For `mapInArrow` over one row: text splits are no tables, and are merged by their own library."""
+
+    order: MergeOrder
+
+    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            data = [stores().get(self.order.store, key) for key in self.order.inputs]
+            covers = _covers(self.order, sum(map(splits.rows_in, data)))
+            directory = Path(tempfile.mkdtemp(prefix="tailrace-merge-"))
+            try:
+                built = splits.merge_splits(data, covers, directory)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+            yield _put(self.order, built)
+
+
+def _covers(order: MergeOrder, rows: int) -> Range:
+    return Range(order.stream_id, order.first, order.last, rows, order.plan_hash)
+
+
+def _rows_in(store: str, key: str) -> int:
+    """How many entries a companion speaks for, from its footer."""
+    metadata = pq.ParquetFile(pa.BufferReader(stores().tail(store, key, _FOOTER_GUESS))).metadata
+    return int(metadata.metadata[FACT_ROWS.encode()])
+
+
+def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
+    facts = facts_of(family, covers)
+    if family == EXACT:
+        rows = (_exact_row(row) for table in tables for row in table.to_pylist())
+        data = exact.write_exact(exact.tables_of(rows), facts)
+        return Built(family, data, covers.rows, {})
+    schema, repeated, packed, bloom, size = _SHAPES[family]
+    with CompanionWriter(
+        schema, facts, repeated=repeated, packed=packed, bloom=bloom, bloom_values=size if bloom else 0
+    ) as writer:
+        for table in _cut(tables, schema, size):
+            writer.write(table)
+        data = writer.finish()
+    name = "groups" if family == AGG else "keys"
+    return Built(family, data, covers.rows, {name: writer.rows})
+
+
+def _exact_row(row: dict[str, Any]) -> exact.Row:
+    return row["field"], row["value"], row["entries"]
+
+
+def _cut(tables: Iterable[Any], schema: Any, size: int) -> Iterator[Any]:
+    """Rows as they come, in row groups of one size."""
+    held: list[Any] = []
+    rows = 0
+    for table in tables:
+        table = _plain(table, schema)
+        at = 0
+        while at < table.num_rows:
+            piece = table.slice(at, size - rows)
+            held.append(piece)
+            rows += piece.num_rows
+            at += piece.num_rows
+            if rows == size:
+                yield pa.concat_tables(held).combine_chunks()
+                held, rows = [], 0
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _plain(table: Any, schema: Any) -> Any:
+    """Columns of Spark under our own schema, which knows what is never null."""
+    columns = [table.column(field.name).combine_chunks() for field in schema]
+    arrays = [
+        pa.array(column.to_pylist(), field.type)
+        if pa.types.is_nested(field.type)
+        else column.cast(field.type)
+        for column, field in zip(columns, schema, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _put(order: MergeOrder, built: Built) -> Any:
+    sha256 = hashlib.sha256(built.data).hexdigest()
+    name = companion_name(order.plan_hash, order.family, order.first, order.last, sha256)
+    key = stream_prefix(order.stream_id) + name
+    reached("after_write", "worker")
+    stores().put(order.store, key, built.data)
+    reached("after_put", "worker")
+    row: dict[str, object] = {
+        "object": key,
+        "rows": built.rows,
+        "bytes": len(built.data),
+        "sha256": sha256,
+        "stats": msgspec.json.encode(built.stats).decode(),
+    }
+    return pa.RecordBatch.from_pylist([row], schema=FILE)
+
+
+# Schema, columns with a dictionary, packed columns, column with a filter, rows of a row group.
+_SHAPES: Final[dict[str, tuple[Any, Sequence[str], Sequence[str], str | None, int]]] = {
+    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, (), keys.INDEX_PACKED, keys.KEY, keys.GROUP_ROWS),
+    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, (), keys.LEXICON_PACKED, None, keys.GROUP_ROWS),
+    AGG: (agg.SCHEMA, agg.REPEATED, agg.PACKED, None, agg.GROUP_ROWS),
+}
+MERGED: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, AGG, FTS)

@@ -1,0 +1,1 @@
+"""Transforms over companions: pure, DataFrame to DataFrame, one concept in each module."""
