@@ -23,6 +23,8 @@ For example:
     tailrace read orders --offset 00000000000000000002000000
 
     tailrace read orders --key customer-7 --json
+
+    tailrace read orders --since 2026-01-31T12:00:00Z --filter 'status:>=500 -has:retry'
 """
 
 command = App(name="read", help=_HELP, help_format="markdown")
@@ -38,10 +40,13 @@ def read(
     since: Annotated[
         str | None, Parameter(help="Only entries appended at this time or later (RFC 3339).")
     ] = None,
+    matching: Annotated[
+        str | None, Parameter(name="--filter", help="Only entries that match, for example 'status:>=500'.")
+    ] = None,
     session: Session = DEFAULT,
 ) -> None:
     with connect(session) as client:
-        for page in client.stream(name).pages(offset, key=key, since=since):
+        for page in client.stream(name).pages(offset, key=key, since=since, filter=matching):
             show(page, as_json=session.json)
     flush()
 

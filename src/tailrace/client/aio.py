@@ -197,25 +197,24 @@ class AsyncStream(StreamHandle[AsyncPort]):
         )
         return AsyncStream(self._port, await self._port.run(steps))
 
-    async def read(
-        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
-    ) -> Page:
-        """One page from the offset on; from the start without one."""
-        return await self._port.run(self._operations.read(offset=offset, key=key, since=since))
+    async def read(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Page:
+        """One page from the offset on; from the start without one.
 
-    async def pages(
-        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
-    ) -> AsyncIterator[Page]:
+        `key` gives entries with a routing key, `since` those of a time or later, `filter` those that match.
+        """
+        return await self._port.run(self._operations.read(offset=offset, **narrow))
+
+    async def pages(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> AsyncIterator[Page]:
         """The pages with content up to the tail."""
-        pager = Pager(self._operations, offset=offset, key=key, since=since)
+        pager = Pager(self._operations, offset=offset, narrow=narrow)
         while (page := await self._port.run(pager.advance())) is not None:
             yield page
 
     async def entries(
-        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
+        self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]
     ) -> AsyncIterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
-        async for page in self.pages(offset, key=key, since=since):
+        async for page in self.pages(offset, **narrow):
             for entry in page.entries:
                 yield entry
 
@@ -224,21 +223,20 @@ class AsyncStream(StreamHandle[AsyncPort]):
         offset: str = "-1",
         *,
         mode: Mode = "long-poll",
-        key: str | None = None,
-        since: wire.Time | None = None,
         give_up_s: float | None = None,
+        **narrow: Unpack[wire.Narrowing],
     ) -> AsyncFollow:
         """Pages as they come, for ever, or until the stream is closed.
 
         `offset` is `-1` (the start), `now`, or the `next_offset` of the last page that was processed. Broken
-        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page.
+        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page. A
+        `filter` needs the mode `long-poll`.
         """
         follower = Follower(
             self.name,
             offset=offset,
             mode=mode,
-            key=key,
-            since=since,
+            narrow=narrow,
             give_up_s=give_up_s,
             retries=self._operations.retries,
         )

@@ -45,14 +45,13 @@ class Follower:
         "_ever_answered",
         "_fresh",
         "_give_up_s",
-        "_key",
         "_mode",
         "_name",
+        "_narrow",
         "_open",
         "_parser",
         "_pending",
         "_retries",
-        "_since",
         "closed",
         "offset",
         "up_to_date",
@@ -65,19 +64,20 @@ class Follower:
         offset: str,
         mode: Mode,
         retries: Retries,
-        key: str | None = None,
-        since: wire.Time | None = None,
+        narrow: wire.Narrowing | None = None,
         give_up_s: float | None = None,
     ) -> None:
         if mode not in ("long-poll", "sse"):
             raise ValueError(f"mode is 'long-poll' or 'sse', not {mode!r}")
+        narrow = narrow or {}
+        if mode == "sse" and narrow.get("filter") is not None:
+            raise ValueError("a filter needs the mode 'long-poll'")
         self.offset: str = offset
         self.up_to_date = False
         self.closed = False
         self._name = name
         self._mode = mode
-        self._key = key
-        self._since = since
+        self._narrow = narrow
         self._retries = retries
         self._give_up_s = give_up_s
         self._backoff = Backoff(retries)
@@ -123,7 +123,7 @@ class Follower:
         self.offset = page.next_offset
         self.up_to_date = page.up_to_date
         self.closed = page.closed
-        self._since = None
+        self._narrow = wire.from_here(self._narrow)
         self._cursor = page.cursor or self._cursor
         if self._ever_answered:
             self._backoff.reset()
@@ -162,8 +162,8 @@ class Follower:
     def _catch_up(self) -> Steps[Page]:
         # Also the start of every live connection: it turns `now`, `-1` and `since` into a position that
         # survives a reconnect, and it tells the content type, which an event stream does not.
-        offset = None if self._since is not None else self.offset
-        answer = yield from send(wire.read(self._name, offset=offset, key=self._key, since=self._since))
+        offset = None if self._narrow.get("since") is not None else self.offset
+        answer = yield from send(wire.read(self._name, offset=offset, **self._narrow))
         wire.check(answer, 200)
         page = wire.parse_page(answer)
         self._content_type = page.content_type
@@ -175,10 +175,10 @@ class Follower:
             wire.read(
                 self._name,
                 offset=self.offset,
-                key=self._key,
                 live="long-poll",
                 cursor=self._cursor,
                 wait_s=SILENCE_S_MAX,
+                **wire.from_here(self._narrow),
             )
         )
         wire.check(answer, 200, 204)
@@ -205,10 +205,10 @@ class Follower:
             wire.read(
                 self._name,
                 offset=self.offset,
-                key=self._key,
                 live="sse",
                 cursor=self._cursor,
                 wait_s=SILENCE_S_MAX,
+                **wire.from_here(self._narrow),
             )
         )
         wire.check(answer, 200)

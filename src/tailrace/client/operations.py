@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from typing import Unpack
 
 from tailrace.client import encode, wire
 from tailrace.client.error import ClientError
@@ -182,10 +183,8 @@ class Operations:
         self.content_type = info.content_type
         return info.content_type
 
-    def read(
-        self, *, offset: str | None, key: str | None = None, since: wire.Time | None = None
-    ) -> Steps[Page]:
-        outcome = yield from self._exchange(wire.read(self.name, offset=offset, key=key, since=since))
+    def read(self, *, offset: str | None, **narrow: Unpack[wire.Narrowing]) -> Steps[Page]:
+        outcome = yield from self._exchange(wire.read(self.name, offset=offset, **narrow))
         wire.check(outcome.answer, 200)
         return wire.parse_page(outcome.answer)
 
@@ -193,28 +192,20 @@ class Operations:
 class Pager:
     """Pages from a position up to the tail, one `advance` each."""
 
-    __slots__ = ("_done", "_key", "_offset", "_operations", "_since")
+    __slots__ = ("_done", "_narrow", "_offset", "_operations")
 
-    def __init__(
-        self,
-        operations: Operations,
-        *,
-        offset: str | None,
-        key: str | None,
-        since: wire.Time | None,
-    ) -> None:
+    def __init__(self, operations: Operations, *, offset: str | None, narrow: wire.Narrowing) -> None:
         self._operations = operations
         self._offset = offset
-        self._key = key
-        self._since = since
+        self._narrow = narrow
         self._done = False
 
     def advance(self) -> Steps[Page | None]:
         """The next page, or None when the tail has been reached."""
         while not self._done:
-            page = yield from self._operations.read(offset=self._offset, key=self._key, since=self._since)
+            page = yield from self._operations.read(offset=self._offset, **self._narrow)
             self._offset = page.next_offset
-            self._since = None
+            self._narrow = wire.from_here(self._narrow)
             self._done = page.up_to_date
             if not page.is_empty:
                 return page

@@ -196,25 +196,22 @@ class Stream(StreamHandle[Port]):
         )
         return Stream(self._port, self._port.run(steps))
 
-    def read(
-        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
-    ) -> Page:
-        """One page from the offset on; from the start without one."""
-        return self._port.run(self._operations.read(offset=offset, key=key, since=since))
+    def read(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Page:
+        """One page from the offset on; from the start without one.
 
-    def pages(
-        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
-    ) -> Iterator[Page]:
+        `key` gives entries with a routing key, `since` those of a time or later, `filter` those that match.
+        """
+        return self._port.run(self._operations.read(offset=offset, **narrow))
+
+    def pages(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Iterator[Page]:
         """The pages with content up to the tail."""
-        pager = Pager(self._operations, offset=offset, key=key, since=since)
+        pager = Pager(self._operations, offset=offset, narrow=narrow)
         while (page := self._port.run(pager.advance())) is not None:
             yield page
 
-    def entries(
-        self, offset: str | None = None, *, key: str | None = None, since: wire.Time | None = None
-    ) -> Iterator[Any]:
+    def entries(self, offset: str | None = None, **narrow: Unpack[wire.Narrowing]) -> Iterator[Any]:
         """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
-        for page in self.pages(offset, key=key, since=since):
+        for page in self.pages(offset, **narrow):
             yield from page.entries
 
     def follow(
@@ -222,21 +219,20 @@ class Stream(StreamHandle[Port]):
         offset: str = "-1",
         *,
         mode: Mode = "long-poll",
-        key: str | None = None,
-        since: wire.Time | None = None,
         give_up_s: float | None = None,
+        **narrow: Unpack[wire.Narrowing],
     ) -> Follow:
         """Pages as they come, for ever, or until the stream is closed.
 
         `offset` is `-1` (the start), `now`, or the `next_offset` of the last page that was processed. Broken
-        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page.
+        connections are resumed; with `give_up_s` only for so long. Sends nothing before the first page. A
+        `filter` needs the mode `long-poll`.
         """
         follower = Follower(
             self.name,
             offset=offset,
             mode=mode,
-            key=key,
-            since=since,
+            narrow=narrow,
             give_up_s=give_up_s,
             retries=self._operations.retries,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict, Unpack
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -51,6 +51,14 @@ class Lifetime(TypedDict, total=False):
     expires_at: datetime | str | None
     retention: timedelta | int | str | None
     retention_bytes: int | None
+
+
+class Narrowing(TypedDict, total=False):
+    """Which entries a read gives: options of `read`, `pages`, `entries` and `follow`."""
+
+    key: str | None
+    since: Time | None
+    filter: str | None
 
 
 class Producing(msgspec.Struct, frozen=True):
@@ -184,25 +192,30 @@ def read(
     name: str,
     *,
     offset: str | None,
-    key: str | None = None,
-    since: Time | None = None,
     live: str | None = None,
     cursor: str | None = None,
     wait_s: float = 0.0,
+    **narrow: Unpack[Narrowing],
 ) -> Request:
     parameters: list[tuple[str, str]] = []
     if offset is not None:
         parameters.append(("offset", offset))
-    if (since_text := time_text(since)) is not None:
+    if (since_text := time_text(narrow.get("since"))) is not None:
         parameters.append(("since", since_text))
-    if key is not None:
-        parameters.append(("key", key))
+    for name_of, value in (("key", narrow.get("key")), ("filter", narrow.get("filter"))):
+        if value is not None:
+            parameters.append((name_of, value))
     if live is not None:
         parameters.append(("live", live))
     if cursor is not None:
         parameters.append(("cursor", cursor))
     query = f"?{urlencode(parameters, quote_via=quote)}" if parameters else ""
     return Request(method="GET", path=stream_path(name) + query, wait_s=wait_s)
+
+
+def from_here(narrow: Narrowing) -> Narrowing:
+    """What still narrows the reads that go on from a position: a time has led to it, and no longer counts."""
+    return {"key": narrow.get("key"), "filter": narrow.get("filter")}
 
 
 def list_streams(*, prefix: str, after: str, limit: int, system: bool) -> Request:
