@@ -22,10 +22,10 @@ from tailrace.query.bind import (
     Words,
 )
 from tailrace.query.chunk_score import add_statistics, chunk_scores, heavy_rows
-from tailrace.query.column import Column, occurrences
+from tailrace.query.column import Column
 from tailrace.query.column_build import column_from, column_of, joined
 from tailrace.query.members import column_of_raw
-from tailrace.query.packed import WordTerms, bits_of, rows_of
+from tailrace.query.packed import WordTerms, rows_of
 from tailrace.query.score import Scorer, Statistics
 from tailrace.query.values import Value
 from tailrace.query.view import Decoder, Row
@@ -131,8 +131,8 @@ class Chunk:
                 return column.with_ranks(column.terms.range_of(comparison, bound))
             case Words():
                 return self._words(query)
-            case Phrase():
-                return self._phrase(query)
+            case Phrase(field, tokens):
+                return self.columns[field].phrase(tokens).rows
 
     def _words(self, query: Words) -> int:
         column = self.columns[query.field]
@@ -146,17 +146,6 @@ class Chunk:
             ):
                 found &= ~(1 << row)
         return found
-
-    def _phrase(self, query: Phrase) -> int:
-        column = self.columns[query.field]
-        ranks = [column.terms.find(token) for token in query.tokens]
-        if -1 in ranks:
-            return 0
-        found = self._with_all(column, [range(rank, rank + 1) for rank in ranks])
-        if len(ranks) == 1:
-            return found
-        rows = (row for row in rows_of(found) if occurrences(column, row, ranks))
-        return bits_of(rows, self.count)
 
     def _with_all(self, column: Column, wanted: Sequence[range]) -> int:
         found = self.all_rows

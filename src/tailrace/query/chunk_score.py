@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Equals, Phrase, StartsWith, Words
-from tailrace.query.column import occurrences
-from tailrace.query.packed import rows_of
+from tailrace.query.packed import bits_of, rows_of
 from tailrace.query.score import Group, Matched, Scorer, Statistics, Target
 from tailrace.query.sort import has_text
 
@@ -66,7 +65,7 @@ def _matched(chunk: Chunk, clause: Target, row: int, boosts: Mapping[str, float]
     column = chunk.columns[clause.field]
     ranks = [column.terms.find(token) for token in clause.tokens]
     if isinstance(clause, Phrase):
-        frequencies = (occurrences(column, row, ranks),)
+        frequencies = (column.phrase(clause.tokens).more.get(row, 1),)
     else:
         frequencies = tuple(map(column.ranks_of(row).count, ranks))
     return Matched(clause, frequencies, column.length_of(row))
@@ -110,10 +109,9 @@ def _weights(chunk: Chunk, clause: Target, rows: int, scorer: Scorer) -> dict[in
         return {}
     column = chunk.columns[clause.field]
     if isinstance(clause, Phrase):
-        ranks = [column.terms.find(token) for token in clause.tokens]
+        often = column.phrase(clause.tokens).more
         return {
-            row: scorer.weigh(clause, (occurrences(column, row, ranks),), column.length_of(row))
-            for row in rows_of(rows)
+            row: scorer.weigh(clause, (often.get(row, 1),), column.length_of(row)) for row in rows_of(rows)
         }
     if not isinstance(clause, Words) or clause.prefix:
         return dict.fromkeys(rows_of(rows), scorer.boost(clause.field))
@@ -141,7 +139,7 @@ def heavy_rows(chunk: Chunk, query: Bound, rows: int, scorer: Scorer, least: flo
             for target in targets:
                 heavy |= _heavy(chunk, target, rows & chunk.match(target), scorer, least)
             return heavy
-        case Words():
+        case Words() | Phrase():
             return _heavy(chunk, query, rows, scorer, least)
         case _:
             return rows
@@ -149,15 +147,19 @@ def heavy_rows(chunk: Chunk, query: Bound, rows: int, scorer: Scorer, least: flo
 
 def _heavy(chunk: Chunk, clause: Target, rows: int, scorer: Scorer, least: float) -> int:
     """Rows that match one clause and may weigh so much."""
-    if isinstance(clause, Phrase) or not rows:
-        return rows
-    if not isinstance(clause, Words) or clause.prefix:
+    if not rows:
+        return 0
+    if isinstance(clause, Equals | StartsWith) or (isinstance(clause, Words) and clause.prefix):
         return rows if scorer.boost(clause.field) >= least else 0
     column = chunk.columns[clause.field]
-    known = column.by_weight(column.terms.find(clause.tokens[0]), rows) if len(clause.tokens) == 1 else None
-    if known is None:
+    by_length = column.by_length(rows)
+    if by_length is None or (isinstance(clause, Words) and len(clause.tokens) > 1):
         return rows
-    by_length, heavy = known
+    if len(clause.tokens) == 1:
+        heavy = rows & column.repeating(column.terms.find(clause.tokens[0]))
+    else:
+        heavy = rows & bits_of(column.phrase(clause.tokens).more, chunk.count)
+    # The others have it once.
     for length, found in by_length.items():
         if scorer.weigh(clause, (1,), length) >= least:
             heavy |= found

@@ -5,6 +5,7 @@ Everything here is computing and runs on a thread of the search; never two steps
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -179,7 +180,7 @@ class Collector:
         request = self.request
         light = request.sort[0].kind == "score" and request.sort[0].descending
         if light and self.top.full:
-            rows = source.heavy(request.query, rows, self._scorer, self.top.hits[-1].score)
+            rows = self._heavy(source, rows)
         # The newest first: among equals they come first in most orders.
         for row, score in reversed(source.scores(request.query, rows, self._scorer).items()):
             worst = self.top.worst
@@ -187,6 +188,16 @@ class Collector:
                 continue  # too light, whatever else it has
             values = self._sort_values(source, row, score)
             self._offer(Hit(source.entries[row], score, values, [], source, row))
+
+    def _heavy(self, source: Indexed, rows: int) -> int:
+        """The rows that can get among the best by their weight, and those of equal weight by the next key."""
+        query, worst = self.request.query, self.top.hits[-1]
+        rows = source.heavy(query, rows, self._scorer, worst.score)
+        if not rows:
+            return 0
+        heavier = source.heavy(query, rows, self._scorer, math.nextafter(worst.score, math.inf))
+        equal = rows & ~heavier
+        return heavier | (self._hopeful_by(1, source, equal) if equal else 0)
 
     def _behind(self, values: list[SortValue]) -> bool:
         """Whether a row in the order of offsets comes behind all that is kept: then all others do."""
@@ -205,10 +216,12 @@ class Collector:
         return values
 
     def _hopeful(self, source: Indexed, rows: int) -> int:
-        """The rows that can get among the best, by the first sort key alone. A missing value is greatest."""
-        if not self.top.full:
-            return rows
-        key, worst = self.request.sort[0], self.top.hits[-1].values[0]
+        """The rows that can get among the best, by the first sort key alone."""
+        return self._hopeful_by(0, source, rows) if self.top.full else rows
+
+    def _hopeful_by(self, place: int, source: Indexed, rows: int) -> int:
+        """As `_hopeful`, by a key of which those before it are equal. A missing value is greatest."""
+        key, worst = self.request.sort[place], self.top.hits[-1].values[place]
         if key.kind == "score" or worst is None:
             return rows & source.missing(key.name) if worst is None and key.descending else rows
         if key.kind == "offset":

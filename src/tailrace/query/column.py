@@ -8,16 +8,27 @@ tokens, and a break stands between two values, so that the column holds position
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailrace.query.inverted import Lists, invert, invert_single, owners_of
 from tailrace.query.packed import NumberTerms, Terms, WordTerms, bits_of, bits_where, pack, size_of
 from tailrace.query.values import Value
 from tailrace.schema.search_fields import Field
 
-_OVERHEAD_BYTES = 400  # of a column's objects
+_OVERHEAD_BYTES = 500  # of a column's objects
 _ASKED_MAX = 8
+
+
+class Occurrences(NamedTuple):
+    """The rows that have a phrase, and how often those have it that have it more than once."""
+
+    rows: int
+    more: dict[int, int]
+
+
+NOWHERE = Occurrences(0, {})
 
 
 class Column:
@@ -45,6 +56,7 @@ class Column:
         self.starts = None if starts is None else pack(starts, len(ranks))
         self.multiple = multiple  # rows with more than one value
         self.present = present  # rows with a value
+        self._phrase: tuple[tuple[str, ...], Occurrences] | None = None
         self.tokens = self.documents = 0
         lengths: list[int] | None = None
         if field.kind == "text":
@@ -122,17 +134,42 @@ class Column:
         places = [at for at, rank in enumerate(self.ranks) if low <= rank < high]
         return bits_of(places if self.starts is None else owners_of(self.starts, places), self.count)
 
-    def by_weight(self, rank: int, rows: int) -> tuple[dict[int, int], int] | None:
-        """Rows with a token, by length where they have it once, and those that have it more often.
-
-        None where that is not known.
-        """
+    def by_length(self, rows: int) -> dict[int, int] | None:
+        """Rows by the length of their text; None where that is not known."""
         lists = self._lists
         if lists is None or lists.lengths is None:
             return None
-        often = bits_of(lists.repeats.get(rank, ()), self.count) & rows
-        once = rows & ~often
-        return {length: found for length, bits in lists.lengths.items() if (found := bits & once)}, often
+        return {length: found for length, bits in lists.lengths.items() if (found := bits & rows)}
+
+    def repeating(self, rank: int) -> int:
+        """Rows that have a token more than once, where `by_length` is known."""
+        lists = self._lists
+        return self.present if lists is None else bits_of(lists.repeats.get(rank, ()), self.count)
+
+    def phrase(self, tokens: Sequence[str]) -> Occurrences:
+        """Where some tokens follow one another. The last answer is kept: a search asks more than once."""
+        wanted, known = tuple(tokens), self._phrase
+        if known is None or known[0] != wanted:
+            ranks = [self.terms.find(token) for token in wanted]
+            known = self._phrase = wanted, NOWHERE if -1 in ranks else self._occurrences(ranks)
+        return known[1]
+
+    def _occurrences(self, ranks: Sequence[int]) -> Occurrences:
+        width = self.ranks.itemsize
+        text, wanted = self.ranks.tobytes(), array(self.ranks.typecode, ranks).tobytes()
+        starts, length = self.starts, len(ranks)
+        found: dict[int, int] = {}
+        at = text.find(wanted)
+        while at >= 0:
+            place, inside = divmod(at, width)
+            if not inside:
+                row = place if starts is None else bisect_right(starts, place) - 1
+                end = place + 1 if starts is None else starts[row + 1]
+                if place + length <= end:  # else it runs on into the next row
+                    found[row] = found.get(row, 0) + 1
+            at = text.find(wanted, at + 1)
+        more = {row: count for row, count in found.items() if count > 1}
+        return Occurrences(bits_of(found, self.count), more)
 
     def documents_with(self, rank: int) -> int:
         """How many rows have a term."""
@@ -174,15 +211,3 @@ class Column:
         if not ranks:
             return None
         return self.terms[ranks[0] if len(ranks) == 1 else max(ranks) if largest else min(ranks)]
-
-
-def occurrences(column: Column, row: int, ranks: Sequence[int]) -> int:
-    """How often the tokens follow one another in a row. A break has a rank of its own and is in no phrase."""
-    found = column.ranks_of(row)
-    first, length = ranks[0], len(ranks)
-    wanted = array(found.typecode, ranks)
-    count = 0
-    for at in range(len(found) - length + 1):
-        if found[at] == first and found[at : at + length] == wanted:
-            count += 1
-    return count
