@@ -15,36 +15,49 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from bench.filling import MESSAGE_BYTES, Filler
 from bench.loadgen import append_options
 from bench.peers import Peer
 from bench.processes import PeerError, Running, free_port, launch
 from bench.scenarios import Bench, Numbers, Rows, timed
 from tailrace.protocol.offsets import encode
 
-MESSAGE_BYTES = 1024
-SINGLE_READS = 400
+SINGLE_READS = 1000
 PATIENCE_S = 600.0
+SEALING_S_MIN = 12.0  # several checkpoints and the sealing that follows them
 NEVER = {"TAILRACE_SEAL_BYTES": str(1 << 40), "TAILRACE_SEAL_ENTRIES": str(1 << 40)}
-# Small enough that several segments are sealed during one reading.
-OFTEN = {"TAILRACE_SEAL_BYTES": str(4 << 20)}
-SMALL_JOURNAL = {"TAILRACE_JOURNAL_FILE_BYTES": str(16 << 20)}
+# Small enough that segments are sealed all through the reading.
+OFTEN = {"TAILRACE_SEAL_BYTES": str(1 << 20)}
+SMALL_JOURNAL = {"TAILRACE_JOURNAL_FILE_BYTES": str(8 << 20), "TAILRACE_SEAL_INTERVAL_MS": "1000"}
+SEALER = "tailrace.tier.sealer"
 
 
 def sealing(bench: Bench, peer: Peer) -> Rows:
     """The same appends with sealing on and off. Checkpoints run in both, so that only sealing differs."""
     rows: Rows = {}
+    bench = replace(bench, seconds=max(bench.seconds, SEALING_S_MIN))
     for title, env in (("without sealing", NEVER), ("with sealing", OFTEN)):
         with peer.running(bench.data(peer), bench.server_cpus, {**env, **SMALL_JOURNAL}) as server:
             options = append_options(peer.wire)
             row = timed(bench, server, connections=64, streams=4, body_bytes=MESSAGE_BYTES, **options)
-            row["sealed_mb"] = metric(server, "tailrace_sealed_bytes_total") / 1e6
+            appended = metric(server, "tailrace_append_bytes_total")
+            sealed = max(0.0, appended - metric(server, "tailrace_unsealed_bytes"))
+            row |= {
+                "appended_mb": appended / 1e6,
+                "sealed_mb": sealed / 1e6,
+                "sealed_share": sealed / appended,
+            }
+            row["sealed_segments"] = metric(server, "tailrace_sealed_segments_total")
         rows[f"64 connections, 1 KiB, {title}"] = row
-    rows["64 connections, 1 KiB, with sealing"]["of_without"] = (
-        rows["64 connections, 1 KiB, with sealing"]["ops_per_s"]
-        / rows["64 connections, 1 KiB, without sealing"]["ops_per_s"]
+    with_sealing = rows["64 connections, 1 KiB, with sealing"]
+    with_sealing["of_without"] = (
+        with_sealing["ops_per_s"] / rows["64 connections, 1 KiB, without sealing"]["ops_per_s"]
     )
+    if not with_sealing["sealed_segments"]:
+        raise PeerError("nothing was sealed within the reading")
     return rows
 
 
@@ -71,16 +84,16 @@ def _cold_reads(bench: Bench, peer: Peer, directory: Path, env: Mapping[str, str
     server = peer.start(directory, bench.server_cpus, env)
     row: Numbers = {}
     try:
-        fill = append_options(peer.wire, "history") | {"body_bytes": MESSAGE_BYTES, "array": 64}
-        filled = bench.generator.run(
-            server.port, content_type="application/json", count=messages // 64, connections=4, **fill
-        )
-        if filled.errors:
-            raise PeerError(f"filling the stream failed: {filled.status}")
+        filler = Filler(server, "/v1/stream/history-0")
+        filler.fill(messages)
+        row |= {"fill_waits": float(filler.waits), "fill_waited_s": filler.waited_s}
         if peer.name == "tailrace":
             begun = time.monotonic()
             seal(server)
             row["seal_wait_s"] = time.monotonic() - begun
+            appended = metric(server, "tailrace_append_bytes_total")
+            row["stored_per_byte"] = metric(server, "tailrace_sealed_bytes_total") / appended
+            row["seal_mb_per_core_s"] = appended / 1e6 / max(server.cpu_seconds_of(SEALER), 0.01)
             # What is sealed leaves the hot store with the next checkpoint; a second seal asks for one.
             bench.generator.run(server.port, count=1, connections=1, **append_options(peer.wire, "other"))
             seal(server)

@@ -82,6 +82,19 @@ class Running:
             ticks += int(fields[11]) + int(fields[12])
         return ticks / TICKS_PER_S
 
+    def cpu_seconds_of(self, word: str) -> float:
+        """Of those children, the server itself left out, that were started with this word."""
+        ticks = 0
+        for pid in _descendants(self.process.pid)[1:]:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if word in command:
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / TICKS_PER_S
+
     def stop(self, how: signal.Signals = signal.SIGTERM, patience_s: float = 20.0) -> float:
         """Seconds it took to go."""
         began = time.monotonic()

@@ -86,7 +86,9 @@ COLUMNS: dict[str, list[tuple[str, str, Cell]]] = {
     ],
     "sealing": [
         ("of_without", "of without", lambda v: f"{v:.2f}x"),
-        ("sealed_mb", "sealed MB", _count),
+        ("sealed_mb", "sealed MB meanwhile", _count),
+        ("sealed_share", "of the appended", _share),
+        ("sealed_segments", "segments", _count),
         *TAIL,
         *ERRORS,
         *CPU,
@@ -98,6 +100,9 @@ COLUMNS: dict[str, list[tuple[str, str, Cell]]] = {
         ("single_p50_us", "one entry p50 ms", _ms),
         ("single_p99_us", "one entry p99 ms", _ms),
         ("seal_wait_s", "rest sealed in", _seconds),
+        ("seal_mb_per_core_s", "sealed MB/s per core", _count),
+        ("stored_per_byte", "stored bytes per byte", lambda v: f"{v:.3f}"),
+        ("fill_waits", "waits in filling", _count),
         *ERRORS,
     ],
 }
