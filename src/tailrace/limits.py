@@ -200,6 +200,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     search_companion_batch_segments: Annotated[
         Count, Meta(description="Segments whose companions are published together.")
     ] = 4
+    search_companion_file_cache_max_bytes: Annotated[
+        BytesOrNone,
+        Meta(description="Local disk cache of companions; they can be fetched again at any time."),
+    ] = 1024 * MIB
     metrics_flush_ms: Annotated[
         MillisOrNone, Meta(description="How often __stream_metrics__ is written; 0 never.")
     ] = 10_000

@@ -134,6 +134,10 @@ TABLE: Final[dict[str, Metric]] = {
         _counter("object_received_bytes", "Bytes received from the object store."),
         _gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
         _counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
+        _gauge("companion_cache_bytes", "Local copies of companions."),
+        _gauge("companion_opened_bytes", "Companions that are open in memory."),
+        _counter("companion_opens", "Companions fetched and opened for queries."),
+        _counter("companion_unusable", "Companions that were missing or damaged; queries decoded records."),
         # Bootstrap.
         _counter("bootstraps", "1 if this server restored its disk from the object store when it started."),
         _gauge("bootstrap_seconds", "Time the restoring took."),
@@ -279,6 +283,10 @@ class Telemetry:
         self.object_received_bytes = Number()
         self.cold_cache_bytes = Number()
         self.cold_reads = Numbers()
+        self.companion_cache_bytes = Number()
+        self.companion_opened_bytes = Number()
+        self.companion_opens = Number()
+        self.companion_unusable = Number()
         self.bootstraps = Number()
         self.bootstrap_seconds = Number()
         self.bootstrap_restored = Numbers()

@@ -20,7 +20,7 @@ from support.search_states import FAR_S, SearchStates, actions, queries
 from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
 from tailrace.limits import Limits
-from tailrace.log.key_listing import KeyListing
+from tailrace.log.key_listing import KeyListing, Lexicons
 from tailrace.log.model import Stream
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator
@@ -51,6 +51,8 @@ def aggregates(draw: st.DrawFn) -> dict[str, Any]:
 
 class QueryStates(SearchStates):
     """As its base; a batch has one key, and after every action one query of each kind is compared."""
+
+    lexicons: Lexicons | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +114,7 @@ class QueryStates(SearchStates):
         real = self.real
         context = Context(Settings(limits=PAGE), real.log, real.clock, real.loop, Telemetry(), "model")
         reads = FilteredReads(context, lambda _stream: view.registry)
+        reads.library = self.searcher.library
         found: list[bytes] = []
         at, until = stream.earliest, asyncio.get_running_loop().time() + FAR_S
         while at < stream.visible:
@@ -136,6 +139,7 @@ class QueryStates(SearchStates):
 
     def list_keys(self, limit: int) -> None:
         listing = self.real.call(KeyListing, self.real.log)
+        listing.lexicons = self.lexicons
         found: list[bytes] = []
         more = True
         while more:

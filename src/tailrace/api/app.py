@@ -55,6 +55,7 @@ class TailraceApp:
         self._verifier = verifier
         self.live = Live(context)
         self._reads = ReadRoutes(context, self.live)
+        self.filtered = self._reads.filtered
         self.guard = Guard(self.live.contracts, context.clock, context.limits)
         self._streams = StreamRoutes(context, self.guard)
         self.schema = SchemaRoutes(context, self.live)

@@ -13,6 +13,8 @@ from tailrace.log.history import Missing
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.headers import line
+from tailrace.query.families.library import Library
+from tailrace.query.families.narrowing import Narrowing
 from tailrace.query.filtering import Filter, Sieve
 from tailrace.schema.registry import Registry
 
@@ -39,6 +41,7 @@ class FilteredReads:
         self._turns = asyncio.Semaphore(SCANS_MAX)
         self._kept: OrderedDict[tuple[int, str], Filter] = OrderedDict()
         self._kept_bytes = 0
+        self.library: Library | None = None  # set by whoever knows what is published
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -98,10 +101,20 @@ class FilteredReads:
     async def scan(self, stream: Stream, sieve: Sieve, key: bytes | None, until: float) -> None:
         """Scans until the answer is full, everything is decided, or the time (of the loop) has come."""
         limits = self._limits
+        narrowing = None
+        if self.library is not None and sieve.decided < stream.sealed:
+            narrowing = Narrowing(self.library, stream, sieve.filter.view, sieve.filter.query)
         async with self._turns:
             while not sieve.done:
+                entries_max = limits.read_page_entries
+                if narrowing is not None and sieve.decided < stream.sealed:
+                    entries_max = await self._narrow(narrowing, sieve, key, entries_max)
+                    if not entries_max or sieve.done:
+                        if self._loop.time() >= until:
+                            break
+                        continue
                 page = await self._reader.read(
-                    stream, sieve.decided, limits.read_page_bytes, limits.read_page_entries, key, apart=True
+                    stream, sieve.decided, limits.read_page_bytes, entries_max, key, apart=True
                 )
                 entries, index = page.entries(), 0
                 while index < page.count and not sieve.done:
@@ -111,6 +124,18 @@ class FilteredReads:
                 self._settle(sieve, page, index)
                 if self._loop.time() >= until:
                     break
+
+    async def _narrow(self, narrowing: Narrowing, sieve: Sieve, key: bytes | None, entries_max: int) -> int:
+        """Passes over what an index rules out; answers how many entries to read then, 0 for none here."""
+        known = await narrowing.at(sieve.decided + 1)
+        if known is None:
+            return entries_max
+        run = known.next_run(sieve.decided)
+        if run is None:
+            sieve.pass_over(known.last)
+            return 0
+        sieve.pass_over(run[0] - 1)
+        return entries_max if key is not None else min(entries_max, run[1] - run[0] + 1)
 
     def _settle(self, sieve: Sieve, page: Page, index: int) -> None:
         if index == page.count:

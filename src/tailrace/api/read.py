@@ -51,7 +51,7 @@ class ReadRoutes:
         self._live = live
         self._public = b"private" if context.settings.auth_configured else b"public"
         self._tasks: set[asyncio.Task[None]] = set()
-        self._filtered = FilteredReads(context, self._registry_of)
+        self.filtered = FilteredReads(context, self._registry_of)
         self._rows = RowPages(context.loop)
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
@@ -103,7 +103,7 @@ class ReadRoutes:
         stream = self._log.readable(name)
         filter_text = query.get("filter")
         if filter_text is not None:
-            self._filtered.check(stream, filter_text, mode)
+            self.filtered.check(stream, filter_text, mode)
         fmt = query.get("format") or ("json" if stream.json else "raw")
         if fmt not in ("json", "raw", "arrow"):
             raise TailraceError("unsupported_format", "format must be json, raw or arrow")
@@ -259,27 +259,27 @@ class ReadRoutes:
         """As `answer`, with the entries that match a filter."""
         key = request.key.encode() or None
         try:
-            sieve = self._filtered.begin(
+            sieve = self.filtered.begin(
                 request.stream, request.filter_text, request.start, request.scanned_bytes
             )
         except TailraceError as refusal:
             # The registry may have changed under somebody who waited.
             answers.refuse(exchange, refusal)
             return
-        if self._filtered.try_scan(request.stream, sieve, key):
+        if self.filtered.try_scan(request.stream, sieve, key):
             self._answer_sieve(exchange, request, sieve)
         else:
-            until = self._filtered.patience(exchange.started)
+            until = self.filtered.patience(exchange.started)
             self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
 
     async def _sift(self, request: ReadRequest, sieve: Sieve, key: bytes | None, until: float) -> Answer:
-        await self._filtered.scan(request.stream, sieve, key, until)
+        await self.filtered.scan(request.stream, sieve, key, until)
         return lambda exchange: self._answer_sieve(exchange, request, sieve)
 
     def _answer_sieve(self, exchange: Exchange, request: ReadRequest, sieve: Sieve) -> None:
         page = Page(sieve.parts, sieve.decided, sieve.count)
         if not request.mode or page.count or sieve.scan_limit_reached:
-            more = self._filtered.limit_lines(sieve, request.scanned_bytes)
+            more = self.filtered.limit_lines(sieve, request.scanned_bytes)
             self._answer_page(exchange, request, page, sieve.mark, more)
         elif sieve.done:
             scanned_bytes = request.scanned_bytes + sieve.scanned_bytes
@@ -350,6 +350,8 @@ class ReadRoutes:
         if wanted is not None and none_match(wanted.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
+        if (served := self._log.reader.served) is not None and page.count:
+            served.add(stream, page.count, sum(map(len, page.parts)))
         whole = body_of(page.parts, request.fmt, stream.json) if body is None else [body]
         exchange.respond(200, self._type(request) + head, whole)
 
@@ -432,10 +434,10 @@ class ReadRoutes:
 
     def _next_filtered(self, request: ReadRequest, position: int) -> Page | None:
         try:
-            sieve = self._filtered.begin(request.stream, request.filter_text, position, request.scanned_bytes)
+            sieve = self.filtered.begin(request.stream, request.filter_text, position, request.scanned_bytes)
         except TailraceError:
             return None  # the registry changed, and the filter with it
-        done = self._filtered.try_scan(request.stream, sieve, request.key.encode() or None)
+        done = self.filtered.try_scan(request.stream, sieve, request.key.encode() or None)
         if not done or sieve.scan_limit_reached:
             return None
         return Page(sieve.parts, sieve.decided, sieve.count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -73,6 +73,14 @@ class Segment(NamedTuple):
     footer: bytes
 
 
+class KeyIndex(Protocol):
+    """Something that knows where keys are without looking at segments."""
+
+    async def next_with_key(self, stream: Stream, key: bytes, entry: int) -> int:
+        """Where to look for a key: at `entry`, or at a later one before which there is none."""
+        ...
+
+
 class History:
     """Fetches blocks. `cold` is set by whoever knows the object store; without one nothing is ever sealed."""
 
@@ -80,6 +88,7 @@ class History:
         self._store = store
         self._threads = ThreadPoolExecutor(THREADS, "read")
         self.cold: ColdReader | None = None
+        self.keys: KeyIndex | None = None
         self.fetching = 0  # reads of the hot store that run or wait for a thread
 
     def close(self) -> None:
@@ -91,6 +100,10 @@ class History:
         self, missing: Missing, bytes_max: int, key: bytes | None = None
     ) -> list[Block] | Skipped:
         """The block that holds the entry and some that follow; or, for a key, what need not be looked at."""
+        if key is not None and self.keys is not None and missing.entry <= missing.owner.sealed:
+            following = await self.keys.next_with_key(missing.owner, key, missing.entry)
+            if following > missing.entry:
+                return Skipped(missing.number, missing.entry, following - 1)
         loop = asyncio.get_running_loop()
         self.fetching += 1
         try:

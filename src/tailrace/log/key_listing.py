@@ -1,8 +1,7 @@
 """The distinct routing keys of a stream in byte order, a page at a time, wherever its entries are.
 
-Three sources are merged: the memory tail, blocks of the hot store, and segments. The keys of a segment never
-change, so what a scan found is kept, bounded in bytes. A lexicon built elsewhere takes the place of scanning
-the segments it covers; the rest stays as it is.
+Four sources are merged: the memory tail, blocks of the hot store, lexicons, and the segments that no lexicon
+speaks for. The keys of a segment never change, so what a scan found is kept, bounded in bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -42,13 +41,40 @@ class Level(NamedTuple):
     upto: int
 
 
+class Lexical(NamedTuple):
+    """Keys from lexicons, and the ranges of entries that these speak for."""
+
+    covered: list[tuple[int, int]]
+    keys: list[bytes]
+
+    def speaks_for(self, first: int, last: int) -> bool:
+        """Whether every entry of a stretch lies in some range; ranges are in order."""
+        for begin, end in self.covered:
+            if begin <= first <= end:
+                if last <= end:
+                    return True
+                first = end + 1
+        return False
+
+
+class Lexicons(Protocol):
+    """Built indexes of the keys of a stream."""
+
+    async def first_keys(
+        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int
+    ) -> Lexical: ...
+
+
 class KeyPage(NamedTuple):
     keys: list[bytes]
     more: bool
     segments: int  # that were looked at
+    indexed_segments: int  # that lexicons spoke for
+    runs: int  # of lexicons
     missing_segments: int  # that there was no time for
     unsealed_rows: int
     unsealed_s: float
+    lexicon_s: float
     segments_s: float
 
 
@@ -104,6 +130,7 @@ class KeyListing:
         self._gate = asyncio.Semaphore(SCANS_AT_ONCE)
         self._waiting = 0
         self.cache = KeyCache()
+        self.lexicons: Lexicons | None = None
 
     async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
         """Up to `limit` keys behind `after`. Segments that do not fit into the time are counted instead."""
@@ -127,6 +154,10 @@ class KeyListing:
         smallest = Smallest(after, limit + 1)
         segments = await loop.run_in_executor(None, _gather, self._log.store, levels, recent, smallest)
         gathered_s = loop.time()
+        lexicals = await self._from_lexicons(levels, smallest)
+        left = [one for one in segments if not _is_spoken_for(one, lexicals)]
+        indexed, segments = len(segments) - len(left), left
+        listed_s = loop.time()
         missing = 0
         for index, (segment, low, high) in enumerate(segments):
             if not await self._scan(segment, low, high, smallest, begun_s + seconds_max):
@@ -137,11 +168,24 @@ class KeyListing:
             keys[:limit],
             len(keys) > limit,
             len(segments) - missing,
+            indexed,
+            sum(len(lexical.covered) for lexical in lexicals.values()),
             missing,
             sum(max(0, level.upto - max(level.after, level.owner.sealed)) for level in levels),
             gathered_s - begun_s,
-            loop.time() - gathered_s,
+            listed_s - gathered_s,
+            loop.time() - listed_s,
         )
+
+    async def _from_lexicons(self, levels: list[Level], smallest: Smallest) -> dict[str, Lexical]:
+        """What lexicons know, by the folder of the stream whose segments they stand for."""
+        found: dict[str, Lexical] = {}
+        for owner, after, upto in levels if self.lexicons is not None else ():
+            assert self.lexicons is not None
+            lexical = await self.lexicons.first_keys(owner, after, upto, smallest.after, smallest.wanted)
+            smallest.add(lexical.keys)
+            found[stream_prefix(stream_id(owner.name, owner.incarnation))] = lexical
+        return found
 
     def _levels(self, stream: Stream) -> Iterator[Level]:
         """The stream itself, then those it inherits entries from."""
@@ -182,6 +226,13 @@ class KeyListing:
         if kept is not None:
             self.cache.put(prefix + info.key, sorted(kept), size + KEY_OVERHEAD_BYTES)
         return True
+
+
+def _is_spoken_for(found: tuple[Segment, int, int], lexicals: dict[str, Lexical]) -> bool:
+    segment, low, high = found
+    lexical = lexicals.get(segment.prefix)
+    first, last = max(segment.info.first, low + 1), min(segment.info.last, high)
+    return lexical is not None and lexical.speaks_for(first, last)
 
 
 def _in_memory(level: Level) -> Iterator[Sequence[bytes | None]]:

@@ -27,7 +27,8 @@ class Filter:
         assert search is not None
         self.text = text
         self.registry = registry
-        self._view = View(registry)
+        self.query = query
+        self.view = self._view = View(registry)
         self._promoter = Promoter(registry)
         self._first_current = self._view.first_current()
         self._matcher = Matcher(query, search, registry.version)
@@ -83,6 +84,10 @@ class Sieve:
     @property
     def mark(self) -> str:
         return self._filter.mark
+
+    @property
+    def filter(self) -> Filter:
+        return self._filter
 
     @property
     def filter_bytes(self) -> int:

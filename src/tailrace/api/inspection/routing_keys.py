@@ -64,13 +64,14 @@ class RoutingKeyRoutes:
 def body_of(stream: Stream, page: KeyPage) -> dict[str, object]:
     keys = [key.decode("utf-8", "replace") for key in page.keys]
     unsealed_ms, segments_ms = round(page.unsealed_s * 1000), round(page.segments_s * 1000)
+    lexicon_ms = round(page.lexicon_s * 1000)
     return {
         "stream": stream.name,
         "source": {"kind": "routing_key", "name": ""},
-        "took_ms": round((page.unsealed_s + page.segments_s) * 1000),
+        "took_ms": round((page.unsealed_s + page.lexicon_s + page.segments_s) * 1000),
         "coverage": {
             "complete": page.missing_segments == 0,
-            "indexed_segments": 0,
+            "indexed_segments": page.indexed_segments,
             "scanned_uploaded_segments": page.segments,
             "scanned_local_segments": 0,
             "scanned_wal_rows": page.unsealed_rows,
@@ -80,12 +81,12 @@ def body_of(stream: Stream, page: KeyPage) -> dict[str, object]:
         "timing": {
             "lexicon_run_get_ms": 0,
             "lexicon_decode_ms": 0,
-            "lexicon_enumerate_ms": 0,
+            "lexicon_enumerate_ms": lexicon_ms,
             "lexicon_merge_ms": 0,
             "fallback_scan_ms": unsealed_ms + segments_ms,
             "fallback_segment_get_ms": segments_ms,
             "fallback_wal_scan_ms": unsealed_ms,
-            "lexicon_runs_loaded": 0,
+            "lexicon_runs_loaded": page.runs,
         },
         "keys": keys,
         "next_after": keys[-1] if page.more else None,

@@ -27,7 +27,8 @@ class _Kept(NamedTuple):
 
     def is_of(self, found: CompanionSet, identity: str, view: View) -> bool:
         same = self.found.companions is found.companions and self.found.plans is found.plans
-        return same and self.stream_id == identity and self.view is view
+        mine, its = self.view.registry, view.registry
+        return same and self.stream_id == identity and (mine is its or mine == its)
 
 
 class Library:
@@ -37,6 +38,9 @@ class Library:
         self.shelf = shelf
         self._catalogue = catalogue
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
+
+    async def companions(self, stream: Stream) -> CompanionSet:
+        return await self._catalogue(stream)
 
     async def spans(self, stream: Stream, view: View) -> Sequence[Span]:
         """The spans of a stream, in order."""

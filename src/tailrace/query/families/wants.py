@@ -38,8 +38,17 @@ def clauses_of(query: Bound) -> Iterable[Clause]:
 class Wants:
     """What one query asks of every span. `columns` are fields whose values are wanted, to sort by."""
 
-    def __init__(self, view: View, query: Bound, columns: Iterable[str], scored: Iterable[str]) -> None:
+    def __init__(
+        self,
+        view: View,
+        query: Bound,
+        columns: Iterable[str],
+        scored: Iterable[str],
+        *,
+        with_times: bool = True,
+    ) -> None:
         self._view = view
+        self._with_times = with_times  # whether it has to be known how far the primary timestamps reach
         self._query = query
         self._clauses = tuple(dict.fromkeys(clauses_of(query)))
         self._columns = tuple(columns)
@@ -60,7 +69,7 @@ class Wants:
                 return None
             _add(found, split)
         primary = self._view.primary
-        if primary is not None and (span.primary is None or span.first <= trimmed):
+        if self._with_times and primary is not None and (span.primary is None or span.first <= trimmed):
             if not _add(found, span.serving(COL, primary)):
                 return None
         if not span.is_range and not _add(found, next(iter(span.files.get(COL, ())), None)):

@@ -1,0 +1,52 @@
+"""Built indexes beside everything that can make use of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tailrace.limits import Limits
+from tailrace.log.log import Log
+from tailrace.query.families.keys import KeyLibrary
+from tailrace.query.families.library import Library
+from tailrace.query.families.shelf import Shelf
+from tailrace.store.object_parts import ObjectParts, Work
+from tailrace.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from tailrace.api.app import TailraceApp
+
+THREADS = 2
+
+
+class CompanionFiles:
+    """The files of companions: on the object store, in a cache on disk, and opened in memory."""
+
+    def __init__(
+        self, log: Log, url: str, cache_dir: Path, limits: Limits, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._work = Work(loop, THREADS)
+        cache_bytes = limits.search_companion_file_cache_max_bytes
+        self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
+        self.shelf = Shelf(self.parts, self._work)
+        self.library = Library(self.shelf, log.catalogue.of)
+        self.keys = KeyLibrary(self.library)
+        log.reader.history.keys = self.keys
+
+    def connect(self, app: TailraceApp, telemetry: Telemetry) -> None:
+        """Tells everybody who answers queries, and the metrics."""
+        app.search.searcher.library = self.library
+        app.filtered.library = self.library
+        app.routing_keys.listing.lexicons = self.keys
+        counts = self.shelf.counts
+        telemetry.companion_opened_bytes.read = lambda: self.shelf.bytes
+        telemetry.companion_cache_bytes.read = lambda: (
+            0 if self.parts.cache is None else self.parts.cache.bytes
+        )
+        telemetry.companion_opens.read = lambda: counts.fetched
+        telemetry.companion_unusable.read = lambda: counts.unusable
+
+    async def close(self) -> None:
+        await self._work.end()
+        await self.parts.close()

@@ -1,0 +1,74 @@
+"""`routing_key_index` and `routing_key_lexicon`: where a key is, and which keys come next."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+from tailrace.query import family_format as names
+from tailrace.query.families.parquet_file import ParquetFile, array_in
+from tailrace.store.arrow import pa, pc
+
+_PLACES = (names.KEY_HASH, names.KEY, names.SPAN_FIRSTS, names.SPAN_LASTS)
+_WORDS = (names.KEY, names.FIRST_ENTRY, names.LAST_ENTRY)
+
+
+class Places(NamedTuple):
+    """Stretches of entries that a key lies in, ascending."""
+
+    firsts: list[int]
+    lasts: list[int]
+
+    def next_from(self, entry: int) -> int | None:
+        """Where to look at or behind an entry."""
+        at = bisect_left(self.lasts, entry)
+        return max(entry, self.firsts[at]) if at < len(self.lasts) else None
+
+
+class KeyIndexFile:
+    def __init__(self, file: ParquetFile) -> None:
+        self._file = file
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._file.memory_bytes
+
+    def places(self, key: bytes) -> Places | None:
+        """None if the file does not have the key."""
+        hashed = names.key_hash(key)
+        for group in range(self._file.groups):
+            bounds = self._file.statistics(group, names.KEY_HASH)
+            if bounds is not None and not bounds[0] <= hashed <= bounds[1]:
+                continue
+            table = self._file.group(group, _PLACES)
+            marks = pc.equal(array_in(table, names.KEY_HASH), pa.scalar(hashed))
+            found = table.filter(pc.and_(marks, pc.equal(array_in(table, names.KEY), pa.scalar(key))))
+            if found.num_rows:
+                [row] = found.to_pylist()
+                return Places(row[names.SPAN_FIRSTS], row[names.SPAN_LASTS])
+        return None
+
+
+class LexiconFile:
+    def __init__(self, file: ParquetFile) -> None:
+        self._file = file
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._file.memory_bytes
+
+    def keys(self, after: bytes | None, wanted: int, trimmed: int) -> list[bytes]:
+        """The first keys behind one, of those that have an entry behind `trimmed`."""
+        found: list[bytes] = []
+        for group in range(self._file.groups):
+            bounds = self._file.statistics(group, names.KEY)
+            if len(found) >= wanted:
+                break
+            if after is not None and bounds is not None and bounds[1] <= after:
+                continue
+            table = self._file.group(group, _WORDS)
+            marks: Any = pc.greater(array_in(table, names.LAST_ENTRY), pa.scalar(trimmed))
+            if after is not None:
+                marks = pc.and_(marks, pc.greater(array_in(table, names.KEY), pa.scalar(after)))
+            found += array_in(table, names.KEY).filter(marks).slice(0, wanted - len(found)).to_pylist()
+        return found
