@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from conftest import StartServer
-from support.calls import eventually
+from support.calls import Caller, eventually
 from support.sealing import SEALING_ENV
 from support.wire import Wire
 from tailrace.protocol.offsets import encode
@@ -49,4 +52,56 @@ def test_x2_what_is_old_is_dropped(start_server: StartServer) -> None:
     oldest = http.get(f"{NAME}?offset=-1")
     assert oldest.status == 200
     assert oldest.json
+    http.close()
+
+
+SERIES = {
+    *(f"tieredstore.ingest.queue.{what}" for what in ("bytes", "requests", "limit.bytes")),
+    *("tieredstore.ingest.failures", "tieredstore.ingest.flush.latency"),
+    *(f"tieredstore.backpressure.{what}" for what in ("current.bytes", "limit.bytes", "over_limit")),
+    *("process.rss.bytes", "process.rss.max.bytes", "process.memory.pressure", "process.cpu.seconds"),
+    *("tieredstore.concurrency.active", "tieredstore.concurrency.limit", "tieredstore.concurrency.queued"),
+    *(f"tieredstore.objectstore.{kind}.latency" for kind in ("put", "get")),
+    *("tieredstore.append.bytes", "tieredstore.append.entries"),
+    *("tieredstore.read.bytes", "tieredstore.read.entries"),
+    *(f"tieredstore.index.{what}" for what in ("lag.segments", "quarantined.segments", "restarts")),
+    *(f"tieredstore.upload.{what}" for what in ("segments", "bytes", "failures", "pending_streams")),
+    *("tailrace.search.latency", "tailrace.search.timeouts", "tailrace.search.incomplete"),
+    *(f"tailrace.tail_index.{what}" for what in ("bytes", "rows", "dropped_rows")),
+    *(f"tailrace.touch.{what}" for what in ("waiters", "wakeups", "stale")),
+}
+
+
+def test_every_series_is_told(start_server: StartServer) -> None:
+    server = start_server(env={**SEALING_ENV, "TAILRACE_METRICS_FLUSH_MS": "50"})
+    http, call = Wire(server.port), Caller(server)
+    http.put("busy", JSON)
+    field = {"kind": "keyword", "bindings": [{"version": 1, "jsonPointer": "/id"}], "exact": True}
+    update = {"schema": {}, "search": {"fields": {"id": field}}}
+    assert http.post("busy/_schema", JSON, json.dumps(update)).status == 200
+    offset = "-1"
+
+    def rows() -> list[Any]:
+        nonlocal offset
+        http.post("busy", JSON, '[{"id":"a"}]')
+        http.get("busy?offset=-1")
+        http.post("busy/_search", JSON, '{"q":"id:a"}')
+        assert call("POST", "busy/_search", {"q": "id:a", "timeout_ms": 0}).status == 408
+        answer = http.get(f"{NAME}?offset={offset}")
+        if answer.status != 200:
+            return []
+        offset = answer["stream-next-offset"]
+        return answer.json
+
+    told: dict[str, list[Any]] = {}
+
+    def missing() -> set[str]:
+        for row in rows():
+            told.setdefault(row["metric"], []).append(row)
+        return SERIES - set(told)
+
+    eventually(missing, lambda left: not left)
+    assert {row["stream"] for row in told["tieredstore.read.bytes"]} == {"busy"}
+    assert sum(row["sum"] for row in told["tailrace.search.timeouts"]) >= 1
+    assert all(row["unit"] == "ms" for row in told["tailrace.search.latency"])
     http.close()

@@ -115,6 +115,16 @@ class Contracts:
         self._kept: OrderedDict[bytes, Contract] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def bytes(self) -> int:
+        """Size of the documents whose contracts are kept."""
+        return self._bytes
+
+    def clear(self) -> None:
+        """Those that are needed are made again."""
+        self._kept.clear()
+        self._bytes = 0
+
     def of(self, documents: dict[str, bytes] | None) -> Contract | None:
         """The contract in a stream's documents; None if it has no registry."""
         document = None if documents is None else documents.get(SCHEMA)

@@ -18,6 +18,7 @@ from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segme
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold
 from tailrace.log.streams import Streams
+from tailrace.log.traffic import Traffic
 
 
 class Labels:
@@ -158,6 +159,7 @@ class Reader:
         self._streams = streams
         self.history = History(store)
         self.cache = BlockCache(cache_bytes)
+        self.served: Traffic | None = None  # what pages had that were read for clients, if that is counted
 
     def close(self) -> None:
         self.history.close()

@@ -58,6 +58,7 @@ class Streams:
         self.next_number = 1
         self.first_epoch = 0  # of a name that is used for the first time, as far as anybody knows
         self.memory_bytes = 0
+        self.document_bytes = 0  # of the streams in memory: registries, profiles and their like
         self.file = 0  # journal file of what is being published
         self.closed_file = 0  # the last one in which a stream was closed
         self.meta_file = 0  # the last one with a fact that the object store keeps too
@@ -112,13 +113,15 @@ class Streams:
             return known
         self.by_number[stream.number] = stream
         self.by_name[stream.name] = stream
+        self.document_bytes += size_of(stream.visible_documents)
         if self.on_loaded is not None:
             self.on_loaded(stream)
         return stream
 
     def forget(self, stream: Stream) -> None:
         """Evicts a stream; the hot store has all of it."""
-        self.by_number.pop(stream.number, None)
+        if self.by_number.pop(stream.number, None) is not None:
+            self.document_bytes -= size_of(stream.visible_documents)
         if self.by_name.get(stream.name) is stream:
             del self.by_name[stream.name]
 
@@ -273,7 +276,9 @@ class Streams:
             self._release(stream)
             return
         elif isinstance(op, Describe):
+            self.document_bytes -= size_of(stream.visible_documents)
             stream.visible_documents = described(stream.visible_documents, op)
+            self.document_bytes += size_of(stream.visible_documents)
         elif isinstance(op, Sealed | Published):
             self.unfolded.setdefault(stream.number, []).append((self.file, op))
         self.touch_file(stream)
@@ -362,6 +367,10 @@ def _assign_sealed(op: Sealed, stream: Stream) -> None:
         max(cold.generation, op.generation),
         op.at_ns if op.segments else cold.recorded_ns,
     )
+
+
+def size_of(documents: dict[str, bytes] | None) -> int:
+    return 0 if documents is None else sum(map(len, documents.values()))
 
 
 def described(documents: dict[str, bytes] | None, op: Describe) -> dict[str, bytes] | None:

@@ -22,8 +22,9 @@ from tailrace.query.view import Decoder, View
 
 logger = logging.getLogger("tailrace.query")
 
-CHUNK_ROWS = 2048
-CHUNK_BYTES = 4 << 20  # of payload
+CHUNK_ROWS = 2048  # of chunks that grow while searches wait
+BULK = 4  # times as many rows have those that are made or joined in the background: fewer to ask
+CHUNK_BYTES = 8 << 20  # of payload
 READ_BYTES = 1 << 20
 ROOM_TO_GO_BACK = 0.9  # of the budget: beyond, older rows are left to scans
 
@@ -75,6 +76,14 @@ class TailIndex:
     @property
     def bytes(self) -> int:
         return sum(index.bytes for index in self._streams.values())
+
+    @property
+    def rows(self) -> int:
+        return sum(index.rows for index in self._streams.values())
+
+    @property
+    def dropped_rows(self) -> int:
+        return sum(index.dropped_rows for index in self._streams.values())
 
     def find(self, number: int) -> StreamIndex | None:
         return self._streams.get(number)
@@ -137,7 +146,7 @@ class TailIndex:
     def _has_gap(self, index: StreamIndex, last: int) -> bool:
         if not index.chunks or index.chunks[-1].last < last:
             return last > index.floor
-        return self._can_go_back(index)
+        return self._can_go_back(index) or self._few(index) is not None
 
     def _can_go_back(self, index: StreamIndex) -> bool:
         room = self.bytes < self.bytes_max * ROOM_TO_GO_BACK
@@ -150,18 +159,43 @@ class TailIndex:
             last = stream.visible
             newest = index.chunks[-1].last if index.chunks else max(index.floor, last - self._rows)
             if newest < last:
-                await self._extend(index, newest, min(last, newest + self._rows))
+                await self._extend(index, newest, min(last, newest + self._step(last - newest)))
                 if not index.chunks:
                     return  # no room at all
             elif self._can_go_back(index):
                 first = index.chunks[0].first
-                older = await self._made(index, max(index.floor, first - 1 - self._rows), first - 1)
+                older = await self._made(index, max(index.floor, first - 1 - self._rows * BULK), first - 1)
                 if not index.chunks or index.chunks[0].first != first:
                     continue  # some were dropped meanwhile
                 index.chunks[:0] = older
                 self._changed(index)
+            elif (few := self._few(index)) is not None:
+                await self._join(index, few)
             else:
                 return
+
+    def _step(self, missing: int) -> int:
+        bulk = self._rows * BULK
+        return bulk if missing >= bulk else self._rows
+
+    def _few(self, index: StreamIndex) -> slice | None:
+        """Chunks side by side that have few rows, and together not too many."""
+        begin = rows = 0
+        for at, chunk in enumerate(index.chunks):
+            if rows + chunk.count > self._rows * BULK or chunk.count > self._rows:
+                begin, rows = at if chunk.count <= self._rows else at + 1, 0
+            rows += chunk.count
+            if at - begin + 1 >= BULK and rows >= self._rows * BULK // 2:
+                return slice(begin, at + 1)
+        return None
+
+    async def _join(self, index: StreamIndex, few: slice) -> None:
+        small = index.chunks[few]
+        loop = asyncio.get_running_loop()
+        joined = await loop.run_in_executor(self._threads, join_chunks, index.view.config, small)
+        if index.chunks[few] == small:  # else some were dropped meanwhile
+            index.chunks[few] = [joined]
+            self._changed(index)
 
     def _filled(self, index: StreamIndex, task: asyncio.Task[None]) -> None:
         index.filling = None

@@ -37,6 +37,7 @@ class Surroundings(NamedTuple):
 
     shared_bytes: int = 0  # of the hot store
     segment_cache_bytes: int = 0
+    spooled_bytes: int = 0  # segments that are written and not yet uploaded
     requests: Requests = NO_REQUESTS
     tail: TailRows = TailRows()
 
@@ -114,10 +115,10 @@ def _storage(
             "bundled_companion_object_count": 0,
         },
         "local_storage": {
-            "total_bytes": str(waiting + around.segment_cache_bytes),
+            "total_bytes": str(waiting + around.segment_cache_bytes + around.spooled_bytes),
             "wal_retained_bytes": str(waiting),
             "pending_tail_bytes": str(waiting),
-            "pending_sealed_segment_bytes": "0",
+            "pending_sealed_segment_bytes": str(around.spooled_bytes),
             "segment_cache_bytes": str(around.segment_cache_bytes),
             "routing_index_cache_bytes": "0",
             "exact_index_cache_bytes": "0",

@@ -104,6 +104,7 @@ class DetailsRoutes:
         around = Surroundings(
             shared_bytes(self._log.directory),
             self.cached_bytes_of(stream),
+            spooled_bytes(self._log.directory, stream.number),
             self.requests_of(stream),
             self.tail_of(stream),
         )
@@ -165,6 +166,17 @@ class Wait:
 
 def _etag(tag: str) -> bytes:
     return b"ETag: %b\r\n" % tag.encode()
+
+
+def spooled_bytes(directory: Path, number: int) -> int:
+    """Segments of a stream on their way to the object store. There are never more than a few in all."""
+    total = 0
+    for path in (directory / "spool").glob(f"{number}-*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            pass  # it arrived
+    return total
 
 
 def shared_bytes(directory: Path) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from tailrace.api.context import Context
+from tailrace.api.contracts import KEPT_BYTES
 from tailrace.api.inspection.allocator import heap
 from tailrace.api.live import Live
 from tailrace.api.memory_guard import MemoryGuard
@@ -93,6 +94,9 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "block_cache_bytes": log.reader.cache.bytes,
             "segment_footer_bytes": node.cold.footer_bytes,
             "tail_index_bytes": node.search.tail.bytes,
+            "document_bytes": log.streams.document_bytes,
+            "contract_bytes": node.live.contracts.bytes,
+            "touch_journal_bytes": sum(size for size, _ in node.touch.journals()),
         },
         "mapped_files": {},
         "disk_caches": {"segment_cache_bytes": 0 if cache is None else cache.bytes},
@@ -102,6 +106,7 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "block_cache_budget_bytes": limits.block_cache_bytes,
             "segment_cache_budget_bytes": limits.cold_cache_bytes,
             "tail_index_budget_bytes": limits.tail_index_max_bytes,
+            "contract_budget_bytes": KEPT_BYTES,
         },
         "pipeline_buffers": {"spooled_segment_bytes": node.sealing.spooled_bytes()},
         "sqlite_runtime": {"memory_used_bytes": sqlite_bytes},

@@ -35,11 +35,14 @@ class ServerRoutes:
             self.top.cached_bytes_of = lambda stream: cache.bytes_of(
                 stream_id(stream.name, stream.incarnation)
             )
+        self.top.touch_journals = node.touch.journals
         node.memory.ticks.append(self.top.look)
+        node.memory.sheds.append(node.live.contracts.clear)
         log = node.context.log
         node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
         node.memory.gauges["tail_index_bytes"] = lambda: node.search.tail.bytes
         node.memory.gauges["ingest_queue_bytes"] = lambda: log.committer.queued_bytes
+        node.memory.gauges["document_bytes"] = lambda: log.streams.document_bytes
         node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
 
     def answer(self, exchange: Exchange, identity: Identity, path: bytes) -> None:

@@ -27,6 +27,7 @@ class TopStreams:
         self._file = 0
         self._looked_at = 0
         self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
+        self.touch_journals: Callable[[], list[tuple[int, str]]] = list[tuple[int, str]]
 
     def look(self) -> None:
         streams = self._log.streams
@@ -53,7 +54,11 @@ class TopStreams:
         return {
             "local_storage_bytes": [{"stream": name, "bytes": size} for size, name in local if size],
             "pending_wal_bytes": [{"stream": name, "bytes": size} for size, name in pending if size],
-            "touch_journal_filter_bytes": [],
+            "touch_journal_filter_bytes": [
+                {"stream": name, "bytes": size}
+                for size, name in nlargest(SHOWN, self.touch_journals())
+                if size
+            ],
             "notifier_waiters": [{"stream": stream.name, "waiters": count} for stream, count in waiting],
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from heapq import nlargest
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from tailrace.log.traffic import Share
@@ -14,6 +15,7 @@ BUSIEST = 50  # streams that have series of their own
 OTHER = "__other__"
 DROPPED = "tailrace.metrics.series_dropped"
 NO_TAGS: Mapping[str, str] = {}
+NOTHING_SERVED: tuple[Mapping[str, Share], Share] = ({}, Share())
 
 
 class Source(NamedTuple):
@@ -52,11 +54,24 @@ class SeriesBook:
         self._timed_so_far = [timing.read() for timing in timings]
         self.dropped = 0
 
-    def records(self, window: Window, shares: Mapping[str, Share], others: Share) -> list[Record]:
-        """Canonical records of one interval, at most as many as there may be series."""
+    def records(
+        self,
+        window: Window,
+        shares: Mapping[str, Share],
+        others: Share,
+        served: tuple[Mapping[str, Share], Share] = NOTHING_SERVED,
+    ) -> list[Record]:
+        """Canonical records of one interval, at most as many as there may be series.
+
+        `shares` are what was appended, `served` is what was read.
+        """
         found: list[Record] = []
         dropped = 0
-        for record in self._all(window, shares, others):
+        for record in chain(
+            self._all(window, shares, others),
+            self._traffic(window, "append", shares, others),
+            self._traffic(window, "read", *served),
+        ):
             if len(found) < self._series_max - 1:
                 found.append(record)
             else:
@@ -75,7 +90,6 @@ class SeriesBook:
             record = self._timed(window, place, timing)
             if record is not None and (shares or others.entries or not timing.own):
                 yield record
-        yield from self._traffic(window, shares, others)
 
     def _told(self, window: Window, place: int, source: Source) -> Record | None:
         value = source.read()
@@ -99,7 +113,9 @@ class SeriesBook:
         spent_ms = round((seconds - seconds_was) * 1000, 3)
         return self._record(window, timing.metric, "ms", count - count_was, spent_ms, None)
 
-    def _traffic(self, window: Window, shares: Mapping[str, Share], others: Share) -> Iterator[Record]:
+    def _traffic(
+        self, window: Window, what: str, shares: Mapping[str, Share], others: Share
+    ) -> Iterator[Record]:
         busiest = dict(nlargest(BUSIEST, shares.items(), key=lambda item: (item[1].bytes, item[0])))
         rest = Share()
         for share in (others, *(share for name, share in shares.items() if name not in busiest)):
@@ -109,8 +125,8 @@ class SeriesBook:
             busiest[OTHER] = rest
         for name, share in busiest.items():
             for metric, unit, total in (
-                ("tieredstore.append.bytes", "bytes", share.bytes),
-                ("tieredstore.append.entries", "count", share.entries),
+                (f"tieredstore.{what}.bytes", "bytes", share.bytes),
+                (f"tieredstore.{what}.entries", "count", share.entries),
             ):
                 yield self._record(window, metric, unit, share.entries, total, None, stream=name)
 

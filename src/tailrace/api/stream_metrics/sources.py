@@ -8,7 +8,7 @@ from functools import partial
 from tailrace.api.inspection.memory import Node
 from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
 from tailrace.log.history import THREADS
-from tailrace.telemetry import Distribution
+from tailrace.telemetry import Distribution, Telemetry
 
 MIB = 1 << 20
 CALLS = ("put", "get", "head", "delete", "list")
@@ -19,8 +19,10 @@ def series_book(node: Node) -> SeriesBook:
     timings = [
         Timing("tieredstore.ingest.flush.latency", partial(_syncs, telemetry.sync_seconds), own=True),
         *(Timing(f"tieredstore.objectstore.{kind}.latency", partial(_calls, node, kind)) for kind in CALLS),
+        Timing("tailrace.search.latency", lambda: (node.search.counts.searches, node.search.counts.seconds)),
     ]
-    sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node), *_queries(node)]
+    sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node)]
+    sources += [*_queries(node), *_indexes(telemetry), *_touch(node)]
     return SeriesBook(sources, timings, node.context.deployment, limits.metrics_max_series)
 
 
@@ -99,12 +101,40 @@ def _concurrency(node: Node) -> list[Source]:
 
 
 def _queries(node: Node) -> list[Source]:
-    gate, tail = node.search.gate, node.search.tail
+    gate, tail, counts = node.search.gate, node.search.tail, node.search.counts
     search = {"gate": "search"}
     return [
         Source("tieredstore.concurrency.active", "count", "gauge", lambda: gate.running, search),
         Source("tieredstore.concurrency.queued", "count", "gauge", lambda: gate.waiting, search),
         Source("tieredstore.concurrency.limit", "count", "gauge", lambda: gate.running_max, search),
         Source("tailrace.tail_index.bytes", "bytes", "gauge", lambda: _rounded(tail.bytes)),
-        Source("tailrace.touch.waiters", "count", "gauge", lambda: node.touch.waiters),
+        Source("tailrace.tail_index.rows", "count", "gauge", lambda: tail.rows),
+        Source("tailrace.tail_index.dropped_rows", "count", "gauge", lambda: tail.dropped_rows),
+        Source("tailrace.search.timeouts", "count", "counter", lambda: counts.timeouts),
+        Source("tailrace.search.incomplete", "count", "counter", lambda: counts.incomplete),
+    ]
+
+
+def _indexes(telemetry: Telemetry) -> list[Source]:
+    """What the pipeline has to do and how it is."""
+    return [
+        Source(
+            "tieredstore.index.lag.segments", "count", "gauge", telemetry.pipeline_backlog_segments.current
+        ),
+        Source(
+            "tieredstore.index.quarantined.segments",
+            "count",
+            "gauge",
+            telemetry.pipeline_quarantined_segments.current,
+        ),
+        Source("tieredstore.index.restarts", "count", "counter", telemetry.pipeline_restarts.current),
+    ]
+
+
+def _touch(node: Node) -> list[Source]:
+    touch = node.touch
+    return [
+        Source("tailrace.touch.waiters", "count", "gauge", lambda: touch.waiters),
+        Source("tailrace.touch.wakeups", "count", "counter", lambda: touch.wakeups),
+        Source("tailrace.touch.stale", "count", "counter", lambda: touch.stales),
     ]

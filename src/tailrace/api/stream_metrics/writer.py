@@ -42,6 +42,7 @@ class MetricsWriter:
     def start(self) -> None:
         if self._flush_s:
             self._log.publisher.traffic = Traffic()
+            self._log.reader.served = Traffic()
             self._timer = self._loop.call_later(self._flush_s, self._due)
 
     def stop(self) -> None:
@@ -65,12 +66,12 @@ class MetricsWriter:
             self.failures = 0
 
     def _flush(self) -> None:
-        traffic = self._log.publisher.traffic
-        if traffic is None:
+        traffic, served = self._log.publisher.traffic, self._log.reader.served
+        if traffic is None or served is None:
             return
         window = Window(self._since_ms, self._now_ms())
         self._since_ms = window.end_ms
-        records = self._book.records(window, *traffic.take())
+        records = self._book.records(window, *traffic.take(), served.take())
         if not records:
             return
         entries = [orjson.dumps(record) for record in records]
