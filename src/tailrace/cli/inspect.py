@@ -135,6 +135,11 @@ async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
                             put_json(asdict(info))
                         else:
                             put(f"segment  {_pairs(asdict(info))}\n".encode())
+                    async for companion in manifests.companions(head):
+                        if bucket.json:
+                            put_json(asdict(companion))
+                        else:
+                            put(f"companion  {_pairs(asdict(companion))}\n".encode())
         except ManifestError as error:
             raise RefusedError(str(error)) from None
     flush()

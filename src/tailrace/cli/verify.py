@@ -72,5 +72,6 @@ async def _verify(stream: str, bucket: Bucket) -> int:
 def _counted(seen: Verified) -> str:
     return (
         f"{seen.streams:,} streams, {seen.segments:,} segments, {seen.entries:,} entries, "
+        f"{seen.companions:,} companions, "
         f"{seen.bytes / 2**20:,.1f} MiB"
     )

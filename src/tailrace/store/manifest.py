@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -221,6 +222,13 @@ class Manifests:
             return Change(changed.head, changed.superseded)
 
         return await self._change(stream_id, plan), new
+
+    def hold(self, stream_id: str) -> AbstractAsyncContextManager[None]:
+        """Keeps everybody else of this process from changing the manifest of a stream."""
+        return self._locks.hold(stream_id)
+
+    def companion_pages(self, stream_id: str) -> CompanionPages:
+        return CompanionPages(self._objects, stream_id)
 
     def companions(self, head: Head) -> AsyncIterator[Companion]:
         """Every companion that a head lists."""

@@ -40,9 +40,13 @@ def describe_head(head: Head, producers: dict[str, tuple[int, int]]) -> dict[str
     """Everything the head says, with its lists counted instead of printed: they may be long."""
     described: dict[str, Any] = msgspec.json.decode(encode(head))
     del described["segments"]
+    del described["companions"]
     described["pages"] = [msgspec.structs.asdict(page) for page in head.pages]
+    described["companion_pages"] = [msgspec.structs.asdict(page) for page in head.companion_pages]
     return described | {
         "segment_count": head.segment_count,
         "segment_bytes": head.segment_bytes,
+        "companion_count": head.companion_count,
+        "companion_bytes": head.companion_bytes,
         "producers": producers,
     }

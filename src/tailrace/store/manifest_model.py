@@ -201,6 +201,14 @@ class Head(Facts, frozen=True, kw_only=True):
         return sum(page.segments for page in self.pages) + len(self.segments)
 
     @property
+    def companion_count(self) -> int:
+        return sum(page.companions for page in self.companion_pages) + len(self.companions)
+
+    @property
+    def companion_bytes(self) -> int:
+        return sum(page.bytes for page in self.companion_pages) + sum(one.bytes for one in self.companions)
+
+    @property
     def segment_bytes(self) -> int:
         return sum(page.bytes for page in self.pages) + sum(info.bytes for info in self.segments)
 

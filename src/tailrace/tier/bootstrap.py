@@ -25,6 +25,7 @@ from tailrace.log.journal import list_files
 from tailrace.log.model import Tombstone
 from tailrace.settings import Settings
 from tailrace.store.bucket import STREAMS, stream_ids
+from tailrace.store.companions import Companion
 from tailrace.store.directory import DataDirectory, make_directory, sync_directory
 from tailrace.store.document_objects import DocumentObjects
 from tailrace.store.manifest import Stored
@@ -90,6 +91,7 @@ class Bootstrap:
         self._damaged: set[str] = set()
         self._outcomes: list[Outcome] = []
         self._segments: list[tuple[int, SegmentInfo]] = []
+        self._companions: list[tuple[int, Companion]] = []
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -215,6 +217,7 @@ class Bootstrap:
             return
         producers = await self._manifests.producers(head)
         sums = await self._take_segments(waiting.number, head)
+        await self._take_companions(waiting.number, head)
         stream = restored_stream(waiting.number, head, source, sums, self._clock.now_ns())
         stream.documents = await self._take_documents(head, stream.tail)
         runs = runs_of(head, source, sums)
@@ -269,12 +272,20 @@ class Bootstrap:
                 await self._flush()
         return sums
 
+    async def _take_companions(self, number: int, head: Head) -> None:
+        """Of segments that are recorded, so they are as good as before."""
+        async for companion in self._manifests.companions(head):
+            self._companions.append((number, companion))
+            if len(self._companions) >= SEGMENTS_HELD:
+                await self._flush()
+
     async def _flush(self) -> None:
         async with self._writing:
             outcomes, self._outcomes = self._outcomes, []
             segments, self._segments = self._segments, []
-            if outcomes or segments:
-                await self._on_thread(lambda: self._store.put(outcomes, segments))
+            companions, self._companions = self._companions, []
+            if outcomes or segments or companions:
+                await self._on_thread(lambda: self._store.put(outcomes, segments, companions))
 
     # -- what is no stream -----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tailrace.log import registry, registry_snapshot
 from tailrace.log.image import decode_stream, encode_tombstone
 from tailrace.log.model import Stream, Tombstone
 from tailrace.store.cold_tables import Grave, SegmentRow
+from tailrace.store.companions import Companion
 from tailrace.store.hot import Execute, HotDb
 from tailrace.store.segments import SegmentInfo, stream_id
 from tailrace.tier.facts import encode_buried
@@ -131,7 +132,12 @@ class RestoreStore:
 
     # -- what is restored ------------------------------------------------------------------------------
 
-    def put(self, outcomes: Sequence[Outcome], segments: Sequence[tuple[int, SegmentInfo]]) -> None:
+    def put(
+        self,
+        outcomes: Sequence[Outcome],
+        segments: Sequence[tuple[int, SegmentInfo]],
+        companions: Sequence[tuple[int, Companion]] = (),
+    ) -> None:
         db, cold = self.db, self.db.cold
         with db.write():
             for number, info in segments:
@@ -139,6 +145,8 @@ class RestoreStore:
                     info.first, info.last, self._encode(info), b""
                 )  # footers are fetched if read
                 cold.put_segment(number, row, info.last_ns)
+            for number, companion in companions:
+                db.companions.put(number, companion)
             for outcome in outcomes:
                 self._put(outcome)
         self._found("BEGIN")

@@ -5,6 +5,7 @@ again, whoever is writing:
 
 - a segment, if its entries are recorded in other segments or its epoch is over: what follows the last
   recorded entry may be an upload that is under way, or one that is about to be repeated;
+- a companion that is not listed, a day later, if nobody can publish it meanwhile;
 - a page or producers object, if the head does not name it and it is old: every attempt to change a head makes
   its own, and is over long before the grace time;
 - anything in the folder of a deleted stream that was there around the time of the deletion.
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 SECOND_NS = 10**9
 GRACE_NS = 3600 * SECOND_NS
 # Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
+# A pipeline may take this long from its first object to the publication of all.
+COMPANION_NS = 24 * 3600 * SECOND_NS
 OLD_LIFE_NS = 24 * 3600 * SECOND_NS
 LOOKS_MAX = 5
 
@@ -132,8 +135,12 @@ class Sweeper:
         now_ns = self._clock.now_ns()
         old = [info for info in found if info.modified_ns <= now_ns - self._grace_ns and info.key != head_key]
         try:
+            companions = [info for info in old if f"/{stream_id}/companions/" in info.key]
+            old = [info for info in old if f"/{stream_id}/companions/" not in info.key]
             if old:
                 await self._drop(await self._judge(stream_id, old))
+            if companions:
+                await self._companions(stream_id, companions, now_ns)
             before_ns = now_ns - self._tombstone_ns
             written_ns = next((info.modified_ns for info in found if info.key == head_key), None)
             if written_ns is not None and (self._offline or written_ns < before_ns):
@@ -150,6 +157,32 @@ class Sweeper:
             failpoints.reached("gc.before_sweep")
             await delete_all(self._objects, [orphan.key for orphan in orphans])
             failpoints.reached("gc.after_sweep")
+
+    async def _companions(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
+        """Companions that no manifest lists, and that no pipeline is about to offer.
+
+        A pipeline that repeats its work finds an object of the same name and offers that. So nobody may
+        publish while it is judged and deleted: only the owner can see to that, or whoever is alone.
+        """
+        if self._owner is None and not self._offline:
+            return
+        async with self._manifests.hold(stream_id):
+            stored = await self._manifests.load(stream_id)
+            if stored is None or stored.head.deleted is not None:
+                await self._drop(await self._judge(stream_id, old))
+                return
+            oldest_ns = now_ns if self._offline else now_ns - COMPANION_NS
+            head, prefix = stored.head, stream_prefix(stream_id)
+            named = {one.object async for one in self._manifests.companions(head)}
+            named |= {one.object for one in head.retired if one.at_ns > oldest_ns}
+            reason = "the manifest does not list it"
+            await self._drop(
+                [
+                    _orphan(info, reason)
+                    for info in old
+                    if info.modified_ns <= oldest_ns and info.key.removeprefix(prefix) not in named
+                ]
+            )
 
     async def _judge(self, stream_id: str, old: list[ObjectInfo]) -> list[Orphan]:
         for _look in range(LOOKS_MAX):
@@ -172,7 +205,7 @@ class Sweeper:
         for info in old:
             key = info.key.removeprefix(prefix)
             kind = key.partition("/")[0]
-            if key in named or kind not in ("segments", "manifest", "producers"):
+            if key in named or kind not in ("segments", "manifest", "producers", "catalogue"):
                 continue
             if kind != "segments":
                 orphans.append(_orphan(info, "the manifest does not name it"))
@@ -187,6 +220,9 @@ class Sweeper:
         keys = [info.key.removeprefix(prefix) for info in old]
         if any(key.startswith("manifest/") for key in keys):
             named |= {ref.key async for ref in self._manifests.pages(head.stream_id).walk_pages(head.pages)}
+        if any(key.startswith("catalogue/") for key in keys):
+            pages = self._manifests.companion_pages(head.stream_id)
+            named |= {ref.key async for ref in pages.walk_pages(head.companion_pages)}
         ranges = [entries for key in keys if key.startswith("segments/") and (entries := range_of(key))]
         if ranges:
             last = max(entries[1] for entries in ranges)

@@ -7,11 +7,13 @@ bounded by the bytes of segments in flight, whatever the size of the bucket.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tailrace.store.companions import Companion, is_named_well
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_lookup import find_heads
 from tailrace.store.manifest_model import HEAD_KEY, Head, ManifestCorruptError
@@ -42,6 +44,7 @@ class Verified(msgspec.Struct):
     streams: int = 0
     tombstones: int = 0
     segments: int = 0
+    companions: int = 0
     entries: int = 0
     bytes: int = 0
     bytes_known: int = 0
@@ -84,7 +87,7 @@ class Verifier:
         head = stored.head
         self.seen.streams += 1
         self.seen.tombstones += head.deleted is not None
-        self.seen.bytes_known += head.segment_bytes
+        self.seen.bytes_known += head.segment_bytes + head.companion_bytes
         async with asyncio.TaskGroup() as tasks:
             try:
                 await self._walk(head, tasks)
@@ -107,6 +110,9 @@ class Verifier:
             await self._room.take(info.bytes)
             tasks.create_task(self._segment(head, info))
         self._ends(head, previous)
+        async for companion in self._manifests.companions(head):
+            await self._room.take(companion.bytes)
+            tasks.create_task(self._companion(head, companion))
 
     # -- the manifest ------------------------------------------------------------------------------------
 
@@ -171,6 +177,28 @@ class Verifier:
         self.seen.bytes += info.bytes
         for problem in problems:
             self._find(head.name, head.stream_id, info.key, problem)
+
+    async def _companion(self, head: Head, companion: Companion) -> None:
+        """The file as it was published. What it says is compared with segments by nobody here."""
+        problem = ""
+        try:
+            raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + companion.object)
+            if len(raw) != companion.bytes:
+                problem = f"it has {len(raw)} bytes, and {companion.bytes} are recorded"
+            elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != companion.sha256:
+                problem = "its SHA-256 is not the recorded one"
+            elif not is_named_well(companion):
+                problem = "its name is not made from what is recorded about it"
+        except ObjectMissingError:
+            if await self._moved_on(head):
+                return  # replaced by another one, or trimmed
+            problem = "it is not there"
+        finally:
+            await self._room.give_back(companion.bytes)
+        self.seen.companions += 1
+        self.seen.bytes += companion.bytes
+        if problem:
+            self._find(head.name, head.stream_id, companion.object, problem)
 
     async def _trimmed(self, head: Head, info: SegmentInfo) -> bool:
         stored = await self._manifests.load(head.stream_id)

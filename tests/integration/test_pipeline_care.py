@@ -1,0 +1,222 @@
+"""Companions follow their streams: through plans, retention, deletion, lost disks, checks and sweeps."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.calls import Caller, eventually
+from support.offers import (
+    FAMILIES,
+    SEARCH,
+    FakePipeline,
+    configured,
+    fill,
+    plan,
+    planned,
+    seal,
+    sealed,
+    uncovered,
+)
+from support.server import ServerProcess
+from tailrace.clock import FakeClock
+from tailrace.store.objects import open_objects
+from tailrace.tier.sweep import Orphan, Sweeper
+from tailrace.tier.verify import Finding, Verifier
+
+DAY_NS = 24 * 3600 * 10**9
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(
+        tmp_path_factory.mktemp("care") / "data", env={"TAILRACE_SEAL_INTERVAL_MS": "100"}
+    )
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def call(server: ServerProcess) -> Caller:
+    return Caller(server)
+
+
+@pytest.fixture
+def pipeline(server: ServerProcess, call: Caller) -> FakePipeline:
+    return FakePipeline(call, server.data_dir)
+
+
+@pytest.fixture
+def ev(request: pytest.FixtureRequest) -> str:
+    return f"ev/{request.node.name}"
+
+
+def head_of(pipeline: FakePipeline, shown: dict[str, Any]) -> dict[str, Any]:
+    return json.loads((pipeline.objects / shown["manifest"]["object"]).read_bytes())
+
+
+def events(call: Caller, folder: str) -> list[dict[str, Any]]:
+    """What `__segments__` tells of one stream."""
+    found: list[dict[str, Any]] = []
+    offset = "-1"
+    while True:
+        reply = call("GET", f"__segments__?offset={offset}")
+        assert reply.status == 200
+        found += reply.body
+        if reply.headers.get("stream-up-to-date") == "true":
+            return [one for one in found if one["key"].split("/")[0] == folder]
+        offset = reply.headers["stream-next-offset"]
+
+
+def operations(found: list[dict[str, Any]], kind: str) -> list[str]:
+    return [one["headers"]["operation"] for one in found if one["type"] == kind]
+
+
+def test_every_fact_is_told_once(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    shown = sealed(call, ev, 2)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    found = events(call, shown["stream_id"])
+    segments = [one["value"] for one in found if one["type"] == "segment"]
+    assert [(one["first"], one["last"], one["epoch"]) for one in segments] == [(1, 3, 0), (4, 6, 0)]
+    assert {one["object"] for one in segments} == {one["object"] for one in uncovered(shown)}
+    assert operations(found, "plan") == ["update"]
+    companions = [one for one in found if one["type"] == "companion"]
+    assert [one["value"]["families"] for one in companions] == [FAMILIES, FAMILIES]
+    assert call("POST", "__segments__", [{}]).status == 405
+    assert call("DELETE", ev).status == 204
+    found = events(call, shown["stream_id"])
+    assert operations(found, "segment") == ["insert", "insert", "delete", "delete"]
+    assert [one["headers"].get("reason") for one in found if one["type"] == "plan"] == [None, "deleted"]
+
+
+def test_a_new_plan_takes_over_bit_by_bit(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    shown = sealed(call, ev, 2)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    old = {one[4] for one in head_of(pipeline, shown)["companions"]}
+    search = copy.deepcopy(SEARCH)
+    search["fields"]["what"]["positions"] = True
+    assert call("POST", f"{ev}/_schema", {"search": search}).status == 200
+    shown = planned(call, ev, 2)
+    assert shown["plan"]["generation"] == 2
+    # Only what the change concerns is built again.
+    assert [one["families"] for one in uncovered(shown)] == [["fts"], ["fts"]]
+    newest, oldest = uncovered(shown)
+    assert pipeline.publish(pipeline.offer(shown, [newest])).status == 200
+    head = head_of(pipeline, shown)
+    listed = {one[4] for one in head["companions"]}
+    # The old file of the segment that is covered is retired, the other one is still in use.
+    assert len(listed & old) == len(old) - 1
+    assert [key for key, _, _ in head["retired"]] == list(old - listed)
+    assert pipeline.publish(pipeline.offer(shown, [oldest])).status == 200
+    fts = [one for one in head_of(pipeline, shown)["companions"] if one[0] == "fts"]
+    assert {one[8] for one in fts} == {shown["plan"]["hash"]}
+    assert plan(call, ev)["work"] == []
+
+
+def test_what_no_plan_wants_is_unlisted(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    shown = sealed(call, ev, 1)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    search = {name: value for name, value in SEARCH.items() if name != "rollups"}
+    assert call("POST", f"{ev}/_schema", {"search": search}).status == 200
+    head = eventually(lambda: head_of(pipeline, shown), lambda found: len(found["companions"]) == 3)
+    assert "agg" not in {one[0] for one in head["companions"]}
+
+
+def test_asked_for_again(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    shown = sealed(call, ev, 1)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    answer = call("POST", "/v1/pipeline/plan", {"stream": ev, "family": "col"})
+    assert (answer.status, answer.body["scheduled"]) == (200, 1)
+    shown = planned(call, ev, 1)
+    assert uncovered(shown)[0]["families"] == ["col"]
+    # The same bytes under the same name: retired before, and listed again.
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    assert head_of(pipeline, shown)["retired"] == []
+    assert call("POST", "/v1/pipeline/plan", {"stream": ev, "family": "dance"}).code == "invalid_request"
+    assert call("POST", "/v1/pipeline/plan", {"stream": "none"}).status == 404
+
+
+def test_companions_go_with_their_entries(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    configured(call, ev, {"Stream-Retention-Bytes": "1"})
+    fill(call, ev, 3)
+    seal(call, ev)
+    shown = plan(call, ev)
+    if uncovered(shown):
+        pipeline.publish(pipeline.offer(shown, uncovered(shown)))
+    fill(call, ev, 3, 3)
+    seal(call, ev)
+    head = eventually(lambda: head_of(pipeline, shown), lambda found: found["earliest"] >= 3)
+    assert all(one[2] > head["earliest"] for one in head["companions"])
+    eventually(lambda: plan(call, ev)["earliest"], lambda earliest: earliest > 3)
+    found = events(call, shown["stream_id"])
+    assert "retention" in {one["headers"].get("reason") for one in found if one["type"] == "segment"}
+
+
+def test_verification_and_the_sweep_know_them(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    shown = sealed(call, ev, 1)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    stray = pipeline.objects / pipeline.put(shown, "col", 1, 3, "nobody offers this")["object"]
+    objects = open_objects(pipeline.objects.as_uri())
+
+    def verify() -> list[Finding]:
+        findings: list[Finding] = []
+        asyncio.run(Verifier(objects, findings.append).stream(shown["stream_id"]))
+        return findings
+
+    def sweep(*, offline: bool) -> list[str]:
+        found: list[Orphan] = []
+        clock = FakeClock(stray.stat().st_mtime_ns + 2 * DAY_NS)
+        sweeper = Sweeper(
+            objects, found.append, tombstone_ns=DAY_NS, dry_run=True, offline=offline, clock=clock
+        )
+        asyncio.run(sweeper.bucket())
+        return [one.key for one in found if one.key.startswith(stray_prefix)]
+
+    stray_prefix = shown["manifest"]["object"].removesuffix("manifest.json") + "companions/"
+    assert verify() == []
+    assert sweep(offline=False) == []
+    assert sweep(offline=True) == [str(stray.relative_to(pipeline.objects))]
+    listed = (
+        pipeline.objects
+        / stray_prefix.removesuffix("companions/")
+        / head_of(pipeline, shown)["companions"][0][4]
+    )
+    data = listed.read_bytes()
+    listed.write_bytes(data[:-1] + b"?")
+    assert ["SHA-256" in one.problem for one in verify()] == [True]
+    listed.unlink()
+    assert [one.problem for one in verify()] == ["it is not there"]
+    listed.write_bytes(data)
+
+
+def test_a_bootstrap_brings_them_back(tmp_path: Path) -> None:
+    first = ServerProcess(tmp_path / "first", args=["--object-store", (tmp_path / "bucket").as_uri()])
+    first.start()
+    call = Caller(first)
+    pipeline = FakePipeline(call, tmp_path / "first")
+    pipeline.objects = tmp_path / "bucket"
+    shown = sealed(call, "ev", 2)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown)[:1])).status == 200
+    seal(call)
+    first.stop()
+    shutil.rmtree(tmp_path / "first")
+    args = ["--object-store", (tmp_path / "bucket").as_uri(), "--bootstrap", "--take-over"]
+    second = ServerProcess(tmp_path / "second", args=args)
+    second.start()
+    try:
+        again = planned(Caller(second), "ev", 1)
+        assert again["plan"]["hash"] == shown["plan"]["hash"]
+        assert uncovered(again)[0]["first"] == uncovered(shown)[1]["first"]
+        other = FakePipeline(Caller(second), tmp_path / "second")
+        other.objects = tmp_path / "bucket"
+        assert other.publish(other.offer(again, uncovered(again))).body["result"] == "published"
+    finally:
+        second.stop()
