@@ -25,6 +25,7 @@ from tailrace.store.objects import (
     check_prefix,
 )
 from tailrace.store.remote_faults import Fault, Patience, fault_of, is_beyond_end, refused
+from tailrace.store.remote_keys import check_keys, endpoint_of
 
 DELETES_AT_ONCE: Final = 1000  # what one request to S3 takes
 DELETES_TOGETHER: Final = 8
@@ -77,6 +78,7 @@ def open_remote(url: str, scheme: str, bucket: str, prefix: str, limits: Limits)
             raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
         store = _MEMORY.setdefault(bucket, cast("Bucket", MemoryStore()))
     else:
+        check_keys(url, scheme, os.environ)
         try:
             store = _open_cloud(scheme, bucket, prefix, limits)
         except Exception as error:
@@ -104,9 +106,8 @@ def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Bucket
 
 def _plain_http_wanted() -> bool:
     """An endpoint written as http:// says so by itself; the library wants to be told twice."""
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT"):
-        if os.environ.get(name, "").startswith("http://"):
-            return True
+    if any(endpoint_of(scheme, os.environ).startswith("http://") for scheme in ("s3", "az")):
+        return True
     allowed = (os.environ.get(name, "") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP"))
     return any(value.lower() in ("1", "true", "yes") for value in allowed)
 

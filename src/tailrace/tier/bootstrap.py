@@ -60,7 +60,7 @@ async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) 
         return restored
     try:
         objects = open_objects(settings.object_store_url, limits=settings.limits)
-    except ValueError as error:
+    except (ValueError, ObjectsError) as error:
         raise TailraceError("unavailable", str(error)) from error
     try:
         await Bootstrap(settings, directory, clock, objects, restored).run()

@@ -39,7 +39,7 @@ class Owner:
     ) -> None:
         try:
             self._objects = open_objects(url, limits=limits)
-        except ValueError as error:
+        except (ValueError, ObjectsError) as error:
             raise TailraceError("unavailable", str(error)) from error
         self._ownership = Ownership(self._objects)
         self._url = url
