@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels import agg, exact, keys, splits
 from tailrace.pipeline.kernels.arrays import pa, pq
+from tailrace.pipeline.kernels.fts import remove_tree
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.segment import check_built
 from tailrace.pipeline.worker import stores
@@ -90,7 +90,7 @@ class MergeSplits(NamedTuple):
             try:
                 built = splits.merge_splits(data, covers, directory)
             finally:
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_tree(directory)
             yield _put(self.order, built)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
 import tempfile
 import time
 from collections import OrderedDict
@@ -20,6 +19,7 @@ import msgspec
 
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.arrays import pa
+from tailrace.pipeline.kernels.fts import remove_tree
 from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
 from tailrace.query.family_format import companion_name
@@ -167,7 +167,7 @@ def _built(row: Row, started: float) -> list[Row]:
         )
         built = build_segment(raw, request, lambda name: reached(name, "worker"))
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
     reached("after_write", "worker")
     rows: list[Row] = []
     for one in built:

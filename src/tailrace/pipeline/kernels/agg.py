@@ -37,7 +37,7 @@ from tailrace.query.family_format import (
     WINDOW_START,
 )
 from tailrace.query.includes import bind_include
-from tailrace.query.measures import Parts, PartsReader, Summary
+from tailrace.query.measures import Number, Parts, PartsReader, Summary
 from tailrace.query.values import INT64_MAX
 from tailrace.schema.convert import text_of
 from tailrace.schema.instants import FIRST_MS, LAST_MS
@@ -45,6 +45,8 @@ from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.search_config import Measure, Rollup, SearchConfig, interval_ms
 
 GROUP_ROWS: Final = 4096
+KNOWN_MAX: Final = 65_536  # states of few numbers that are kept, by the numbers
+KNOWN_NUMBERS_MAX: Final = 8
 
 SCHEMA: Final = pa.schema(
     [
@@ -111,6 +113,7 @@ class _RollupRows:
         self._counted: dict[str, list[Any]] = {name: [] for name in self._measures}
         self._waiting: dict[str, list[_Numbers]] = {name: [] for name in self._measures}
         self._members = 0
+        self._known: dict[str, dict[tuple[Number, ...], Row]] = {}
 
     def fields(self) -> set[str]:
         found = {self._timestamp, *self._dimensions}
@@ -213,14 +216,12 @@ class _RollupRows:
         order = np.argsort(of, kind="stable")
         values: list[Any] = np.concatenate([piece.values for piece in waiting])[order].tolist()
         offsets = np.searchsorted(of[order], np.arange(groups + 1)).tolist()
-        make = self._makes[name]
+        make, known = self._makes[name], self._known.setdefault(name, {})
 
         def states_of(group: int) -> list[Row]:
             found = values[offsets[group] : offsets[group + 1]]
             if measure.kind == "summary":
-                summary = make()
-                summary.add_all(found)
-                return [summary_row(summary)]
+                return [_summary_row(found, make, known)]
             return [summary_row(summary) for summary in _summed(found, make)]
 
         return states_of
@@ -310,6 +311,21 @@ def _maker(measure: Measure, config: SearchConfig) -> Callable[[], Summary]:
         return lambda: Summary(histogram=declared, whole=False)
     whole = config.fields[cast("str", measure.field)].kind == "integer"
     return lambda: Summary(histogram=measure.histogram is not None, whole=whole)
+
+
+def _summary_row(
+    found: list[Number], make: Callable[[], Summary], known: dict[tuple[Number, ...], Row]
+) -> Row:
+    """The columns of some numbers. Few of them are often the whole group of the next interval, too."""
+    key = tuple(found) if len(found) <= KNOWN_NUMBERS_MAX else None
+    row = None if key is None else known.get(key)
+    if row is None:
+        summary = make()
+        summary.add_all(found)
+        row = summary_row(summary)
+        if key is not None and len(known) < KNOWN_MAX:
+            known[key] = row
+    return row
 
 
 def _summed(found: list[Parts], make: Callable[[], Summary]) -> list[Summary]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -47,10 +49,12 @@ from tailrace.query.family_format import (
     TOKENIZER,
     length_field,
 )
-from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_config import Field, SearchConfig
 
 HEAP_BYTES: Final = 64 << 20
 GROUP_ROWS: Final = 4096
+REMOVE_TRIES: Final = 100
+REMOVE_PAUSE_S: Final = 0.02
 
 _FREQUENCY_LIST: Final = list_of(INT32)
 TERMS_SCHEMA: Final = pa.schema(
@@ -99,11 +103,14 @@ class FtsBuilder:
         self._covers = covers
         found = {name: config.fields[name] for name in sorted(fields)}
         self._texts = {name: _Texts() for name, field in found.items() if field.kind == "text"}
-        self._keywords = [name for name, field in found.items() if field.kind != "text"]
+        # What is exact or a column answers prefixes from there: ids that never repeat would fill the index.
+        self._keywords = [
+            name for name, field in found.items() if field.kind != "text" and not is_elsewhere(field)
+        ]
         self._positions = {name: found[name].positions for name in self._texts}
-        self._home = tempfile.TemporaryDirectory(dir=directory)
-        self._index = tantivy.Index(split_schema(self._positions, self._keywords), path=self._home.name)
-        self._writer = self._index.writer(heap_size=HEAP_BYTES, num_threads=1)
+        self._home = Path(tempfile.mkdtemp(dir=directory))
+        index = tantivy.Index(split_schema(self._positions, self._keywords), path=str(self._home))
+        self._writer: Any = index.writer(heap_size=HEAP_BYTES, num_threads=1)
 
     def add(self, batch: Batch) -> None:
         documents: dict[int, dict[str, Any]] = {}
@@ -154,8 +161,9 @@ class FtsBuilder:
         stats = [self._stats(index, name) for index, name in enumerate(self._texts)]
         split = SplitFacts(stats, self._keywords)
         terms = write_terms((self._table(name) for name in self._texts), facts)
-        data = zip_split(Path(self._home.name), terms, split, facts)
-        self._home.cleanup()
+        data = zip_split(self._home, terms, split, facts)
+        self._writer = None
+        remove_tree(self._home)
         return [Built(FTS, data, self._covers.rows, {"tokens": sum(field.tokens for field in stats)})]
 
     def _stats(self, index: int, name: str) -> TextStats:
@@ -187,6 +195,20 @@ class FtsBuilder:
         offsets = offsets_of(np.bincount(ranks[starts], minlength=len(order)))
         terms = dictionary.take(pa.array(order))
         return pa.concat_tables([every, terms_table(name, terms, offsets, entries[starts], frequencies)])
+
+
+def remove_tree(directory: Path) -> None:
+    """The library's threads may still write a last file or two when they have said that they are done."""
+    for _ in range(REMOVE_TRIES):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(REMOVE_PAUSE_S)
+
+
+def is_elsewhere(field: Field) -> bool:
+    """Whether another family has the values of a keyword in order."""
+    return field.exact or field.column or field.sortable or field.aggregatable
 
 
 def split_schema(positions: dict[str, bool], keywords: Iterable[str]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -61,25 +61,36 @@ def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: 
     """The files of a segment. CorruptSegmentError if it is not what was recorded, or cannot be read."""
     if hashlib.sha256(raw).hexdigest() != request.sha256:
         raise CorruptSegmentError("the segment does not have its SHA-256")
-    try:
-        file = open_segment(raw)
-        groups: int = file.metadata.num_row_groups
-        if file.metadata.num_rows != request.rows:
-            raise CorruptSegmentError(f"the segment has {file.metadata.num_rows} rows, not {request.rows}")
-        builders, reader = _prepare(request)
-        for index in range(groups):
-            rows = read_rows(file, index, payloads=reader is not None)
-            batch = Batch(rows, None) if reader is None else reader.batch(rows)
-            for builder in builders:
-                builder.add(batch)
-            if not index:
-                step("mid_build")
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptSegmentError(f"the segment cannot be decoded: {error}") from error
+    builders, reader = prepare(request)
+    rows = 0
+    for batch in read_segment(raw, reader):
+        for builder in builders:
+            builder.add(batch)
+        if not rows:
+            step("mid_build")
+        rows += batch.count
+    if rows != request.rows:
+        raise CorruptSegmentError(f"the segment has {rows} rows, not {request.rows}")
     return [built for builder in builders for built in builder.finish()]
 
 
-def _prepare(request: BuildRequest) -> tuple[list[Builder], Reader | None]:
+def read_segment(raw: bytes, reader: Reader | None) -> Iterator[Batch]:
+    """Row group by row group; without a reader only entries and keys."""
+    try:
+        file = open_segment(raw)
+        groups: int = file.metadata.num_row_groups
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptSegmentError(f"the segment cannot be opened: {error}") from error
+    for index in range(groups):
+        try:
+            rows = read_rows(file, index, payloads=reader is not None)
+        except (pa.ArrowException, OSError) as error:
+            raise CorruptSegmentError(f"the segment cannot be decoded: {error}") from error
+        yield Batch(rows, None) if reader is None else reader.batch(rows)
+
+
+def prepare(request: BuildRequest) -> tuple[list[Builder], Reader | None]:
+    """Whoever builds something, and what reads the segment for them."""
     covers = Range(request.stream_id, request.first, request.last, request.rows, request.plan.plan.hash)
     wanted, members = request.families, request.plan.members
     builders: list[Builder] = []
