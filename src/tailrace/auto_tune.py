@@ -14,9 +14,11 @@ PRESETS_MB: Final = (256, 512, 1024, 2048, 4096, 8192)
 TUNED: Final[dict[str, tuple[int, ...]]] = {
     "tail_memory_bytes": (32, 64, 128, 256, 512, 1024),
     "tail_index_max_bytes": (32, 64, 128, 256, 512, 1024),
+    "sqlite_cache_bytes": (16, 32, 64, 128, 256, 512),
     "append_queue_bytes": (16, 32, 64, 128, 256, 256),
     "cold_cache_bytes": (256, 512, 1024, 2048, 4096, 8192),
     "search_companion_file_cache_max_bytes": (128, 256, 512, 1024, 2048, 4096),
+    "pipeline_heap": (512, 512, 1024, 1024, 2048, 4096),  # a process of its own, beside the preset
     "memory_limit_bytes": PRESETS_MB,
 }
 SEARCHES: Final = (1, 2, 4, 8, 16, 32)  # at once, and never more than two for each core

@@ -115,6 +115,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_cache_bytes: Annotated[
         BytesOrNone, Meta(description="Cache of blocks read from the hot store.")
     ] = 64 * MIB
+    sqlite_cache_bytes: Annotated[
+        Bytes, Meta(description="Memory that SQLite holds in the server before it uses its pages again.")
+    ] = 64 * MIB
     streams_loaded: Annotated[
         Count, Meta(description="Streams kept in memory; idle ones beyond are put away.")
     ] = 50_000

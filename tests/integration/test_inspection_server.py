@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -28,7 +30,8 @@ def test_the_groups_of_server_details(http: Wire) -> None:
     groups = shown["configured_limits"]
     assert list(groups) == ["caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory"]
     told = {name: value for group in groups.values() for name, value in group.items()}
-    limits = msgspec.structs.asdict(Limits(metrics_flush_ms=0))  # as all servers of the tests
+    # As all servers of the tests, which have patience.
+    limits = msgspec.structs.asdict(Limits(metrics_flush_ms=0, request_ms=60_000, append_ms=30_000))
     assert told.keys() == limits.keys() | {"pressure_limit_bytes"}
     assert {name: told[name] for name in limits} == limits
     runtime = shown["runtime"]
@@ -39,6 +42,7 @@ def test_the_groups_of_server_details(http: Wire) -> None:
         "uploads",
         "concurrency",
         "top_streams",
+        "pipeline",
     ]
     assert list(runtime["concurrency"]) == ["ingest", "read", "search", "async_index"]
     memory = runtime["memory"]
@@ -100,6 +104,26 @@ def test_the_busiest_streams_are_told(http: Wire) -> None:
         eventually(waiters, lambda names: quiet in names)
         http.post(quiet, TEXT, "now")
         assert connection.read_answer().status == 200
+
+
+def test_documents_contracts_and_touches_are_part_of_memory(http: Wire) -> None:
+    name = fresh("state")
+    http.put(name, JSON)
+    profile = {"profile": {"kind": "state-protocol", "touch": {"enabled": True}}}
+    assert http.post(f"{name}/_profile", JSON, json.dumps(profile)).status == 200
+    assert http.post(f"{name}/_schema", JSON, '{"schema":{"type":"object"}}').status == 200
+    assert http.get(f"{name}/touch/meta").status == 200
+    change = {"type": "t", "key": "k", "value": {"a": 1}, "headers": {"operation": "insert"}}
+    assert http.post(name, JSON, json.dumps(change)).status == 204
+    assert http.get(f"{name}/touch/meta?settle=flush").json["settled"] is True
+    shown = http.get("/v1/server/_mem").json
+    held = shown["runtime_bytes"]["heap_estimates"]
+    assert held["document_bytes"] > 50
+    assert held["contract_bytes"] > 50
+    rows = shown["top_streams"]["touch_journal_filter_bytes"]
+    assert name in [row["stream"] for row in rows]
+    assert held["touch_journal_bytes"] >= rows[0]["bytes"] > 0
+    assert shown["high_water"]["document_bytes"]["value"] >= 0
 
 
 @pytest.mark.parametrize("path", ["/v1/server/_details", "/v1/server/_mem"])

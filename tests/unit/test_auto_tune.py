@@ -25,6 +25,9 @@ def test_the_largest_preset_that_fits(tmp_path: Path, size: str, preset: int) ->
     assert limits.tail_index_max_bytes == preset * MIB // 8
     assert limits.search_concurrency == min(preset // 256, 2 * (os.cpu_count() or 1))
     assert limits.cold_cache_bytes == preset * MIB
+    assert limits.sqlite_cache_bytes == preset * MIB // 16
+    assert limits.search_companion_file_cache_max_bytes == preset * MIB // 2
+    assert limits.pipeline_heap in (512 * MIB, 1024 * MIB, preset * MIB // 2)
     assert limits.append_queue_bytes == min(preset // 16, 256) * MIB
     assert limits.append_queue_stream_bytes >= limits.append_body_bytes
 

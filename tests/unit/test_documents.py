@@ -192,3 +192,24 @@ def test_what_inspect_shows(log: LogHarness) -> None:
     describe(log, "schema", b"{}")
     ops = [op for row in inspect_journal(log.directory) for op in row.get("ops", [])]  # type: ignore[attr-defined]
     assert {"kind": "describe", "stream": 2, "key": "schema", "value": "2 bytes"} in ops
+
+
+def test_documents_in_memory_are_counted(log: LogHarness) -> None:
+    streams = log.log.streams
+    assert streams.document_bytes == 0
+    describe(log, "schema", b"12345")
+    describe(log, "profile", b"123")
+    assert streams.document_bytes == 8
+    describe(log, "schema", b"1")
+    assert streams.document_bytes == 4
+    checkpoint_all(log)
+    log.call(streams.forget, found(log))
+    assert streams.document_bytes == 0
+    found(log)
+    assert streams.document_bytes == 4
+    log.reopen()
+    found(log)
+    assert log.log.streams.document_bytes == 4
+    log.call(log.log.remove, found(log), "deleted", ignore, None)
+    log.settle()
+    assert log.log.streams.document_bytes == 0

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import apsw
+
 from tailrace.auto_tune import group_limit_bytes
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
@@ -79,6 +81,10 @@ class MemoryGuard:
         self.ticks: list[Callable[[], None]] = []  # others who have to look at something now and then
         self.high_water: dict[str, Mark] = {}
         self.pressures = 0  # times it began
+
+    def bound_sqlite(self) -> None:
+        """Of all connections of this process together: SQLite takes pages of its cache before new ones."""
+        apsw.soft_heap_limit(self._log.limits.sqlite_cache_bytes)
 
     def start(self) -> None:
         self._timer = self._loop.call_later(CHECK_S, self.start)

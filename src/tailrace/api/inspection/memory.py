@@ -107,6 +107,7 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "segment_cache_budget_bytes": limits.cold_cache_bytes,
             "tail_index_budget_bytes": limits.tail_index_max_bytes,
             "contract_budget_bytes": KEPT_BYTES,
+            "sqlite_cache_budget_bytes": limits.sqlite_cache_bytes,
         },
         "pipeline_buffers": {"spooled_segment_bytes": node.sealing.spooled_bytes()},
         "sqlite_runtime": {"memory_used_bytes": sqlite_bytes},

@@ -38,6 +38,7 @@ class ServerRoutes:
         self.top.touch_journals = node.touch.journals
         node.memory.ticks.append(self.top.look)
         node.memory.sheds.append(node.live.contracts.clear)
+        node.memory.bound_sqlite()
         log = node.context.log
         node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
         node.memory.gauges["tail_index_bytes"] = lambda: node.search.tail.bytes
