@@ -29,8 +29,8 @@ SINGLE_READS = 1000
 PATIENCE_S = 600.0
 SEALING_S_MIN = 12.0  # several checkpoints and the sealing that follows them
 NEVER = {"TAILRACE_SEAL_BYTES": str(1 << 40), "TAILRACE_SEAL_ENTRIES": str(1 << 40)}
-# Small enough that segments are sealed all through the reading.
-OFTEN = {"TAILRACE_SEAL_BYTES": str(1 << 20)}
+# As with --preset small: segments are sealed all through the reading.
+OFTEN = {"TAILRACE_SEAL_BYTES": str(4 << 20)}
 SMALL_JOURNAL = {"TAILRACE_JOURNAL_FILE_BYTES": str(8 << 20), "TAILRACE_SEAL_INTERVAL_MS": "1000"}
 SEALER = "tailrace.tier.sealer"
 
