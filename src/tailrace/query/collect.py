@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tailrace.query.coverage import Counters
 from tailrace.query.facts import Facts
-from tailrace.query.packed import rows_of
+from tailrace.query.packed import bits_of, rows_of
 from tailrace.query.plan import Indexed, Stretch
 from tailrace.query.scan import Counts, Payload, Scanned, Scanner
 from tailrace.query.score import Group, Scorer
@@ -24,6 +24,7 @@ from tailrace.query.view import View
 # What may wait for the statistics, in matches and bytes; the rest is scanned a second time.
 WEIGHED_LATER_MAX = 250_000
 WEIGHED_LATER_BYTES_MAX = 16 << 20
+ROWS_AT_FIRST = 128  # of a source, offered before it is looked which others have a chance
 
 
 class Hit(NamedTuple):
@@ -157,37 +158,33 @@ class Collector:
         self._keep_best(source, rows)
 
     def _keep_best(self, source: Indexed, rows: int) -> None:
-        """Counts rows that match, and offers those that have a chance."""
-        request = self.request
-        if not rows:
-            return
-        self.matches += rows.bit_count()
-        rows = self._hopeful(source, rows)
-        if not rows:
-            return
-        if self.weighs and request.by_score:
-            self._weigh_rows(source, rows)
-            return
-        # The newest first: for most orders the page fills at once, and the rest is passed over.
-        listed = rows_of(rows)
-        for row in listed if not request.sort[0].descending else reversed(listed):
-            values = self._sort_values(source, row, 0.0)
-            self._offer(Hit(source.entries[row], 0.0, values, [], source, row))
-            if request.sort[0].kind == "offset" and self._behind(values):
-                break
+        """Counts rows that match, and offers those that have a chance.
 
-    def _weigh_rows(self, source: Indexed, rows: int) -> None:
+        Some at a time: a few fill the page, and of the others most have no chance from then on.
+        """
+        self.matches += rows.bit_count()
+        block = ROWS_AT_FIRST
+        while rows := self._hopeful(source, rows):
+            listed = rows_of(rows)
+            # The newest first where larger comes first: times mostly grow, and offsets always do.
+            some = listed[-block:][::-1] if self.request.sort[0].descending else listed[:block]
+            if not self._offer_rows(source, some):
+                return
+            rows &= ~bits_of(some, rows.bit_length())
+            block *= 4
+
+    def _offer_rows(self, source: Indexed, rows: Sequence[int]) -> bool:
+        """Answers whether others may follow."""
         request = self.request
-        light = request.sort[0].kind == "score" and request.sort[0].descending
-        if light and self.top.full:
-            rows = self._heavy(source, rows)
-        # The newest first: among equals they come first in most orders.
-        for row, score in reversed(source.scores(request.query, rows, self._scorer).items()):
-            worst = self.top.worst
-            if light and worst is not None and -score > cast("float", worst[0]):
-                continue  # too light, whatever else it has
-            values = self._sort_values(source, row, score)
-            self._offer(Hit(source.entries[row], score, values, [], source, row))
+        scores: Mapping[int, float] = {}
+        if self.weighs and request.by_score:
+            scores = source.scores(request.query, bits_of(rows, max(rows) + 1), self._scorer)
+        for row in rows:
+            values = self._sort_values(source, row, scores.get(row, 0.0))
+            if request.sort[0].kind == "offset" and self._behind(values):
+                return False
+            self._offer(Hit(source.entries[row], scores.get(row, 0.0), values, [], source, row))
+        return True
 
     def _heavy(self, source: Indexed, rows: int) -> int:
         """The rows that can get among the best by their weight, and those of equal weight by the next key."""
@@ -216,8 +213,13 @@ class Collector:
         return values
 
     def _hopeful(self, source: Indexed, rows: int) -> int:
-        """The rows that can get among the best, by the first sort key alone."""
-        return self._hopeful_by(0, source, rows) if self.top.full else rows
+        """The rows that can get among the best, as far as the first sort key or two tell."""
+        if not rows or not self.top.full:
+            return rows
+        key = self.request.sort[0]
+        if key.kind == "score" and key.descending and self.weighs:
+            return self._heavy(source, rows)
+        return self._hopeful_by(0, source, rows)
 
     def _hopeful_by(self, place: int, source: Indexed, rows: int) -> int:
         """As `_hopeful`, by a key of which those before it are equal. A missing value is greatest."""
