@@ -41,6 +41,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=600.0, help="seconds for indexing after loading (600)"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of Tailrace, as environment",
+    )
     parser.add_argument("--server-cpus", default="any", help="cores for the servers (any)")
     parser.add_argument("--data", type=Path, default=DATA, help="directory for the servers' data")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for evlog.json and evlog.md")
@@ -98,7 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
         began, busy, own = time.monotonic(), machine.busy_seconds(), machine.own_seconds()
         say(f"{name}: loading")
         try:
-            with peer.running(directory / name, cpus(options.server_cpus)) as server:
+            env = dict(pair.split("=", 1) for pair in options.set) if name == US else {}
+            with peer.running(directory / name, cpus(options.server_cpus), env) as server:
                 target = Target(peer, server)
                 search = target.set_up(search)
                 report.readings[name], answers[name] = read(

@@ -17,7 +17,7 @@ from bench.evlog.compare import wrong
 from bench.evlog.events import block_of, bodies
 from bench.evlog.queries import Aggregate, QueryClass
 from bench.evlog.target import STREAM, Answer, Target
-from bench.processes import Running
+from bench.processes import PAGE_BYTES, Running
 
 FRESH_S_MAX = 30.0
 CLASS_S_MAX = 20.0
@@ -45,15 +45,18 @@ class Reading(msgspec.Struct):
     never_fresh: int
     peak_ingest_mb: float
     peak_queries_mb: float
+    peak_ingest_all_mb: float  # with the processes that the server started
+    peak_queries_all_mb: float
     at_rest_mb: float
     asked: dict[str, Asked]
 
 
 class Peak:
-    """The most memory that a server and its children had while something ran."""
+    """The most memory that a server had while something ran: its first process, and with all it started."""
 
     def __init__(self, server: Running) -> None:
         self.bytes = 0
+        self.all_bytes = 0
         self._server = server
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -68,13 +71,22 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.1):
-            self.bytes = max(self.bytes, self._server.rss_bytes())
+            self.bytes = max(self.bytes, _rss_bytes(self._server.process.pid))
+            self.all_bytes = max(self.all_bytes, self._server.rss_bytes())
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
 
 
 class Loaded(msgspec.Struct):
     events: int
     per_s: dict[str, float]
     peak_mb: float
+    peak_all_mb: float
 
 
 def load(target: Target, path: Path, events: int) -> Loaded:
@@ -89,7 +101,7 @@ def load(target: Target, path: Path, events: int) -> Loaded:
             spent[size] += _timed_append_ns(target, body)
             done[size] += count
     rates = {str(size): done[size] / spent[size] * 1e9 for size in done}
-    return Loaded(done.total(), rates, peak.bytes / 1e6)
+    return Loaded(done.total(), rates, peak.bytes / 1e6, peak.all_bytes / 1e6)
 
 
 def _timed_append_ns(target: Target, body: bytes) -> int:
@@ -199,6 +211,8 @@ def read(
         fresh.count(None),
         loaded.peak_mb,
         peak.bytes / 1e6,
+        loaded.peak_all_mb,
+        peak.all_bytes / 1e6,
         target.bytes_at_rest(directory) / 1e6,
         asked,
     )

@@ -81,8 +81,10 @@ def _figures(ours: Reading | None, theirs: Reading | None) -> list[str]:
         row("append to searchable, p50", *get("fresh_p50_ms"), "ms", False),
         row("append to searchable, worst", *get("fresh_max_ms"), "ms", False),
         row("not searchable in 30 s", *get("never_fresh"), "probes", False),
-        row("peak memory while loading", *get("peak_ingest_mb"), "MB", False),
-        row("peak memory while asked", *get("peak_queries_mb"), "MB", False),
+        row("peak memory while loading, server", *get("peak_ingest_mb"), "MB", False),
+        row("peak memory while loading, with its children", *get("peak_ingest_all_mb"), "MB", False),
+        row("peak memory while asked, server", *get("peak_queries_mb"), "MB", False),
+        row("peak memory while asked, with its children", *get("peak_queries_all_mb"), "MB", False),
         row("bytes at rest", *get("at_rest_mb"), "MB", False),
         row("background work after loading", *get("settle_s"), "s", False),
     ]
