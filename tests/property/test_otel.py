@@ -430,3 +430,14 @@ def test_what_is_at_its_default_is_not_shown() -> None:
     body = {"redactKeys": ["Card"], "observability": {"request": {"eventsStream": "ev"}}, "urlMode": "raw"}
     shown = json.loads(json.dumps(config_of(body).to_json()))
     assert shown == {"kind": "otel-traces", **body, "redactKeys": ["card"]}
+
+
+def test_what_spans_share_is_cleaned_for_each_of_them() -> None:
+    profile = OtelTraces(OtelConfig())
+    shared = {"attributes": {"password": SECRET, "service.name": "checkout"}}
+    span = {"traceId": TRACE, "spanId": SPAN, "timestamp": 5, "resource": shared}
+    one, other = profile.normalise(dict(span), 0), profile.normalise(dict(span), 0)
+    changed: Any = profile.normalise({**span, "resource": {"attributes": {"service.name": "x"}}}, 0)
+    assert one == other
+    assert one["redaction"] == {"keys": ["resource.attributes.password"]}
+    assert (changed["service"], changed["redaction"]) == ("x", {"keys": []})

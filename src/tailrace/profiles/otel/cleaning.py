@@ -7,6 +7,7 @@ does not turn up in another.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final, cast
 
 from tailrace.profiles.otel.config import OtelConfig
@@ -22,6 +23,7 @@ QUERIES: Final = frozenset({"url.query", "url.fragment"})
 # Values that are a path with a query behind it, without a scheme in front.
 TARGETS: Final = frozenset({"http.target", "url.path", "url.original", "http.path", "http.url", "url.full"})
 DEPTH_MAX: Final = 32  # of a value inside a value
+KEY_CHARACTERS_CACHED: Final = 100
 
 _URL_END = re.compile(r"[\s\"'<>]")
 _QUERY = re.compile(r"[?#]")
@@ -110,6 +112,16 @@ def secrets_of(config: OtelConfig) -> frozenset[str]:
 
 def is_secret(key: str, secrets: frozenset[str]) -> bool:
     """Whether a name, or what follows its last dot, dash or underscore, is one of a secret."""
+    return _known_secret(key, secrets) if len(key) <= KEY_CHARACTERS_CACHED else _is_secret(key, secrets)
+
+
+@lru_cache(maxsize=4096)
+def _known_secret(key: str, secrets: frozenset[str]) -> bool:
+    """Spans of one service have the same few names."""
+    return _is_secret(key, secrets)
+
+
+def _is_secret(key: str, secrets: frozenset[str]) -> bool:
     name = key.lower()
     plain = name.replace("-", "_")
     if plain in secrets or plain.rpartition(".")[2] in secrets:

@@ -64,13 +64,21 @@ _INTEGER_TEXT = re.compile(r"[+-]?[0-9]{1,18}")
 _PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^/?#]*([^?#]*)")
 
 
+def known(group: Mapping[str, Names]) -> frozenset[str]:
+    """All attributes that a group is made of."""
+    return frozenset(name for names in group.values() for name in names)
+
+
 def text_in(attributes: Record, names: Names) -> str | None:
     """The first of these attributes that is a text; of a list (headers are lists) its first item."""
     for name in names:
-        found = attributes.get(name)
-        items = cast("list[object]", found) if type(found) is list else [found]
-        value = items[0] if items else None
-        text = str(value) if type(value) is int else trimmed(value)
+        value = attributes.get(name)
+        if value is None:
+            continue
+        if type(value) is list:
+            items = cast("list[object]", value)
+            value = items[0] if items else None
+        text = str(value) if type(value) is int else trimmed(cast("object", value))
         if text is not None and text != REDACTED:
             return text
     return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Final, cast
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple, cast
 
 from tailrace.profiles.otel import semantics
 from tailrace.profiles.otel.cleaning import Cleaner, secrets_of, shortened
@@ -14,7 +15,7 @@ from tailrace.profiles.redaction import PATH_CHARACTERS_MAX, PATHS_MAX
 from tailrace.profiles.values import integer, number, trimmed
 from tailrace.protocol.durations import parse_instant_ns
 from tailrace.schema.body import invalid
-from tailrace.schema.instants import LAST_MS, from_unix_ms
+from tailrace.schema.instants import LAST_MS
 
 NANO_MAX: Final = 2**64 - 1
 KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
@@ -23,6 +24,15 @@ STATUSES: Final = ("unset", "ok", "error")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _SPAN_ID = re.compile(r"[0-9a-f]{16}")
 _NANOS = re.compile(r"[0-9]{1,20}")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_NONE: Final[dict[str, object]] = {}
+_KNOWN: Final = {
+    "http": semantics.known(semantics.HTTP),
+    "db": semantics.known(semantics.DB),
+    "rpc": semantics.known(semantics.RPC),
+    "messaging": semantics.known(semantics.MESSAGING),
+    "error": semantics.known(semantics.ERROR),
+}
 
 Record = dict[str, object]
 
@@ -30,37 +40,64 @@ Record = dict[str, object]
 class OtelTraces:
     """Spans of one stream, by its configuration."""
 
-    __slots__ = ("_request_ids", "_secrets", "config")
+    __slots__ = ("_request_ids", "_secrets", "_shared", "config")
 
     def __init__(self, config: OtelConfig) -> None:
         self.config = config
         self._secrets = secrets_of(config)
         configured = config.request_id_attributes
         self._request_ids = semantics.REQUEST_IDS if configured is None else configured
+        self._shared: dict[str, Shared] = {}  # the resource and the scope that were seen last
 
     def normalise(self, record: object, now_ms: int) -> Record:
         """The canonical span. A span brings its own times, so the server's is not asked for."""
         if type(record) is not dict:
             raise invalid("otel-traces record must be an object")
-        return _Span(cast("Record", record), self.config, Cleaner(self.config, self._secrets)).canonical(
-            self._request_ids
+        given, cleaner = cast("Record", record), Cleaner(self.config, self._secrets)
+        resource = self._cleaned(_object(given.get("resource")), "resource.attributes", cleaner)
+        scope = self._cleaned(
+            _object(given.get("instrumentationScope")), "instrumentationScope.attributes", cleaner
         )
+        return _Span(given, self.config, cleaner, resource, scope).canonical(self._request_ids)
+
+    def _cleaned(self, holder: Record, place: str, cleaner: Cleaner) -> Record:
+        """Attributes that many spans of an export share are one object, and are cleaned once."""
+        attributes = holder.get("attributes")
+        last = self._shared.get(place)
+        if last is not None and last.given is attributes:
+            cleaner.found |= last.found
+            return last.attributes
+        own = Cleaner(self.config, self._secrets)
+        kept, _ = own.attributes(attributes, place)
+        cleaner.found |= own.found
+        if attributes:
+            self._shared[place] = Shared(attributes, kept, own.found)
+        return kept
 
 
 def default_key(record: Record) -> str:
     return cast("str", record["traceId"])
 
 
+class Shared(NamedTuple):
+    """Attributes as they were given, as they are stored, and where secrets were."""
+
+    given: object
+    attributes: Record
+    found: set[str]
+
+
 class _Span:
     """A record on its way to the canonical form. What the record says itself wins over its attributes."""
 
-    def __init__(self, given: Record, config: OtelConfig, cleaner: Cleaner) -> None:
+    def __init__(
+        self, given: Record, config: OtelConfig, cleaner: Cleaner, resource: Record, scope: Record
+    ) -> None:
         self.given = given
         self.config = config
         self.clean = cleaner
-        resource, scope = _object(given.get("resource")), _object(given.get("instrumentationScope"))
-        self.resource, _ = cleaner.attributes(resource.get("attributes"), "resource.attributes")
-        self.scope, _ = cleaner.attributes(scope.get("attributes"), "instrumentationScope.attributes")
+        self.resource = resource
+        self.scope = scope
         self.attributes, self.cut = cleaner.attributes(given.get("attributes"), "attributes")
 
     def canonical(self, request_ids: tuple[str, ...]) -> Record:
@@ -83,8 +120,8 @@ class _Span:
         return {
             "schemaVersion": 1,
             "signal": "trace.span",
-            "timestamp": from_unix_ms(start // 1_000_000),
-            "endTimestamp": from_unix_ms(end // 1_000_000),
+            "timestamp": _instant(start),
+            "endTimestamp": _instant(end),
             "startUnixNano": start_text,
             "endUnixNano": str(end),
             "duration": max(0, end - start) / 1_000_000,
@@ -176,9 +213,13 @@ class _Span:
         return self._text(self.given.get(name)) or semantics.text_in(attributes, names)
 
     def _group(self, group: str, names: Mapping[str, semantics.Names]) -> Record:
-        given = _object(self.given.get(group))
+        given, attributes = _object(self.given.get(group)), self.attributes
+        if attributes.keys().isdisjoint(_KNOWN[group]):
+            attributes = _NONE
+        if not given:
+            return {name: semantics.text_in(attributes, known) for name, known in names.items()}
         return {
-            name: self._text(given.get(name)) or semantics.text_in(self.attributes, known)
+            name: self._text(given.get(name)) or semantics.text_in(attributes, known)
             for name, known in names.items()
         }
 
@@ -230,7 +271,7 @@ class _Span:
             events.append(
                 {
                     "name": self._text(event.get("name")) or "",
-                    "timestamp": None if at is None else from_unix_ms(at // 1_000_000),
+                    "timestamp": None if at is None else _instant(at),
                     "timeUnixNano": None if at is None else str(at),
                     "attributes": attributes,
                     "droppedAttributes": _count(event.get("droppedAttributes")) + lost,
@@ -265,6 +306,11 @@ class _Span:
 
     def _text(self, value: object) -> str | None:
         return trimmed(self.clean.text(trimmed(value)))
+
+
+def _instant(ns: int) -> str:
+    """With milliseconds. The times of spans end in the year 2554, long before those of the calendar."""
+    return (_EPOCH + timedelta(milliseconds=ns // 1_000_000)).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
 def _object(value: object) -> Record:
