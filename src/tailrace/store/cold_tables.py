@@ -192,6 +192,18 @@ class ColdTables:
         oldest_ns = 0 if row is None else int.from_bytes(cast("bytes", row[0]), "little", signed=True)
         return HotRange(number, first, last, body_bytes, oldest_ns)
 
+    def hot_time_ns(self, number: int, entry: int) -> int | None:
+        """When an entry of the hot store was appended. Bodies, which may be large, are not read."""
+        row = self._db.one(
+            "SELECT substr(times, 1 + 8 * (?2 - first), 8), last FROM blocks WHERE number=?1 AND first<=?2 "
+            "ORDER BY first DESC LIMIT 1",
+            number,
+            entry,
+        )
+        if row is None or cast("int", row[1]) < entry:
+            return None
+        return int.from_bytes(cast("bytes", row[0]), "little", signed=True)
+
     def hot_bytes(self) -> int:
         """Payload in the hot store, as of its last checkpoint."""
         return int(str(self._db.fact("hot_bytes", 0)))

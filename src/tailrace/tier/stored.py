@@ -73,11 +73,9 @@ def unsealed_over_ns(db: HotDb, stream: Stream, lifetime: Lifetime) -> int | Non
 
     0 if it is by size. None: there are none, or only newer entries can bring it about.
     """
-    row = next(db.blocks_from(stream.number, stream.sealed + 1), None)
-    if row is None:
+    oldest_ns = db.cold.hot_time_ns(stream.number, stream.sealed + 1)
+    if oldest_ns is None:
         return None
-    at = 8 * (stream.sealed + 1 - row.first)
-    oldest_ns = int.from_bytes(row.times[at : at + 8], "little", signed=True)
     return over_at_ns(Shown(0, oldest_ns, 0), lifetime, stream.size_bytes - stream.sealed_bytes - 1)
 
 
