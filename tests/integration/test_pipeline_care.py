@@ -220,3 +220,46 @@ def test_a_bootstrap_brings_them_back(tmp_path: Path) -> None:
         assert other.publish(other.offer(again, uncovered(again))).body["result"] == "published"
     finally:
         second.stop()
+
+
+def test_the_index_status_tells_how_far_things_are(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+    def status() -> dict[str, Any]:
+        return call("GET", f"{ev}/_index_status").body
+
+    shown = sealed(call, ev, 3)
+    before = status()
+    assert before["desired_index_plan_generation"] == 1
+    assert [one["family"] for one in before["search_families"]] == ["col", "fts", "agg"]
+    assert {one["lag_segments"] for one in before["search_families"]} == {3}
+    assert {one["lag_ms"] for one in before["search_families"]} == {None}
+    newest, middle, oldest = uncovered(shown)
+    body = pipeline.offer(shown, [newest, oldest])
+    body["inputs"].append({"object": middle["object"], "sha256": middle["sha256"]})
+    body["quarantine"] = [{"object": middle["object"], "code": "undecodable", "message": "no page"}]
+    assert pipeline.publish(body).status == 200
+    found = eventually(status, lambda seen: seen["bundled_companions"]["object_count"])
+    for one in found["search_families"]:
+        assert (one["covered_segment_count"], one["contiguous_covered_segment_count"]) == (2, 1)
+        assert (one["lag_segments"], one["object_count"], one["plan_generation"]) == (1, 2, 1)
+        assert int(one["lag_ms"]) >= 0
+        assert one["updated_at"] is not None
+        assert one["fully_indexed_uploaded_segments"] is False
+    (exact,) = found["exact_indexes"]
+    assert (exact["name"], exact["indexed_segment_count"], exact["stale_configuration"]) == ("who", 1, False)
+    assert found["last_error"] == "undecodable: no page"
+    assert [(one["first"], one["last"]) for one in found["quarantined"]] == [
+        (middle["first"], middle["last"])
+    ]
+    assert found["bundled_companions"]["object_count"] == 6
+    search = copy.deepcopy(SEARCH)
+    search["fields"]["who"]["normalizer"] = "lowercase_v1"
+    assert call("POST", f"{ev}/_schema", {"search": search}).status == 200
+    found = eventually(status, lambda seen: seen["desired_index_plan_generation"] == 2)
+    found = eventually(status, lambda seen: seen["exact_indexes"][0]["stale_configuration"])
+    assert [one["family"] for one in found["search_families"] if one["stale_segment_count"]] == ["agg"]
+    pipeline.do_all(ev)
+    found = eventually(status, lambda seen: seen["bundled_companions"]["fully_indexed_uploaded_segments"])
+    assert (found["last_error"], found["exact_indexes"][0]["stale_configuration"]) == (None, False)
+    storage = call("GET", f"{ev}/_details").body["storage"]
+    assert storage["object_storage"]["bundled_companion_object_count"] == 9
+    assert int(storage["companion_families"]["col_bytes"]) > 0

@@ -11,6 +11,8 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
+from tailrace.api.inspection.details import DetailsRoutes
+from tailrace.api.inspection.index_status import Indexed
 from tailrace.api.parse import check_encoding, parse_query
 from tailrace.api.pipeline_child import PipelineChild
 from tailrace.api.pipeline_metrics import SealTiming
@@ -18,6 +20,7 @@ from tailrace.api.pipeline_plan import JOBS, Json, Plans, plan_of
 from tailrace.api.pipeline_state import FAMILIES, Heartbeat, PipelineState
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
+from tailrace.log.catalogue import plans_of
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
 from tailrace.store.cold import ColdReader
@@ -59,6 +62,24 @@ class PipelineRoutes:
         self.work.on_stale = self._unlist
         self.work.start()
         self._log.publisher.on_change.append(self.timing.changed)
+
+    def connect(self, details: DetailsRoutes) -> None:
+        """The details of streams tell how far their indexes are."""
+        details.indexed_of = self._indexed_of
+        details.load_index = self._load_index
+
+    def _indexed_of(self, stream: Stream) -> Indexed | None:
+        found = self.work.known(stream)
+        if found is None:
+            return None
+        plans = plans_of(stream)
+        updated_ns = self.work.published_ns.get(stream.number, 0)
+        generation = 0 if plans.wanted is None else plans.wanted.generation
+        return Indexed(found.summary, generation, plans.keyed, updated_ns, self._context.clock.now_ns())
+
+    async def _load_index(self, stream: Stream) -> None:
+        found = await self.work.of(stream)
+        self.work.summaries.setdefault(stream.number, found)
 
     def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
         """From now on a pipeline of our own is run when there is work."""

@@ -125,6 +125,7 @@ class Server:
         self.app.seal = SealRoute(context, self.sealing).seal
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
+        self.pipeline.connect(self.app.details)
         connect_details(self.app.details, self.sealing, self._cold, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)

@@ -25,6 +25,7 @@ import msgspec
 from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store.bucket import LIST_PAGE, STREAMS, delete_all, epoch_of, range_of, stream_of
+from tailrace.store.companions import range_in
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import HEAD_KEY, Deleted, Head, ManifestCorruptError
 from tailrace.store.objects import ObjectMissingError
@@ -180,7 +181,9 @@ class Sweeper:
                 [
                     _orphan(info, reason)
                     for info in old
-                    if info.modified_ns <= oldest_ns and info.key.removeprefix(prefix) not in named
+                    if info.modified_ns <= oldest_ns
+                    and (key := info.key.removeprefix(prefix)) not in named
+                    and range_in(key) is not None
                 ]
             )
 

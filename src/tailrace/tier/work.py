@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,19 +18,22 @@ import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.log import outbox
-from tailrace.log.catalogue import CompanionSet, Unfolded, plans_in, plans_of, read_companions
+from tailrace.log.catalogue import Unfolded, plans_in, plans_of, read_companions
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
+from tailrace.log.publish import wake
 from tailrace.log.records import Delete, Describe, Op, Published, Sealed, Trim
 from tailrace.log.transaction import Transaction
 from tailrace.store.companions import PlanBook, PlanEntry
 from tailrace.store.segments import SegmentInfo
 from tailrace.tier.coverage import Coverage, Merge, MergeRule, Uncovered, in_turn, merges, stale, uncovered
+from tailrace.tier.index_summary import NOTHING, IndexSummary, summarise
 
 logger = logging.getLogger("tailrace.pipeline")
 
 OFFERED_MAX: Final = 512  # segments of one stream in one answer
+SUMMARIES_MAX: Final = 10_000
 PLANS_MAX: Final = 8  # that are remembered of a stream
 START_PAGE: Final = 256
 PAUSE_S: Final = 5.0
@@ -61,6 +65,7 @@ class StreamWork(msgspec.Struct, frozen=True):
     oldest_ns: int = 0  # last append time of the oldest of those that are not given up
     given_up: int = 0
     stale: tuple[str, ...] = ()  # objects of older plans that may go
+    summary: IndexSummary = NOTHING
 
     @property
     def pending(self) -> bool:
@@ -79,6 +84,8 @@ class Work:
         limits = log.limits
         self._rule = MergeRule(limits.index_l0_span, limits.index_compaction_fanout, limits.index_max_level)
         self.by_stream: dict[int, StreamWork] = {}  # those with something to do
+        self.summaries: OrderedDict[int, StreamWork] = OrderedDict()  # of streams that were looked at lately
+        self.published_ns: OrderedDict[int, int] = OrderedDict()  # when something was, since the start
         self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -107,6 +114,10 @@ class Work:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _on_change(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Published):
+            self.published_ns[stream.number] = op.at_ns
+            if len(self.published_ns) > SUMMARIES_MAX:
+                self.published_ns.popitem(last=False)
         if isinstance(op, Sealed | Published | Trim | Describe | Delete):
             self.look_at(stream.number)
 
@@ -171,15 +182,21 @@ class Work:
         if stream is None or stream.removed or stream.gone or not outbox.is_indexed(stream.name):
             self._set(number, None)
             return
-        plan = await self._plan(stream)
-        if plan is None:
+        if await self._plan(stream) is None:
             self._set(number, None)
             return
         unfolded = tuple(self._log.streams.unfolded.get(number, ()))
         work = await self._on_thread(
-            find_work, self._log.store, number, stream.earliest, unfolded, plan, self._rule
+            find_work,
+            self._log.store,
+            number,
+            stream.earliest,
+            unfolded,
+            plans_in(stream.documents),
+            self._rule,
         )
         self._set(number, work)
+        wake(stream)  # whoever watches how far its indexes are
         if work.stale and self.on_stale is not None:
             self.on_stale(stream, work.stale)
 
@@ -205,6 +222,11 @@ class Work:
         return entry
 
     def _set(self, number: int, work: StreamWork | None) -> None:
+        self.summaries.pop(number, None)
+        if work is not None:
+            self.summaries[number] = work
+            if len(self.summaries) > SUMMARIES_MAX:
+                self.summaries.popitem(last=False)
         if work is None or not work.pending:
             self.by_stream.pop(number, None)
         else:
@@ -216,12 +238,17 @@ class Work:
 
     # -- for whoever asks --------------------------------------------------------------------------------
 
+    def known(self, stream: Stream) -> StreamWork | None:
+        """What the last look at a stream found; None if it has to be looked at first."""
+        if not plans_of(stream).plans or not outbox.is_indexed(stream.name):
+            return StreamWork(stream.number, NO_PLAN)
+        return self.summaries.get(stream.number)
+
     async def of(self, stream: Stream) -> StreamWork:
         """What is to be done for one stream right now."""
         known = plans_of(stream)
         if not known.plans or not outbox.is_indexed(stream.name):
             return StreamWork(stream.number, NO_PLAN)
-        assert known.wanted is not None
         unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
         return await self._on_thread(
             find_work,
@@ -229,7 +256,7 @@ class Work:
             stream.number,
             stream.earliest,
             unfolded,
-            known.wanted,
+            known,
             self._rule,
         )
 
@@ -263,12 +290,14 @@ def _described_after(store: StoredStreams, number: int) -> list[int]:
 
 
 def find_work(
-    store: StoredStreams, number: int, earliest: int, unfolded: Unfolded, plan: PlanEntry, rule: MergeRule
+    store: StoredStreams, number: int, earliest: int, unfolded: Unfolded, plans: PlanBook, rule: MergeRule
 ) -> StreamWork:
     """On a thread: one look at everything that is known of a stream's segments and companions."""
+    plan = plans.wanted
+    assert plan is not None, "only streams with plans are looked at"
     with store.snapshot():
         segments = read_segments(store, number, earliest, unfolded)
-        known: CompanionSet = read_companions(store, number, earliest, unfolded)
+        known = msgspec.structs.replace(read_companions(store, number, earliest, unfolded), plans=plans)
     coverage = Coverage(plan, known.companions)
     given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}
     found, stuck = uncovered(segments, coverage, given_up)
@@ -282,6 +311,7 @@ def find_work(
         found[0].info.last_ns if found else 0,
         len(stuck),
         tuple(stale(plan, known.companions, coverage)),
+        summarise(plan, segments, known, coverage),
     )
 
 

@@ -12,10 +12,11 @@ import orjson
 import xxhash
 
 from tailrace.api.inspection.documents import Documents, observability_of
-from tailrace.api.inspection.index_status import Manifest, TailRows, index_status, instant
+from tailrace.api.inspection.index_status import BUNDLED, Manifest, TailRows, index_status, instant
 from tailrace.log.model import Stream
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
+from tailrace.query.index_plan import FAMILIES
 
 ARTIFACTS = (
     "segment",
@@ -100,19 +101,22 @@ def _storage(
     waiting = unsealed_bytes(stream)
     segment_bytes = stream.cold.segment_bytes
     meta_bytes = manifest.size_bytes + documents.schema_bytes
+    families = manifest.indexed.summary.families
+    sizes = {family: families[family].bytes if family in families else 0 for family in FAMILIES}
+    counts = {family: families[family].objects if family in families else 0 for family in FAMILIES}
     return {
         "object_storage": {
-            "total_bytes": str(segment_bytes + meta_bytes),
+            "total_bytes": str(segment_bytes + meta_bytes + sum(sizes.values())),
             "segments_bytes": str(segment_bytes),
-            "indexes_bytes": "0",
+            "indexes_bytes": str(sum(sizes.values())),
             "manifest_and_meta_bytes": str(meta_bytes),
             "manifest_bytes": str(manifest.size_bytes),
             "schema_registry_bytes": str(documents.schema_bytes),
             "segment_object_count": stream.cold.segments,
-            "routing_index_object_count": 0,
-            "routing_lexicon_object_count": 0,
-            "exact_index_object_count": 0,
-            "bundled_companion_object_count": 0,
+            "routing_index_object_count": counts["routing_key_index"],
+            "routing_lexicon_object_count": counts["routing_key_lexicon"],
+            "exact_index_object_count": counts["exact"],
+            "bundled_companion_object_count": sum(counts[family] for family in BUNDLED),
         },
         "local_storage": {
             "total_bytes": str(waiting + around.segment_cache_bytes + around.spooled_bytes),
@@ -126,9 +130,7 @@ def _storage(
             "companion_cache_bytes": "0",
             "sqlite_shared_total_bytes": str(around.shared_bytes),
         },
-        "companion_families": dict.fromkeys(
-            ("col_bytes", "fts_bytes", "agg_bytes", "mblk_bytes", "exact_bytes"), "0"
-        ),
+        "companion_families": {f"{family}_bytes": str(sizes[family]) for family in (*BUNDLED, "exact")},
     }
 
 
@@ -146,6 +148,7 @@ def _requests(found: Requests) -> dict[str, object]:
 def tag_of(kind: str, stream: Stream, documents: Documents, manifest: Manifest) -> str:
     """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
     around = Surroundings()
+    manifest = manifest._replace(indexed=manifest.indexed._replace(now_ns=0))
     if kind == "details":
         shown = details(stream, documents, manifest, around)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from tailrace.api.context import Context
 from tailrace.api.inspection import descriptor
 from tailrace.api.inspection.descriptor import Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
-from tailrace.api.inspection.index_status import Manifest, TailRows, index_status
+from tailrace.api.inspection.index_status import Indexed, Manifest, TailRows, index_status
 from tailrace.api.live import Live
 from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
@@ -41,6 +41,9 @@ class DetailsRoutes:
         self.requests_of: Callable[[Stream], Requests] = lambda _: {}
         self.head_of: Callable[[Stream], RecordedHead | None] = lambda _: None
         self.tail_of: Callable[[Stream], TailRows] = lambda _: TailRows()
+        self.indexed_of: Callable[[Stream], Indexed | None] = lambda _: Indexed()
+        self.load_index: Callable[[Stream], Awaitable[None]] = _nothing_to_load
+        self._tasks: set[asyncio.Task[None]] = set()
         self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -59,6 +62,23 @@ class DetailsRoutes:
         if live not in ("", "false", "0", "true", "1", "long-poll"):
             raise TailraceError("invalid_request", "live must be true or long-poll")
         waits_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
+        if self.indexed_of(stream) is None:
+            task = self._context.loop.create_task(self._load(exchange, stream, kind, live, waits_ms))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._answer_known(exchange, stream, kind, live, waits_ms)
+
+    async def _load(self, exchange: Exchange, stream: Stream, kind: Kind, live: str, waits_ms: int) -> None:
+        """How far its indexes are has not been looked at lately."""
+        try:
+            await self.load_index(stream)
+            self._log.readable(stream.name)
+            self._answer_known(exchange, stream, kind, live, waits_ms)
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+
+    def _answer_known(self, exchange: Exchange, stream: Stream, kind: Kind, live: str, waits_ms: int) -> None:
         known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
         tag = self.tag(stream, kind)
         if not known or not none_match(known, tag):
@@ -115,9 +135,11 @@ class DetailsRoutes:
         cold = stream.cold
         generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
         head = self.head_of(stream)
+        indexed = self.indexed_of(stream) or Indexed()
         if head is not None:
-            return Manifest(generation, head.at_ns, head.etag, head.size_bytes)
-        return Manifest(generation, cold.recorded_ns if cold.generation == generation else 0)
+            return Manifest(generation, head.at_ns, head.etag, head.size_bytes, indexed)
+        recorded_ns = cold.recorded_ns if cold.generation == generation else 0
+        return Manifest(generation, recorded_ns, indexed=indexed)
 
 
 class Wait:
@@ -162,6 +184,10 @@ class Wait:
         readers = self._stream.readers or ()
         self._stream.readers = [other for other in readers if other is not self] or None
         self._routes.ended(self, self._stream)
+
+
+async def _nothing_to_load(_: Stream) -> None:
+    """Where nobody keeps book of indexes."""
 
 
 def _etag(tag: str) -> bytes:

@@ -1,16 +1,30 @@
-"""`_index_status`: which index families a stream is configured for, and how far each of them is.
-
-Families that nobody builds yet are told as they are: configured, and behind by every segment there is.
-"""
+"""`_index_status`: which index families a stream is configured for, and how far each of them is."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tailrace.api.inspection.documents import Documents
 from tailrace.log.model import Stream
 from tailrace.protocol.durations import format_instant
-from tailrace.schema.search_config import SearchConfig
+from tailrace.query.index_plan import members_of
+from tailrace.tier.index_summary import NOTHING, FamilySummary, IndexSummary
+
+BUNDLED: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
+QUARANTINED_MAX: Final = 100
+NONE: Final = FamilySummary()
+
+Json = dict[str, object]
+
+
+class Indexed(NamedTuple):
+    """What is known of a stream's companions, and when."""
+
+    summary: IndexSummary = NOTHING
+    generation: int = 0  # of the wanted plan
+    keyed: bool = False
+    updated_ns: int = 0
+    now_ns: int = 0
 
 
 class Manifest(NamedTuple):
@@ -20,6 +34,7 @@ class Manifest(NamedTuple):
     uploaded_ns: int = 0
     etag: str | None = None
     size_bytes: int = 0
+    indexed: Indexed = Indexed()
 
 
 class TailRows(NamedTuple):
@@ -31,95 +46,143 @@ class TailRows(NamedTuple):
     building: bool = False
 
 
-def index_status(
-    stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows
-) -> dict[str, object]:
+def index_status(stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows) -> Json:
     """The body of `_index_status`."""
-    segments = stream.cold.segments
-    search = documents.search
-    families = _families(search, segments)
-    wanted = documents.routing_key or search is not None
-    return {
-        "stream": stream.name,
-        "profile": documents.profile_kind,
-        "desired_index_plan_generation": int(wanted),
-        "segments": {"total_count": segments, "uploaded_count": segments},
-        "manifest": {
-            "generation": manifest.generation,
-            "uploaded_generation": manifest.generation,
-            "last_uploaded_at": instant(manifest.uploaded_ns),
-            "last_uploaded_etag": manifest.etag,
-            "last_uploaded_size_bytes": str(manifest.size_bytes) if manifest.size_bytes else None,
-        },
-        "routing_key_index": {"configured": documents.routing_key, **_runs(documents.routing_key, segments)},
-        "routing_key_lexicon": {
-            "configured": documents.routing_key,
-            **_runs(documents.routing_key, segments),
-        },
-        "exact_indexes": _exact(search, segments),
-        "bundled_companions": {
-            "object_count": 0,
-            "bytes_at_rest": "0",
-            "fully_indexed_uploaded_segments": not families or not segments,
-        },
-        "search_families": families,
-        "tail_index": tail._asdict(),
-    }
+    return _Status(stream, documents, manifest).shown(tail)
+
+
+class _Status:
+    def __init__(self, stream: Stream, documents: Documents, manifest: Manifest) -> None:
+        self._stream = stream
+        self._documents = documents
+        self._manifest = manifest
+        self._indexed = manifest.indexed
+        self._summary = manifest.indexed.summary
+        self._segments = stream.cold.segments
+
+    def shown(self, tail: TailRows) -> Json:
+        documents, manifest, segments = self._documents, self._manifest, self._segments
+        keyed = documents.routing_key or self._indexed.keyed
+        wanted = keyed or documents.search is not None or documents.profile_kind == "metrics"
+        families = self._families()
+        bundled = [self._summary.families.get(family, NONE) for family in BUNDLED]
+        given_up = self._summary.quarantined
+        return {
+            "stream": self._stream.name,
+            "profile": documents.profile_kind,
+            "desired_index_plan_generation": max(self._indexed.generation, int(wanted)),
+            "segments": {"total_count": segments, "uploaded_count": segments},
+            "manifest": {
+                "generation": manifest.generation,
+                "uploaded_generation": manifest.generation,
+                "last_uploaded_at": instant(manifest.uploaded_ns),
+                "last_uploaded_etag": manifest.etag,
+                "last_uploaded_size_bytes": str(manifest.size_bytes) if manifest.size_bytes else None,
+            },
+            "routing_key_index": {"configured": keyed, **self._runs("routing_key_index", keyed)},
+            "routing_key_lexicon": {
+                "configured": documents.routing_key,
+                **self._runs("routing_key_lexicon", documents.routing_key),
+            },
+            "exact_indexes": self._exact(),
+            "bundled_companions": {
+                "object_count": sum(one.objects for one in bundled),
+                "bytes_at_rest": str(sum(one.bytes for one in bundled)),
+                "fully_indexed_uploaded_segments": all(
+                    self._covered(family) == segments for family in self._members() if family in BUNDLED
+                ),
+            },
+            "search_families": families,
+            "last_error": f"{given_up[-1].code}: {given_up[-1].message}" if given_up else None,
+            "quarantined": [
+                {
+                    "first": one.first,
+                    "last": one.last,
+                    "code": one.code,
+                    "message": one.message,
+                    "at": instant(one.at_ns),
+                }
+                for one in given_up[:QUARANTINED_MAX]
+            ],
+            "tail_index": tail._asdict(),
+        }
+
+    def _covered(self, family: str) -> int:
+        """Segments with it. What was sealed since the last look has none yet."""
+        return min(self._segments, self._summary.families.get(family, NONE).covered)
+
+    def _lag(self, family: str, configured: bool) -> Json:
+        found = self._summary.families.get(family, NONE)
+        behind = self._segments - self._covered(family) if configured else 0
+        lag_ms: str | None = None  # never built
+        if found.objects:
+            waited_ns = self._indexed.now_ns - found.oldest_ns if behind and found.oldest_ns else 0
+            lag_ms = str(max(0, waited_ns) // 1_000_000)
+        return {
+            "lag_segments": behind,
+            "lag_ms": lag_ms,
+            "bytes_at_rest": str(found.bytes),
+            "object_count": found.objects,
+        }
+
+    def _runs(self, family: str, configured: bool) -> Json:
+        """A family of sorted runs."""
+        found = self._summary.families.get(family, NONE)
+        lag = self._lag(family, configured)
+        return {
+            "indexed_segment_count": found.contiguous if configured else 0,
+            **lag,
+            "active_run_count": found.objects,
+            "retired_run_count": found.stale_objects,
+            "fully_indexed_uploaded_segments": lag["lag_segments"] == 0,
+            "updated_at": self._updated(found),
+        }
+
+    def _updated(self, found: FamilySummary) -> str | None:
+        return instant(self._indexed.updated_ns) if found.objects else None
+
+    def _exact(self) -> list[Json]:
+        """The fields share the files of their family."""
+        search = self._documents.search
+        names = self._members().get("exact", ())
+        assert search is not None or not names
+        return [
+            {
+                "name": name,
+                "kind": "" if search is None else search.fields[name].kind,
+                "stale_configuration": name in self._summary.stale_fields,
+                **self._runs("exact", configured=True),
+            }
+            for name in names
+        ]
+
+    def _members(self) -> dict[str, tuple[str, ...]]:
+        search = self._documents.search
+        members = {} if search is None else members_of(search)
+        return members | ({"mblk": ()} if self._documents.profile_kind == "metrics" else {})
+
+    def _families(self) -> list[Json]:
+        shown: list[Json] = []
+        for family, names in self._members().items():
+            if family not in BUNDLED:
+                continue
+            found = self._summary.families.get(family, NONE)
+            lag = self._lag(family, configured=True)
+            shown.append(
+                {
+                    "family": family,
+                    "fields": list(names),
+                    "plan_generation": self._indexed.generation if found.objects else 0,
+                    "covered_segment_count": self._covered(family),
+                    "contiguous_covered_segment_count": found.contiguous,
+                    **lag,
+                    "stale_segment_count": found.stale_segments,
+                    "fully_indexed_uploaded_segments": lag["lag_segments"] == 0,
+                    "updated_at": self._updated(found),
+                }
+            )
+        return shown
 
 
 def instant(ns: int) -> str | None:
     return format_instant(ns) if ns else None
-
-
-def _runs(configured: bool, segments: int) -> dict[str, object]:
-    """A family of sorted runs of which there are none."""
-    lag = segments if configured else 0
-    return {
-        "indexed_segment_count": 0,
-        "lag_segments": lag,
-        "lag_ms": None,
-        "bytes_at_rest": "0",
-        "object_count": 0,
-        "active_run_count": 0,
-        "retired_run_count": 0,
-        "fully_indexed_uploaded_segments": lag == 0,
-        "updated_at": None,
-    }
-
-
-def _exact(search: SearchConfig | None, segments: int) -> list[dict[str, object]]:
-    fields = {} if search is None else search.fields
-    return [
-        {"name": name, "kind": field.kind, "stale_configuration": False, **_runs(True, segments)}
-        for name, field in sorted(fields.items())
-        if field.exact
-    ]
-
-
-def _families(search: SearchConfig | None, segments: int) -> list[dict[str, object]]:
-    if search is None:
-        return []
-    fields = sorted(search.fields.items())
-    members = {
-        "col": [name for name, field in fields if field.column or field.sortable or field.aggregatable],
-        "fts": [name for name, field in fields if field.kind == "text" or field.prefix],
-        "agg": sorted(search.rollups),
-    }
-    return [
-        {
-            "family": family,
-            "fields": names,
-            "plan_generation": 0,
-            "covered_segment_count": 0,
-            "contiguous_covered_segment_count": 0,
-            "lag_segments": segments,
-            "lag_ms": None,
-            "bytes_at_rest": "0",
-            "object_count": 0,
-            "stale_segment_count": 0,
-            "fully_indexed_uploaded_segments": segments == 0,
-            "updated_at": None,
-        }
-        for family, names in members.items()
-        if names
-    ]
