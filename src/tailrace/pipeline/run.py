@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from tailrace.pipeline.compaction import CompactJob
 from tailrace.pipeline.companions import CompanionJob, SegmentWork, is_alive, segment_works
 from tailrace.pipeline.kernels.segment import MEMORY_BYTES
 from tailrace.pipeline.merge import MergeJob
-from tailrace.pipeline.model import CompanionsWork, MergeWork, PlanAnswer, Running, StreamPlan
+from tailrace.pipeline.model import CompactWork, MergeWork, PlanAnswer, Running, StreamPlan
 from tailrace.pipeline.owner import Owner
 from tailrace.pipeline.publisher import Publisher, send
 from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
@@ -141,11 +142,9 @@ class Pipeline:
         raw_bytes = 0
         for stream in answer.streams:
             for work in stream.work:
-                if isinstance(work, MergeWork):
+                if isinstance(work, MergeWork | CompactWork):
                     if len(batch.merges) < MERGES_MAX and self._tries.may(_named(work), stream.plan.hash):
                         batch.merges.append((stream, work))
-                    continue
-                if not isinstance(work, CompanionsWork):
                     continue
                 for one in segment_works(stream, work.segments):
                     full = len(batch.segments) >= self._options.batch_segments
@@ -182,22 +181,27 @@ class Pipeline:
             publisher.add(outcome)
         publisher.flush()
 
-    def _merge(self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeWork]]) -> None:
+    def _merge(
+        self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeWork | CompactWork]]
+    ) -> None:
         self._progress.batch("merge", len(merges))
-        job = MergeJob(spark, store)
+        merge, compact = MergeJob(spark, store), CompactJob(spark, store)
         for stream, work in merges:
             if self._stopping.is_set():
                 return
-            self.status.to("running", [Running("merge", stream.stream, len(work.inputs), now())])
-            self._tries.tried(_named(work), stream.plan.hash)
+            name = _named(work)
+            self.status.to("running", [Running(name.split()[0], stream.stream, _inputs(work), now())])
+            self._tries.tried(name, stream.plan.hash)
             try:
-                publication = job.run(stream, work)
+                publication = (
+                    merge.run(stream, work) if isinstance(work, MergeWork) else compact.run(stream, work)
+                )
             except Exception as error:
                 # Inputs that are gone, or a worker that died: the plan says whether it is still wanted.
                 if not is_alive(spark):
                     raise
-                logger.warning("a merge of %s was not built: %s", work.family, type(error).__name__)
-                self.status.failed(f"merge: {type(error).__name__}")
+                logger.warning("%s was not built: %s", name, type(error).__name__)
+                self.status.failed(f"{name}: {type(error).__name__}")
             else:
                 send(self._owner, self.status, publication)
 
@@ -220,15 +224,21 @@ class Pipeline:
 
 class Batch(NamedTuple):
     segments: list[SegmentWork]
-    merges: list[tuple[StreamPlan, MergeWork]]
+    merges: list[tuple[StreamPlan, MergeWork | CompactWork]]
 
     @property
     def empty(self) -> bool:
         return not self.segments and not self.merges
 
 
-def _named(work: MergeWork) -> str:
-    return f"{work.family} {work.level} {work.first} {work.last}"
+def _named(work: MergeWork | CompactWork) -> str:
+    if isinstance(work, CompactWork):
+        return f"compact {work.first} {work.last}"
+    return f"merge {work.family} {work.level} {work.first} {work.last}"
+
+
+def _inputs(work: MergeWork | CompactWork) -> int:
+    return len(work.inputs) if isinstance(work, MergeWork) else len(work.segments)
 
 
 class Tries:

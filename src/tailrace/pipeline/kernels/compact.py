@@ -1,0 +1,103 @@
+"""Small segments joined into one: every entry keeps its number, time, key and bytes, proven twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from tailrace.store.segment_check import footer_of, rows_of
+from tailrace.store.segment_reader import Footer
+from tailrace.store.segment_writer import write_segment
+from tailrace.store.segments import CorruptSegmentError, SegmentInfo, SegmentRows
+
+RAW_BYTES_MAX: Final = 64 << 20
+
+# What has to be the same in all segments that are joined, and is the same in the joined one.
+_FACTS: Final = ("name", "stream_id", "epoch", "content_type", "schema_versions")
+_MODULUS: Final = 1 << 128
+
+
+class Checksum(NamedTuple):
+    """The sum of the hashes of all entries: the same whatever segments they lie in."""
+
+    total: int
+    entries: int
+
+    def add(self, rows: SegmentRows, json: bool) -> Checksum:
+        total, start, separator = self.total, 0, 1 if json else 0
+        for index, end in enumerate(rows.ends):
+            key = None if rows.keys is None else rows.keys[index]
+            total += _hash(rows.first + index, rows.times[index], key, rows.body[start:end])
+            start = end + separator
+        return Checksum(total % _MODULUS, self.entries + len(rows.ends))
+
+
+EMPTY: Final = Checksum(0, 0)
+
+
+def _hash(entry: int, time_ns: int, key: bytes | None, payload: bytes) -> int:
+    head = entry.to_bytes(8, "big") + time_ns.to_bytes(8, "big", signed=True)
+    # The length tells no key from an empty one, and where the key ends.
+    length = -1 if key is None else len(key)
+    hashed = xxhash.xxh3_128(head + length.to_bytes(4, "big", signed=True) + (key or b""))
+    hashed.update(payload)
+    return hashed.intdigest()
+
+
+def checksum_of(raw: bytes) -> Checksum:
+    footer = footer_of(raw)
+    found = EMPTY
+    for rows in rows_of(raw, footer):
+        found = found.add(rows, footer.json)
+    return found
+
+
+def compact(raws: Sequence[bytes], path: Path) -> SegmentInfo:
+    """Adjacent segments of one epoch and schema version, oldest first, as one file at `path`.
+
+    CorruptSegmentError if they are not that, or if the file does not hold exactly what went in.
+    """
+    footers = [footer_of(raw) for raw in raws]
+    facts = _common_facts(footers)
+    if sum(_raw_bytes(footer) for footer in footers) > RAW_BYTES_MAX:
+        raise CorruptSegmentError("together the segments are too large")
+    seen = [EMPTY]
+    written = write_segment(
+        _counted(zip(raws, footers, strict=True), seen),
+        path,
+        name=facts["name"],
+        stream_id=facts["stream_id"],
+        epoch=footers[0].epoch,
+        json=footers[0].json,
+        content_type=facts["content_type"] or None,
+        schema_versions=facts["schema_versions"],
+    )
+    if checksum_of(path.read_bytes()) != seen[0]:
+        raise CorruptSegmentError("the joined segment does not hold the entries of its inputs")
+    return written.info
+
+
+def _common_facts(footers: Sequence[Footer]) -> dict[str, str]:
+    facts = {name: footers[0].facts.get(name, "") for name in _FACTS}
+    following = footers[0].first
+    for footer in footers:
+        if any(footer.facts.get(name, "") != value for name, value in facts.items()):
+            raise CorruptSegmentError("segments of different streams, epochs or schemas are never joined")
+        if footer.first != following or footer.json != footers[0].json:
+            raise CorruptSegmentError(f"entry {following} is missing between two segments")
+        following = footer.last + 1
+    return facts
+
+
+def _raw_bytes(footer: Footer) -> int:
+    return sum(footer.group_bytes(index) for index in range(footer.count))
+
+
+def _counted(segments: Iterable[tuple[bytes, Footer]], seen: list[Checksum]) -> Iterator[SegmentRows]:
+    for raw, footer in segments:
+        for rows in rows_of(raw, footer):
+            seen[0] = seen[0].add(rows, footer.json)
+            yield rows

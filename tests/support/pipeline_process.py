@@ -1,0 +1,82 @@
+"""A real server and a real `tailrace pipeline run` beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+RUN_S_MAX = 400.0
+
+
+class Station:
+    """Calls to one server, and pipelines that are run for it, one after the other or at once."""
+
+    def __init__(self, url: str, directory: Path) -> None:
+        self.url = url
+        self.directory = directory
+        self._http = httpx2.Client(base_url=url, timeout=60.0)
+        self._count = 0
+
+    def close(self) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, body: Any = None, *, expected: int = 200) -> Any:
+        answer = self._http.request(method, path, json=body)
+        assert answer.status_code == expected, answer.text
+        return answer.json() if answer.content else None
+
+    def stream(self, name: str, *, profile: str | None = None, schema: Any = None) -> None:
+        answer = self._http.put(f"/v1/stream/{name}", headers={"Content-Type": "application/json"})
+        assert answer.status_code == 201, answer.text
+        if profile is not None:
+            self.call("POST", f"/v1/stream/{name}/_profile", {"profile": {"kind": profile}})
+        if schema is not None:
+            self.call("POST", f"/v1/stream/{name}/_schema", schema)
+
+    def seal(self, name: str, records: list[Any]) -> None:
+        """One more segment."""
+        answer = self._http.post(f"/v1/stream/{name}", json=records)
+        assert answer.status_code == 204, answer.text
+        answer = self._http.post("/v1/server/_seal", params={"stream": name})
+        assert answer.status_code == 200, answer.text
+
+    def plan(self, name: str) -> Any:
+        return self.call("GET", f"/v1/pipeline/plan?stream={name}")["streams"][0]
+
+    def search(self, name: str, q: str, **more: Any) -> Any:
+        return self.call("POST", f"/v1/stream/{name}/_search", {"q": q, "size": 500, **more})
+
+    def start(self, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """A pipeline that does everything once."""
+        self._count += 1
+        checkpoint = self.directory / f"pipeline{self._count}"
+        arguments = ["pipeline", "run", "--once", "--endpoint", self.url, "--checkpoint", str(checkpoint)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tailrace", *arguments, "--master", "local[2]", *flags],
+            env=os.environ | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.directory,
+        )
+
+    def run(self, *flags: str, env: dict[str, str] | None = None) -> str:
+        """To the end, which must be a good one."""
+        code, output = finish(self.start(*flags, env=env))
+        assert code == 0, output
+        return output
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=RUN_S_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"the pipeline did not end:\n{output}") from None
+    return process.returncode, output

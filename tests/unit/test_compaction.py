@@ -1,0 +1,116 @@
+"""Joined segments: every entry as it was, and nothing that does not belong together."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.segments import STREAM_ID, Entry, read_all, run_of, write
+from tailrace.pipeline.compaction import Compact, CompactOrder, publication_of
+from tailrace.pipeline.kernels import compact as compaction
+from tailrace.pipeline.kernels.compact import checksum_of, compact
+from tailrace.pipeline.model import CompactWork, PlanRef, Segment, StreamPlan
+from tailrace.pipeline.worker import stores
+from tailrace.store import segment_tail
+from tailrace.store.segment_check import check_segment
+from tailrace.store.segments import CorruptSegmentError, stream_prefix
+
+entries = st.lists(
+    st.builds(
+        Entry,
+        st.sampled_from([b"{}", b'"x"', b"[1,2]", b'{"a":"\xf0\x9f\x98\x80"}']),
+        st.integers(-(2**62), 2**62),
+        st.sampled_from([None, b"", b"k", b"\0"]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def _segments(directory: Path, parts: list[list[Entry]], json: bool, epoch: int = 0) -> list[bytes]:
+    first, raws = 5, list[bytes]()
+    for number, part in enumerate(parts):
+        path = directory / f"{number}.parquet"
+        write(path, [run_of(first, part, json)], json, epoch)
+        raws.append(path.read_bytes())
+        first += len(part)
+    return raws
+
+
+@settings(max_examples=30)
+@given(st.lists(entries, min_size=1, max_size=5), st.booleans())
+def test_every_entry_is_kept(parts: list[list[Entry]], json: bool) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        raws = _segments(directory, parts, json)
+        path = directory / "joined.parquet"
+        info = compact(raws, path)
+        joined = path.read_bytes()
+        assert check_segment(joined, info) == []
+        whole = [entry for part in parts for entry in part]
+        assert (info.first, info.last, info.rows) == (5, 4 + len(whole), len(whole))
+        tail = segment_tail.tail_of(joined, len(joined))
+        assert isinstance(tail, bytes)
+        assert read_all(segment_tail.keep(tail), joined) == whole
+        # Once more gives the same bytes, and so the same name.
+        assert compact(raws, directory / "again.parquet") == info
+        total = sum(checksum_of(raw).total for raw in raws) % (1 << 128)
+        assert checksum_of(joined) == (total, len(whole))
+
+
+PART = [Entry(b"{}", 1), Entry(b"[]", 2, b"k")]
+
+
+def test_what_does_not_belong_together(tmp_path: Path) -> None:
+    one, two, three = _segments(tmp_path, [PART, PART, PART], True)
+    with pytest.raises(CorruptSegmentError, match="entry 7 is missing"):
+        compact([one, three], tmp_path / "gap")
+    (tmp_path / "other").mkdir()
+    _, other_epoch = _segments(tmp_path / "other", [PART, PART], True, epoch=1)
+    with pytest.raises(CorruptSegmentError, match="never joined"):
+        compact([one, other_epoch], tmp_path / "epochs")
+    damaged = bytearray(two)
+    damaged[40] ^= 1
+    with pytest.raises(CorruptSegmentError):
+        compact([one, bytes(damaged)], tmp_path / "damaged")
+
+
+def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "RAW_BYTES_MAX", 10)
+    with pytest.raises(CorruptSegmentError, match="too large"):
+        compact(_segments(tmp_path, [PART], True), tmp_path / "joined")
+
+
+def test_what_was_written_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raws = _segments(tmp_path, [PART, PART], True)
+    monkeypatch.setattr(compaction, "checksum_of", lambda raw: checksum_of(raw)._replace(total=0))
+    with pytest.raises(CorruptSegmentError, match="does not hold"):
+        compact(raws, tmp_path / "joined")
+
+
+def test_the_job_puts_one_segment(tmp_path: Path) -> None:
+    raws = _segments(tmp_path, [PART, PART], True)
+    url = (tmp_path / "store").as_uri()
+    keys = [f"{stream_prefix(STREAM_ID)}segments/{number}" for number in range(2)]
+    for key, raw in zip(keys, raws, strict=True):
+        stores().put(url, key, raw)
+    segments = [
+        Segment(key, 5 + 2 * number, 6 + 2 * number, 2, 4, hashlib.sha256(raw).hexdigest())
+        for number, (key, raw) in enumerate(zip(keys, raws, strict=True))
+    ]
+    order = CompactOrder(url, STREAM_ID, tuple((one.object, one.sha256) for one in segments))
+    (batch,) = Compact(order)(iter([None]))
+    stream = StreamPlan("s", STREAM_ID, 0, PlanRef(1, "sha256:0", None, ()))
+    body = publication_of(stream, CompactWork(5, 8, tuple(segments)), batch.to_pylist()[0])
+    (added,) = body.add
+    assert (added.family, added.first, added.last, added.rows) == ("segment", 5, 8, 4)
+    assert body.replace == keys
+    assert hashlib.sha256(stores().get(url, added.object)).hexdigest() == added.sha256
+    wrong = CompactOrder(url, STREAM_ID, ((keys[0], "0" * 64),))
+    with pytest.raises(CorruptSegmentError, match="SHA-256"):
+        list(Compact(wrong)(iter([None])))
