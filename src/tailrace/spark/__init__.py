@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tailrace.spark.history import read_stream_history
+from tailrace.spark.lag import StreamLag, lag
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["register"]
+__all__ = ["StreamLag", "lag", "read_stream_history", "register"]
 
 
 def register(spark: SparkSession) -> None:

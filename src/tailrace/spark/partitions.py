@@ -92,7 +92,7 @@ class Planner:
             store = self._catalogue.store_of(state.name)
             sealed = [] if store is None else self._catalogue.segments(state.name, one.after, one.upto)
         versions = self._catalogue.versions(state) if sealed or with_versions else Versions()
-        pieces = _pieces(one, store or "", sealed)
+        pieces = pieces_of(one, store or "", sealed)
         groups = _packed(pieces)
         if len(groups) < partitions_min and not self._keyed:
             groups = [[piece] for piece in _split(pieces, partitions_min)]
@@ -107,7 +107,7 @@ def _promoted(group: Sequence[Piece], versions: Versions) -> bool:
     return any(piece.sealed and versions.promotes_behind(piece.after) for piece in group)
 
 
-def _pieces(one: Range, store: str, sealed: Sequence[SealedSegment]) -> list[Piece]:
+def pieces_of(one: Range, store: str, sealed: Sequence[SealedSegment]) -> list[Piece]:
     """The range without a gap and without an overlap: segments where there are, the server in between."""
     pieces: list[Piece] = []
     at, epoch = one.after, one.state.tail.epoch

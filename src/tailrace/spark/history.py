@@ -1,0 +1,236 @@
+"""History as native Parquet: Spark reads segments itself, three times as fast as any source in Python.
+
+Only what is in no segment, or has to be promoted to a newer schema version, comes through the source. The
+rows are the same as those of `format("tailrace")` over the same bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from pyspark.sql import functions as f
+from pyspark.sql.types import (
+    BinaryType,
+    LongType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from tailrace.protocol import offsets
+from tailrace.protocol.durations import parse_timestamp_ns
+from tailrace.spark.catalogue import Catalogue, Position, StreamState
+from tailrace.spark.columns import DEFAULT
+from tailrace.spark.options import OptionError, ReadOptions, read_options
+from tailrace.spark.partitions import Piece, Range, pieces_of
+from tailrace.spark.starts import Starts
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+logger = logging.getLogger("tailrace.spark")
+
+REWRITE = "TAILRACE_PIPELINE_PATH_REWRITE"  # `s3://=s3a://` for clusters that have the jars
+# Base 32 as Spark writes it, and as offsets do.
+_SPARK_DIGITS, _OFFSET_DIGITS = "ABCDEFGHIJKLMNOPQRSTUV", offsets.ALPHABET[10:]
+
+
+class _Bounds(NamedTuple):
+    after: int
+    upto: int
+
+
+def read_stream_history(
+    spark: SparkSession,
+    stream: str,
+    *,
+    endpoint: str | None = None,
+    from_entry: int | None = None,
+    to_entry: int | None = None,
+    from_time: datetime | str | int | None = None,
+    to_time: datetime | str | int | None = None,
+    key: str | None = None,
+    value_format: str | None = None,
+    include_tail: bool = True,
+    **options: str,
+) -> DataFrame:
+    """The entries of a stream, from `from_entry` to `to_entry` (both count), or `from_time` up to `to_time`.
+
+    One snapshot: what is appended later is not in it. Without the tail, it ends with the last segment.
+    Further options are those of the connection.
+    """
+    given = {**options, "stream": stream}
+    if endpoint is not None:
+        given["endpoint"] = endpoint
+    if key is not None:
+        given["key"] = key
+    if value_format is not None:
+        given["valueFormat"] = value_format
+    history = _History(spark, given)
+    bounds = history.bounds(from_entry, to_entry, from_time, to_time)
+    return history.frame(bounds, include_tail=include_tail)
+
+
+class _History:
+    """One snapshot of a stream."""
+
+    def __init__(self, spark: SparkSession, given: dict[str, str]) -> None:
+        self._spark = spark
+        self._given = given
+        self._options: ReadOptions = read_options(given, streaming=False)
+        self._catalogue = Catalogue(self._options)
+        name = self._options.streams[0]
+        state = self._catalogue.state(name)
+        if state is None:
+            raise OptionError(f"there is no stream {name} at {self._options.connection.endpoint}")
+        self._state: StreamState = state
+        self._starts = Starts(self._catalogue, self._options)
+        self._value_format = self._options.value_format or ("string" if state.json else "binary")
+
+    def bounds(
+        self,
+        from_entry: int | None,
+        to_entry: int | None,
+        from_time: datetime | str | int | None,
+        to_time: datetime | str | int | None,
+    ) -> _Bounds:
+        """Entries, whatever the ends were given as: times never go back within a stream."""
+        state = self._state
+        after, upto = state.earliest.entry, state.tail.entry
+        if from_entry is not None:
+            after = max(after, from_entry - 1)
+        if to_entry is not None:
+            upto = min(upto, to_entry)
+        if from_time is not None:
+            after = max(after, self._starts.at_time(state, _ns(from_time)).entry)
+        if to_time is not None:
+            upto = min(upto, self._starts.at_time(state, _ns(to_time)).entry)
+        return _Bounds(after, max(after, upto))
+
+    def frame(self, bounds: _Bounds, *, include_tail: bool) -> DataFrame:
+        name = self._state.name
+        store = self._catalogue.store_of(name)
+        segments = self._catalogue.segments(name, *bounds) if store is not None else []
+        if not include_tail:
+            reach = segments[-1].info.last if segments else bounds.after
+            bounds = _Bounds(bounds.after, max(bounds.after, min(bounds.upto, reach)))
+        versions = self._catalogue.versions(self._state)
+        native: list[Piece] = []
+        served: list[_Bounds] = []
+        for piece in pieces_of(Range(self._state, *bounds), store or "", segments):
+            if piece.sealed and not versions.promotes_behind(piece.after) and _visible(piece):
+                native.append(piece)
+            elif served and served[-1].upto == piece.after:
+                served[-1] = _Bounds(served[-1].after, piece.upto)
+            else:
+                served.append(_Bounds(piece.after, piece.upto))
+        if segments and not native:
+            logger.warning("the segments of %s are not visible to Spark; they are read by the source", name)
+        frames = [*self._native(native, bounds), *map(self._from_source, served)]
+        if not frames:
+            frames = [self._from_source(_Bounds(bounds.after, bounds.after))]
+        return reduce(lambda one, other: one.unionByName(other), frames)
+
+    def _from_source(self, bounds: _Bounds) -> DataFrame:
+        epoch, name = self._state.tail.epoch, self._state.name
+        start, end = Position(epoch, bounds.after).offset, Position(epoch, bounds.upto).offset
+        return (
+            self._spark.read.format("tailrace")
+            .options(**self._given)
+            .option("startingOffsets", f'{{"{name}": "{start}"}}')
+            .option("endingOffsets", f'{{"{name}": "{end}"}}')
+            .option("valueFormat", self._value_format)
+            .load()
+        )
+
+    def _native(self, pieces: list[Piece], bounds: _Bounds) -> Iterable[DataFrame]:
+        """One scan for each epoch, so that the epoch of its rows is a constant."""
+        payload = StringType() if self._state.json else BinaryType()
+        for epoch in sorted({piece.epoch for piece in pieces}):
+            own = [piece for piece in pieces if piece.epoch == epoch]
+            scan = self._spark.read.schema(_segment_schema(payload)).parquet(*map(_path, own))
+            # On the raw columns, so that row groups are passed over.
+            scan = scan.where((f.col("entry") > bounds.after) & (f.col("entry") <= bounds.upto))
+            if self._options.key is not None:
+                scan = scan.where(f.col("key") == f.lit(self._options.key.encode()))
+            yield scan.select(*(self._column(name, epoch) for name in DEFAULT))
+
+    def _column(self, name: str, epoch: int) -> Column:
+        match name:
+            case "stream":
+                found = f.lit(self._state.name)
+            case "value":
+                found = self._value()
+            case "offset":
+                found = offset_column(epoch)
+            case "timestamp":
+                found = f.col("append_time")
+            case "epoch":
+                found = f.lit(epoch)
+            case _:
+                found = f.col(name)
+        return found.alias(name)
+
+    def _value(self) -> Column:
+        if self._value_format == "json":
+            return f.parse_json(f.col("payload").cast("string"))
+        return f.col("payload").cast(self._value_format)
+
+
+def offset_column(epoch: int) -> Column:
+    """The offset of each row, out of its entry: `epoch << 96 | entry << 32` in base 32."""
+    prefix = offsets.encode(epoch, 0)[:7]
+    digits = f.lpad(f.conv((f.col("entry") * 4).cast("string"), 10, 32), 13, "0")
+    spelled = f.translate(digits, _SPARK_DIGITS, _OFFSET_DIGITS)
+    return f.concat(f.lit(prefix), spelled, f.lit("000000"))
+
+
+def _segment_schema(payload: StringType | BinaryType) -> StructType:
+    return StructType(
+        [
+            StructField("entry", LongType()),
+            StructField("append_time", TimestampType()),
+            StructField("append_ns", ShortType()),
+            StructField("key", BinaryType()),
+            StructField("payload", payload),
+        ]
+    )
+
+
+def _path(piece: Piece) -> str:
+    """The object's name as Spark's own file systems know it."""
+    path = f"{piece.store.rstrip('/')}/{piece.object}"
+    before, _, after = os.environ.get(REWRITE, "").partition("=")
+    return after + path.removeprefix(before) if before and path.startswith(before) else path
+
+
+def _visible(piece: Piece) -> bool:
+    """Whether Spark can open the object by itself: a file that is there, or a store that it was taught."""
+    url = urlsplit(_path(piece))
+    if url.scheme == "file":
+        return Path(unquote(url.path)).is_file()
+    return bool(os.environ.get(REWRITE)) and url.scheme not in ("s3", "gs", "az", "memory")
+
+
+def _ns(time: datetime | str | int) -> int:
+    """An instant as Unix nanoseconds: a time with its zone, RFC 3339, or Unix milliseconds."""
+    if isinstance(time, int):
+        return time * 1_000_000
+    if not isinstance(time, str):
+        if time.tzinfo is None:
+            raise OptionError("a time without a zone does not name an instant")
+        time = time.isoformat()
+    found = parse_timestamp_ns(time)
+    if found is None:
+        raise OptionError(f"{time!r} is no instant; write it as RFC 3339")
+    return found
