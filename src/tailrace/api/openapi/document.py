@@ -12,6 +12,7 @@ from tailrace import __version__
 from tailrace.api import answers
 from tailrace.api.openapi import (
     inspection,
+    pipeline,
     registry,
     search,
     server,
@@ -27,7 +28,19 @@ from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
 
 PATH: Final = b"/openapi.json"
-_PARTS: Final = (shared, streams, registry, search, inspection, touch, traces, subscriptions, server, watch)
+_PARTS: Final = (
+    shared,
+    streams,
+    registry,
+    search,
+    inspection,
+    touch,
+    traces,
+    subscriptions,
+    server,
+    watch,
+    pipeline,
+)
 _ABOUT: Final = (
     "A durable stream server: append-only logs over HTTP, fsynced before they are acknowledged. "
     "Every error has the same shape. OPTIONS is answered on every path."
@@ -46,6 +59,7 @@ def build() -> Json:
         **subscriptions.subscription_paths(),
         **server.server_paths(),
         **watch.watch_paths(),
+        **pipeline.pipeline_paths(),
     }
     schemas: Json = {}
     for part in _PARTS:
@@ -88,6 +102,7 @@ _TAGS: Final = {
     "traces": "Spans from OpenTelemetry.",
     "subscriptions": "Webhooks and pull-wake.",
     "server": "Health, metrics, memory, sealing.",
+    "pipeline": "What is to be built beside the server, and its publication.",
     "watch": "Documents in collections, and queries that stay true.",
 }
 
