@@ -146,6 +146,21 @@ TABLE: Final[dict[str, Metric]] = {
         # Subscriptions.
         _gauge("subscriptions", "Subscriptions that exist."),
         _counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
+        # Documents and live queries.
+        _counter("watch_changes", "Changes of documents that were looked at."),
+        _counter("watch_match_candidates", "Predicates that the index found for them."),
+        _counter("watch_match_hits", "Predicates that matched."),
+        _gauge("watch_predicates", "Different predicates that are watched."),
+        _gauge("watch_scan_predicates", "Those of them that no index can help with."),
+        _gauge("watch_connections", "Realtime connections."),
+        _gauge("watch_subscriptions", "Subscriptions of realtime connections, by state.", "state"),
+        _counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
+        _gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
+        _counter("watch_demotions", "Subscriptions that were too slow and went back to the log."),
+        _counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
+        _counter("watch_resumes", "Resumes, by result.", "result"),
+        _counter("watch_snapshots", "Snapshots begun."),
+        _counter("watch_snapshot_documents", "Documents sent in snapshots."),
     )
 }
 
@@ -293,6 +308,20 @@ class Telemetry:
         self.bootstrap_problems = Number()
         self.subscriptions = Number()
         self.webhook_deliveries = Numbers()
+        self.watch_changes = Number()
+        self.watch_match_candidates = Number()
+        self.watch_match_hits = Number()
+        self.watch_predicates = Number()
+        self.watch_scan_predicates = Number()
+        self.watch_connections = Number()
+        self.watch_outbound_bytes = Number()
+        self.watch_demotions = Number()
+        self.watch_snapshots = Number()
+        self.watch_snapshot_documents = Number()
+        self.watch_subscriptions = Numbers()
+        self.watch_deliveries = Numbers()
+        self.watch_resync_required = Numbers()
+        self.watch_resumes = Numbers()
         assert vars(self).keys() == TABLE.keys(), "the class and the table differ"
         self.info.values[(version,)] = 1
 

@@ -114,7 +114,7 @@ class Server:
         self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self.telemetry)
         self._subscriptions.check = self.app.guard.check
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
-        self.watch = self.app.watch = WatchService(context, directory.path)
+        self.watch = self.app.watch = WatchService(context, directory.path, self._verifier)
         self._checkpoints = Checkpoints(self.log)
         self.sealing = Sealing(self.log, settings, directory.deployment, loop)
         limits = settings.limits

@@ -240,14 +240,16 @@ class Index:
     def __len__(self) -> int:
         return self._count
 
+    def check_room(self, predicate: Predicate) -> None:
+        """Refuses a predicate that would have to be looked at for every change, if there are too many."""
+        if not predicate.branches and len(self.scan) >= self._scan_max and predicate not in self.scan:
+            raise TailraceError(
+                "overloaded", f"{self._scan_max} predicates of the collection are looked at for every change"
+            )
+
     def add(self, predicate: Predicate) -> None:
         """In force from the next probe on. Each predicate is added once."""
         if not predicate.branches:
-            if len(self.scan) >= self._scan_max:
-                raise TailraceError(
-                    "overloaded",
-                    f"the collection has {self._scan_max} predicates that no index can help with",
-                )
             self.scan.add(predicate)
         for conditions in predicate.branches:
             self._top.add(predicate, conditions, self.sample)

@@ -17,6 +17,7 @@ from tailrace.api.openapi.parts import (
     obj,
     operation,
     param,
+    query,
     request,
     schema,
 )
@@ -109,7 +110,7 @@ SCHEMAS: Final[Json] = {
 
 
 def watch_paths() -> Json:
-    return {
+    return _realtime() | {
         "/v1/databases/{db}": {"parameters": [_DB], "put": _create_database()},
         "/v1/databases/{db}/collections/{collection}": {
             "parameters": [_DB, _COLLECTION],
@@ -155,6 +156,67 @@ def watch_paths() -> Json:
                     {"collection": "orders", "where": "doc.total > 3", "limit": 10},
                     "What to look for.",
                 ),
+            ),
+        },
+    }
+
+
+def _realtime() -> Json:
+    stream: Json = {
+        "description": "Envelopes as server-sent events.",
+        "content": {"text/event-stream": {"schema": STRING}},
+    }
+    errors = (404, 429, 501)
+    one = obj({"id": STRING, "query": schema("DocumentQuery")})
+    given = obj({"subscriptions": array(one, minItems=1, maxItems=20)}, {"database": STRING})
+    example = {"subscriptions": [{"id": "one", "query": {"collection": "orders"}, "sendSnapshot": True}]}
+    return {
+        "/realtime/ws": {
+            "get": operation(
+                "watchByWebSocket",
+                TAG,
+                "Live queries over a WebSocket",
+                {"101": answer("The connection is a WebSocket now.")},
+                (401, 403, 404, 426, 429),
+                parameters=[query("database", "The database, unless `auth` names it.")],
+            )
+        },
+        "/realtime/sse": {
+            "get": operation(
+                "watchByEvents",
+                TAG,
+                "One live query as server-sent events",
+                {"200": stream},
+                errors,
+                scope="read",
+                parameters=[
+                    query("database", "The database, if there is a choice."),
+                    query("collection", "The collection; left out with a ticket."),
+                    query("filters", "A JSON array of filters."),
+                    query("where", "An expression."),
+                    query("snapshot", "`1`: send what there is first.", {"enum": ["0", "1"]}),
+                    query("includeData", "`0`: events without data.", {"enum": ["0", "1"]}),
+                    query("autoResync", "`1`: begin again by itself.", {"enum": ["0", "1"]}),
+                    query("cursor", "An `id` to go on from, as `Last-Event-ID`."),
+                    query("ticket", "What a POST gave."),
+                ],
+            ),
+            "post": operation(
+                "watchSeveralByEvents",
+                TAG,
+                "Several live queries as server-sent events, or a ticket for them",
+                {
+                    "200": {
+                        **stream,
+                        "content": {
+                            "text/event-stream": {"schema": STRING},
+                            "application/json": {"schema": obj({"ticket": STRING, "expiresAt": COUNT})},
+                        },
+                    }
+                },
+                errors,
+                scope="read",
+                body=request(given, example, "What to watch."),
             ),
         },
     }

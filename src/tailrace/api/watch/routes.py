@@ -39,7 +39,7 @@ class DatabaseRoutes:
         self._access = access
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
-        self._collections = CollectionRoutes(context, book, access)
+        self.collections = CollectionRoutes(context, book, access)
         self._queries = Queries(book, access)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -53,9 +53,9 @@ class DatabaseRoutes:
         if kind == "docs":
             self._document(exchange, identity, method, database, name)
         elif kind == "collections":
-            self._collections.serve(exchange, identity, method, database, name)
+            self.collections.serve(exchange, identity, method, database, name)
         elif rest == "":
-            self._collections.serve_database(exchange, identity, method, database)
+            self.collections.serve_database(exchange, identity, method, database)
         elif rest == "batch":
             self._batch(exchange, identity, method, database)
         elif rest == "query":

@@ -1,0 +1,98 @@
+"""Envelopes: what a realtime client is sent. Encoded once, whoever gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from tailrace.log.journal import crc32c_extend
+from tailrace.net.websocket import encode_text
+from tailrace.watch.change import Change
+
+
+class Frame:
+    """One envelope as bytes, and as a WebSocket message once that is asked for."""
+
+    __slots__ = ("_websocket", "body")
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self._websocket: bytes | None = None
+
+    @property
+    def websocket(self) -> bytes:
+        if self._websocket is None:
+            self._websocket = encode_text(self.body)
+        return self._websocket
+
+
+def reply(kind: str, message_id: str | None, payload: dict[str, Any]) -> Frame:
+    found: dict[str, Any] = {} if message_id is None else {"id": message_id}
+    return Frame(orjson.dumps({**found, "type": kind, "version": 1, "payload": payload}))
+
+
+def about(kind: str, database: str, sub_ids: Sequence[str], payload: dict[str, Any], **more: Any) -> Frame:
+    """An envelope about subscriptions."""
+    found = {"type": kind, "version": 1, "database": database, "subIds": sub_ids, **more, "payload": payload}
+    return Frame(orjson.dumps(found))
+
+
+def error(
+    message_id: str | None,
+    code: str,
+    message: str,
+    *,
+    sub_id: str | None = None,
+    retry_after_ms: int | None = None,
+    **more: Any,
+) -> Frame:
+    payload = {
+        "code": code,
+        "message": message,
+        "subId": sub_id,
+        "retryable": retry_after_ms is not None,
+        "retryAfterMs": retry_after_ms,
+        **more,
+    }
+    return reply("error", message_id, payload)
+
+
+def delta(change: Change, op: str, reason: str, include_data: bool) -> bytes:
+    """What a change is to whoever watches; a delete has no data."""
+    entry = change.entry
+    doc: dict[str, Any] = {"path": f"{entry.collection}/{entry.documentKey}", "id": entry.documentKey}
+    if op != "delete":
+        if include_data:
+            doc["data"] = orjson.Fragment(bytes(entry.after))
+        doc["version"] = entry.version
+        doc["updatedAt"] = change.updated_ms
+    else:
+        doc["version"] = entry.version
+    return orjson.dumps({"op": op, "reason": reason, "doc": doc})
+
+
+def event(
+    change: Change, lsn: str, sub_ids: Sequence[str], changed: bytes, token: str | None, checksum: bool
+) -> Frame:
+    """`changed` comes from `delta`; only what differs between clients is put around it."""
+    entry = change.entry
+    payload = b'{"subId":%b,"delta":%b}' % (orjson.dumps(sub_ids[0]), changed)
+    tail = b""
+    if token is not None:
+        tail += b',"token":' + orjson.dumps(token)
+    if checksum:
+        tail += b',"checksum":"%08x"' % crc32c_extend(0, payload)
+    return Frame(
+        b'{"type":"event","version":1,"database":%b,"subIds":%b,"partition":%d,"seq":%d,"lsn":"%b","payload":%b%b}'
+        % (
+            orjson.dumps(entry.database),
+            orjson.dumps(sub_ids),
+            change.partition,
+            change.seq,
+            lsn.encode(),
+            payload,
+            tail,
+        )
+    )

@@ -1,0 +1,265 @@
+"""Reading what a subscription lacks: a snapshot from the view, changes from the log, then live, no seam."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from tailrace.api.watch import frames
+from tailrace.api.watch.book import Collection
+from tailrace.api.watch.query import flat_of
+from tailrace.api.watch.subscription import Subscription
+from tailrace.errors import TailraceError
+from tailrace.watch.change import decode
+from tailrace.watch.query import sort_key, sort_values
+from tailrace.watch.values import CostError
+from tailrace.watch.view import Row
+
+if TYPE_CHECKING:
+    from tailrace.api.watch.gateway import Gateway
+
+logger = logging.getLogger("tailrace.watch")
+
+PAGE_BYTES: Final = 256 * 1024
+PAGE_ENTRIES: Final = 500
+SCAN_ROWS: Final = 200
+NEWER_MAX: Final = 100_000
+ORDERED_MAX: Final = 100_000
+OVERFLOW_S: Final = 30.0
+POLL_S: Final = 0.25
+
+
+class Replays:
+    """All reading on behalf of subscriptions; a few at once, so that live matching is not delayed."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._turns = asyncio.Semaphore(gateway.limits.watch_replays)
+        self.snapshots = 0
+        self.snapshot_documents = 0
+
+    def follow(self, subscription: Subscription) -> None:
+        """Reads from the log until there is nothing left to read."""
+        self._run(subscription, self._follow(subscription))
+
+    def snapshot(self, subscription: Subscription) -> None:
+        """Sends what there is, then what happened meanwhile."""
+        subscription.state = "snapshot"
+        subscription.own = list(subscription.watched.applied)
+        subscription.newer = {}
+        self.snapshots += 1
+        self._run(subscription, self._snapshot(subscription))
+
+    def _run(self, subscription: Subscription, work: Coroutine[Any, Any, None]) -> None:
+        subscription.task = self._gateway.context.loop.create_task(self._guarded(subscription, work))
+
+    async def _guarded(self, subscription: Subscription, work: Coroutine[Any, Any, None]) -> None:
+        session = subscription.session
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except CostError:
+            session.invalidate(subscription, "cost-exceeded")
+        except TailraceError as refusal:
+            reason = "retention" if refusal.code == "offset_gone" else "gap"
+            if subscription.state == "snapshot" and reason != "retention":
+                session.fail(subscription, "snapshot_failed", refusal.message)
+            else:
+                session.invalidate(subscription, reason)
+        except Exception:
+            logger.exception("reading for a subscription failed")
+            session.invalidate(subscription, "gap")
+
+    # -- the log ---------------------------------------------------------------------------------------
+
+    async def _follow(self, subscription: Subscription) -> None:
+        """Ends when the subscription is live, paused, or no more."""
+        while subscription.state in ("behind", "snapshot"):
+            if not await self._room(subscription):
+                return
+            partition = _lacking(subscription)
+            if partition is None:
+                self._caught_up(subscription)
+                return
+            collection = subscription.watched.collection
+            assert collection is not None, "what does not exist lacks nothing"
+            await self._read(subscription, collection, partition)
+
+    async def _read(self, subscription: Subscription, collection: Collection, partition: int) -> None:
+        gateway, own = self._gateway, subscription.own
+        stream = gateway.book.log.find(collection.stream(partition))
+        if stream is None or stream.earliest > own[partition]:
+            subscription.session.invalidate(subscription, "retention")
+            return
+        async with self._turns:
+            page = await gateway.book.log.reader.read_labelled(
+                stream, own[partition], PAGE_BYTES, PAGE_ENTRIES
+            )
+        assert page.labels is not None
+        for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
+            if subscription.state not in ("behind", "snapshot"):
+                return
+            change = decode(bytes(raw), partition, seq, time_ns)
+            if change is not None and not _was_sent(subscription, change.entry.documentKey, seq):
+                event = subscription.interest.event(change)
+                if event is not None:
+                    op, reason = event
+                    content = frames.delta(change, op, reason, subscription.options.include_data)
+                    lsn = stream.offset(seq)
+                    subscription.session.replayed(subscription, change, lsn, op, content)
+            own[partition] = seq
+            if subscription.full and subscription.state == "behind":
+                subscription.state = "paused"
+                return
+
+    def _caught_up(self, subscription: Subscription) -> None:
+        """Nothing has happened since the last look: this is the same turn of the loop."""
+        was_snapshot = subscription.state == "snapshot"
+        if not was_snapshot and subscription.full:
+            subscription.state = "paused"
+            return
+        self._gateway.go_live(subscription)
+        if was_snapshot:
+            subscription.session.end_snapshot(subscription)
+
+    async def _room(self, subscription: Subscription) -> bool:
+        """Waits until the client has taken enough; False if the subscription is over."""
+        session = subscription.session
+        waited = 0.0
+        while subscription.state in ("behind", "snapshot"):
+            if session.has_room:
+                return True
+            taken = session.taken_bytes
+            session.drained.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.drained.wait(), POLL_S)
+            waited = waited + POLL_S if session.taken_bytes == taken else 0.0
+            if waited >= OVERFLOW_S:
+                session.invalidate(subscription, "overflow", retry_after_ms=1000)
+        return False
+
+    # -- the view --------------------------------------------------------------------------------------
+
+    async def _snapshot(self, subscription: Subscription) -> None:
+        gateway, session = self._gateway, subscription.session
+        collection = subscription.watched.collection
+        pages = count = 0
+        if collection is not None:
+            gateway.book.check_applied(collection)
+            rows: list[tuple[Row, bytes]] = []
+            size = 0
+            async for row in self._matching(subscription, collection):
+                entry = _snapshot_row(collection, row, subscription.options.include_data)
+                if rows and (
+                    len(rows) >= gateway.limits.watch_snapshot_documents
+                    or size + len(entry) > gateway.limits.watch_snapshot_bytes
+                ):
+                    if not await self._room(subscription):
+                        return
+                    session.send_snapshot(subscription, pages, [raw for _, raw in rows])
+                    pages, rows, size = pages + 1, [], 0
+                rows.append((row, entry))
+                size += len(entry)
+                count += 1
+                self._note(subscription, row)
+            if rows:
+                if not await self._room(subscription):
+                    return
+                session.send_snapshot(subscription, pages, [raw for _, raw in rows])
+                pages += 1
+        if pages == 0:
+            session.send_snapshot(subscription, 0, [])
+            pages = 1
+        self.snapshot_documents += count
+        session.snapshot_sizes[subscription.id] = (pages, count)
+        await self._follow(subscription)
+
+    def _note(self, subscription: Subscription, row: Row) -> None:
+        """A row may be newer than where the snapshot began: then its older changes must not follow it."""
+        newer = subscription.newer
+        assert newer is not None
+        if row.seq > subscription.own[row.partition]:
+            newer[row.id] = row.seq
+            if len(newer) > NEWER_MAX:
+                raise TailraceError("overloaded", "too much changes while the snapshot is read")
+
+    async def _matching(self, subscription: Subscription, collection: Collection) -> AsyncIterator[Row]:
+        """The rows that match, in the order asked for; read in pieces, each as the view is then."""
+        now, query = self._gateway.book.view.now, subscription.query
+        matches = subscription.interest.whole.matches
+        if query.order:
+            ids = await self._ordered_ids(subscription, collection)
+        elif query.documents is not None:
+            ids = sorted(query.documents)
+        else:
+            after = ""
+            while subscription.state == "snapshot":
+                rows = now.documents_after(collection.number, after, SCAN_ROWS)
+                for row in rows:
+                    if matches(flat_of(collection, row)):
+                        yield row
+                if len(rows) < SCAN_ROWS:
+                    return
+                after = rows[-1].id
+                await asyncio.sleep(0)
+            return
+        for piece in _pieces(ids, SCAN_ROWS):
+            for row in now.documents_named(collection.number, piece):
+                if matches(flat_of(collection, row)):
+                    yield row
+            await asyncio.sleep(0)
+
+    async def _ordered_ids(self, subscription: Subscription, collection: Collection) -> list[str]:
+        now, order = self._gateway.book.view.now, subscription.query.order
+        matches = subscription.interest.whole.matches
+        keys: list[tuple[Any, ...]] = []
+        after = ""
+        while subscription.state == "snapshot":
+            rows = now.documents_after(collection.number, after, SCAN_ROWS)
+            for row in rows:
+                flat = flat_of(collection, row)
+                if matches(flat):
+                    keys.append(sort_key(sort_values(flat, order), row.id, order))
+            if len(keys) > ORDERED_MAX:
+                raise TailraceError("overloaded", f"more than {ORDERED_MAX} documents cannot be ordered")
+            if len(rows) < SCAN_ROWS:
+                break
+            after = rows[-1].id
+            await asyncio.sleep(0)
+        keys.sort()
+        return [key[-1] for key in keys]
+
+
+def _pieces(ids: list[str], size: int) -> Iterator[list[str]]:
+    for begin in range(0, len(ids), size):
+        yield ids[begin : begin + size]
+
+
+def _lacking(subscription: Subscription) -> int | None:
+    """A partition with changes that the client does not have."""
+    applied = subscription.watched.applied
+    if len(subscription.own) != len(applied):
+        # The collection came into being meanwhile, with a number of partitions that nobody could know.
+        subscription.own = [0] * len(applied)
+    for partition, seq in enumerate(subscription.own):
+        if seq < applied[partition]:
+            return partition
+    return None
+
+
+def _was_sent(subscription: Subscription, document_id: str, seq: int) -> bool:
+    return subscription.newer is not None and subscription.newer.get(document_id, 0) >= seq
+
+
+def _snapshot_row(collection: Collection, row: Row, include_data: bool) -> bytes:
+    found: dict[str, Any] = {"path": f"{collection.name}/{row.id}", "id": row.id}
+    if include_data:
+        found["data"] = orjson.Fragment(row.data)
+    found |= {"version": row.version, "updatedAt": row.updated_ms, "partition": row.partition, "seq": row.seq}
+    return orjson.dumps(found)
