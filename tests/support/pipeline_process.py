@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx2
 
+from support.calls import eventually
+
 RUN_S_MAX = 400.0
 
 
@@ -80,3 +82,62 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
         output, _ = process.communicate()
         raise AssertionError(f"the pipeline did not end:\n{output}") from None
     return process.returncode, output
+
+
+EVENTS = 20
+
+
+def _events(first: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "timestamp": 1767225600000 + 1000 * number,
+            "service": f"svc{number % 3}",
+            "level": "error" if number % 4 == 0 else "info",
+            "status": 500 if number % 4 == 0 else 200,
+            "duration": number / 3,
+            "requestId": f"req-{number}",
+            "message": f"request {number} of customer {number % 7} is through",
+        }
+        for number in range(first, first + EVENTS)
+    ]
+
+
+def fill(station: Station, name: str, segments: int = 3) -> None:
+    station.stream(name, profile="evlog")
+    for number in range(segments):
+        station.seal(name, _events(number * EVENTS))
+
+
+def corpus(station: Station, name: str) -> list[Any]:
+    """What queries answer, without how they came by it."""
+    asked: list[Any] = []
+    for q in (
+        "service:svc1",
+        "message:customer",
+        'message:"customer 3"',
+        "status:>=500",
+        "NOT level:error",
+        "req*",
+    ):
+        answer = station.search(name, q, sort=["offset:asc"])
+        asked.append([(hit["offset"], hit["fields"]) for hit in answer["hits"]])
+        assert answer["coverage"]["complete"]
+    body = {"rollup": "requests", "from": 1767225600000, "to": 1767226600000, "interval": "1m"}
+    asked.append(
+        station.call("POST", f"/v1/stream/{name}/_aggregate", {**body, "group_by": ["service"]})["buckets"]
+    )
+    return asked
+
+
+def listed(station: Station, name: str, segments: int) -> None:
+    """Every segment has got its companions, all at once and only once."""
+    folder = station.plan(name)["stream_id"]
+
+    def published() -> list[Any]:
+        found = station.call("GET", "/v1/stream/__segments__?offset=-1")
+        return [one for one in found if one["type"] == "companion" and one["key"].startswith(folder)]
+
+    found = eventually(published, lambda seen: len(seen) >= segments)
+    assert len({one["key"] for one in found}) == len(found) == segments
+    families = {tuple(sorted(one["value"]["families"])) for one in found}
+    assert families == {("agg", "col", "exact", "fts", "routing_key_index")}
