@@ -6,14 +6,15 @@ into tokens and numbered once, however many rows have it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
+from math import isfinite
 from typing import Any, Final, cast
 
 from tailrace.query.analyze import tokens_of
 from tailrace.query.column import Column
 from tailrace.query.packed import bits_if, bits_of
-from tailrace.query.values import Value, converter, dates_of, leaves
+from tailrace.query.values import INT64_MAX, Value, converter, dates_of, leaves
 from tailrace.schema.search_fields import Field
 
 _BREAK: Final = ""  # is no token
@@ -29,7 +30,7 @@ def column_from(field: Field, found: list[object], *, lists: bool = True) -> Col
         return column_of(field, _all_values(field, found), lists=lists)
     canonical = _canonical(field, set(found))
     if field.kind == "text":
-        return _text_column(field, found, cast("dict[object, str | None]", canonical), lists)
+        return _text_column(field, found, cast("Mapping[object, str | None]", canonical), lists)
     terms = sorted(cast("set[Any]", set(canonical.values()) - {None}))
     numbers = {term: rank for rank, term in enumerate(terms)}
     ranks = {leaf: numbers[value] for leaf, value in canonical.items() if value is not None}
@@ -42,16 +43,32 @@ def column_from(field: Field, found: list[object], *, lists: bool = True) -> Col
     return Column(field, terms, listed, starts, 0, bits_if(flags), lists=lists)
 
 
-def _canonical(field: Field, distinct: set[object]) -> dict[object, Value | None]:
+def _canonical(field: Field, distinct: set[object]) -> Mapping[object, Value | None]:
     """Each leaf's value, or None if it has none."""
     if field.kind == "date":
         return dates_of(distinct)
+    if _are_canonical(field, distinct):
+        return cast("dict[object, Value]", dict(zip(distinct, distinct, strict=True)))
     convert = converter(field)
     return {leaf: convert(leaf) for leaf in distinct}
 
 
+def _are_canonical(field: Field, distinct: set[object]) -> bool:
+    """Whether every leaf is its own value. What is usual is told of all of them at once."""
+    kinds = set(map(type, distinct))
+    if kinds == {str}:
+        plain = field.kind in ("keyword", "text") and field.normalizer != "lowercase_v1"
+        return plain and "".join(cast("set[str]", distinct)).isascii()
+    if kinds == {int} and field.kind == "integer":
+        numbers = cast("set[int]", distinct)
+        return min(numbers) >= -INT64_MAX and max(numbers) <= INT64_MAX
+    if kinds == {float} and field.kind == "float":
+        return 0.0 not in distinct and all(map(isfinite, cast("set[float]", distinct)))
+    return False
+
+
 def _text_column(
-    field: Field, found: list[object], canonical: dict[object, str | None], lists: bool
+    field: Field, found: list[object], canonical: Mapping[object, str | None], lists: bool
 ) -> Column:
     tokens = {leaf: [] if text is None else tokens_of(text) for leaf, text in canonical.items()}
     terms = sorted(set(chain.from_iterable(tokens.values())))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Protocol
 
 from tailrace.query.values import Value
@@ -119,14 +119,10 @@ class WordTerms:
     """Strings, as one run of UTF-8 and where each ends: bytes sort as code points do."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        encoded = [word.encode() for word in words]
-        self._text = b"".join(encoded)
-        ends: list[int] = []
-        end = 0
-        for word in encoded:
-            end += len(word)
-            ends.append(end)
-        self._ends = pack(ends, end)
+        text = "".join(words)
+        self._text = text.encode()
+        lengths = map(len, words) if text.isascii() else [len(word.encode()) for word in words]
+        self._ends = pack(list(accumulate(lengths)), len(self._text))
         self.memory_bytes = len(self._text) + size_of(self._ends)
 
     def __len__(self) -> int:
