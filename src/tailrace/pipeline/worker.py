@@ -7,6 +7,7 @@ the JVM: a task fetches its segment from the object store and puts the files the
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import tempfile
 import time
@@ -125,6 +126,16 @@ def build_companions(batches: Iterator[Any]) -> Iterator[Any]:
     for batch in batches:
         for row in batch.to_pylist():
             yield pa.RecordBatch.from_pylist(build_one(row), schema=RESULT)
+            shed()
+
+
+def shed() -> None:
+    """Give memory back to the system: a worker serves many segments, and should not grow with them."""
+    pa.default_memory_pool().release_unused()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        pass  # another C library, which has its own ways
 
 
 def build_one(row: Row) -> list[Row]:

@@ -1,0 +1,39 @@
+"""The pipe from a server to its pipeline: orders and tokens come through it, and its end is the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+
+CHILD = """
+import sys, time
+from tailrace.pipeline.leash import Leash
+
+leash = Leash(int(sys.argv[1]))
+print(leash.orders.endpoint, leash.orders.master, leash.token(), flush=True)
+while leash.token() == "one":
+    time.sleep(0.01)
+print(leash.token(), flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_orders_tokens_and_the_end() -> None:
+    reading, writing = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(reading)], pass_fds=[reading], stdout=subprocess.PIPE, text=True
+    )
+    os.close(reading)
+    assert child.stdout is not None
+    orders = {"endpoint": "http://127.0.0.1:1", "token": "one", "unknown": 7}
+    os.write(writing, msgspec.json.encode(orders) + b"\n")
+    assert child.stdout.readline() == "http://127.0.0.1:1 None one\n"
+    os.write(writing, b'{"token":"two"}\n')
+    assert child.stdout.readline() == "two\n"
+    os.close(writing)
+    assert child.wait(60) == 0
+    child.stdout.close()
