@@ -24,10 +24,10 @@ def waiting(http: Wire) -> float:
     return float(found[1])
 
 
-def woken(http: Wire, name: str, endpoint: str, change: Callable[[], object]) -> Answer:
+def woken(http: Wire, name: str, endpoint: str, change: Callable[[], object], patience: str = "4s") -> Answer:
     """What somebody is answered who waits while the change is made."""
     tag = http.get(f"{name}/{endpoint}")["etag"]
-    path = f"/v1/stream/{name}/{endpoint}?live=true&timeout=4s"
+    path = f"/v1/stream/{name}/{endpoint}?live=true&timeout={patience}"
     before = waiting(http)
     with http.connect() as connection:
         connection.send(request_bytes("GET", path, {"If-None-Match": tag}))
@@ -143,7 +143,8 @@ def test_n2_expiry_wakes(http: Wire) -> None:
 
 
 def test_n2_sealing_wakes_and_is_counted(start_server: StartServer) -> None:
-    server = start_server("--seal-entries", "4", "--seal-interval-ms", "20")
+    # The first segment waits for a process to start, which may take a while.
+    server = start_server("--seal-entries", "4", "--seal-interval-ms", "20", "--details-max-wait-ms", "50000")
     http = Wire(server.port)
     http.put("ev", JSON)
     for number in range(3):
@@ -156,7 +157,7 @@ def test_n2_sealing_wakes_and_is_counted(start_server: StartServer) -> None:
         shown = http.get("ev/_details").json
         return shown if shown["stream"]["pending_rows"] == "0" else None
 
-    answer = woken(http, "ev", "_index_status", seal)
+    answer = woken(http, "ev", "_index_status", seal, patience="50s")
     assert answer.status == 200
     assert answer.json["segments"]["uploaded_count"] >= 1
     assert answer.json["manifest"]["generation"] >= 1
