@@ -16,6 +16,7 @@ from bench.processes import PeerError, Running
 
 STREAM = "events"
 ANSWER_S_MAX = 15.0
+APPEND_S_MAX = 120.0
 
 Json = dict[str, object]
 
@@ -46,12 +47,15 @@ class Target:
         self.server = server
         self._connection: http.client.HTTPConnection | None = None
 
-    def call(self, method: str, path: str, body: bytes | None = None) -> Answer:
+    def call(
+        self, method: str, path: str, body: bytes | None = None, patience_s: float = ANSWER_S_MAX
+    ) -> Answer:
         """Status 0 stands for no answer in time."""
-        connection = self._connection or http.client.HTTPConnection(
-            "127.0.0.1", self.server.port, timeout=ANSWER_S_MAX
-        )
+        connection = self._connection or http.client.HTTPConnection("127.0.0.1", self.server.port)
         self._connection = connection
+        connection.timeout = patience_s
+        if connection.sock is not None:
+            connection.sock.settimeout(patience_s)
         headers = {} if body is None else {"content-type": "application/json"}
         begun = time.perf_counter()
         try:
@@ -86,7 +90,7 @@ class Target:
         """Tries again while the server is overloaded: what counts is the time until it is done."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            answer = self.call("POST", f"/v1/stream/{STREAM}", body)
+            answer = self.call("POST", f"/v1/stream/{STREAM}", body, APPEND_S_MAX)
             if 200 <= answer.status < 300:
                 return answer
             if answer.status not in (429, 503):
