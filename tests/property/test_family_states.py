@@ -4,6 +4,8 @@ another, for some segments or all, taken off the list, damaged or lost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -17,10 +19,15 @@ from support.queries import Question
 from support.query_states import QueryStates, aggregates, filters
 from support.search_model import registry_of
 from support.search_states import batches, configured, queries
+from tailrace.query.execute import Outcome
 from tailrace.query.families.keys import KeyLibrary
 from tailrace.query.families.library import Library
 from tailrace.query.family_format import COL, EXACT, FAMILIES, FTS
+from tailrace.query.search_request import Asked, bind_request
+from tailrace.query.view import View
 from tailrace.schema.registry import Registry, RoutingKey
+
+NOON = 1767225600000
 
 subsets = st.one_of(
     st.just(FAMILIES), st.just((COL, EXACT, FTS)), st.lists(st.sampled_from(FAMILIES), unique=True)
@@ -137,3 +144,81 @@ def test_p8_r1_r3_q1_l3_f1_a1_k1_k2_answers_are_the_same_with_every_subset_of_fa
 @pytest.mark.nightly
 def test_p8_r1_r3_q1_l3_f1_a1_k1_k2_answers_are_the_same_with_every_subset_of_families_at_length() -> None:
     run_state_machine_as_test(FamilyStates, settings=configured(3000, 30))
+
+
+TEXTS = [
+    "checkout failed",
+    "checkout failed and again checkout failed",
+    "failed checkout",
+    "all is well that failed in the end",
+    "checkout x failed checkout failed " * 3,
+    "fine",
+]
+
+
+@pytest.fixture
+def states() -> Iterator[FamilyStates]:
+    """Segments with all families, and ten rows behind them that are in memory alone."""
+    made = FamilyStates()
+    rows = [
+        {"id": f"r{n}", "service": f"s{n % 3}", "status": n % 7, "at": NOON + n * 1000}
+        | {"message": TEXTS[(n * n + n // 5) % len(TEXTS)] + " z" * (n % 11)}
+        for n in range(150)
+    ]
+    made.begin(0, 16, 10_000, [rows[:50], rows[50:100], rows[100:140]], FAMILIES)
+    made.build(FAMILIES, newest_only=False, before=False, with_rollups=False)
+    made.append(rows[140:], True)
+    yield made
+    made.teardown()
+
+
+def asked(states: FamilyStates, text: str, size: int, sort: list[str] | None, *, families: bool) -> Outcome:
+    view = View(registry_of())
+    states.searcher.library = states.library if families else None
+    return states.run(view, bind_request(Asked(text, size, sort, None, None), view.config, 3000))
+
+
+SCORED = [
+    "failed",
+    '"checkout failed"',
+    'message:"failed checkout" OR well',
+    '"checkout failed" status:>2',
+    "-well message:failed",
+    "checkout failed",
+    "message:check*",
+]
+
+
+def test_r6_p8_scores_are_those_of_scans_to_the_last_digit(states: FamilyStates) -> None:
+    sorts = (None, ["at:asc"], ["_score:asc", "id:desc"])
+    for text, size, sort in product(SCORED, (3, 40), sorts):
+        found = asked(states, text, size, sort, families=True)
+        plain = asked(states, text, size, sort, families=False)
+        assert [(hit.entry, hit.score, hit.values) for hit in found.hits] == [
+            (hit.entry, hit.score, hit.values) for hit in plain.hits
+        ]
+        assert (found.matches, found.primary_max) == (plain.matches, plain.primary_max)
+        assert "fts" in found.counters.families
+
+
+def test_what_companions_decide_is_not_decoded(states: FamilyStates) -> None:
+    """The rows in memory are."""
+    for text, families in (
+        ("id:r77", {"exact"}),
+        ("status:>3 service:s1", {"exact", "col"}),
+        ("id:r7*", {"col"}),
+        ("has:message -status:2", {"fts", "exact"}),
+        (f"at:<{NOON + 3000}", {"col"}),
+    ):
+        found = asked(states, text, 10, ["offset:desc"], families=True)
+        assert found.counters.decoded <= 10, text
+        assert found.counters.families == families, text
+        assert found.counters.indexed_segments == len(states.segments_of(states.stream.number))
+        assert found.complete
+
+
+def test_k2_a_key_is_looked_for_in_the_index_first(states: FamilyStates) -> None:
+    history = states.real.log.reader.history
+    assert isinstance(history.keys, KeyLibrary)
+    page = states.real.read(states.stream, 0, 1 << 20, 10_000, b"nobody", apart=True)
+    assert (page.count, history.keys.lookups) == (0, 1)

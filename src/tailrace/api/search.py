@@ -21,6 +21,7 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
+from tailrace.log.records import Sealed
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
 from tailrace.query.execute import Searcher
@@ -109,7 +110,12 @@ class SearchRoutes:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _segments_of(self, number: int) -> list[SegmentInfo]:
-        return [_INFO.decode(info) for info in self._log.store.db.cold.infos_from(number, 1)]
+        """On a thread. What the hot store has not heard of yet is in the journal."""
+        fresh = tuple(self._log.streams.unfolded.get(number, ()))
+        found = {info.first: info for _, op in fresh if isinstance(op, Sealed) for info in op.segments}
+        stored = (_INFO.decode(info) for info in self._log.store.db.cold.infos_from(number, 1))
+        found |= {info.first: info for info in stored}
+        return sorted(found.values(), key=lambda info: info.first)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD", b"POST"):

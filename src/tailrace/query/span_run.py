@@ -16,7 +16,7 @@ from tailrace.query.families.shelf import UnusableFileError
 from tailrace.query.families.source import SpanSource
 from tailrace.query.families.span import Served, Span
 from tailrace.query.families.wants import Wants, clauses_of
-from tailrace.query.families.weigh import can_weigh
+from tailrace.query.families.weigh import can_weigh, hard_rows
 from tailrace.query.family_format import COL
 from tailrace.query.packed import rows_of
 from tailrace.query.plan import Indexed
@@ -150,14 +150,16 @@ class SpanRun:
                 continue
             self.used.append(span)
             self._collector.counters.families |= source.families
-            if candidates:
-                many = len(candidates) > max(source.rows.count * CANDIDATES_MAX, 1)
-                left.append(Left(span, None if many else candidates, True))
+            if candidates is None or candidates:
+                left.append(Left(span, candidates, True))
         self._collector.counters.indexed_s += time.monotonic() - begun
         return left, []
 
-    def _take(self, source: SpanSource) -> list[int]:
-        """Takes what is certain, and answers the entries that have to be looked at."""
+    def _take(self, source: SpanSource) -> list[int] | None:
+        """Takes what is certain, and answers the entries that have to be looked at.
+
+        None if these are so many that all are better decoded; then nothing is taken.
+        """
         verdict = source.judge(self._request.query)
         if source.first <= self._trimmed:
             kept = source.after(self._trimmed)
@@ -168,12 +170,17 @@ class SpanRun:
         sure = verdict.sure
         if by_score and not (self._weighs_here and source.knows(self._clauses)):
             sure = 0
+        elif by_score and sure:
+            sure &= ~hard_rows(source, self._request.query)
+        doubtful = verdict.maybe & ~sure
+        if doubtful.bit_count() > max(source.rows.count * CANDIDATES_MAX, 1):
+            return None
         if sure:
             # Nothing of a source may be taken if it breaks half-way: a scan would count it again.
             self._touch(source, sure)
             self._collector.take_rows(source, sure)
-        self._collector.counters.candidates += (verdict.maybe & ~sure).bit_count()
-        return [source.entries[row] for row in rows_of(verdict.maybe & ~sure)]
+        self._collector.counters.candidates += doubtful.bit_count()
+        return [source.entries[row] for row in rows_of(doubtful)]
 
     def _touch(self, source: SpanSource, rows: int) -> None:
         """Decodes all that taking the rows will need."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from tailrace.query import family_format as names
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.store.arrow import pa, pc
 
+_KNOWN_MAX = 256  # look-ups that are kept
+_PLACES_BYTES = 500
 _PLACES = (names.KEY_HASH, names.KEY, names.SPAN_FIRSTS, names.SPAN_LASTS)
 _WORDS = (names.KEY, names.FIRST_ENTRY, names.LAST_ENTRY)
 
@@ -28,13 +31,24 @@ class Places(NamedTuple):
 class KeyIndexFile:
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
+        self._known: OrderedDict[bytes, Places] = OrderedDict()
 
     @property
     def memory_bytes(self) -> int:
-        return self._file.memory_bytes
+        return self._file.memory_bytes + len(self._known) * _PLACES_BYTES
 
-    def places(self, key: bytes) -> Places | None:
-        """None if the file does not have the key."""
+    def known(self, key: bytes) -> Places | None:
+        """The answer of before, without a thread."""
+        return self._known.get(key)
+
+    def places(self, key: bytes) -> Places:
+        """Nowhere, if the file does not have the key."""
+        found = self._known[key] = self._looked_up(key) or Places([], [])
+        if len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        return found
+
+    def _looked_up(self, key: bytes) -> Places | None:
         hashed = names.key_hash(key)
         for group in range(self._file.groups):
             bounds = self._file.statistics(group, names.KEY_HASH)

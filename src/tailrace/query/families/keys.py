@@ -67,10 +67,10 @@ class KeyLibrary:
             if file is None:
                 return None
             try:
-                places = await _on_thread(file.places, key)
+                places = file.known(key) or await _on_thread(file.places, key)
             except UnusableFileError:
                 return None
-            following = None if places is None else places.next_from(entry)
+            following = places.next_from(entry)
             if following is not None:
                 found.append(following)
         return min(found, default=run[0].companion.last + 1)

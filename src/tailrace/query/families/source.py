@@ -9,7 +9,7 @@ from typing import Any, cast
 from tailrace.query.bind import Bound, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
 from tailrace.query.families.col_file import ColFile
 from tailrace.query.families.exact_file import ExactFile
-from tailrace.query.families.field_column import FieldColumn
+from tailrace.query.families.field_column import FieldColumn, bits_in
 from tailrace.query.families.fts_file import FtsFile
 from tailrace.query.families.row_space import RowSpace
 from tailrace.query.families.shelf import Opened
@@ -261,7 +261,8 @@ class SpanSource:
         postings = split.postings(field, token)
         frequencies = postings.frequencies.take(self.rows.places(postings.entries))
         by_weight = combined(frequencies, self._lengths(split, field))
-        return TokenRows(frequencies, frequencies.to_pylist(), by_weight)
+        once = bits_in(pc.equal(frequencies, 1))
+        return TokenRows(frequencies, frequencies.to_pylist(), by_weight, once)
 
     def text_lengths(self, field: str) -> list[int]:
         split = self._split(field)

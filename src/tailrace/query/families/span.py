@@ -133,3 +133,8 @@ def _span(first: int, last: int, running: Sequence[Served], wanted: Sequence[str
             primary = (least, most)
     is_complete = all(any(one.is_current for one in files.get(family, ())) for family in wanted)
     return Span(first, last, is_range, files, primary, is_complete)
+
+
+def earliest_first(spans: Sequence[Span]) -> list[Span]:
+    """Spans in the order of their primary timestamps; those of which nothing is known stay at the end."""
+    return sorted(spans, key=lambda span: (span.primary is None, span.primary or (0, 0)))

@@ -20,6 +20,7 @@ class TokenRows(NamedTuple):
     frequencies: Any
     listed: list[int | None]  # the same, as a list
     by_weight: dict[tuple[int, int], int] | None  # rows by frequency and length, if these are few
+    once: int  # the rows that have it once
 
 
 class Weighed(Protocol):
@@ -31,14 +32,34 @@ class Weighed(Protocol):
 
 
 def can_weigh(query: Bound) -> bool:
-    """Whether postings are enough. Where phrases occur how often is only in the records."""
+    """Whether postings are enough, at least for most rows."""
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
             return all(can_weigh(clause) for clause in clauses)
         case Phrase():
-            return len(query.tokens) == 1
+            return len(set(query.tokens)) == len(query.tokens)
         case _:
             return True
+
+
+def hard_rows(source: Weighed, query: Bound) -> int:
+    """The rows in which a phrase may occur more than once: how often, only their records tell.
+
+    Where one of its tokens occurs once, so does the phrase.
+    """
+    match query:
+        case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
+            found = 0
+            for clause in clauses:
+                found |= hard_rows(source, clause)
+            return found
+        case Phrase(field, tokens) if len(tokens) > 1:
+            found = source.certain(query)
+            for token in tokens:
+                found &= ~source.token_rows(field, token).once if found else 0
+            return found
+        case _:
+            return 0
 
 
 def combined(frequencies: Any, lengths: Any) -> dict[tuple[int, int], int] | None:
@@ -114,7 +135,8 @@ def _weights(source: Weighed, clause: Target, rows: int, scorer: Scorer) -> dict
     weights: dict[int, float] = {}
     known: dict[tuple[tuple[int, ...], int], float] = {}  # few combinations, many rows
     for row in rows_of(rows):
-        key = (tuple([found[row] or 0 for found in lists]), lengths[row])
+        often = tuple([found[row] or 0 for found in lists])
+        key = ((min(often),) if isinstance(clause, Phrase) else often, lengths[row])
         weight = known.get(key)
         if weight is None:
             weight = known[key] = scorer.weigh(clause, *key)
@@ -133,7 +155,7 @@ def heavy_rows(source: Weighed, query: Bound, rows: int, scorer: Scorer, least: 
             for target in targets:
                 heavy |= _heavy(source, target, rows & source.certain(target), scorer, least)
             return heavy
-        case Words():
+        case Words() | Phrase():
             return _heavy(source, query, rows, scorer, least)
         case _:
             return rows
@@ -141,16 +163,18 @@ def heavy_rows(source: Weighed, query: Bound, rows: int, scorer: Scorer, least: 
 
 def _heavy(source: Weighed, clause: Target, rows: int, scorer: Scorer, least: float) -> int:
     """Rows that match one clause and may weigh so much."""
-    if isinstance(clause, Phrase) or not rows:
-        return rows
-    if not isinstance(clause, Words) or clause.prefix:
+    if not rows:
+        return 0
+    if not isinstance(clause, Words | Phrase) or (isinstance(clause, Words) and clause.prefix):
         return rows if scorer.boost(clause.field) >= least else 0
     [token, *others] = clause.tokens
-    by_weight = None if others else source.token_rows(clause.field, token).by_weight
+    is_phrase = isinstance(clause, Phrase) and bool(others)
+    by_weight = None if others and not is_phrase else source.token_rows(clause.field, token).by_weight
     if by_weight is None:
         return rows
     heavy = 0
     for (frequency, length), found in by_weight.items():
-        if found & rows and scorer.weigh(clause, (frequency,), length) >= least:
+        # A phrase that is weighed here occurs once, however often its tokens do.
+        if found & rows and scorer.weigh(clause, (1 if is_phrase else frequency,), length) >= least:
             heavy |= found
     return heavy & rows
