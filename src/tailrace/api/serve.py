@@ -17,6 +17,7 @@ from tailrace import __version__
 from tailrace.api import restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
+from tailrace.api.companion_files import CompanionFiles
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
 from tailrace.api.inspection.cold import connect_details
@@ -122,6 +123,10 @@ class Server:
             settings.object_store_url, directory.path / "cache", limits.cold_cache_bytes, limits, loop
         )
         self.log.reader.history.cold = self._cold
+        self._companions = CompanionFiles(
+            self.log, settings.object_store_url, directory.path / "companions", limits, loop
+        )
+        self._companions.connect(self.app, self.telemetry)
         self.app.seal = SealRoute(context, self.sealing).seal
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
@@ -131,7 +136,7 @@ class Server:
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
-        self._memory.sheds.append(self.app.search.tail.shed)
+        self._memory.sheds += [self.app.search.tail.shed, self._companions.shelf.shed]
         app = self.app
         node = Node(
             context,
@@ -214,6 +219,7 @@ class Server:
         self.app.search.close()
         await self.log.close()
         await self._checkpoints.stop()
+        await self._companions.close()
         await self._cold.close()
         if self._verifier is not None:
             self._verifier.close()
