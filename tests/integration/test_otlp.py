@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,30 @@ def test_pairs_of_streams_are_told(http: Wire) -> None:
         assert listed["observability"] == pair
     alone = stream(http)
     assert "observability" not in http.get(f"{alone}/_details").json["stream"]
+
+
+def test_a_stream_may_be_deleted_while_exports_come(start_server: StartServer) -> None:
+    """Whatever happens in between, an export is stored whole in the stream it finds, or refused."""
+    http = Wire(start_server().port)
+    body = export(1500).SerializeToString()
+    statuses: list[int] = []
+
+    def sends(port: int) -> None:
+        wire = Wire(port)
+        statuses.extend(wire.post("racy/_otlp/v1/traces", PROTOBUF, body).status for _ in range(3))
+        wire.close()
+
+    assert http.put("racy", JSON).status == 201
+    assert http.post("racy/_profile", JSON, PROFILE).status == 200
+    senders = [threading.Thread(target=sends, args=(http.port,)) for _ in range(2)]
+    for sender in senders:
+        sender.start()
+    while any(sender.is_alive() for sender in senders):
+        assert http.delete("racy").status == 204
+        assert http.put("racy", JSON).status == 201
+        assert http.post("racy/_profile", JSON, PROFILE).status == 200
+    for sender in senders:
+        sender.join()
+    assert set(statuses) <= {200, 400, 404}
+    assert http.get("racy/_details").status == 200
+    http.close()

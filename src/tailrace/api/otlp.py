@@ -117,17 +117,17 @@ class OtlpRoutes:
             raise self._log.pressure
         if self._waiting >= WAITING_MAX:
             raise TailraceError("overloaded", "too many exports of traces wait")
-        task = self._context.loop.create_task(self._answer(exchange, stream, profile, media, gzipped))
+        task = self._context.loop.create_task(self._answer(exchange, stream.name, profile, media, gzipped))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(
-        self, exchange: Exchange, stream: Stream, profile: OtelTracesProfile, media: str, gzipped: bool
+        self, exchange: Exchange, name: str, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> None:
         self._waiting += 1
         try:
             async with asyncio.timeout(self._context.limits.request_ms / 1000), self._gate:
-                export, offset = await self._ingest(exchange.body, stream, profile, media, gzipped)
+                export, offset = await self._ingest(exchange.body, name, profile, media, gzipped)
         except TimeoutError:
             message = "the export took too long; some of its spans may have been stored"
             answers.refuse(exchange, TailraceError("request_timeout", message))
@@ -144,21 +144,24 @@ class OtlpRoutes:
             self._waiting -= 1
 
     async def _ingest(
-        self, body: bytes, stream: Stream, profile: OtelTracesProfile, media: str, gzipped: bool
+        self, body: bytes, name: str, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> tuple[Export, str]:
         """What was taken, and the offset of the last span."""
         now_ms = self._context.clock.now_ns() // 1_000_000
         work = partial(_decode, body, profile, media, gzipped, now_ms)
         export, batches = await self._context.loop.run_in_executor(self._threads, work)
-        offset = stream.offset(stream.visible)
+        stream = self._log.existing(name)
+        offset = stream.offset(max(stream.visible, 0))
         for batch in batches:
             lengths = None if len(batch.payloads) == 1 else [len(payload) for payload in batch.payloads]
             request = AppendRequest(b",".join(batch.payloads), JSON, lengths)
             request.check = partial(self._guard.check_normal, request, profile, batch.records)
-            offset = await self._append(stream, request)
+            offset = await self._append(name, request)
         return export, offset
 
-    async def _append(self, stream: Stream, request: AppendRequest) -> str:
+    async def _append(self, name: str, request: AppendRequest) -> str:
+        # Looked up each time: it may have been deleted or put away while nobody held it.
+        stream = self._log.existing(name)
         done: asyncio.Future[str] = self._context.loop.create_future()
 
         def reply(transaction: Transaction, error: TailraceError | None) -> None:
