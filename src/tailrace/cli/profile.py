@@ -12,7 +12,7 @@ from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 _HELP: Final = """Show and change the profile of a stream.
 
-Kinds are `generic`, `evlog`, `metrics` and `state-protocol`.
+Kinds are `generic`, `evlog`, `metrics`, `otel-traces` and `state-protocol`.
 
 For example:
 
@@ -21,6 +21,8 @@ For example:
     tailrace profile set requests evlog --redact card --redact pin
 
     tailrace profile set changes state-protocol --touch
+
+    tailrace profile set spans otel-traces --redact card
 """
 
 Stream = Annotated[str, Parameter(help="The stream.")]
@@ -41,7 +43,8 @@ def set_(
     /,
     *,
     redact: Annotated[
-        tuple[str, ...], Parameter(negative="", help="Key whose values are never stored, of evlog.")
+        tuple[str, ...],
+        Parameter(negative="", help="Key whose values are never stored, of evlog and otel-traces."),
     ] = (),
     touch: Annotated[bool | None, Parameter(help="Touches, of state-protocol.")] = None,
     config: Annotated[str | None, Parameter(help="The rest of the profile, as a JSON object.")] = None,
