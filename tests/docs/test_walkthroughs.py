@@ -50,6 +50,14 @@ def test_searching(server: ServerProcess, tmp_path: Path) -> None:
             run.execute(block)
 
 
+def test_watching(server: ServerProcess, tmp_path: Path) -> None:
+    blocks = list(blocks_of(ROOT / "docs" / "watch.md", {PRINTED_URL: server.base_url}))
+    assert [block.kind for block in blocks].count("sh page") > 5
+    with PageRun(tmp_path, {"TAILRACE_ENDPOINT": server.base_url}) as run:
+        for block in blocks:
+            run.execute(block)
+
+
 def test_the_python_of_the_readme(server: ServerProcess, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ class Follower:
         self.positions: dict[int, int] = {}
         self.seen: dict[tuple[int, int], str] = {}
         self.token: str | None = None
+        self._since: dict[int, int] = {}  # what was applied after the token was given
         self.resyncs: list[str] = []
         self._snapshot: dict[str, int] | None = None
         self._live: Live | None = None
@@ -89,7 +91,7 @@ class Follower:
             if self.token is None:
                 self._subscribe(live)
             else:
-                positions = {str(partition): seq for partition, seq in self.positions.items()}
+                positions = {str(partition): seq for partition, seq in self._since.items()}
                 live.send("resume", "r", subId="s", token=self.token, positions=positions, query=self.query)
         except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError):
             self._live = None
@@ -105,7 +107,8 @@ class Follower:
         """The connection is gone from one moment to the next."""
         if self._live is not None:
             broken, self._live = self._live, None
-            broken.socket.socket.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the server may have been faster
+                broken.socket.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join(WAIT_S)
             assert not self._thread.is_alive()
@@ -144,7 +147,7 @@ class Follower:
             assert self._snapshot is not None
             assert payload["count"] <= len(self._snapshot) + len(self.seen) + 1
             self.held, self._snapshot = self._snapshot, None
-            self.token = payload["token"]
+            self.token, self._since = payload["token"], {}
             self.positions = dict(enumerate(payload["positions"]))
         elif kind == "event":
             self._event(envelope, last)
@@ -167,7 +170,9 @@ class Follower:
             if seq <= self.positions.get(partition, 0):
                 return  # a repeat
             self.positions[partition] = seq
-            self.token = envelope.get("token", self.token)
+            self._since[partition] = seq
+            if seq % 3:  # now and then the older token, and what was applied since, have to do
+                self.token, self._since = envelope.get("token", self.token), {}
         held = self.held if self._snapshot is None else self._snapshot
         delta = envelope["payload"]["delta"]
         if delta["op"] == "delete":

@@ -38,6 +38,8 @@ _COMMANDS: Final = (
     ("profile", "Show and change what the records of a stream mean.", _STREAMS),
     ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
     ("schema", "Show and change what the records of a stream look like.", _STREAMS),
+    ("docs", "Read, write and query documents.", _STREAMS),
+    ("watch", "Watch a query: what matches, and every change of it.", _STREAMS),
     ("seal", "Move streams to the object store now.", _CARE),
     ("pipeline", "Look after the pipeline that builds indexes, or run one.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),

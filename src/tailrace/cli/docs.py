@@ -1,0 +1,137 @@
+"""``tailrace docs``: documents of a collection, from the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Final
+from urllib.parse import quote
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.call import reason_of
+from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.session import DEFAULT, Session, flush, put_json
+
+_HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.
+
+For example:
+
+    tailrace docs put default/orders/o-1 '{"total": 5, "status": "open"}'
+
+    tailrace docs get default/orders/o-1
+
+    tailrace docs query default/orders --where 'doc.total > 3' --order total:desc
+
+    tailrace docs rm default/orders/o-1
+"""
+_ANSWER_S_MAX: Final = 30.0
+
+command = App(name="docs", help=_HELP, help_format="markdown")
+
+
+def split(path: str) -> tuple[str, str]:
+    """The database, and the path in it."""
+    database, slash, rest = path.partition("/")
+    if not slash or not rest:
+        raise UsageError(f"{path!r} begins with a database, as in default/orders")
+    return database, rest
+
+
+def request(
+    session: Session, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+) -> Any:
+    """One request; the JSON that came back, or None."""
+    import httpx2
+    import orjson
+
+    sent = dict(headers or {})
+    if session.token:
+        sent["Authorization"] = f"Bearer {session.token}"
+    content: bytes | None = None
+    if body is not None:
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        sent.setdefault("Content-Type", "application/json")
+    try:
+        with httpx2.Client(timeout=_ANSWER_S_MAX) as http:
+            answer = http.request(
+                method, session.url.rstrip("/") + quote(path), content=content, headers=sent
+            )
+    except httpx2.TransportError:
+        raise UnreachableError(
+            f"no server answers at {session.url}; start one with: tailrace serve"
+        ) from None
+    if answer.status_code >= 300:
+        raise RefusedError(reason_of(answer.content))
+    return orjson.loads(answer.content) if answer.content else None
+
+
+def document_path(path: str) -> str:
+    database, rest = split(path)
+    return f"/v1/databases/{database}/docs/{rest}"
+
+
+@command.command
+def get(
+    path: Annotated[str, Parameter(help="Database, collection and id.")], /, *, session: Session = DEFAULT
+) -> None:
+    """Print a document."""
+    put_json(request(session, "GET", document_path(path)))
+
+
+@command.command
+def put(
+    path: Annotated[str, Parameter(help="Database, collection and id.")],
+    data: Annotated[str, Parameter(help="The document as JSON; - reads it from standard input.")],
+    /,
+    *,
+    if_version: Annotated[int | None, Parameter(help="Only if it has this version.")] = None,
+    if_absent: Annotated[bool, Parameter(negative="", help="Only if it does not exist.")] = False,
+    patch: Annotated[bool, Parameter(negative="", help="Change the given fields only.")] = False,
+    session: Session = DEFAULT,
+) -> None:
+    """Create or replace a document."""
+    headers: dict[str, str] = {}
+    if if_version is not None:
+        headers["If-Match"] = f'"{if_version}"'
+    if if_absent:
+        headers["If-None-Match"] = "*"
+    raw = sys.stdin.buffer.read() if data == "-" else data.encode()
+    put_json(request(session, "PATCH" if patch else "PUT", document_path(path), raw, headers))
+
+
+@command.command
+def rm(
+    path: Annotated[str, Parameter(help="Database, collection and id.")], /, *, session: Session = DEFAULT
+) -> None:
+    """Delete a document."""
+    request(session, "DELETE", document_path(path))
+
+
+@command.command
+def query(
+    collection: Annotated[str, Parameter(help="Database and collection.")],
+    /,
+    *,
+    where: Annotated[str, Parameter(help="An expression, such as doc.total > 3.")] = "",
+    order: Annotated[
+        list[str] | None, Parameter(negative="", help="A field, with :desc if need be; repeatable.")
+    ] = None,
+    limit: Annotated[int, Parameter(help="At most so many, 1 to 1000.")] = 100,
+    session: Session = DEFAULT,
+) -> None:
+    """Print the documents that match, one per line."""
+    database, name = split(collection)
+    asked: dict[str, Any] = {"collection": name, "limit": limit}
+    if where:
+        asked["where"] = where
+    if order:
+        asked["orderBy"] = [_order(text) for text in order]
+    found = request(session, "POST", f"/v1/databases/{database}/query", asked)
+    for document in found["documents"]:
+        put_json(document if session.json else {"id": document["id"], **document["data"]})
+    flush()
+
+
+def _order(text: str) -> dict[str, str]:
+    field, _, direction = text.partition(":")
+    return {"field": field, "direction": direction or "asc"}

@@ -1,0 +1,216 @@
+"""``tailrace watch``: the result of a query, kept true."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.docs import split
+from tailrace.cli.failures import RefusedError, UnreachableError
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
+
+_HELP: Final = """Watch a query: what matches now, and every change of it, until Ctrl-C.
+
+On a terminal it is a table that stays true; in a pipe, one line for each document that comes (`+`), changes
+(`~`) or goes (`-`). A lost connection is taken up again where it broke.
+
+For example:
+
+    tailrace watch default/orders
+
+    tailrace watch default/orders --where 'doc.total > 100 && doc.status == "open"'
+
+    tailrace watch default/orders --json | jq .doc.data.total
+"""
+_SIGNS: Final = {"insert": "+", "update": "~", "delete": "-"}
+_ROWS_MAX: Final = 50
+_PAUSE_S_MAX: Final = 5.0
+
+command = App(name="watch", help=_HELP, help_format="markdown")
+
+
+@command.default
+def watch(
+    collection: Annotated[str, Parameter(help="Database and collection, as in default/orders.")],
+    /,
+    *,
+    where: Annotated[str, Parameter(help="An expression, such as doc.total > 3.")] = "",
+    session: Session = DEFAULT,
+) -> None:
+    database, name = split(collection)
+    query: dict[str, Any] = {"collection": name}
+    if where:
+        query["where"] = where
+    drawn = sys.stdout.isatty() and not session.json
+    view = _Table(f"{collection} {where}") if drawn else _Lines(session.json)
+    try:
+        with view:
+            _Watching(session, database, query, view).run()
+    except KeyboardInterrupt:
+        return
+
+
+class _Lines:
+    """One line for each thing that happens."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        flush()
+
+    def reset(self, documents: dict[str, dict[str, Any]]) -> None:
+        for document in documents.values():
+            self.change({"op": "insert", "reason": "snapshot", "doc": document})
+
+    def change(self, delta: dict[str, Any]) -> None:
+        import orjson
+
+        doc = delta["doc"]
+        if self._as_json:
+            put_json(delta)
+        else:
+            data = orjson.dumps(doc["data"]).decode() if "data" in doc else delta["reason"]
+            put(f"{_SIGNS[delta['op']]} {doc['id']} {data}\n".encode())
+        flush()
+
+
+class _Table:
+    """The result as it is now, drawn again whenever it changes."""
+
+    def __init__(self, title: str) -> None:
+        from rich.live import Live
+
+        self._title = title
+        self._documents: dict[str, dict[str, Any]] = {}
+        self._live = Live(self._drawn(), auto_refresh=False)
+
+    def __enter__(self) -> _Table:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def reset(self, documents: dict[str, dict[str, Any]]) -> None:
+        self._documents = dict(documents)
+        self._live.update(self._drawn(), refresh=True)
+
+    def change(self, delta: dict[str, Any]) -> None:
+        if delta["op"] == "delete":
+            self._documents.pop(delta["doc"]["id"], None)
+        else:
+            self._documents[delta["doc"]["id"]] = delta["doc"]
+        self._live.update(self._drawn(), refresh=True)
+
+    def _drawn(self) -> Any:
+        from rich.markup import escape
+        from rich.table import Table
+
+        shown = sorted(self._documents.values(), key=lambda doc: doc["id"])
+        columns = list(dict.fromkeys(name for doc in shown[:_ROWS_MAX] for name in doc["data"]))[:8]
+        table = Table("id", "version", *columns, title=escape(self._title.strip()))
+        for doc in shown[:_ROWS_MAX]:
+            cells = [escape(str(doc["data"].get(name, ""))[:40]) for name in columns]
+            table.add_row(escape(doc["id"]), str(doc["version"]), *cells)
+        more = len(shown) - _ROWS_MAX
+        table.caption = f"{len(shown)} documents" + (f", {more} not shown" if more > 0 else "")
+        return table
+
+
+class _Watching:
+    """Follows one subscription over as many connections as it takes."""
+
+    def __init__(self, session: Session, database: str, query: dict[str, Any], view: _Lines | _Table) -> None:
+        self._session = session
+        self._database = database
+        self._query = query
+        self._view = view
+        self._token: str | None = None
+        self._pages: dict[str, dict[str, Any]] = {}
+        self._in_snapshot = False
+
+    def run(self) -> None:
+        from websockets.exceptions import ConnectionClosed
+
+        pause_s, reached = 0.2, False
+        while True:
+            try:
+                with self._connect() as socket:
+                    reached, pause_s = True, 0.2
+                    self._follow(socket)
+            except (OSError, ConnectionClosed) as error:
+                if not reached:
+                    raise UnreachableError(
+                        f"no server answers at {self._session.url}; start one with: tailrace serve"
+                    ) from error
+            time.sleep(pause_s)
+            pause_s = min(_PAUSE_S_MAX, 2 * pause_s)
+
+    def _connect(self) -> Any:
+        from websockets.exceptions import InvalidHandshake, InvalidURI
+        from websockets.sync.client import connect
+
+        address = "ws" + self._session.url.rstrip("/").removeprefix("http") + "/realtime/ws"
+        headers = {"Authorization": f"Bearer {self._session.token}"} if self._session.token else {}
+        try:
+            return connect(address, additional_headers=headers, max_size=None)
+        except (InvalidHandshake, InvalidURI) as error:
+            raise RefusedError(str(error)) from None
+
+    def _follow(self, socket: ClientConnection) -> None:
+        self._send(socket, "auth", "a", {"database": self._database, "tokens": "each"})
+        self._begin(socket)
+        import orjson
+
+        for message in socket:
+            self._take(socket, orjson.loads(message))
+
+    def _begin(self, socket: ClientConnection) -> None:
+        if self._token is None:
+            self._send(socket, "subscribe", "s", {"query": self._query, "sendSnapshot": True})
+        else:
+            self._send(socket, "resume", "r", {"subId": "s", "token": self._token, "query": self._query})
+
+    def _send(self, socket: ClientConnection, kind: str, message_id: str, payload: dict[str, Any]) -> None:
+        import orjson
+
+        socket.send(orjson.dumps({"id": message_id, "type": kind, "payload": payload}).decode())
+
+    def _take(self, socket: ClientConnection, envelope: dict[str, Any]) -> None:
+        kind, payload = envelope["type"], envelope["payload"]
+        if kind == "snapshot":
+            if payload["page"] == 0:
+                self._pages, self._in_snapshot = {}, True
+            self._pages |= {document["id"]: document for document in payload["documents"]}
+        elif kind == "snapshot-end":
+            self._in_snapshot, self._token = False, payload["token"]
+            self._view.reset(self._pages)
+            self._pages = {}
+        elif kind == "event":
+            self._change(payload["delta"])
+            self._token = envelope.get("token", self._token)
+        elif kind == "heartbeat":
+            self._token = payload["tokens"].get("s", self._token)
+        elif kind == "resync-required":
+            self._token = None
+            self._begin(socket)
+        elif kind == "error" and payload["code"] != "going_away":
+            raise RefusedError(payload["message"])
+
+    def _change(self, delta: dict[str, Any]) -> None:
+        if not self._in_snapshot:
+            self._view.change(delta)
+        elif delta["op"] == "delete":
+            self._pages.pop(delta["doc"]["id"], None)
+        else:
+            self._pages[delta["doc"]["id"]] = delta["doc"]
