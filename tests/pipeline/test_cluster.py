@@ -19,7 +19,7 @@ def _run_on_a_cluster(station: Station, directory: Path, env: dict[str, str]) ->
     before = corpus(station, "events")
     with SparkCluster(directory / "cluster", env=env) as cluster:
         env = {"SPARK_LOCAL_IP": "127.0.0.1", **env}
-        station.run("--master", cluster.master, "--conf", CONF, env=env)
+        station.run("--conf", CONF, env=env, master=cluster.master)
     listed(station, "events", 4)
     assert not station.plan("events")["work"]
     assert corpus(station, "events") == before

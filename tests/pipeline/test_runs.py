@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import StartServer
-from support.pipeline_process import Station, corpus, fill, finish, listed
+from support.pipeline_process import Station, corpus, fill, listed
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_killed_and_run_again(station: Station, tmp_path: Path, kill: str) -> No
     fill(station, "events", 2)
     before = corpus(station, "events")
     died = tmp_path / "died"
-    code, output = finish(station.start(env={"TAILRACE_PIPELINE_FAILPOINT": f"{kill}:{died}"}))
+    code, output = station.start(env={"TAILRACE_PIPELINE_FAILPOINT": f"{kill}:{died}"}).finish()
     assert died.exists(), output
     assert (code == 0) == kill.startswith("worker"), output
     assert corpus(station, "events") == before
@@ -70,7 +70,7 @@ def test_two_pipelines_at_once(station: Station) -> None:
     before = corpus(station, "events")
     racing = [station.start() for _ in range(2)]
     for process in racing:
-        code, output = finish(process)
+        code, output = process.finish()
         assert code == 0, output
     listed(station, "events", 4)
     assert corpus(station, "events") == before

@@ -6,13 +6,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 
 from support.calls import eventually
 
 RUN_S_MAX = 400.0
+
+
+class Run(NamedTuple):
+    """One pipeline under way, and where it writes."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def finish(self) -> tuple[int, str]:
+        """How it ended, and what it said."""
+        try:
+            self.process.wait(timeout=RUN_S_MAX)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the pipeline did not end:\n{self.log.read_text()}") from None
+        return self.process.returncode, self.log.read_text(errors="replace")
 
 
 class Station:
@@ -53,35 +70,28 @@ class Station:
     def search(self, name: str, q: str, **more: Any) -> Any:
         return self.call("POST", f"/v1/stream/{name}/_search", {"q": q, "size": 500, **more})
 
-    def start(self, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(self, *flags: str, env: dict[str, str] | None = None, master: str = "local[2]") -> Run:
         """A pipeline that does everything once."""
         self._count += 1
         checkpoint = self.directory / f"pipeline{self._count}"
         arguments = ["pipeline", "run", "--once", "--endpoint", self.url, "--checkpoint", str(checkpoint)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "tailrace", *arguments, "--master", "local[2]", *flags],
-            env=os.environ | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.directory,
-        )
+        # To a file: the JVM of a driver that was killed holds its output open for a while.
+        output = self.directory / f"pipeline{self._count}.log"
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tailrace", *arguments, "--master", master, *flags],
+                env=os.environ | (env or {}),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.directory,
+            )
+        return Run(process, output)
 
-    def run(self, *flags: str, env: dict[str, str] | None = None) -> str:
+    def run(self, *flags: str, env: dict[str, str] | None = None, master: str = "local[2]") -> str:
         """To the end, which must be a good one."""
-        code, output = finish(self.start(*flags, env=env))
+        code, output = self.start(*flags, env=env, master=master).finish()
         assert code == 0, output
         return output
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        output, _ = process.communicate(timeout=RUN_S_MAX)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        raise AssertionError(f"the pipeline did not end:\n{output}") from None
-    return process.returncode, output
 
 
 EVENTS = 20
