@@ -18,6 +18,7 @@ from support.loss import BYTES, ENV, JSON, TEXT, World, bootstrap, destroy, look
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess, free_port
+from tailrace.store.segments import stream_id, stream_prefix
 
 
 class Lost:
@@ -265,6 +266,8 @@ def test_forks_of_what_was_not_sealed_show_what_there_is(
     call = Caller(server)
     put(call, "source", JSON, b"[1,2]")
     seal(call)
+    folder = tmp_path / "bucket" / stream_prefix(stream_id("source", 0))
+    shutil.copytree(folder, tmp_path / "before")
     post(call, "source", b"[3,4]", JSON)
     source = {**JSON, "Stream-Forked-From": "/v1/stream/source"}
     put(call, "bare", source)
@@ -274,6 +277,9 @@ def test_forks_of_what_was_not_sealed_show_what_there_is(
     assert answer.status == 200
     lost = call("HEAD", "bare").headers["stream-next-offset"]
     destroy(server)
+    # As a version left it that recorded forks before what they inherit.
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "before", folder)
     again = bootstrap(tmp_path / "again", url).start()
     running.append(again)
     call = Caller(again)
