@@ -246,6 +246,25 @@ def test_r4_a_search_that_runs_out_of_time_says_what_it_did_not_decide() -> None
                 assert found == sorted(found) or step % 2
 
 
+def test_stretches_of_other_times_are_not_read_a_second_time() -> None:
+    with bench(0, 8) as made:
+        made.searcher.scan_rows = 8
+        made.append([{"id": f"r{n}", "at": 1000 * n} for n in range(64)])
+        assert [hit.entry for hit in made.search("at:>=0").hits] == made.expected("at:>=0")
+        for text, stretches in (
+            ("at:>=56000", 1),
+            ("at:>=15000 at:<17000", 2),
+            ("at:64000", 0),
+            ("at:<1000 OR at:>62500", 2),
+            ("-at:<60000", 8),  # times alone say nothing for certain of rows that match
+        ):
+            outcome = made.search(text)
+            assert [hit.entry for hit in outcome.hits] == made.expected(text), text
+            assert outcome.complete
+            assert outcome.counters.decoded == stretches * 8, text
+            assert outcome.primary_max == 63_000, "what is passed over is still counted"
+
+
 def test_r7_a_tail_that_stops_growing_is_indexed_without_further_appends() -> None:
     with bench(1 << 30, 8) as made:
         for number in range(30):

@@ -16,8 +16,8 @@ from tailrace.query.collect import Collector, Hit
 from tailrace.query.coverage import Counters, Omitted, omitted, touched, visible_through
 from tailrace.query.facts import Facts, FactsCache
 from tailrace.query.families.library import Library
-from tailrace.query.families.span import Span
-from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, best_first, plan, side_by_side, stretches
+from tailrace.query.families.span import Span, earliest_first
+from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, best_first, plan, stretches
 from tailrace.query.scan import Counts, Payload
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.tail_index import TailIndex
@@ -79,7 +79,8 @@ class Searcher:
     async def search(self, stream: Stream, view: View, request: SearchRequest, deadline: float) -> Outcome:
         """`deadline` is a time of the monotonic clock."""
         run = _Run(self, stream, view, request, deadline)
-        await run.decide()
+        with self.tail.search():
+            await run.decide()
         return await run.outcome()
 
 
@@ -116,12 +117,18 @@ class _Run:
         if self._late:
             self._timed_out = True  # there was no time to begin with
         else:
-            spans, covered = await self._usable_spans()
+            built, covered = await self._built_spans()
             sources = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
+            spans = self._usable(built, sources)
         key = self._request.sort[0]
         ascending = key.kind == "offset" and not key.descending
-        known = side_by_side(spans, sources, self._stream.earliest)
-        pieces = plan(self._first, self._last, known, self._searcher.scan_rows, newest_first=not ascending)
+        pieces = plan(
+            self._first,
+            self._last,
+            [*spans, *sources],
+            self._searcher.scan_rows,
+            newest_first=not ascending,
+        )
         if self._collector.weighs and self._request.by_score:
             await self._decide_by_weight(pieces)
         else:
@@ -129,21 +136,29 @@ class _Run:
             if not self._late:
                 self._collector.count_sources(indexed)
             if key.kind not in ("offset", "score"):
-                spans = [piece for piece in pieces if isinstance(piece, Span)]
+                known = [piece for piece in pieces if isinstance(piece, Span)]
+                if key.name == self._view.primary:
+                    known = earliest_first(known) if not key.descending else earliest_first(known)[::-1]
                 rest = [piece for piece in pieces if isinstance(piece, Stretch)]
-                pieces = [*best_first(indexed, key), *spans, *rest]
+                pieces = [*best_first(indexed, key), *known, *rest]
             await self._decide_in_order(pieces)
 
-    async def _usable_spans(self) -> tuple[list[Span], int]:
-        """Built indexes that are of use to this search, and up to where they speak for everything."""
+    async def _built_spans(self) -> tuple[Sequence[Span], int]:
+        """What built indexes speak for, and up to where they speak for everything."""
         library = self._searcher.library
         spans = () if library is None else await library.spans(self._stream, self._view)
         if library is None or not spans:
-            return [], 0
+            return (), 0
         from tailrace.query.span_run import SpanRun  # brings Arrow, which is large
 
         self._spans = SpanRun(library, self._view, self._request, self._collector, self._stream.earliest)
-        return self._spans.usable(spans), library.covered(self._stream)
+        return spans, library.covered(self._stream)
+
+    def _usable(self, spans: Sequence[Span], chunks: Sequence[Indexed]) -> list[Span]:
+        """Those of use to this search, as far as they come before the chunks and are in the snapshot."""
+        end = chunks[0].first if chunks else self._last + 1
+        shown = (span for span in spans if self._stream.earliest < span.last < end)
+        return [] if self._spans is None else self._spans.usable(shown)
 
     async def _decide_in_order(self, pieces: list[Piece]) -> None:
         waiting = pieces[::-1]
@@ -330,6 +345,8 @@ class _Run:
             pass  # it was counted the first time
         elif facts is not None:
             collector.known(facts, stretch.last)
+            if facts.rules_out(self._request.query, self._view.primary):
+                return
         else:
             counts = Counts(collector.scanner.new_statistics())
         if repeat:
@@ -341,7 +358,7 @@ class _Run:
             collector.counted(counts, decided)
             if decided == stretch.last and stretch.is_whole(self._searcher.scan_rows):
                 known = self._searcher.facts.find(self._stream.number, stretch, self._view) or Facts()
-                known.learn(counts.statistics, counts.primary_max)
+                known.learn(counts.statistics, counts.primary_max, counts.primary_min)
                 self._searcher.facts.put(self._stream.number, stretch, self._view, known)
         if decided < stretch.last and not repeat:
             collector.undecided.append(Stretch(decided + 1, stretch.last))

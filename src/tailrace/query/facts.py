@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from tailrace.query.bind import Bound
+from tailrace.query.families.wants import is_beyond_times
 from tailrace.query.plan import Stretch
 from tailrace.query.score import Statistics
 from tailrace.query.view import View
@@ -14,13 +16,14 @@ TOKENS_MAX = 64  # counted in one stretch
 
 
 class Facts:
-    """Of one stretch: the largest primary timestamp, and counts of its texts."""
+    """Of one stretch: how far its primary timestamps reach, and counts of its texts."""
 
-    __slots__ = ("_fields", "_tokens", "has_primary", "primary_max")
+    __slots__ = ("_fields", "_tokens", "has_primary", "primary_max", "primary_min")
 
     def __init__(self) -> None:
         self.has_primary = False
         self.primary_max: int | None = None
+        self.primary_min: int | None = None
         self._fields: dict[str, tuple[int, int]] = {}
         self._tokens: dict[tuple[str, str], int] = {}
 
@@ -32,10 +35,17 @@ class Facts:
             for name, tokens in wanted.items()
         )
 
-    def learn(self, statistics: Statistics, primary_max: int | None) -> None:
+    def rules_out(self, query: Bound, primary: str | None) -> bool:
+        """Whether no row can match, by the times alone."""
+        if primary is None or self.primary_max is None or self.primary_min is None:
+            return False
+        return is_beyond_times(query, primary, (self.primary_min, self.primary_max))
+
+    def learn(self, statistics: Statistics, primary_max: int | None, primary_min: int | None = None) -> None:
         """Counts of the whole stretch, and of nothing else."""
         self.has_primary = True
         self.primary_max = primary_max
+        self.primary_min = primary_min
         for name, field in statistics.items():
             self._fields[name] = (field.documents, field.tokens)
             for token, count in field.with_token.items():

@@ -15,6 +15,7 @@ from tailrace.query.chunk_score import explain_row
 from tailrace.query.needle import needles_of
 from tailrace.query.score import FieldStatistics, Group, Statistics, boosts_of, scored_tokens
 from tailrace.query.search_request import SearchRequest
+from tailrace.query.values import Value
 from tailrace.query.view import Decoder, View
 
 ROWS_AT_ONCE = 512  # between two looks at the clock; far less than 20 ms of work
@@ -75,7 +76,7 @@ class Scanner:
             chunk = self._chunk(self._counted, entries[begin:end], payloads[begin:end])
             chunk.add_statistics(counts.statistics, 0)
             if self._view.primary is not None and (bounds := chunk.bounds(self._view.primary)):
-                counts.see(bounds[1])
+                counts.see(bounds)
             self._take(chunk)
         return len(payloads)
 
@@ -131,13 +132,17 @@ def _batches(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
 class Counts:
     """What is counted over all rows of a stretch, matching or not."""
 
-    __slots__ = ("primary_max", "statistics")
+    __slots__ = ("primary_max", "primary_min", "statistics")
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
         self.primary_max: int | None = None
+        self.primary_min: int | None = None
 
-    def see(self, primary: object) -> None:
-        assert isinstance(primary, int)
-        if self.primary_max is None or primary > self.primary_max:
-            self.primary_max = primary
+    def see(self, bounds: tuple[Value, Value]) -> None:
+        """The smallest and largest primary timestamp of some of the rows."""
+        least, most = bounds
+        assert isinstance(least, int)
+        assert isinstance(most, int)
+        self.primary_min = least if self.primary_min is None else min(least, self.primary_min)
+        self.primary_max = most if self.primary_max is None else max(most, self.primary_max)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -26,6 +27,7 @@ CHUNK_ROWS = 2048  # of chunks that grow while searches wait
 BULK = 4  # times as many rows have those that are made or joined in the background: fewer to ask
 CHUNK_BYTES = 8 << 20  # of payload
 READ_BYTES = 1 << 20
+PATIENCE_S = 3.0  # with searches under way, before a fill begins
 ROOM_TO_GO_BACK = 0.9  # of the budget: beyond, older rows are left to scans
 
 
@@ -70,6 +72,9 @@ class TailIndex:
         self._rows = rows_at_once
         self._streams: dict[int, StreamIndex] = {}
         self._uses = 0
+        self._searches = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         # Asked to seal a stream early, when the budget is not enough.
         self.on_pressure: Callable[[Stream], None] | None = None
 
@@ -152,8 +157,26 @@ class TailIndex:
         room = self.bytes < self.bytes_max * ROOM_TO_GO_BACK
         return room and bool(index.chunks) and index.chunks[0].first > index.floor + 1
 
+    @contextmanager
+    def search(self) -> Generator[None]:
+        """Surrounds a search, which may have to scan what is not here yet."""
+        self._searches += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._searches -= 1
+            if not self._searches:
+                self._quiet.set()
+
     async def _fill(self, index: StreamIndex) -> None:
-        """Everything that is missing, the newest rows first."""
+        """Everything that is missing, the newest rows first.
+
+        Begins behind the search that asks for it: the two would take twice the time of either.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await self._quiet.wait()
         stream = index.stream
         while not stream.removed:
             last = stream.visible

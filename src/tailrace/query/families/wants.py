@@ -65,7 +65,7 @@ class Wants:
                 return None
         for name in self._scored:
             split = span.serving(FTS, name)
-            if split is None or span.first <= trimmed or not _is_whole(split, span):
+            if split is None or split.companion.first <= trimmed:
                 return None
             _add(found, split)
         primary = self._view.primary
@@ -100,16 +100,18 @@ class Wants:
     def rules_out(self, span: Span) -> bool:
         """Whether no row of a span can match, by the times it reaches alone."""
         primary, bounds = self._view.primary, span.primary
-        if primary is None or bounds is None:
-            return False
+        return primary is not None and bounds is not None and is_beyond_times(self._query, primary, bounds)
 
-        def decide(clause: Clause) -> Verdict | None:
-            if isinstance(clause, Compares | Equals) and clause.field == primary:
-                if _is_beyond(clause, bounds):
-                    return Verdict(0, 0)
-            return None
 
-        return not judge(self._query, 1, decide).maybe
+def is_beyond_times(query: Bound, primary: str, bounds: tuple[int, int]) -> bool:
+    """Whether nothing can match in a place where the times of `primary` lie within bounds."""
+
+    def decide(clause: Clause) -> Verdict | None:
+        if isinstance(clause, Compares | Equals) and clause.field == primary and _is_beyond(clause, bounds):
+            return Verdict(0, 0)
+        return None
+
+    return not judge(query, 1, decide).maybe
 
 
 def _is_beyond(clause: Compares | Equals, bounds: tuple[int, int]) -> bool:
@@ -127,10 +129,6 @@ def _is_beyond(clause: Compares | Equals, bounds: tuple[int, int]) -> bool:
             return least > value
         case _:
             return not least <= value <= most
-
-
-def _is_whole(served: Served, span: Span) -> bool:
-    return (served.companion.first, served.companion.last) == (span.first, span.last)
 
 
 def _add(found: dict[str, Served], served: Served | None) -> bool:
