@@ -311,11 +311,11 @@ def test_a_percent_encoded_slash_is_a_slash(http: Wire) -> None:
     assert http.put(name.replace("/", "%2F"), TEXT).status == 200
 
 
-def test_a_sub_resource_that_is_not_here_yet_is_not_found(http: Wire) -> None:
+def test_a_sub_resource_that_is_not_here_is_not_found(http: Wire) -> None:
     name = fresh()
     http.put(name, JSON)
     for method in ("GET", "POST"):
-        answer = http.call(method, f"{name}/_otlp/v1/traces", {"Content-Type": JSON}, b"{}")
+        answer = http.call(method, f"{name}/_otlp/v1/logs", {"Content-Type": JSON}, b"{}")
         assert (answer.status, answer.code) == (404, "not_found")
 
 
