@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 from tailrace.api.inspection.documents import Documents
 from tailrace.log.model import Stream
 from tailrace.protocol.durations import format_instant
+from tailrace.protocol.names import is_system
 from tailrace.query.index_plan import members_of
 from tailrace.tier.index_summary import NOTHING, FamilySummary, IndexSummary
 
@@ -159,7 +160,9 @@ class _Status:
     def _members(self) -> dict[str, tuple[str, ...]]:
         search = self._documents.search
         members = {} if search is None else members_of(search)
-        return members | ({"mblk": ()} if self._documents.profile_kind == "metrics" else {})
+        # The server's own metrics are read one after the other, and nothing is built for them.
+        measured = self._documents.profile_kind == "metrics" and not is_system(self._stream.name)
+        return members | ({"mblk": ()} if measured else {})
 
     def _families(self) -> list[Json]:
         shown: list[Json] = []
