@@ -33,7 +33,10 @@ subsets = st.one_of(
     st.just(FAMILIES), st.just((COL, EXACT, FTS)), st.lists(st.sampled_from(FAMILIES), unique=True)
 )
 kinds = st.sampled_from(
-    ["append", "append", "seal", "build", "build", "build", "unlist", "damage", "evolve", "trim", "restart"]
+    [
+        *("append", "append", "seal", "build", "build", "build", "merge"),
+        *("unlist", "damage", "evolve", "trim", "restart"),
+    ]
 )
 
 
@@ -123,6 +126,12 @@ class FamilyStates(QueryStates):
                 continue  # nobody builds by a plan that does not know the version of an entry
             self.families.build(stream, info, self.registry(before, with_rollups), families)
 
+    def merge(self) -> None:
+        for companion in self.families.companions:
+            if not self.families.exists(self.stream, companion):
+                return
+        self.families.merge_splits(self.stream, 2)
+
     def unlist(self, place: int, all_of_it: bool) -> None:
         listed = self.families.companions
         if listed:
@@ -199,6 +208,16 @@ def test_r6_p8_scores_are_those_of_scans_to_the_last_digit(states: FamilyStates)
         ]
         assert (found.matches, found.primary_max) == (plain.matches, plain.primary_max)
         assert "fts" in found.counters.families
+
+
+def test_p8_scores_are_the_same_after_splits_were_merged(states: FamilyStates) -> None:
+    before = [asked(states, text, 10, None, families=True) for text in SCORED]
+    states.families.merge_splits(states.stream, 3)
+    for text, earlier in zip(SCORED, before, strict=True):
+        found = asked(states, text, 10, None, families=True)
+        assert [hit[:3] for hit in found.hits] == [hit[:3] for hit in earlier.hits]
+        assert found.matches == earlier.matches
+        assert found.counters.indexed_segments == earlier.counters.indexed_segments
 
 
 def test_what_companions_decide_is_not_decoded(states: FamilyStates) -> None:

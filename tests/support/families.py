@@ -7,14 +7,18 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import msgspec
+
 from support.log_harness import LogHarness
 from tailrace.limits import Limits
 from tailrace.log.catalogue import CompanionSet
 from tailrace.log.model import Stream
+from tailrace.pipeline.kernels.parquet import Range
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
+from tailrace.pipeline.kernels.splits import merge_splits
 from tailrace.query.families.library import Library
 from tailrace.query.families.shelf import Shelf
-from tailrace.query.family_format import companion_name
+from tailrace.query.family_format import FTS, companion_name
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.registry import Registry
 from tailrace.store.companions import Companion, PlanBook, PlanEntry
@@ -110,10 +114,51 @@ class FamilyStore:
         self._changed()
         return made
 
+    def merge_splits(self, stream: Stream, limit: int) -> None:
+        """Joins adjacent splits of one plan, up to some, as the merging job does."""
+        splits = sorted((one for one in self.companions if one.family == FTS), key=lambda one: one.first)
+        joined: list[Companion] = []
+        for split in splits:
+            if joined and (split.plan_hash, split.first) != (joined[-1].plan_hash, joined[-1].last + 1):
+                joined.clear()
+            joined.append(split)
+            if len(joined) == limit:
+                break
+        if len(joined) < limit:
+            return
+        identity = stream_id(stream.name, stream.incarnation)
+        prefix = stream_prefix(identity)
+        first, last, rows = joined[0].first, joined[-1].last, sum(one.rows for one in joined)
+        raws = [(self._bucket / (prefix + one.object)).read_bytes() for one in joined]
+        if any(hashlib.sha256(raw).hexdigest() != one.sha256 for raw, one in zip(raws, joined, strict=True)):
+            return  # a job does not merge what is damaged
+        with tempfile.TemporaryDirectory() as directory:
+            covers = Range(identity, first, last, rows, joined[0].plan_hash)
+            data = merge_splits(raws, covers, Path(directory)).data
+        sha256 = hashlib.sha256(data).hexdigest()
+        name = companion_name(joined[0].plan_hash, FTS, first, last, sha256)
+        (self._bucket / (prefix + name)).write_bytes(data)
+        merged = msgspec.structs.replace(
+            joined[0],
+            last=last,
+            rows=rows,
+            object=name,
+            bytes=len(data),
+            sha256=sha256,
+            stats={},
+            level=1,
+        )
+        self.companions = [one for one in self.companions if one not in joined] + [merged]
+        self._changed()
+
     def drop(self, wanted: Callable[[Companion], bool]) -> None:
         """Takes companions off the list."""
         self.companions = [one for one in self.companions if not wanted(one)]
         self._changed()
+
+    def exists(self, stream: Stream, companion: Companion) -> bool:
+        prefix = stream_prefix(stream_id(stream.name, stream.incarnation))
+        return (self._bucket / (prefix + companion.object)).exists()
 
     def damage(self, stream: Stream, companion: Companion, *, remove: bool) -> None:
         """Spoils the object of a companion that stays listed."""

@@ -89,13 +89,6 @@ def best_first(sources: Sequence[Indexed], key: SortKey) -> list[Indexed]:
     return sorted(sources, key=best)
 
 
-def side_by_side(spans: Sequence[Span], chunks: Sequence[Indexed], after: int) -> list[Indexed | Span]:
-    """Spans of which something lies behind `after`, as far as they come before the chunks; then those."""
-    begin = chunks[0].first if chunks else None
-    kept = (span for span in spans if span.last > after and (begin is None or span.last < begin))
-    return [*kept, *chunks]
-
-
 def stretches(first: int, last: int, rows: int) -> list[Stretch]:
     """Entries that have to be decoded, cut at fixed places."""
     found: list[Stretch] = []

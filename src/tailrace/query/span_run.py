@@ -17,7 +17,7 @@ from tailrace.query.families.source import SpanSource
 from tailrace.query.families.span import Served, Span
 from tailrace.query.families.wants import Wants, clauses_of
 from tailrace.query.families.weigh import can_weigh, hard_rows
-from tailrace.query.family_format import COL
+from tailrace.query.family_format import COL, FTS
 from tailrace.query.packed import rows_of
 from tailrace.query.plan import Indexed
 from tailrace.query.search_request import SearchRequest
@@ -63,17 +63,41 @@ class SpanRun:
         self._weighs_here = can_weigh(request.query)
         self._clauses = tuple(dict.fromkeys(clauses_of(request.query)))
         self._files: dict[int, dict[str, Served]] = {}  # by the first entry of a span
+        self._statistics: dict[str, bool] = {}  # by split: whether they were taken in
         self.used: list[Span] = []  # that were decided, at least in part
 
     def usable(self, spans: Iterable[Span]) -> list[Span]:
-        """The spans whose files are of any use to this search."""
+        """The spans whose files are of any use to this search; none of them is left out later."""
         found: list[Span] = []
         for span in spans:
             files = self._wants.files(span, self._trimmed)
             if files is not None:
                 self._files[span.first] = files
                 found.append(span)
-        return found
+        return self._with_whole_splits(found) if self._scored else found
+
+    def _with_whole_splits(self, spans: list[Span]) -> list[Span]:
+        """Without spans of a split of which others are missing: its statistics are of all of them."""
+        rows: dict[str, int] = {}
+        kept: list[tuple[Span, Served]] = []
+        for span in spans:
+            split = self._split_of(span)
+            if split is not None:
+                kept.append((span, split))
+                key = split.published.key
+                rows[key] = rows.get(key, 0) + span.last - span.first + 1
+        return [
+            span
+            for span, split in kept
+            if rows[split.published.key] == split.companion.last - split.companion.first + 1
+        ]
+
+    def _split_of(self, span: Span) -> Served | None:
+        """The split that has all texts that weigh; None if there is no single one."""
+        for served in span.files.get(FTS, ()):
+            if served.names.issuperset(self._scored):
+                return served if all(span.serving(FTS, name) is served for name in self._scored) else None
+        return None
 
     async def open(self, spans: Sequence[Span]) -> list[tuple[Span, SpanSource | None]]:
         """Sources, None where a file cannot be used; without those that can be decided unopened."""
@@ -84,8 +108,9 @@ class SpanRun:
                 continue
             files = self._files[span.first]
             found = await self._library.opened(files)
-            usable = len(found) == len(files)
-            opened.append((span, SpanSource(span, self._view.config, found) if usable else None))
+            source = SpanSource(span, self._view.config, found) if len(found) == len(files) else None
+            usable = source is not None and all(map(source.has_column, self._columns))
+            opened.append((span, source if usable else None))
         self._collector.counters.fts_section_get_s += time.monotonic() - begun
         return opened
 
@@ -107,28 +132,38 @@ class SpanRun:
 
     def count(self, opened: Sequence[tuple[Span, SpanSource | None]]) -> list[Span]:
         """Takes the statistics of sources in; answers the spans that have to be scanned for theirs."""
-        refused: list[Span] = []
-        for span, source in opened:
-            if source is None or not self._counted(source):
-                refused.append(span)
-        return refused
+        return [span for span, source in opened if not self._counted(span, source)]
 
-    def _counted(self, source: SpanSource) -> bool:
-        """All or nothing: what is counted must not be counted again by a scan."""
+    def _counted(self, span: Span, source: SpanSource | None) -> bool:
+        """Takes the words and times of a span in. If it could, no scan must count them again."""
+        split = self._split_of(span) if self._scored else None
+        if split is not None:
+            key = split.published.key
+            if key not in self._statistics:
+                self._statistics[key] = source is not None and self._add_statistics(source)
+            if not self._statistics[key]:
+                return False
         try:
-            if self._scored and not all(source.has_text(name) for name in self._scored):
-                return False
-            for name, tokens in self._collector.scanner.wanted.items():
-                for token in tokens:
-                    source.documents_with(name, token)
-            primary = self._view.primary
-            if primary is not None and source.first > self._trimmed:
-                source.bounds(primary)
-            if not all(source.has_column(name) for name in self._columns):
-                return False
+            if source is not None:
+                self._collector.count_sources([source])
+                return True
+        except UnusableFileError:
+            pass
+        if split is not None and span.primary is not None:
+            self._collector.see_primary(span.primary[1], span.last)
+        return split is not None
+
+    def _add_statistics(self, source: SpanSource) -> bool:
+        """Those of the whole split, which may speak for other spans as well: all of them or nothing."""
+        try:
+            found = {
+                name: source.text_statistics(name, tokens)
+                for name, tokens in self._collector.scanner.wanted.items()
+            }
         except UnusableFileError:
             return False
-        self._collector.count_sources([source])
+        for name, counted in found.items():
+            self._collector.statistics[name].add(*counted)
         return True
 
     def decide(
@@ -140,8 +175,9 @@ class SpanRun:
         for index, (span, source) in enumerate(opened):
             if time.monotonic() >= deadline:
                 return left, [span for span, _ in opened[index:]]
-            if source is None or (counts and not self._counted(source)):
-                left.append(Left(span, None, not counts))
+            counted = self._counted(span, source) if counts else True
+            if source is None or not counted:
+                left.append(Left(span, None, counted))
                 continue
             try:
                 candidates = self._take(source)

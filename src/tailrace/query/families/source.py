@@ -12,7 +12,7 @@ from tailrace.query.families.exact_file import ExactFile
 from tailrace.query.families.field_column import FieldColumn, bits_in
 from tailrace.query.families.fts_file import FtsFile
 from tailrace.query.families.row_space import RowSpace
-from tailrace.query.families.shelf import Opened
+from tailrace.query.families.shelf import Opened, UnusableFileError
 from tailrace.query.families.span import Span
 from tailrace.query.families.verdict import Verdict, certain, judge
 from tailrace.query.families.weigh import TokenRows, combined, heavy_rows, scores_of
@@ -95,16 +95,7 @@ class SpanSource:
         return self.rows.all_rows & ~self._cut(column.present, shift)
 
     def add_statistics(self, statistics: Statistics, after: int) -> None:
-        """The rows behind `after` are all of them: spans that retention has cut are not asked."""
-        assert self.first > after
-        for name, field in statistics.items():
-            split = self._file(FTS, name)
-            assert isinstance(split, FtsFile)
-            assert (split.first, split.last) == (self.first, self.last)
-            text = split.texts.get(name)
-            if text is not None:
-                counted = {token: split.documents_with(name, token) for token in field.with_token}
-                field.add(text.documents, text.tokens, counted)
+        """Nothing: a split may speak for several spans, and is counted once for all of them."""
 
     def scores(self, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
         return scores_of(self, query, rows, scorer)
@@ -214,15 +205,13 @@ class SpanSource:
         found = self._file(FTS, field)
         return found if isinstance(found, FtsFile) else None
 
-    def has_text(self, field: str) -> bool:
-        """Whether what weighs in a text is known of all rows and of no others."""
+    def text_statistics(self, field: str, tokens: Iterable[str]) -> tuple[int, int, dict[str, int]]:
+        """Of all entries of the split: those with a text, their tokens, those with each of some tokens."""
         split = self._split(field)
-        return split is not None and (split.first, split.last) == (self.first, self.last)
-
-    def documents_with(self, field: str, token: str) -> int:
-        split = self._split(field)
-        assert split is not None
-        return split.documents_with(field, token)
+        text = None if split is None else split.texts.get(field)
+        if split is None or text is None:
+            raise UnusableFileError(f"it does not know {field}")
+        return text.documents, text.tokens, {token: split.documents_with(field, token) for token in tokens}
 
     def _words(self, clause: Words) -> Verdict | None:
         split = self._split(clause.field)
