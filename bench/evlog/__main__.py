@@ -9,6 +9,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -23,6 +24,7 @@ from bench.peers import ALL, US
 from bench.places import BUILD, DATA, RESULTS, ROOT
 from bench.processes import PeerError
 from bench.run import cpus, say
+from tailrace.profiles.canonical import EVLOG
 
 PEER = "prisma-raised"
 
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     counts = true_counts(path, classes)
     report = new_report(events)
     answers: dict[str, dict[int, Answer]] = {}
-    search: Json | None = None
+    canonical = cast("Json", EVLOG["search"])
     names = [name for name in str(options.servers).split(",") if name]
     for name in names:
         peer = ALL[name]
@@ -108,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
             env = dict(pair.split("=", 1) for pair in options.set) if name == US else {}
             with peer.running(directory / name, cpus(options.server_cpus), env) as server:
                 target = Target(peer, server)
-                search = target.set_up(search)
+                # What the profile brings with Tailrace; the peer's own has no rollup.
+                target.set_up(None if name == US else canonical)
                 report.readings[name], answers[name] = read(
                     target,
                     directory / name,

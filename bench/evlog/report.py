@@ -95,7 +95,7 @@ def _row(one: QueryClass, ours: Reading | None, theirs: Reading | None, report: 
     its = None if theirs is None else theirs.asked.get(one.name)
     cells = [one.name, "" if one.goal_ms is None else f"{one.goal_ms:g}"]
     cells += [*_cells(mine), *_cells(its)]
-    both = mine is not None and its is not None and mine.p50_ms and its.p50_ms
+    both = mine is not None and its is not None and mine.p50_ms and its.failed * 2 <= its.asked
     at_least = "> " if its is not None and its.timed_out * 2 > its.asked else ""
     cells.append(f"{at_least}{its.p50_ms / mine.p50_ms:.1f}x" if both and mine and its else "")
     cells.append(report.agreement.get(one.name, ""))

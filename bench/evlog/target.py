@@ -77,14 +77,13 @@ class Target:
             raise PeerError(f"{method} {path} was answered with {answer.status}: {str(answer.body)[:300]}")
         return answer
 
-    def set_up(self, search: Json | None) -> Json:
-        """The stream with its profile; answers what is searched. `search` replaces that."""
+    def set_up(self, search: Json | None) -> None:
+        """The stream with its profile. `search` replaces what the profile brings to be searched."""
         self.must("PUT", f"/v1/stream/{STREAM}", [])
         profile = {"apiVersion": "durable.streams/profile/v1", "profile": {"kind": "evlog"}}
         self.must("POST", f"/v1/stream/{STREAM}/_profile", profile)
         if search is not None:
             self.must("POST", f"/v1/stream/{STREAM}/_schema", {"search": search})
-        return cast("Json", self.must("GET", f"/v1/stream/{STREAM}/_schema").body["search"])
 
     def append(self, body: bytes) -> Answer:
         """Tries again while the server is overloaded: what counts is the time until it is done."""
