@@ -35,6 +35,7 @@ _COMMANDS: Final = (
     ("ls", "List streams.", _STREAMS),
     ("search", "Find records of a stream.", _STREAMS),
     ("aggregate", "Add up records of a stream, over time and by group.", _STREAMS),
+    ("sql", "Ask streams questions in SQL, with Spark.", _STREAMS),
     ("profile", "Show and change what the records of a stream mean.", _STREAMS),
     ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
     ("schema", "Show and change what the records of a stream look like.", _STREAMS),

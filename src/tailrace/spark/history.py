@@ -88,6 +88,8 @@ class _History:
         self._spark = spark
         self._given = given
         self._options: ReadOptions = read_options(given, streaming=False)
+        # Said once more: executors and planners may have another environment than this process.
+        self._given["endpoint"] = self._options.connection.endpoint
         self._catalogue = Catalogue(self._options)
         name = self._options.streams[0]
         state = self._catalogue.state(name)
