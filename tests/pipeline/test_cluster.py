@@ -25,6 +25,7 @@ def _run_on_a_cluster(station: Station, directory: Path, env: dict[str, str]) ->
     assert corpus(station, "events") == before
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_cluster_on_loopback(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(env={"TAILRACE_PIPELINE": "off"})

@@ -12,7 +12,7 @@ import httpx2
 
 from support.calls import eventually
 
-RUN_S_MAX = 400.0
+RUN_S_MAX = 800.0
 
 
 class Run(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -139,6 +140,7 @@ def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> in
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
     configure("info", "auto")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)
     progress = Bar() if sys.stderr.isatty() else None
     pipeline = Pipeline(owner, options, progress)
