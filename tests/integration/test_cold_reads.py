@@ -12,7 +12,7 @@ from websockets.sync.client import connect
 
 from conftest import StartServer
 from support.cli import tailrace
-from support.sealing import SEALING_ENV, hot, wait_sealed, wait_until
+from support.sealing import SEALING_ENV, hot, unsealed_blocks, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode
@@ -133,7 +133,7 @@ def test_a_page_takes_from_segments_the_hot_store_and_memory(cold: StartCold) ->
         if number == 5:
             # Closing another stream moves the journal on, and with it these two into the hot store.
             http.put("other", TEXT, stream_closed="true")
-            wait_until(lambda: hot(server.data_dir)["blocks"], "entries in the hot store")
+            wait_until(lambda: unsealed_blocks(server.data_dir), "entries in the hot store")
     check_catch_up(http, "page", payloads, JSON)
     http.close()
     server.restart(kill=True)
