@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.sql.functions import col
 
-from support.calls import eventually
+from support.sealing import wait_until
 from support.server import ServerProcess
 from support.spark_rows import Filled, fill, served
 from support.wire import Wire, fresh
@@ -177,14 +177,13 @@ def test_a_query_follows_and_lags(spark: SparkSession, server: ServerProcess, tm
                 (row.stream[len(place) + 1 :], row.entry) for row in spark.table("followed").collect()
             )
 
-        eventually(lambda: query.status["isTriggerActive"] or query.recentProgress, bool)
-        eventually(lambda: query.lastProgress, lambda progress: progress is not None)
+        wait_until(lambda: query.lastProgress is not None, "the first progress", 120)
         append(first, range(5, 8))
         second = client.stream(f"{place}/b", content_type=JSON)
         second.create()
         append(second, range(2))
         wanted = [("a", entry) for entry in range(11, 17)] + [("b", entry) for entry in range(1, 5)]
-        eventually(seen, lambda found: len(found) >= len(wanted))
+        wait_until(lambda: len(seen()) >= len(wanted), "all rows", 120)
         assert seen() == wanted
         behind = [progress for progress in query.recentProgress if progress.numInputRows]
         found = lag(behind[0], endpoint=server.base_url)

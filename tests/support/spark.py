@@ -21,6 +21,8 @@ SETTINGS: Mapping[str, str] = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": HEAP,
+    # A worker that is slow to start on a busy machine is not a failure.
+    "spark.python.authenticate.socketTimeout": "120s",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "4096",
