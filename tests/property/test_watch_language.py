@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.errors import TailraceError
-from tailrace.watch.cel import compile_text
+from tailrace.watch.cel import compile_text, environments
 from tailrace.watch.index import Index
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import value
@@ -152,6 +153,21 @@ def test_queries_that_are_refused(query: dict[str, Any], code: str) -> None:
     with pytest.raises(TailraceError) as refused:
         read_query(query, live=True)
     assert refused.value.code == code
+
+
+def test_without_the_library_only_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra may not be installed: filters work, expressions are answered with 501."""
+    monkeypatch.setitem(sys.modules, "cel_expr_python", None)
+    environments.cache_clear()
+    try:
+        filters = [{"field": "n", "op": ">", "value": 1}]
+        predicate = Predicate(read_query({"collection": "c", "filters": filters}, live=True).parts)
+        assert predicate.matches({"n": 2})
+        with pytest.raises(TailraceError) as refused:
+            read_query({"collection": "c", "where": "doc.n > 1"}, live=True)
+        assert (refused.value.code, refused.value.status) == ("not_installed", 501)
+    finally:
+        environments.cache_clear()
 
 
 def indexable(maker: Maker) -> str:

@@ -22,6 +22,9 @@ SAMPLE_MIN: Final = 32
 # What share of documents a conjunct lets through, as long as nothing is known.
 _GUESSES: Final = {"equal": 0.01, "among": 0.05, "prefix": 0.05, "contains": 0.1, "range": 0.3, "has": 0.9}
 
+# What is filed under an interval is not divided further, so that has to be worth it.
+_WEIGHTS: Final = {"range": 10}
+
 Get = Callable[[Any], Any]
 
 
@@ -140,7 +143,7 @@ class _Level:
         self.has: dict[Path, _Bucket] = {}
 
     def add(self, predicate: Predicate, conditions: list[Condition], sample: Sample) -> None:
-        best = min(conditions, key=sample.share)
+        best = min(conditions, key=lambda one: sample.share(one) * _WEIGHTS.get(one.kind, 1))
         rest = [condition for condition in conditions if condition is not best]
         path = best.path
         self.gets.setdefault(path, getter(path))

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from tailrace.watch.cel import Program
 from tailrace.watch.lower import NotLoweredError, Truth, truth
-from tailrace.watch.syntax import Call, Const, Node, Select, constant, flatten, path_of, text
+from tailrace.watch.syntax import Call, Const, Node, Select, both, constant, flatten, path_of, text
 
 # Moves when the meaning of expressions does; part of every hash of a query.
 SEMANTICS: Final = "1"
@@ -156,7 +156,7 @@ class Predicate:
 
     def _branches(self, nodes: list[Node], documents: frozenset[str] | None) -> list[list[Condition]]:
         """What the index files it under: one list of conjuncts, or one for each branch of an OR."""
-        conditions = [condition for node in nodes for condition in conditions_of(node)]
+        conditions = conditions_of(both(nodes))
         if documents is not None:
             conditions.append(Condition("among", ("id",), tuple(sorted(documents))))
         if conditions:

@@ -164,7 +164,7 @@ def watch_paths() -> Json:
 def _realtime() -> Json:
     stream: Json = {
         "description": "Envelopes as server-sent events.",
-        "content": {"text/event-stream": {"schema": STRING}},
+        "content": {"text/event-stream": {}},
     }
     errors = (404, 429, 501)
     one = obj({"id": STRING, "query": schema("DocumentQuery")})
@@ -209,7 +209,7 @@ def _realtime() -> Json:
                     "200": {
                         **stream,
                         "content": {
-                            "text/event-stream": {"schema": STRING},
+                            "text/event-stream": {},
                             "application/json": {"schema": obj({"ticket": STRING, "expiresAt": COUNT})},
                         },
                     }

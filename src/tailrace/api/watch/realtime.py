@@ -17,6 +17,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange, Outlet
 from tailrace.net.websocket import WebSocketConnection
+from tailrace.watch.query import read_query
 from tailrace.watch.tokens import Ticket
 
 WS_PATH: Final = b"/realtime/ws"
@@ -236,6 +237,8 @@ class RealtimeRoutes:
         authorise(identity, Action.WATCH, db=database)
         self._gateway.book.database(database)
         listed = _subscriptions(request)
+        for one in listed:
+            read_query(one.get("query"), live=True)  # what is wrong is said while there is a status to say it
         accepts = exchange.headers.get(b"accept", b"")
         if method == b"POST" and b"application/json" in accepts and b"text/event-stream" not in accepts:
             self._give_ticket(exchange, identity, {**request, "database": database})
