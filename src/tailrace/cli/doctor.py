@@ -86,6 +86,7 @@ def examine(flags: dict[str, str]) -> Iterator[Finding]:
         _port,
         _files,
         _clock,
+        _pipeline,
     )
     for check in checks:
         yield check(settings)
@@ -220,6 +221,24 @@ def _files(settings: Settings) -> Finding:
         detail = f"at most {hard:,}, but the limit `connections` needs {wanted:,}: raise ulimit -n"
         return Finding("open files", "warn", detail)
     return Finding("open files", "ok", f"room for {settings.limits.connections:,} connections")
+
+
+def _pipeline(settings: Settings) -> Finding:
+    """What the local pipeline needs. Without it everything else goes on."""
+    import asyncio
+    from importlib.util import find_spec
+
+    from tailrace.api.java import VERSION_MIN, find_java
+
+    if settings.pipeline != "auto":
+        return Finding("pipeline", "ok", f"not started here: {settings.pipeline}")
+    if find_spec("pyspark") is None:
+        return Finding("pipeline", "ok", "the spark extra is not installed; companions are not built")
+    java = asyncio.run(find_java())
+    if java is None:
+        detail = f"no Java {VERSION_MIN}+ found (JAVA_HOME, PATH); companions are not built, searches scan"
+        return Finding("pipeline", "warn", detail)
+    return Finding("pipeline", "ok", java)
 
 
 def _clock(settings: Settings) -> Finding:
