@@ -344,6 +344,7 @@ class Events:
         raise EOFError
 
     def close(self) -> None:
+        self.answer.close()
         self._connection.close()
 
 
@@ -373,6 +374,7 @@ def test_server_sent_events(server: ServerProcess, call: Caller, place: str) -> 
     assert (mark, envelope["type"]) == ("", "resync-required"), "the browser forgets what it kept"
     with pytest.raises(EOFError):
         events.take()
+    events.close()
 
 
 def test_tickets_for_browsers(server: ServerProcess, call: Caller, place: str) -> None:
