@@ -282,26 +282,12 @@ class Telemetry:
         self.swept_orphans = Number()
         self.swept_orphan_bytes = Number()
         self.swept_tombstones = Number()
-        self.pipeline_state = Numbers()
-        self.pipeline_restarts = Number()
-        self.pipeline_backlog_segments = Number()
-        self.pipeline_backlog_oldest_seconds = Number()
-        self.pipeline_publish = Numbers()
-        self.pipeline_rows = Numbers()
-        self.pipeline_segment_seconds = Distributions(JOB_SECONDS)
-        self.pipeline_seal_to_published_seconds = Distribution(JOB_SECONDS)
-        self.pipeline_rss_bytes = Number()
-        self.pipeline_quarantined_segments = Number()
         self.object_store_ok = Number()
         self.object_requests = Numbers()
         self.object_sent_bytes = Number()
         self.object_received_bytes = Number()
         self.cold_cache_bytes = Number()
         self.cold_reads = Numbers()
-        self.companion_cache_bytes = Number()
-        self.companion_opened_bytes = Number()
-        self.companion_opens = Number()
-        self.companion_unusable = Number()
         self.bootstraps = Number()
         self.bootstrap_seconds = Number()
         self.bootstrap_restored = Numbers()
@@ -322,8 +308,26 @@ class Telemetry:
         self.watch_deliveries = Numbers()
         self.watch_resync_required = Numbers()
         self.watch_resumes = Numbers()
+        self._count_companions()
         assert vars(self).keys() == TABLE.keys(), "the class and the table differ"
         self.info.values[(version,)] = 1
+
+    def _count_companions(self) -> None:
+        """Whoever builds companions, and whoever reads them."""
+        self.pipeline_state = Numbers()
+        self.pipeline_restarts = Number()
+        self.pipeline_backlog_segments = Number()
+        self.pipeline_backlog_oldest_seconds = Number()
+        self.pipeline_publish = Numbers()
+        self.pipeline_rows = Numbers()
+        self.pipeline_segment_seconds = Distributions(JOB_SECONDS)
+        self.pipeline_seal_to_published_seconds = Distribution(JOB_SECONDS)
+        self.pipeline_rss_bytes = Number()
+        self.pipeline_quarantined_segments = Number()
+        self.companion_cache_bytes = Number()
+        self.companion_opened_bytes = Number()
+        self.companion_opens = Number()
+        self.companion_unusable = Number()
 
     def observe_sync(self, seconds: float, records: int) -> None:
         """One commit: how long it took and how many records shared it."""
