@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 
+from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.kernels.segment import MEMORY_BYTES
 from tailrace.pipeline.model import PlanRef, Segment, StreamPlan
 from tailrace.pipeline.worker import (
     BUILT,
-    DESCRIPTOR_DDL,
+    DESCRIPTOR,
     FAILED,
     OTHER_VERSION,
     RESULT_DDL,
@@ -130,28 +131,29 @@ class CompanionJob:
         rows = [self._descriptor(work, memory_bytes, reference) for work in works]
         spark: Any = self._spark
         with _one_row_at_a_time(spark):
-            frame = spark.createDataFrame(rows, DESCRIPTOR_DDL)
+            # As a table: rows would first be pickled, and unpickled by workers that do nothing else.
+            frame = spark.createDataFrame(pa.Table.from_pylist(rows, schema=DESCRIPTOR))
             frame = frame.repartition(min(len(works), self._tasks_max))
             built = frame.mapInArrow(build_companions, RESULT_DDL)
             found = built.toLocalIterator(prefetchPartitions=True)
             yield from _outcomes(found, works)
 
-    def _descriptor(self, work: SegmentWork, memory_bytes: int, reference: bool) -> tuple[Any, ...]:
+    def _descriptor(self, work: SegmentWork, memory_bytes: int, reference: bool) -> dict[str, object]:
         segment = work.segment
-        return (
-            segment.object,
-            self._store,
-            work.stream_id,
-            segment.first,
-            segment.last,
-            segment.rows,
-            segment.sha256,
-            work.plan.object,
-            list(work.families),
-            memory_bytes,
-            reference,
-            WRITER,
-        )
+        return {
+            "object": segment.object,
+            "store": self._store,
+            "stream_id": work.stream_id,
+            "first": segment.first,
+            "last": segment.last,
+            "rows": segment.rows,
+            "sha256": segment.sha256,
+            "plan_object": work.plan.object,
+            "families": list(work.families),
+            "memory_bytes": memory_bytes,
+            "reference": reference,
+            "writer": WRITER,
+        }
 
 
 def is_alive(spark: SparkSession) -> bool:

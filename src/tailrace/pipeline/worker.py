@@ -49,9 +49,21 @@ RESULT_DDL: Final = (
     "object string, family string, companion string, rows bigint, bytes bigint, sha256 string, stats string, "
     "seconds double, status string, error string"
 )
-DESCRIPTOR_DDL: Final = (
-    "object string, store string, stream_id string, first bigint, last bigint, rows bigint, sha256 string, "
-    "plan_object string, families array<string>, memory_bytes bigint, reference boolean, writer string"
+DESCRIPTOR: Final = pa.schema(
+    [
+        pa.field("object", pa.string()),
+        pa.field("store", pa.string()),
+        pa.field("stream_id", pa.string()),
+        pa.field("first", pa.int64()),
+        pa.field("last", pa.int64()),
+        pa.field("rows", pa.int64()),
+        pa.field("sha256", pa.string()),
+        pa.field("plan_object", pa.string()),
+        pa.field("families", pa.list_(pa.string())),
+        pa.field("memory_bytes", pa.int64()),
+        pa.field("reference", pa.bool_()),
+        pa.field("writer", pa.string()),
+    ]
 )
 
 # How a segment ended.
