@@ -1,0 +1,104 @@
+"""The examples, run as their pages say, on a real server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.server import ServerProcess
+from support.wire import Wire
+from tailrace.client import Client
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "spark"
+JSON = "application/json"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_lake_is_kept_up_to_date(
+    spark: SparkSession, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILRACE_ENDPOINT", server.base_url)
+    http = Wire(server.port)
+    http.put("orders", JSON)
+    http.post("orders", JSON, json.dumps([{"id": number} for number in range(50)]))
+    lake = load("lake")
+    assert lake.fill_lake(spark, "orders", tmp_path) == 50
+    http.post("orders", JSON, b'{"id":50}')
+    assert lake.fill_lake(spark, "orders", tmp_path) == 1
+    assert sorted(row.entry for row in spark.read.parquet(str(tmp_path / "data")).collect()) == [
+        *range(1, 52)
+    ]
+    http.close()
+
+
+def test_the_pulse_of_repositories(
+    spark: SparkSession, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILRACE_ENDPOINT", server.base_url)
+    http = Wire(server.port)
+    http.put("github/events", JSON)
+    records = [
+        {"type": "PushEvent", "repo": f"ada/{number % 3}", "at": f"2026-01-01T00:{number % 7:02}:07Z"}
+        for number in range(60)
+    ]
+    http.post("github/events", JSON, json.dumps(records))
+    http.close()
+    pulse = load("pulse")
+    target = tmp_path / "pulse.svg"
+    pulse.main("github/events", target)
+    drawn = target.read_text(encoding="utf-8")
+    assert drawn.count("<rect") == 7
+    assert "2026-01-01 00:00:00: 9" in drawn
+
+
+@pytest.mark.nightly
+def test_a_declarative_pipeline(server: ServerProcess, tmp_path: Path) -> None:
+    with Client(server.base_url) as client:
+        clicks = client.stream("clicks", content_type=JSON)
+        clicks.create()
+        clicks.append([{"user": "ada", "page": "/docs"}, {"user": "bob", "page": "/"}])
+    spec = (EXAMPLES / "declarative" / "spark-pipeline.yml").read_text(encoding="utf-8")
+    transformations = EXAMPLES / "declarative" / "transformations"
+    (tmp_path / "transformations").symlink_to(transformations)
+    text = spec.replace("file:///var/tmp/tailrace-clicks", (tmp_path / "storage").as_uri())
+    (tmp_path / "spark-pipeline.yml").write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [Path(sys.executable).parent / "spark-pipelines", "run", "--spec", "spark-pipeline.yml"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "TAILRACE_ENDPOINT": server.base_url,
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "PYSPARK_PYTHON": sys.executable,
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    with Client(server.base_url) as client:
+        found = list(client.stream("clicks/loud").entries())
+    assert sorted(found, key=lambda one: one["entry"]) == [
+        {"entry": 1, "user": "ada", "page": "/DOCS"},
+        {"entry": 2, "user": "bob", "page": "/"},
+    ]
