@@ -86,85 +86,64 @@ def _searches(q: str, truth: Truth, *sort: str, ranked: bool = False) -> Search:
 
 def search_classes(events: Sequence[Event]) -> list[QueryClass]:
     """`events` are some of those that were loaded, from all over the day."""
+    return [*_by_identity(events), *_by_value(), *_by_word()]
+
+
+def _by_identity(events: Sequence[Event]) -> list[QueryClass]:
     draw = random.Random(7)
     ids = [str(event["requestId"]) for event in draw.sample(list(events), 20)]
     traces = [str(event["traceId"]) for event in draw.sample(list(events), 10)]
-    customers = [str(event["path"]) for event in draw.sample(list(events), 10)]
-    pairs = [("checkout", "error"), ("catalog", "warn"), ("payments", "error"), ("auth", "debug")]
-    one_hour = '"2026-01-01T09:00:00.000Z"', '"2026-01-01T10:00:00.000Z"'
-
-    def in_hour(event: Event) -> bool:
-        return one_hour[0][1:-1] <= str(event["timestamp"]) < one_hour[1][1:-1]
-
+    paths = [str(event["path"]) for event in draw.sample(list(events), 10)]
+    begins = _searches("req:req_a*", lambda event: str(event["requestId"]).startswith("req_a"))
     return [
         QueryClass("exact id", 10, [_searches(f"req:{one}", _same("requestId", one)) for one in ids]),
         QueryClass("id that is not there", 10, [_searches("req:req_0", lambda _event: False)]),
         QueryClass("exact trace", 10, [_searches(f"trace:{one}", _same("traceId", one)) for one in traces]),
-        QueryClass(
-            "newest 50 by two equalities",
-            20,
-            [
-                _searches(
-                    f"service:{service} level:{level}",
-                    _both(_same("service", service), _same("level", level)),
-                )
-                for service, level in pairs
-            ],
-        ),
-        QueryClass(
-            "sort by a column",
-            150,
-            [
-                _searches("service:checkout", _same("service", "checkout"), "duration:desc"),
-                _searches("level:info", _same("level", "info"), "duration:asc"),
-                _searches("method:get", _same("method", "GET"), "timestamp:asc"),
-            ],
-        ),
-        QueryClass(
-            "common word by score",
-            150,
-            [_searches(word, _says(word), ranked=True) for word in ("request", "completed", "cache")],
-        ),
-        QueryClass(
-            "rare word by score",
-            150,
-            [_searches(word, _says(word), ranked=True) for word in ("deadlock", "größe", "wishlist")],
-        ),
-        QueryClass(
-            "phrase",
-            150,
-            [
-                _searches(
-                    '"connection reset by peer"', _says("connection", "reset", "by", "peer"), ranked=True
-                ),
-                _searches('"cache miss"', _says("cache", "miss"), ranked=True),
-            ],
-        ),
-        QueryClass(
-            "prefix of an id",
-            None,
-            [_searches("req:req_a*", lambda event: str(event["requestId"]).startswith("req_a"))],
-        ),
-        QueryClass("exact path", None, [_searches(f'path:"{one}"', _same("path", one)) for one in customers]),
-        QueryClass(
-            "number range",
-            None,
-            [
-                _searches(
-                    "status:>=500 duration:>=900", _both(_at_least("status", 500), _at_least("duration", 900))
-                )
-            ],
-        ),
-        QueryClass(
-            "one hour of a service",
-            None,
-            [
-                _searches(
-                    f"timestamp:>={one_hour[0]} timestamp:<{one_hour[1]} service:cart",
-                    _both(_same("service", "cart"), in_hour),
-                )
-            ],
-        ),
+        QueryClass("prefix of an id", None, [begins]),
+        QueryClass("exact path", None, [_searches(f'path:"{one}"', _same("path", one)) for one in paths]),
+    ]
+
+
+def _by_value() -> list[QueryClass]:
+    pairs = [("checkout", "error"), ("catalog", "warn"), ("payments", "error"), ("auth", "debug")]
+    newest = [
+        _searches(f"service:{service} level:{level}", _both(_same("service", service), _same("level", level)))
+        for service, level in pairs
+    ]
+    sorted_by = [
+        _searches("service:checkout", _same("service", "checkout"), "duration:desc"),
+        _searches("level:info", _same("level", "info"), "duration:asc"),
+        _searches("method:get", _same("method", "GET"), "timestamp:asc"),
+    ]
+    slow = _both(_at_least("status", 500), _at_least("duration", 900))
+    first, last = "2026-01-01T09:00:00.000Z", "2026-01-01T10:00:00.000Z"
+
+    def in_hour(event: Event) -> bool:
+        return first <= str(event["timestamp"]) < last
+
+    carts = _both(_same("service", "cart"), in_hour)
+    hour = f'timestamp:>="{first}" timestamp:<"{last}" service:cart'
+    return [
+        QueryClass("newest 50 by two equalities", 20, newest),
+        QueryClass("sort by a column", 150, sorted_by),
+        QueryClass("number range", None, [_searches("status:>=500 duration:>=900", slow)]),
+        QueryClass("one hour of a service", None, [_searches(hour, carts)]),
+    ]
+
+
+def _by_word() -> list[QueryClass]:
+    def words(*found: str) -> list[Search]:
+        return [_searches(word, _says(word), ranked=True) for word in found]
+
+    reset = _says("connection", "reset", "by", "peer")
+    phrases = [
+        _searches('"connection reset by peer"', reset, ranked=True),
+        _searches('"cache miss"', _says("cache", "miss"), ranked=True),
+    ]
+    return [
+        QueryClass("common word by score", 150, words("request", "completed", "cache")),
+        QueryClass("rare word by score", 150, words("deadlock", "größe", "wishlist")),
+        QueryClass("phrase", 150, phrases),
     ]
 
 
