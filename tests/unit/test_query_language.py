@@ -359,3 +359,9 @@ def test_includes_are_checked_against_their_own_fields() -> None:
     good = {"timestampField": "at", "intervals": ["1m"], "include": "at:2026-01-01"}
     good["measures"] = {"n": {"kind": "count", "include": "-has:at"}}
     check_includes(parse_search({"fields": {"at": {**at, "exact": True}}, "rollups": {"r": good}}))
+
+
+def test_clauses_of_two_kinds_are_never_taken_for_one_another() -> None:
+    """They are keys of what was worked out about them."""
+    assert len({Equals("id", "x"), StartsWith("id", "x")}) == 2
+    assert len({All(()), AnyOf(()), Anywhere(())}) == 3

@@ -227,7 +227,8 @@ def _check_database(identity: Identity, db: str) -> None:
 
 
 def _forbid(reason: str, *, scope: str = "") -> NoReturn:
-    asked = f', scope="{scope}"' if scope and " " not in scope else ""
+    # Of several that would do, the first: a list would say that all of them are needed.
+    asked = f', scope="{scope.split()[0]}"' if scope else ""
     raise TailraceError(
         "forbidden",
         reason,

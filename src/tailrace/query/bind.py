@@ -5,7 +5,7 @@ Whether a query is accepted depends on the registry alone, never on data or on w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from tailrace.query.analyze import tokens_of
 from tailrace.query.dialect import Dialect
@@ -16,38 +16,40 @@ from tailrace.schema.search_config import Field, SearchConfig
 
 _ORDERED = ("integer", "float", "date")
 
+# Structs, not tuples: `id:x` and `id:x*` have the same parts, and must never be taken for one another.
 
-class All(NamedTuple):
+
+class All(msgspec.Struct, frozen=True):
     clauses: tuple[Bound, ...]
 
 
-class AnyOf(NamedTuple):
+class AnyOf(msgspec.Struct, frozen=True):
     clauses: tuple[Bound, ...]
 
 
-class Negation(NamedTuple):
+class Negation(msgspec.Struct, frozen=True):
     clause: Bound
 
 
-class HasValue(NamedTuple):
+class HasValue(msgspec.Struct, frozen=True):
     field: str
 
 
-class Equals(NamedTuple):
+class Equals(msgspec.Struct, frozen=True):
     """Some value is this one. The value is canonical, as the field's own values are."""
 
     field: str
     value: Value
 
 
-class StartsWith(NamedTuple):
+class StartsWith(msgspec.Struct, frozen=True):
     """Some value of a keyword field starts like this."""
 
     field: str
     prefix: str
 
 
-class Compares(NamedTuple):
+class Compares(msgspec.Struct, frozen=True):
     """Some value lies on the wanted side."""
 
     field: str
@@ -55,7 +57,7 @@ class Compares(NamedTuple):
     value: int | float
 
 
-class Words(NamedTuple):
+class Words(msgspec.Struct, frozen=True):
     """One value of a text field has every token; if `prefix`, the last one may be the start of a token."""
 
     field: str
@@ -63,14 +65,14 @@ class Words(NamedTuple):
     prefix: bool
 
 
-class Phrase(NamedTuple):
+class Phrase(msgspec.Struct, frozen=True):
     """One value of a text field has the tokens one after the other."""
 
     field: str
     tokens: tuple[str, ...]
 
 
-class Anywhere(NamedTuple):
+class Anywhere(msgspec.Struct, frozen=True):
     """A bare word or phrase: some target field has it, each in its own way. Scores take the best target."""
 
     targets: tuple[Equals | StartsWith | Words | Phrase, ...]

@@ -217,7 +217,7 @@ def _bound(clause: Bound, used: set[str]) -> object:
             return ["Anywhere", *(_bound(each, used) for each in targets)]
         case _:
             used.add(clause.field)
-            return [type(clause).__name__, *clause]
+            return [type(clause).__name__, *msgspec.structs.astuple(clause)]
 
 
 def _whole_chain(registry: Registry) -> object:
