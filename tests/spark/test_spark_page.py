@@ -50,6 +50,8 @@ def test_five_minutes(
     outputs: list[str] = []
     here = f'.format("tailrace").option("endpoint", "{server.base_url}")'
     page = (ROOT / "docs" / "spark.md").read_text(encoding="utf-8")
+    # Spark's own process has another working directory.
+    page = page.replace('"checkpoint"', f'"{tmp_path / "checkpoint"}"')
     for kind, text in _BLOCK.findall(page.replace('.format("tailrace")', here)):
         if kind == "python tour":
             said = io.StringIO()

@@ -228,7 +228,7 @@ def _check_database(identity: Identity, db: str) -> None:
 
 def _forbid(reason: str, *, scope: str = "") -> NoReturn:
     # Of several that would do, the first: a list would say that all of them are needed.
-    asked = f', scope="{scope.split()[0]}"' if scope else ""
+    asked = f', scope="{scope.partition(" ")[0]}"' if scope else ""
     raise TailraceError(
         "forbidden",
         reason,
