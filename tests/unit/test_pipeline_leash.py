@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 CHILD = """
-import sys, time
+import sys, threading, time
 from tailrace.pipeline.leash import Leash
 
 leash = Leash(int(sys.argv[1]))
@@ -17,8 +17,7 @@ print(leash.orders.endpoint, leash.orders.master, leash.token(), flush=True)
 while leash.token() == "one":
     time.sleep(0.01)
 print(leash.token(), flush=True)
-while True:
-    time.sleep(1)
+threading.Event().wait()  # for ever: only the end of the pipe ends it
 """
 
 
