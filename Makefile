@@ -49,7 +49,11 @@ bench: $(DEV_STAMP) ## measure against the peers, side by side (long)
 	@$(BIN)/python -m bench $(ARGS)
 
 nightly: $(DEV_STAMP) ## the long crash and fault runs
-	@$(BIN)/python -m pytest -m nightly --timeout 0 $(ARGS)
+	@$(BIN)/python -m pytest -m nightly --timeout 0 --hypothesis-profile explore $(ARGS)
+ifeq ($(ARGS),)
+	@# The suite repeats its examples; here the same properties meet new ones.
+	@$(BIN)/python -m pytest -m "not nightly" --timeout 0 --hypothesis-profile explore tests/property tests/unit
+endif
 
 format: $(DEV_STAMP) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .

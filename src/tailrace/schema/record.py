@@ -45,7 +45,16 @@ def dump_record(value: object) -> bytes:
         return _ENCODER.encode(value)
     except UnicodeEncodeError:
         # Half a surrogate pair has no UTF-8; as an escape it comes back as it was sent.
-        return json.dumps(value, separators=(",", ":")).encode()
+        return _dump_escaped(value)
+
+
+def _dump_escaped(value: object) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        # An infinity is no JSON; the quick writer says null, so does this one.
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(finite, separators=(",", ":")).encode()
 
 
 def without_surrogates(value: object) -> object:
