@@ -84,10 +84,34 @@ CODES: dict[str, int] = {
     "ALREADY_CLAIMED": 409,
     "NO_PENDING_WORK": 409,
     "INVALID_OFFSET": 409,
+    # The hub: sessions between actors, and single messages over HTTP.
+    "invalid_message": 400,
+    "unknown_type": 400,
+    "replay_detected": 400,
+    "clock_skew": 400,
+    "invalid_token": 401,
+    "invalid_signature": 401,
+    "producer_fenced": 403,
+    "unknown_actor": 404,
+    "unknown_correlation": 404,
+    "timeout": 408,
+    "message_expired": 410,
+    "message_too_large": 413,
+    "rate_limited": 429,
+    "mailbox_full": 429,
+    "consumer_slow": 429,
+    "internal_error": 500,
 }
 
 # Refusals that go away by themselves tell the client when to come back.
-RETRY_AFTER_S: dict[str, int] = {"overloaded": 1, "unavailable": 5, "insufficient_storage": 5}
+RETRY_AFTER_S: dict[str, int] = {
+    "overloaded": 1,
+    "unavailable": 5,
+    "insufficient_storage": 5,
+    "rate_limited": 1,
+    "mailbox_full": 5,
+    "consumer_slow": 1,
+}
 
 
 class TailraceError(Exception):

@@ -1,0 +1,96 @@
+"""Token buckets: how much an identity may do of each kind, in whole numbers so that nothing is rounded."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+_SECOND_NS: Final = 1_000_000_000
+_MILLI_NS: Final = 1_000_000
+BUCKETS_MAX: Final = 100_000
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """So many per second, and so many at once after a rest."""
+
+    per_s: int
+    burst: int
+
+
+class TokenBucket:
+    """Full at first. One token is kept as a thousand million parts, a nanosecond's worth being `per_s`."""
+
+    __slots__ = ("_filled_ns", "_parts", "rate")
+
+    def __init__(self, rate: Rate, now_ns: int) -> None:
+        assert rate.per_s > 0
+        assert rate.burst > 0
+        self.rate = rate
+        self._parts = rate.burst * _SECOND_NS
+        self._filled_ns = now_ns
+
+    def take(self, now_ns: int, count: int = 1) -> int:
+        """0 if so many were taken, else the milliseconds after which they could be.
+
+        What is more than the bucket holds needs a full one, and leaves a debt that is paid before anything
+        else is let in.
+        """
+        self._fill(now_ns)
+        wanted = count * _SECOND_NS
+        needed = min(wanted, self.rate.burst * _SECOND_NS)
+        if self._parts >= needed:
+            self._parts -= wanted
+            return 0
+        missing_ns = -(-(needed - self._parts) // self.rate.per_s)
+        return -(-missing_ns // _MILLI_NS)
+
+    def give_back(self, count: int = 1) -> None:
+        """What was taken for something that was refused for another reason."""
+        self._parts = min(self._parts + count * _SECOND_NS, self.rate.burst * _SECOND_NS)
+
+    def is_full(self, now_ns: int) -> bool:
+        self._fill(now_ns)
+        return self._parts >= self.rate.burst * _SECOND_NS
+
+    def _fill(self, now_ns: int) -> None:
+        passed_ns = now_ns - self._filled_ns
+        if passed_ns > 0:
+            self._parts = min(self._parts + passed_ns * self.rate.per_s, self.rate.burst * _SECOND_NS)
+            self._filled_ns = now_ns
+
+
+class Buckets:
+    """The buckets of all identities, one for each kind. A full one is like a new one, and is forgotten."""
+
+    __slots__ = ("_buckets", "_buckets_max", "_rates")
+
+    def __init__(self, rates: dict[str, Rate], *, buckets_max: int = BUCKETS_MAX) -> None:
+        self._rates = rates
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+        self._buckets_max = buckets_max
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, identity: str, kind: str, now_ns: int, count: int = 1, *, rate: Rate | None = None) -> int:
+        """0 if this may be done now, else the milliseconds to wait. `rate` replaces the usual one."""
+        wanted = rate or self._rates[kind]
+        bucket = self._buckets.get((identity, kind))
+        if bucket is None or bucket.rate != wanted:
+            if len(self._buckets) >= self._buckets_max:
+                self._sweep(now_ns)
+            bucket = self._buckets[identity, kind] = TokenBucket(wanted, now_ns)
+        return bucket.take(now_ns, count)
+
+    def give_back(self, identity: str, kind: str, count: int = 1) -> None:
+        if (bucket := self._buckets.get((identity, kind))) is not None:
+            bucket.give_back(count)
+
+    def _sweep(self, now_ns: int) -> None:
+        """Away with the full ones; if hardly any is, the eldest go, whoever they belong to."""
+        for key in [key for key, bucket in self._buckets.items() if bucket.is_full(now_ns)]:
+            del self._buckets[key]
+        surplus = len(self._buckets) - self._buckets_max // 2
+        for key in list(self._buckets)[: max(0, surplus)]:
+            del self._buckets[key]

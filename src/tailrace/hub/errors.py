@@ -1,0 +1,155 @@
+"""Refusals of the hub: the one error type, with what its protocol adds to each code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from tailrace.errors import TailraceError
+
+NOT_APPLIED: Final = "not_applied"
+UNKNOWN: Final = "unknown"
+GENERIC: Final = "hub:error"
+
+
+class Code(msgspec.Struct, frozen=True):
+    """What a code means in a session. A typed form has a message type and members of its own."""
+
+    retryable: bool
+    resolution: str
+    typed: str | None = None
+    members: tuple[str, ...] = ()
+    outcome: str = NOT_APPLIED
+
+
+HUB_CODES: Final[dict[str, Code]] = {
+    "version_mismatch": Code(
+        False,
+        "use a client of a supported version",
+        "hub:version_mismatch",
+        ("clientVersion", "serverVersion", "supportedVersions"),
+    ),
+    "unauthorized": Code(
+        False, "use a token that allows this", "hub:unauthorized", ("action", "reason")
+    ),
+    "invalid_token": Code(False, "get a new token, or register again"),
+    "rate_limited": Code(
+        True, "wait retryAfter ms, then send again", "hub:rate_limited", ("retryAfter",)
+    ),
+    "unknown_actor": Code(
+        False, "discover who is there, or wait until it registers", "hub:unknown_actor", ("actorAddress",)
+    ),
+    "message_too_large": Code(
+        False, "send less at once", "hub:message_too_large", ("messageSize", "maxSize")
+    ),
+    "message_expired": Code(False, "send it with a longer ttl and a new timestamp"),
+    "timeout": Code(True, "ask again with the same id", outcome=UNKNOWN),
+    "invalid_message": Code(False, "send one JSON envelope per message"),
+    "invalid_request": Code(False, "correct the field that details name"),
+    "unknown_type": Code(False, "use a type of the protocol, or address an actor"),
+    "invalid_signature": Code(False, "sign with the current secret"),
+    "replay_detected": Code(False, "send it again with a new timestamp"),
+    "clock_skew": Code(False, "set the clock; details have the server's time"),
+    "producer_gap": Code(False, "send the missing messages first"),
+    "producer_fenced": Code(False, "stop: a newer producer has taken over"),
+    "unknown_correlation": Code(False, "reply once, in time, to a request that was delivered here"),
+    "mailbox_full": Code(True, "wait until the recipient has caught up"),
+    "consumer_slow": Code(True, "wait until the recipient has caught up"),
+    "invalid_offset": Code(False, "use an offset that was delivered or read"),
+    "offset_gone": Code(False, "begin at earliestOffset"),
+    "unavailable": Code(True, "wait a moment, then send again"),
+    "internal_error": Code(True, "report it with its id, then send again", outcome=UNKNOWN),
+}
+
+# Refusals of the layers below, in the words of the hub.
+_BELOW: Final = {
+    "stale_epoch": "producer_fenced",
+    "offset_beyond_tail": "invalid_offset",
+    "append_timeout": "timeout",
+    "request_timeout": "timeout",
+    "forbidden": "unauthorized",
+    "payload_too_large": "message_too_large",
+    "overloaded": "unavailable",
+    "insufficient_storage": "unavailable",
+    "invalid_name": "invalid_request",
+    "invalid_json": "invalid_message",
+}
+
+
+class HubError(TailraceError):
+    """A refusal with its details. They are the further fields of the same error over HTTP."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        details: Mapping[str, object] | None = None,
+        *,
+        retryable: bool | None = None,
+    ) -> None:
+        meaning = HUB_CODES[code]
+        super().__init__(code, message)
+        self.extra = {**(details or {})}
+        self.extra.setdefault("outcome", meaning.outcome)
+        self.retryable = meaning.retryable if retryable is None else retryable
+
+    @property
+    def details(self) -> dict[str, object]:
+        return self.extra
+
+    @property
+    def retry_after_s(self) -> int | None:
+        """Whole seconds for the header, never less than the milliseconds of the details."""
+        after_ms = self.extra.get("retryAfter")
+        if isinstance(after_ms, int):
+            return max(1, -(-after_ms // 1000))
+        return super().retry_after_s
+
+    def __repr__(self) -> str:
+        return f"HubError({self.code!r}, {self.message!r}, {self.extra!r})"
+
+
+def hub_error(error: TailraceError) -> HubError:
+    """The same refusal as the hub tells it. What it has no word for is a bug, and tells nothing."""
+    if isinstance(error, HubError):
+        return error
+    code = _BELOW.get(error.code, error.code)
+    if code not in HUB_CODES:
+        return HubError("internal_error", "the hub failed at this message")
+    return HubError(code, error.message, error.extra)
+
+
+def error_payload(error: HubError, *, typed: bool = False) -> tuple[str, dict[str, object]]:
+    """The message type and payload of an error. Older clients understand the generic form only.
+
+    A typed form has its own members first. Of those it names, it has only what the details know.
+    """
+    meaning = HUB_CODES[error.code]
+    if typed and meaning.typed is not None:
+        members = {name: error.extra[name] for name in meaning.members if name in error.extra}
+        return meaning.typed, {
+            **members,
+            "code": error.code,
+            "message": error.message,
+            "retryable": error.retryable,
+        }
+    return GENERIC, {
+        "code": error.code,
+        "message": error.message,
+        "resolution": meaning.resolution,
+        "details": error.extra,
+        "retryable": error.retryable,
+    }
+
+
+def encode_error(error: HubError, *, typed: bool = False) -> tuple[str, bytes]:
+    """As `error_payload`, ready to be spliced into an envelope."""
+    kind, payload = error_payload(error, typed=typed)
+    return kind, msgspec.json.encode(payload)
+
+
+def field_error(field: str, message: str) -> HubError:
+    """A payload that makes no sense, and where."""
+    return HubError("invalid_request", message, {"field": field})

@@ -1,0 +1,210 @@
+"""The envelope: eleven members around application data that is passed on byte for byte.
+
+A frame is decoded once, with the payload left as the text it is. Output is made by joining bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, cast
+
+import msgspec
+from msgspec import Meta, Raw
+
+from tailrace.hub.errors import HubError
+from tailrace.hub.ids import new_id as new_id
+from tailrace.hub.members import check_text, invalid, scan, too_deep
+from tailrace.hub.members import members as members
+
+FRAME_BYTES_MAX: Final = 1024 * 1024
+METADATA_BYTES_MAX: Final = 64 * 1024
+NAME_BYTES_MAX: Final = 128  # of an id, and of a type
+MILLIS_MAX: Final = 2**53 - 1  # what every language counts exactly
+HUB: Final = "@(cloudflare/signal-hub)"
+MEMBERS: Final = (
+    *("id", "from", "to", "type", "payload", "pattern"),
+    *("correlationId", "timestamp", "metadata", "ttl", "signature"),
+)
+NULL: Final = Raw(b"null")
+EMPTY: Final = Raw(b"{}")
+_ABSENT: Final = Raw()
+# Each member costs its name, two quotes, a colon, and a comma or a brace.
+_COSTS: Final = tuple(len(name) + 4 for name in MEMBERS)
+_PASSED_ON: Final = frozenset({"payload", "metadata"})
+
+# One character is one byte or more: the limit in bytes is looked at again where that matters.
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_BYTES_MAX)]
+
+
+class Envelope(msgspec.Struct, eq=False, gc=False, kw_only=True):
+    """One message as it came. What it says of its sender is a wish, until somebody has verified it."""
+
+    id: Name
+    type: Name
+    timestamp: Annotated[int, Meta(ge=0, le=MILLIS_MAX)]
+    from_: str | None = msgspec.field(name="from", default=None)
+    to: str | None = None
+    payload: Raw = NULL
+    pattern: Literal["tell", "ask"] = "tell"
+    correlation_id: str | None = msgspec.field(name="correlationId", default=None)
+    metadata: Raw = EMPTY
+    ttl: Annotated[int, Meta(ge=1, le=MILLIS_MAX)] | None = None
+    signature: str | None = None
+
+    @property
+    def is_ask(self) -> bool:
+        return self.pattern == "ask"
+
+    def is_expired(self, now_ms: int) -> bool:
+        return self.ttl is not None and self.timestamp + self.ttl < now_ms
+
+
+class _Texts(msgspec.Struct, eq=False, gc=False):
+    """The members as text, in order, to see how long they are together."""
+
+    id: Raw = _ABSENT
+    from_: Raw = msgspec.field(name="from", default=_ABSENT)
+    to: Raw = _ABSENT
+    type: Raw = _ABSENT
+    payload: Raw = _ABSENT
+    pattern: Raw = _ABSENT
+    correlation_id: Raw = msgspec.field(name="correlationId", default=_ABSENT)
+    timestamp: Raw = _ABSENT
+    metadata: Raw = _ABSENT
+    ttl: Raw = _ABSENT
+    signature: Raw = _ABSENT
+
+
+_envelopes: Final = msgspec.json.Decoder(Envelope)
+_texts: Final = msgspec.json.Decoder(_Texts)
+_quoted: Final = msgspec.json.Encoder().encode
+
+
+def parse(frame: bytes, bytes_max: int = FRAME_BYTES_MAX) -> Envelope:
+    """The envelope of a frame, or the refusal that its sender is told."""
+    if len(frame) > bytes_max:
+        raise HubError(
+            "message_too_large",
+            f"a message has at most {bytes_max} bytes",
+            {"messageSize": len(frame), "maxSize": bytes_max},
+        )
+    check_text(frame)
+    try:
+        envelope = _envelopes.decode(frame)
+        plain = _is_plain(frame)
+    except RecursionError:
+        raise too_deep() from None
+    except msgspec.ValidationError as error:
+        raise invalid(f"not an envelope: {error}") from None
+    except msgspec.DecodeError as error:
+        if b"\\u" not in frame:
+            raise invalid(f"not JSON: {error}") from None
+        envelope, plain = _past_surrogates(frame), True
+    if not plain:
+        scan(frame)
+    _check(envelope)
+    return envelope
+
+
+def _is_plain(frame: bytes) -> bool:
+    """Whether the members as they were decoded explain every byte of the frame: then none came twice."""
+    found = cast("tuple[Raw, ...]", msgspec.structs.astuple(_texts.decode(frame)))
+    length = 1
+    for cost, text in zip(_COSTS, found, strict=True):
+        if size := len(text):
+            length += cost + size
+    return length == len(frame)
+
+
+def _past_surrogates(frame: bytes) -> Envelope:
+    """Half a surrogate pair, escaped, is legal JSON, and what JavaScript writes; msgspec refuses it."""
+    found = scan(frame)
+    kept = [name for name in MEMBERS if name in found and name not in _PASSED_ON]
+    texts = [b'"%b":%b' % (name.encode(), found[name]) for name in kept]
+    try:
+        envelope = _envelopes.decode(b"{" + b",".join(texts) + b"}")
+    except msgspec.DecodeError as error:
+        raise invalid(f"not an envelope: {error}") from None
+    envelope.payload = found.get("payload", NULL)
+    envelope.metadata = found.get("metadata", EMPTY)
+    return envelope
+
+
+def _check(envelope: Envelope) -> None:
+    for name, text in (("id", envelope.id), ("type", envelope.type)):
+        if not text.isascii() and len(text.encode()) > NAME_BYTES_MAX:
+            raise invalid(f"{name} has more than {NAME_BYTES_MAX} bytes", field=name)
+    metadata = envelope.metadata
+    if metadata is not EMPTY:
+        first = bytes(memoryview(metadata)[:1])
+        if first == b"n":
+            envelope.metadata = EMPTY
+        elif first != b"{":
+            raise invalid("metadata is an object", field="metadata")
+        elif len(metadata) > METADATA_BYTES_MAX:
+            raise invalid(f"metadata has more than {METADATA_BYTES_MAX} bytes", field="metadata")
+
+
+class Common(msgspec.Struct, frozen=True, gc=False):
+    """An envelope without `id` and `to`: encoded once, however many recipients it has."""
+
+    middle: bytes
+    rest: bytes
+
+    def frame(self, identifier: str, to: str) -> bytes:
+        """The copy for one recipient. An id of ours and an address that was checked need no escapes."""
+        return b'{"id":"%b%b%b%b' % (identifier.encode(), self.middle, to.encode(), self.rest)
+
+
+def common(
+    *,
+    from_: str,
+    type: str,  # noqa: A002 - as the member is called
+    payload: bytes | Raw,
+    timestamp: int,
+    pattern: str = "tell",
+    correlation_id: str | None = None,
+    metadata: bytes | Raw = b"{}",
+    ttl: int | None = None,
+) -> Common:
+    """What all copies of a message share. Payload and metadata are JSON texts, and stay as they are."""
+    rest = b'","type":%b,"payload":%b,"pattern":"%b","correlationId":%b,"timestamp":%d,"metadata":%b,"ttl":%b' % (
+        _quoted(type),
+        payload,
+        pattern.encode(),
+        b"null" if correlation_id is None else _quoted(correlation_id),
+        timestamp,
+        metadata,
+        b"null" if ttl is None else b"%d" % ttl,
+    )
+    return Common(b'","from":%b,"to":"' % _quoted(from_), rest + b',"signature":null}')
+
+
+def encode(
+    *,
+    id: str,  # noqa: A002 - as the member is called
+    from_: str,
+    to: str,
+    type: str,  # noqa: A002
+    payload: bytes | Raw,
+    timestamp: int,
+    pattern: str = "tell",
+    correlation_id: str | None = None,
+    metadata: bytes | Raw = b"{}",
+    ttl: int | None = None,
+) -> bytes:
+    """One envelope, with exactly the eleven members in their order."""
+    return common(
+        from_=from_,
+        type=type,
+        payload=payload,
+        timestamp=timestamp,
+        pattern=pattern,
+        correlation_id=correlation_id,
+        metadata=metadata,
+        ttl=ttl,
+    ).frame(id, to)
+
+
+def encode_metadata(given: dict[str, Raw], **own: object) -> bytes:
+    """Metadata from members that were cut from a message, and members of our own."""
+    return _quoted({**given, **own})

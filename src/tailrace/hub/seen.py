@@ -1,0 +1,121 @@
+"""Messages that one sender has sent lately: a repeat is answered as the first one was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+TTL_MS_DEFAULT: Final = 60_000
+TTL_MS_MAX: Final = 300_000
+ENTRIES_MAX: Final = 10_000
+BYTES_MAX: Final = 8 * 1024 * 1024
+WAITERS_MAX: Final = 16
+# What an entry costs besides its id and its answers, roughly.
+_ENTRY_BYTES: Final = 400
+
+
+class Seen(msgspec.Struct, eq=False):
+    """A message that was accepted. Until it is finished, those who repeat it wait for its answers."""
+
+    id: str
+    seen_ms: int
+    timestamp_ms: int
+    answers: tuple[bytes, ...] = ()
+    finished: bool = False
+    waiters: list[object] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return _ENTRY_BYTES + len(self.id) + sum(map(len, self.answers))
+
+
+class SeenSet:
+    """The newest messages of one sender, bounded in age, number and bytes; the oldest leave first."""
+
+    __slots__ = ("_bytes", "_bytes_max", "_entries", "_entries_max", "_ttl_ms", "floor_ms")
+
+    def __init__(
+        self,
+        *,
+        entries_max: int = ENTRIES_MAX,
+        bytes_max: int = BYTES_MAX,
+        ttl_ms: int = TTL_MS_DEFAULT,
+    ) -> None:
+        self._entries: dict[str, Seen] = {}
+        self._entries_max = entries_max
+        self._bytes_max = bytes_max
+        self._ttl_ms = min(ttl_ms, TTL_MS_MAX)
+        self._bytes = 0
+        # The newest timestamp that was forgotten before its time: at or below it, nobody can say whether a
+        # message is a repeat.
+        self.floor_ms = -1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._bytes
+
+    def get(self, identifier: str, now_ms: int) -> Seen | None:
+        """The first of this id, if it is still known."""
+        found = self._entries.get(identifier)
+        if found is None or now_ms - found.seen_ms >= self._ttl_ms:
+            return None
+        return found
+
+    def add(self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()) -> Seen:
+        """Remember an accepted message, which must not be known. `answers` if it is finished at once."""
+        self.expire(now_ms)
+        # One whose time is over may still be there if the clock was set back after younger ones came.
+        self.forget(identifier)
+        entry = Seen(identifier, now_ms, timestamp_ms, answers, finished=bool(answers))
+        self._entries[identifier] = entry
+        self._bytes += entry.size_bytes
+        self._make_room()
+        return entry
+
+    def join(self, entry: Seen, waiter: object) -> bool:
+        """Wait for the answers of a message that is not finished. False if too many do."""
+        assert not entry.finished
+        if waiter not in entry.waiters:
+            if len(entry.waiters) >= WAITERS_MAX:
+                return False
+            entry.waiters.append(waiter)
+        return True
+
+    def answer(self, entry: Seen, answer: bytes, *, final: bool = True) -> list[object]:
+        """Keep an answer for repeats, and learn who waits for it. A message may have several answers."""
+        if self._entries.get(entry.id) is entry:
+            self._bytes += len(answer)
+        entry.answers = (*entry.answers, answer)
+        entry.finished = final
+        waiting = list(entry.waiters)
+        if final:
+            entry.waiters = []
+        self._make_room()
+        return waiting
+
+    def forget(self, identifier: str) -> None:
+        """A message that was not accepted after all may be sent again."""
+        entry = self._entries.pop(identifier, None)
+        if entry is not None:
+            self._bytes -= entry.size_bytes
+
+    def expire(self, now_ms: int) -> None:
+        for entry in self._oldest():
+            if now_ms - entry.seen_ms < self._ttl_ms:
+                break
+            self.forget(entry.id)
+
+    def _make_room(self) -> None:
+        while len(self._entries) > self._entries_max or (self._bytes > self._bytes_max and len(self._entries) > 1):
+            entry = next(iter(self._entries.values()))
+            self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
+            self.forget(entry.id)
+
+    def _oldest(self) -> Iterator[Seen]:
+        while self._entries:
+            yield next(iter(self._entries.values()))

@@ -1,0 +1,103 @@
+"""Signatures of messages: HMAC-SHA256 with a secret that an identity shares with the hub.
+
+The first version signs the members in a fixed order, as they are written. The second signs the canonical form
+of the whole envelope, and names its key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from tailrace.hub.canonical import canonical
+from tailrace.hub.errors import HubError
+from tailrace.hub.members import compact, scan
+
+SECRET_BYTES: Final = 32
+VALID_MS: Final = 90 * 24 * 3600 * 1000
+RETIRED_VALID_MS: Final = 24 * 3600 * 1000
+_SIGNED: Final = (
+    *("id", "from", "to", "type", "payload"),
+    *("pattern", "correlationId", "timestamp", "metadata", "ttl"),
+)
+_V2: Final = "v2:"
+
+
+class Key(msgspec.Struct, frozen=True):
+    """A secret of an identity. One that was replaced still counts for a day."""
+
+    id: str
+    secret: bytes
+    created_ms: int
+    retired_ms: int | None = None
+
+    def is_valid(self, now_ms: int) -> bool:
+        if now_ms >= self.created_ms + VALID_MS:
+            return False
+        return self.retired_ms is None or now_ms < self.retired_ms + RETIRED_VALID_MS
+
+    def __repr__(self) -> str:
+        return f"Key({self.id!r})"  # the secret stays out of logs
+
+
+def verify(frame: bytes, signature: str, keys: Iterable[Key], now_ms: int) -> None:
+    """Refuses a frame whose signature no valid key of its sender explains."""
+    named, mac = _parse(signature)
+    content = _content(frame, canonically=named is not None)
+    for key in keys:
+        if key.is_valid(now_ms) and named in (None, key.id):
+            if hmac.compare_digest(mac, _mac(key.secret, content)):
+                return
+    raise _refusal("the signature does not fit the message")
+
+
+def sign(frame: bytes, secret: bytes, key_id: str | None = None) -> str:
+    """The signature for a frame: of the second version if the key has a name, else of the first."""
+    mac = base64.b64encode(_mac(secret, _content(frame, canonically=key_id is not None))).decode()
+    return mac if key_id is None else f"{_V2}{key_id}:{mac}"
+
+
+def signed(frame: bytes, secret: bytes, key_id: str | None = None) -> bytes:
+    """A frame of ours, which ends without a signature, with one."""
+    end = b'"signature":null}'
+    assert frame.endswith(end)
+    return b'%b"signature":"%b"}' % (frame[: -len(end)], sign(frame, secret, key_id).encode())
+
+
+def _parse(signature: str) -> tuple[str | None, bytes]:
+    """The name of the key, if there is one, and the code."""
+    named: str | None = None
+    text = signature
+    if signature.startswith(_V2):
+        named, separator, text = signature.removeprefix(_V2).rpartition(":")
+        if not separator:
+            raise _refusal("a signature of the second version is v2:<key id>:<base64>")
+    try:
+        return named, base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise _refusal("the signature is not base64") from None
+
+
+def _content(frame: bytes, *, canonically: bool) -> bytes:
+    if canonically:
+        try:
+            return canonical(frame, without="signature")
+        except (ValueError, RecursionError) as error:
+            raise _refusal(f"the message has no canonical form: {error}") from None
+    found = scan(frame)
+    texts = [b'"%b":%b' % (name.encode(), compact(bytes(found[name]))) for name in _SIGNED if name in found]
+    return b"{" + b",".join(texts) + b"}"
+
+
+def _mac(secret: bytes, content: bytes) -> bytes:
+    return hmac.new(secret, content, hashlib.sha256).digest()
+
+
+def _refusal(message: str) -> HubError:
+    return HubError("invalid_signature", message)
