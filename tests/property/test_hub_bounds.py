@@ -1,0 +1,141 @@
+"""What one sender may do, and what is remembered of it: always bounded, never unfair."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.hub.buckets import Buckets, Rate, TokenBucket
+from tailrace.hub.seen import WAITERS_MAX, Seen, SeenSet
+
+SECOND_NS = 1_000_000_000
+MILLI_NS = 1_000_000
+rates = st.builds(Rate, st.integers(1, 2000), st.integers(1, 50))
+pauses_ns = st.lists(st.integers(0, 2 * SECOND_NS), min_size=1, max_size=60)
+
+
+@given(rates, pauses_ns)
+def test_h40_no_window_has_more_than_the_burst_and_the_rate(rate: Rate, pauses: list[int]) -> None:
+    bucket = TokenBucket(rate, 0)
+    now_ns, taken = 0, list[int]()
+    for pause_ns in pauses:
+        now_ns += pause_ns // rate.per_s
+        if bucket.take(now_ns) == 0:
+            taken.append(now_ns)
+    for first, start_ns in enumerate(taken):
+        for last in range(first, len(taken)):
+            window = Fraction(taken[last] - start_ns, SECOND_NS)
+            assert last - first + 1 <= rate.burst + rate.per_s * window
+
+
+@given(rates, pauses_ns)
+def test_h40_whoever_stays_below_the_rate_is_never_refused(rate: Rate, pauses: list[int]) -> None:
+    bucket = TokenBucket(rate, 0)
+    interval_ns = -(-SECOND_NS // rate.per_s)
+    now_ns = 0
+    for pause_ns in pauses:
+        now_ns += interval_ns + pause_ns
+        assert bucket.take(now_ns) == 0
+
+
+@given(rates, st.integers(1, 100), pauses_ns)
+def test_the_time_to_wait_is_enough_and_not_too_long(rate: Rate, count: int, pauses: list[int]) -> None:
+    bucket = TokenBucket(rate, 0)
+    now_ns = 0
+    for pause_ns in pauses:
+        now_ns += pause_ns // rate.per_s
+        wait_ms = bucket.take(now_ns, count)
+        if wait_ms:
+            if wait_ms > 1:
+                assert bucket.take(now_ns + (wait_ms - 1) * MILLI_NS, count) > 0
+            now_ns += wait_ms * MILLI_NS
+            assert bucket.take(now_ns, count) == 0
+
+
+def test_more_than_a_bucket_holds_passes_once_and_is_paid_for_later() -> None:
+    bucket = TokenBucket(Rate(10, 5), 0)
+    assert bucket.take(0, 25) == 0
+    assert bucket.take(0) == 2100
+    assert bucket.take(2100 * MILLI_NS) == 0
+    bucket.give_back(100)
+    assert bucket.take(2100 * MILLI_NS, 5) == 0
+    assert bucket.take(2100 * MILLI_NS) == 100
+    # A clock that is set back gives nothing.
+    assert bucket.take(0) == 100
+
+
+def test_identities_and_kinds_have_buckets_of_their_own() -> None:
+    buckets = Buckets({"send": Rate(1, 1), "publish": Rate(1, 1)})
+    assert [buckets.take("a", "send", 0), buckets.take("a", "send", 0)] == [0, 1000]
+    assert [buckets.take("b", "send", 0), buckets.take("a", "publish", 0)] == [0, 0]
+    assert buckets.take("a", "send", 0, rate=Rate(1, 2)) == 0
+    buckets.give_back("b", "send")
+    assert buckets.take("b", "send", 0) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, SECOND_NS)), max_size=200))
+def test_h1_buckets_are_bounded_and_full_ones_leave_first(calls: list[tuple[int, int]]) -> None:
+    buckets = Buckets({"send": Rate(10, 2)}, buckets_max=8)
+    now_ns = 0
+    for identity, pause_ns in calls:
+        now_ns += pause_ns
+        buckets.take(str(identity), "send", now_ns)
+        assert len(buckets) <= 8
+
+
+# -- what was seen
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(0, 40)), max_size=80))
+def test_h20_a_repeat_is_known_while_it_is_young_and_among_the_newest(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    seen = SeenSet(entries_max=6, ttl_ms=50)
+    now_ms, model = 0, dict[str, tuple[int, int]]()
+    evicted = -1
+    for number, pause_ms, timestamp_ms in steps:
+        now_ms += pause_ms
+        identifier = str(number)
+        model = {name: times for name, times in model.items() if now_ms - times[0] < 50}
+        found = seen.get(identifier, now_ms)
+        assert (found is not None) == (identifier in model)
+        if found is None:
+            seen.add(identifier, now_ms, timestamp_ms, answers=(b"ack",))
+            model[identifier] = (now_ms, timestamp_ms)
+            if len(model) > 6:
+                eldest = next(iter(model))
+                evicted = max(evicted, model.pop(eldest)[1])
+        assert len(seen) == len(model)
+        assert seen.floor_ms == evicted
+
+
+def test_h20_a_repeat_gets_the_answers_of_the_first() -> None:
+    seen = SeenSet()
+    entry = seen.add("1", 0, 0)
+    assert seen.get("1", 1) is entry
+    assert seen.join(entry, "session a")
+    assert seen.join(entry, "session a")
+    assert seen.answer(entry, b"accepted", final=False) == ["session a"]
+    assert seen.answer(entry, b"processed") == ["session a"]
+    assert (entry.finished, entry.answers, entry.waiters) == (True, (b"accepted", b"processed"), [])
+    seen.forget("1")
+    assert seen.get("1", 1) is None
+    assert (len(seen), seen.size_bytes) == (0, 0)
+
+
+def test_h20_what_is_remembered_is_bounded_in_bytes() -> None:
+    seen = SeenSet(bytes_max=10_000)
+    entries: list[Seen] = []
+    for number in range(100):
+        entry = seen.add(str(number), 0, number)
+        seen.answer(entry, b"x" * 1000)
+        entries.append(entry)
+        assert seen.size_bytes <= 10_000
+    assert seen.get("99", 0) is entries[-1]
+    assert seen.floor_ms == int(entries[-len(seen) - 1].id)
+    for number in range(100, 110):
+        seen.forget(str(number))
+    unfinished = seen.add("u", 0, 0)
+    assert [seen.join(unfinished, number) for number in range(WAITERS_MAX + 1)] == [True] * WAITERS_MAX + [False]
