@@ -12,7 +12,7 @@ from bench.peers import Peer
 from bench.processes import PeerError, Running
 from bench.scenarios import Bench, Rows
 
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 75.0  # idle, not just created: what is done once a minute has been done
 CREATE_PATIENCE_SECONDS = 900.0
 
 

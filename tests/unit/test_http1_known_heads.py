@@ -73,3 +73,19 @@ def test_a_body_that_comes_later_is_waited_for() -> None:
             assert [(await client.answer()).json["body"] for _ in range(2)] == ["12345", "12345"]
 
     on_loop(main)
+
+
+@pytest.mark.parametrize("streams", [2, 8, 24, 100])
+def test_all_heads_of_a_writer_that_takes_turns_are_learnt(streams: int) -> None:
+    appends = [post(f"/{number}", b"12345") for number in range(streams)]
+
+    async def main() -> None:
+        async with site() as here:
+            client = await here.connect()
+            for _ in range(60):
+                for append in appends:
+                    await client.send(append)
+                    await client.answer()
+            assert len(here.server.heads_known) == streams
+
+    on_loop(main)

@@ -128,6 +128,7 @@ class Stream:
         "live",
         "name",
         "number",
+        "own",
         "parent",
         "producers",
         "producers_known",
@@ -153,6 +154,7 @@ class Stream:
     def __init__(self, number: int, name: str, created_ns: int) -> None:
         self.number = number
         self.name = name
+        self.own = name.startswith("__")  # one of the server's own
         self.incarnation = 0
         self.epochs = FIRST_EPOCH
         self.content_type: str | None = None

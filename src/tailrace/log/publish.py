@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -13,12 +14,13 @@ from tailrace.log.records import Append, Create, Delete, Op, Recorded
 from tailrace.log.streams import Streams
 from tailrace.log.traffic import Traffic
 from tailrace.log.transaction import Transaction
+from tailrace.log.wake import Waker
 
 logger = logging.getLogger("tailrace.log")
 
 
 class Observer(Protocol):
-    """Somebody who follows all streams: subscriptions, metrics."""
+    """Somebody who follows all streams: subscriptions."""
 
     def on_created(self, stream: Stream) -> None: ...
     def on_published(self, stream: Stream) -> None: ...
@@ -28,9 +30,12 @@ class Observer(Protocol):
 class Publisher:
     """The last of the three steps: decide, commit, publish. Runs on the loop thread, in log order."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop) -> None:
         self._streams = streams
+        self.waker = Waker(loop)
         self.observers: list[Observer] = []
+        # Told when one of the server's own streams has news. Following those costs other appends nothing.
+        self.on_own_streams: list[Callable[[Stream], None]] = []
         self.on_change: list[Callable[[Op, Stream], None]] = []  # of anything but entries, when it is durable
         self.traffic: Traffic | None = None
         self.entries = 0
@@ -40,11 +45,12 @@ class Publisher:
         """Shows a durable batch, answers, then wakes the readers of every stream it changed."""
         publish_append, traffic = self._streams.publish_append, self.traffic
         woken: dict[Stream, None] = {}
+        own: dict[Stream, None] = {}
         for item in batch.items:
             assert type(item) is Transaction
             subject, op = item.subject, item.append
             if op is None or subject is None or subject.removed:
-                self._publish_steps(item, batch, woken)
+                self._publish_steps(item, batch, woken, own)
             else:
                 publish_append(op, subject)
                 size_bytes = len(op.body)
@@ -59,6 +65,8 @@ class Publisher:
                     subject.batch = None
                 if subject.readers is not None:
                     woken[subject] = None
+                if subject.own:
+                    own[subject] = None
             if subject is not None:
                 subject.queued_bytes -= item.size
             try:
@@ -72,10 +80,15 @@ class Publisher:
                 self._tell_observers(batch)
             except Exception:
                 logger.exception("an observer failed")  # what is durable is published, whoever follows it
+        for stream in own:
+            for tell in self.on_own_streams:
+                _guarded(tell, stream)
         for stream in woken:
-            wake(stream)
+            self.waker.wake(stream)
 
-    def _publish_steps(self, item: Transaction, batch: Batch, woken: dict[Stream, None]) -> None:
+    def _publish_steps(
+        self, item: Transaction, batch: Batch, woken: dict[Stream, None], own: dict[Stream, None]
+    ) -> None:
         for op, stream in item.steps():
             self._streams.publish(op, stream)
             if stream is None:
@@ -83,6 +96,8 @@ class Publisher:
                     self._recorded(op, woken)
                 continue
             if isinstance(op, Append):
+                if stream.own:
+                    own[stream] = None
                 self.entries += op.count
                 self.bytes += len(op.body)
                 if self.traffic is not None:
@@ -122,20 +137,16 @@ class Publisher:
                 observer.on_published(stream)
 
 
+def _guarded(tell: Callable[[Stream], None], stream: Stream) -> None:
+    try:
+        tell(stream)
+    except Exception:
+        logger.exception("a follower of %s failed", stream.name)  # it is durable and published all the same
+
+
 def answer(transaction: Transaction, error: TailraceError | None) -> None:
     """One requester's trouble must not swallow the answers of those behind it in the batch."""
     try:
         transaction.reply(transaction, error)
     except Exception:
         logger.exception("an answer failed")
-
-
-def wake(stream: Stream) -> None:
-    """Tells everybody who waits at the stream's tail. They may leave or come back while being told."""
-    readers = stream.readers
-    if readers is not None:
-        for reader in tuple(readers):
-            try:
-                reader.on_published(stream)
-            except Exception:
-                logger.exception("a live reader failed")  # the others are told all the same

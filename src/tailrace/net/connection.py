@@ -117,12 +117,13 @@ class HttpConnection(AnsweringConnection):
             if size > server.slice_bytes:
                 self._feed_slices(data)
                 return
-            requests = server.requests
             self._feed(data)
             if self._incoming is not None:
                 self._on_partial(size)
-            elif at_rest and not self._begun and not requests & LEARN_MASK:
-                self._learn(data)
+            elif at_rest and not self._begun:
+                server.heads_parsed += 1
+                if not server.heads_parsed & LEARN_MASK:
+                    self._learn(data)
         except HttpParserUpgrade as upgrade:
             self._leave_parser(data[cast("int", upgrade.args[0]) :])
         except HttpParserError as error:

@@ -75,6 +75,7 @@ class HttpServer:
         self.varying_headers = app.common_headers if app.fixed_headers is None else None
         self.status_heads: dict[int, bytes] = {}
         self.heads_known: dict[bytes, KnownHead] = {}
+        self.heads_parsed = 0  # because they were not known; of these one in a few is learnt
         self.hosts_known: set[bytes | None] = set()
         self.body_bytes_max = limits.append_body_bytes
         self.body_digits = len(str(limits.append_body_bytes))

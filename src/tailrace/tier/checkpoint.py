@@ -17,7 +17,7 @@ FOLD_AT_START_BYTES = 4 * 1024 * 1024
 
 
 class Checkpoints:
-    """One file at a time, oldest first. The child is started when there is work and kept."""
+    """One file at a time, oldest first. The child is started when there is work, and kept while there is."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -53,6 +53,9 @@ class Checkpoints:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._end_child()
+
+    async def _end_child(self) -> None:
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
             await self._child.wait()
@@ -68,7 +71,13 @@ class Checkpoints:
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
+            try:
+                async with asyncio.timeout(self._log.limits.helper_idle_ms / 1000):
+                    await self._wake.wait()
+            except TimeoutError:
+                # A child with nothing to do holds some 50 MB; the next one is there in a blink.
+                await self._end_child()
+                await self._wake.wait()
             while self._files:
                 seq, end = self._files[0]
                 try:

@@ -1,4 +1,4 @@
-"""The server's end of the sealer: started when there is something to do, and kept."""
+"""The server's end of the sealer: started when there is something to do, ended when there is nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class SealerProcess:
 
     def __init__(self, setup: SealerSetup, recovery_key: str = "") -> None:
         self._setup = setup
+        # A child with nothing to do holds some 40 MB; the next one is there in a blink.
+        self._idle_s = setup.limits.helper_idle_ms / 1000
         self._recovery_key = recovery_key
         self._child: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Future[Report]] = {}
         self._last_id = 0
+        self._idle: asyncio.TimerHandle | None = None
         self._earlier: Counter[str] = Counter()  # what children that have ended did
         self._present: Counter[str] = Counter()
         self._bytes = [0, 0, 0, 0]  # out and in, of earlier children and of the present one
@@ -71,8 +74,26 @@ class SealerProcess:
             return Report(id=job.id, error=f"the sealer cannot be asked: {error}", trouble="ended")
         finally:
             self._asked.pop(job.id, None)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Ends the child when nothing is asked of it for a while."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if not self._asked:
+            self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle)
+
+    def _end_idle(self) -> None:
+        self._idle = None
+        child = self._child
+        if not self._asked and child is not None and child.returncode is None:
+            child.kill()
+            self._child = None  # the next job finds none, rather than one that is about to end
 
     async def stop(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
             await self._child.wait()
