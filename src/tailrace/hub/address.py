@@ -51,7 +51,9 @@ def _path_of(text: str) -> str:
 def _check_segments(segments: list[str]) -> None:
     for segment in segments:
         if segment in _RESERVED or segment.startswith("_"):
-            raise ValueError(f"no segment can be {segment!r}: '.', '..', 'pk', 'touch' and '_...' are reserved")
+            raise ValueError(
+                f"no segment can be {segment!r}: '.', '..', 'pk', 'touch' and '_...' are reserved"
+            )
 
 
 def format_address(path: str) -> str:
@@ -83,9 +85,7 @@ class Pattern:
 
     def __init__(self, text: str, field: str = "pattern") -> None:
         if len(text.encode("utf-8", "surrogatepass")) > PATTERN_BYTES_MAX or text.count("*") > STARS_MAX:
-            raise field_error(
-                field, f"a pattern has at most {PATTERN_BYTES_MAX} bytes and {STARS_MAX} stars"
-            )
+            raise field_error(field, f"a pattern has at most {PATTERN_BYTES_MAX} bytes and {STARS_MAX} stars")
         self.text = text
         pieces = _unwrapped(text).split("*")
         self._starred = len(pieces) > 1

@@ -64,7 +64,9 @@ def _write(value: object, parts: list[str]) -> None:
 def _write_object(value: dict[str, object], parts: list[str]) -> None:
     parts.append("{")
     # By UTF-16 units, as JavaScript compares.
-    for position, name in enumerate(sorted(value, key=lambda name: name.encode("utf-16-be", "surrogatepass"))):
+    for position, name in enumerate(
+        sorted(value, key=lambda name: name.encode("utf-16-be", "surrogatepass"))
+    ):
         parts.append("," if position else "")
         parts.append(_text(name))
         parts.append(":")

@@ -31,13 +31,9 @@ HUB_CODES: Final[dict[str, Code]] = {
         "hub:version_mismatch",
         ("clientVersion", "serverVersion", "supportedVersions"),
     ),
-    "unauthorized": Code(
-        False, "use a token that allows this", "hub:unauthorized", ("action", "reason")
-    ),
+    "unauthorized": Code(False, "use a token that allows this", "hub:unauthorized", ("action", "reason")),
     "invalid_token": Code(False, "get a new token, or register again"),
-    "rate_limited": Code(
-        True, "wait retryAfter ms, then send again", "hub:rate_limited", ("retryAfter",)
-    ),
+    "rate_limited": Code(True, "wait retryAfter ms, then send again", "hub:rate_limited", ("retryAfter",)),
     "unknown_actor": Code(
         False, "discover who is there, or wait until it registers", "hub:unknown_actor", ("actorAddress",)
     ),

@@ -21,7 +21,7 @@ _objects: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 def members(text: bytes | Raw) -> dict[str, Raw]:
-    """The members of an object that was checked before; none of `null`. Of equal names the last one counts."""
+    """The members of an object that was checked before; `null` has none. Of equal names the last counts."""
     try:
         return {} if len(text) == 4 and bytes(text) == b"null" else _objects.decode(text)
     except msgspec.ValidationError:

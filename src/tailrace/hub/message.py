@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta, Raw
 
 from tailrace.hub.errors import HubError
-from tailrace.hub.ids import new_id as new_id
-from tailrace.hub.members import check_text, invalid, scan, too_deep
-from tailrace.hub.members import members as members
+from tailrace.hub.ids import new_id
+from tailrace.hub.members import check_text, invalid, members, scan, too_deep
+
+__all__ = ["Common", "Envelope", "common", "encode", "encode_metadata", "members", "new_id", "parse"]
 
 FRAME_BYTES_MAX: Final = 1024 * 1024
 METADATA_BYTES_MAX: Final = 64 * 1024
@@ -167,14 +168,17 @@ def common(
     ttl: int | None = None,
 ) -> Common:
     """What all copies of a message share. Payload and metadata are JSON texts, and stay as they are."""
-    rest = b'","type":%b,"payload":%b,"pattern":"%b","correlationId":%b,"timestamp":%d,"metadata":%b,"ttl":%b' % (
-        _quoted(type),
-        payload,
-        pattern.encode(),
-        b"null" if correlation_id is None else _quoted(correlation_id),
-        timestamp,
-        metadata,
-        b"null" if ttl is None else b"%d" % ttl,
+    rest = (
+        b'","type":%b,"payload":%b,"pattern":"%b","correlationId":%b,"timestamp":%d,"metadata":%b,"ttl":%b'
+        % (
+            _quoted(type),
+            payload,
+            pattern.encode(),
+            b"null" if correlation_id is None else _quoted(correlation_id),
+            timestamp,
+            metadata,
+            b"null" if ttl is None else b"%d" % ttl,
+        )
     )
     return Common(b'","from":%b,"to":"' % _quoted(from_), rest + b',"signature":null}')
 

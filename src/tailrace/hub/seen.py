@@ -66,7 +66,9 @@ class SeenSet:
             return None
         return found
 
-    def add(self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()) -> Seen:
+    def add(
+        self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()
+    ) -> Seen:
         """Remember an accepted message, which must not be known. `answers` if it is finished at once."""
         self.expire(now_ms)
         # One whose time is over may still be there if the clock was set back after younger ones came.
@@ -111,7 +113,9 @@ class SeenSet:
             self.forget(entry.id)
 
     def _make_room(self) -> None:
-        while len(self._entries) > self._entries_max or (self._bytes > self._bytes_max and len(self._entries) > 1):
+        while len(self._entries) > self._entries_max or (
+            self._bytes > self._bytes_max and len(self._entries) > 1
+        ):
             entry = next(iter(self._entries.values()))
             self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
             self.forget(entry.id)

@@ -1,0 +1,45 @@
+"""The client of the hub: `Hub` for threads, `AsyncHub` for event loops, the same operations in both.
+
+with Hub("http://127.0.0.1:4437", address="@(svc/price)") as hub:
+    hub.register()
+    for message in hub.messages():
+        hub.reply(message, {"price": 12})
+"""
+
+from __future__ import annotations
+
+from tailrace.client.hub.addresses import Runtime, from_runtime, to_runtime
+from tailrace.client.hub.aio import AsyncHub
+from tailrace.client.hub.model import (
+    Ack,
+    Actor,
+    Broadcast,
+    Committed,
+    MailboxPage,
+    Message,
+    Published,
+    Registration,
+    Subscription,
+    Timeouts,
+)
+from tailrace.client.hub.sync import Hub
+from tailrace.client.hub.wire import SigningKey
+
+__all__ = [
+    "Ack",
+    "Actor",
+    "AsyncHub",
+    "Broadcast",
+    "Committed",
+    "Hub",
+    "MailboxPage",
+    "Message",
+    "Published",
+    "Registration",
+    "Runtime",
+    "SigningKey",
+    "Subscription",
+    "Timeouts",
+    "from_runtime",
+    "to_runtime",
+]

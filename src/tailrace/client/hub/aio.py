@@ -1,0 +1,390 @@
+"""The asynchronous client of the hub: a session that lasts, and everything an actor does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from tailrace.client.handles import AsyncClosing
+from tailrace.client.hub import wire
+from tailrace.client.hub.inbox import Inbox
+from tailrace.client.hub.model import (
+    Ack,
+    AckLevel,
+    Actor,
+    ActorPage,
+    Broadcast,
+    Committed,
+    MailboxPage,
+    Message,
+    Published,
+    Registration,
+    Subscription,
+    Timeouts,
+    read_answer,
+)
+from tailrace.client.hub.place import Place
+from tailrace.client.hub.session import Options
+from tailrace.client.hub.wire import given
+from tailrace.client.retry import Retries
+
+# The first contact is tried three times. A session that was there once comes back for as long as it takes,
+# after 1 s, 2 s, 4 s and so on, at most 30 s, each time a random part of it.
+RETRIES: Final = Retries(attempts_max=3, delay_s_first=1.0, delay_s_max=30.0)
+INBOX_MESSAGES_MAX: Final = 2000
+INBOX_BYTES_MAX: Final = 8 * 1024 * 1024
+PAGE: Final = 100
+TTL_S: Final = 300
+
+
+class AsyncHub(AsyncClosing):
+    """An actor's place at the hub. Use it as a context manager, or `connect` and `close` it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        address: str | None = None,
+        token: str | Callable[[], str] | None = None,
+        capabilities: Sequence[str] = (),
+        timeouts: Timeouts | None = None,
+        retries: Retries | None = None,
+        signing_key: wire.SigningKey | None = None,
+        on_notice: Callable[[Message], None] | None = None,
+        inbox_messages_max: int = INBOX_MESSAGES_MAX,
+        inbox_bytes_max: int = INBOX_BYTES_MAX,
+    ) -> None:
+        options = Options(
+            url=wire.socket_url(base_url),
+            address=address or f"@(python/{secrets.token_hex(8)})",
+            token=token,
+            capabilities=tuple(capabilities),
+            timeouts=timeouts or Timeouts(),
+            retries=retries or RETRIES,
+            key=signing_key,
+        )
+        inbox = Inbox(messages_max=inbox_messages_max, bytes_max=inbox_bytes_max)
+        self._place = Place(options, inbox, on_notice)
+
+    # -- the session
+
+    async def connect(self) -> None:
+        await self._place.open()
+
+    async def close(self) -> None:
+        await self._place.close()
+
+    async def __aenter__(self) -> AsyncHub:
+        await self.connect()
+        return self
+
+    @property
+    def identity(self) -> str:
+        """Who the hub says we are."""
+        return self._place.session.identity
+
+    @property
+    def session_id(self) -> str:
+        welcome = self._place.session.welcome
+        return "" if welcome is None else welcome.session_id
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the session is the one from before the last lost connection."""
+        welcome = self._place.session.welcome
+        return welcome is not None and welcome.resumed
+
+    async def request(
+        self,
+        type: str,  # noqa: A002 - as the member is called
+        payload: Mapping[str, Any] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Message:
+        """Any message of the protocol that is answered, for what has no method here."""
+        return await self._place.ask(type, payload or {}, metadata=metadata, timeout_s=timeout_s)
+
+    async def refresh_token(self, token: str | None = None) -> int | None:
+        """Go on under a new token. Returns when it expires, in milliseconds since 1970."""
+        return await self._place.refresh_token(token)
+
+    # -- addresses
+
+    async def register(
+        self,
+        address: str | None = None,
+        *,
+        capabilities: Sequence[str] = ("actor",),
+        metadata: Mapping[str, Any] | None = None,
+        ttl_s: int = TTL_S,
+        durable: bool = False,
+        commit: str = "auto",
+        push: bool | None = None,
+        in_flight_max: int | None = None,
+        ack_timeout_s: int | None = None,
+        deliveries_max: int | None = None,
+    ) -> Registration:
+        """Take an address, and keep it: it is renewed, and taken again by every new session."""
+        payload = given(
+            actorAddress=address or self.identity,
+            capabilities=list(capabilities),
+            metadata=dict(metadata or {}),
+            ttlSeconds=ttl_s,
+            durable=durable,
+            commit=commit,
+            push=push,
+            maxInFlight=in_flight_max,
+            ackTimeout=ack_timeout_s,
+            maxDeliver=deliveries_max,
+        )
+        return await self._place.register(payload)
+
+    async def unregister(self, address: str, *, delete_mailbox: bool = False) -> None:
+        self._place.let_go(address)
+        payload = given(actorAddress=address, deleteMailbox=delete_mailbox or None)
+        await self._place.ask("hub:unregister", payload)
+
+    async def discover(
+        self,
+        pattern: str = "*",
+        *,
+        capabilities: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        as_of: int | str | None = None,
+        page_size: int = PAGE,
+    ) -> AsyncIterator[Actor]:
+        """All actors that match, sorted by address, page by page as needed."""
+        cursor: str | None = None
+        while True:
+            payload = given(
+                pattern=pattern,
+                capabilities=list(capabilities) or None,
+                metadata=dict(metadata) if metadata else None,
+                asOf=as_of,
+                limit=page_size,
+                cursor=cursor,
+            )
+            page: ActorPage = read_answer(await self._place.ask("hub:discover", payload), ActorPage)
+            for actor in page.actors:
+                yield actor
+            cursor = page.cursor
+            if not page.has_more or cursor is None:
+                return
+
+    # -- messages
+
+    async def send(
+        self,
+        to: str,
+        type: str,  # noqa: A002
+        data: Any = None,
+        *,
+        ack: AckLevel | None = None,
+        sender: str | None = None,
+        durable: bool | None = None,
+        priority: int | None = None,
+        producer: tuple[str, int, int] | None = None,
+        correlation_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_ms: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Ack | None:
+        """Tell somebody something. With `ack` it returns when the message has come so far."""
+        await self._place.until_open(to)
+        options: dict[str, Any] = {
+            "metadata": _metadata(metadata, priority, producer),
+            "sender": sender,
+            "correlation_id": correlation_id,
+            "ttl_ms": ttl_ms,
+        }
+        payload = {"to": to, "type": type, "data": wire.data_of(data), **given(ack=ack, durable=durable)}
+        if ack is None:
+            await self._place.tell("hub:send", payload, **options)
+            return None
+        return read_answer(await self._place.ask("hub:send", payload, timeout_s=timeout_s, **options), Ack)
+
+    async def ask(
+        self,
+        to: str,
+        type: str,  # noqa: A002
+        data: Any = None,
+        *,
+        sender: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        on_part: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Ask somebody something, and wait for the reply. `on_part` gets what comes before the last one."""
+        await self._place.until_open(to)
+        wait_s = self._place.timeouts.ask_s if timeout_s is None else timeout_s
+        answer = await self._place.ask(
+            "hub:send",
+            {"to": to, "type": type, "data": wire.data_of(data), "expectReply": True},
+            metadata=metadata,
+            sender=sender,
+            ttl_ms=max(1, int(wait_s * 1000)),
+            timeout_s=wait_s,
+            on_part=on_part,
+        )
+        return wire.reply_data(answer)
+
+    async def reply(self, message: Message, data: Any = None, *, final: bool = True) -> None:
+        """Answer a message that wants a reply. All but the last answer are not final."""
+        await self._reply(message, {"ok": True, "data": wire.data_of(data), "final": final})
+
+    async def reply_error(self, message: Message, code: str, text: str) -> None:
+        """Say that it cannot be answered. The asker gets an error with this code."""
+        await self._reply(message, {"ok": False, "error": {"code": code, "message": text}, "final": True})
+
+    async def broadcast(
+        self,
+        type: str,  # noqa: A002
+        data: Any = None,
+        *,
+        pattern: str | None = None,
+        capability: str | None = None,
+        exclude_self: bool = True,
+        sender: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Broadcast:
+        """Send to everybody who is registered now, or to those who match."""
+        payload = {
+            "type": type,
+            "data": wire.data_of(data),
+            "excludeSelf": exclude_self,
+            **given(pattern=pattern),
+        }
+        metadata = given(targetCapability=capability)
+        answer = await self._place.ask(
+            "hub:broadcast", payload, metadata=metadata, sender=sender, timeout_s=timeout_s, is_ask=False
+        )
+        return read_answer(answer, Broadcast)
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """What comes for any address or subscription of ours, for as long as the client is open."""
+        while (message := await self._place.inbox.get()) is not None:
+            yield message
+
+    async def next_message(self, timeout_s: float | None = None) -> Message | None:
+        """The next of them; None if none came in time, or none will come any more."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._place.inbox.get()
+        except TimeoutError:
+            return None
+
+    # -- topics
+
+    async def subscribe(
+        self,
+        topic: str,
+        *,
+        durable: bool = False,
+        group: str | None = None,
+        name: str | None = None,
+        start: str | int | None = None,
+        sender: str | None = None,
+    ) -> Subscription:
+        """Get what is published to a topic. `+` stands for one segment, a last `#` for all the rest."""
+        payload = given(topic=topic, durable=durable, group=group, name=name)
+        if start is not None:
+            payload["from"] = start
+        return await self._place.subscribe(payload, sender)
+
+    async def unsubscribe(self, subscription: Subscription) -> None:
+        identifier = self._place.unfollow(subscription)
+        await self._place.ask("hub:unsubscribe", {"subscriptionId": identifier})
+
+    async def publish(
+        self,
+        topic: str,
+        type: str,  # noqa: A002
+        data: Any = None,
+        *,
+        durable: bool | None = None,
+        producer: tuple[str, int, int] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sender: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Published:
+        payload = {"topic": topic, "type": type, "data": wire.data_of(data), **given(durable=durable)}
+        answer = await self._place.ask(
+            "hub:publish",
+            payload,
+            metadata=_metadata(metadata, None, producer),
+            sender=sender,
+            timeout_s=timeout_s,
+        )
+        return read_answer(answer, Published)
+
+    # -- mailboxes
+
+    async def read_mailbox(
+        self,
+        address: str | None = None,
+        *,
+        offset: str = "committed",
+        since: int | str | None = None,
+        limit: int = PAGE,
+        stream: str | None = None,
+    ) -> MailboxPage:
+        """A page of what is kept for an address. Reading moves nothing."""
+        payload = given(
+            actorAddress=address or self.identity, offset=offset, since=since, limit=limit, stream=stream
+        )
+        return read_answer(await self._place.ask("hub:mailbox_read", payload), MailboxPage)
+
+    async def commit_offset(
+        self,
+        offset: str,
+        *,
+        address: str | None = None,
+        stream: str | None = None,
+        reject: Mapping[str, str] | None = None,
+    ) -> Committed:
+        """Everything up to an offset was processed; `reject` says of single entries why they could not be."""
+        rejected = [{"offset": at, "reason": reason} for at, reason in (reject or {}).items()]
+        payload = given(
+            actorAddress=address or self.identity, offset=offset, stream=stream, reject=rejected or None
+        )
+        return read_answer(await self._place.ask("hub:mailbox_commit", payload), Committed)
+
+    async def commit(self, message: Message, *, wait: bool = True) -> None:
+        """A kept message, and what was before it, was processed. Without `wait`, no answer is waited for."""
+        if message.offset is None:
+            return
+        payload = given(
+            actorAddress=message.to,
+            stream=message.stream,
+            offset=message.offset,
+            subscriptionId=message.subscription_id,
+        )
+        if wait:
+            await self._place.ask("hub:mailbox_commit", payload)
+        else:
+            await self._place.tell("hub:mailbox_commit", payload)
+
+    async def follow(
+        self, address: str | None = None, *, capabilities: Sequence[str] = ("actor",), **registering: Any
+    ) -> AsyncIterator[Message]:
+        """The messages of a durable address, each until it was processed.
+
+        A message is committed when the next one is asked for. Whoever leaves in the middle gets it again.
+        """
+        await self.register(address, capabilities=capabilities, durable=True, commit="manual", **registering)
+        async for message in self.messages():
+            yield message
+            await self.commit(message, wait=False)
+
+    async def _reply(self, message: Message, payload: dict[str, Any]) -> None:
+        await self._place.tell("hub:reply", payload, correlation_id=message.id, sender=message.to or None)
+
+
+def _metadata(
+    metadata: Mapping[str, Any] | None, priority: int | None, producer: tuple[str, int, int] | None
+) -> dict[str, Any]:
+    parts = None if producer is None else dict(zip(("id", "epoch", "seq"), producer, strict=True))
+    return {**(metadata or {}), **given(priority=priority, producer=parts)}

@@ -1,0 +1,236 @@
+"""What the client of the hub hands out: messages, actors, acknowledgements."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, cast
+
+import msgspec
+
+from tailrace.client.error import INVALID_ANSWER, ClientError
+from tailrace.hub.message import Envelope
+
+AckLevel = Literal["delivered", "accepted", "processed"]
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the client waits before it takes something for lost."""
+
+    connect_s: float = 5.0
+    register_s: float = 5.0
+    heartbeat_s: float = 10.0
+    ask_s: float = 30.0
+
+
+class Message:
+    """One message as it came. `data` is decoded when it is looked at."""
+
+    __slots__ = ("_envelope", "_metadata")
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+        self._metadata: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        return self._envelope.id
+
+    @property
+    def type(self) -> str:
+        return self._envelope.type
+
+    @property
+    def sender(self) -> str:
+        """Who sent it. The hub has verified this."""
+        return self._envelope.from_ or ""
+
+    @property
+    def to(self) -> str:
+        return self._envelope.to or ""
+
+    @property
+    def raw(self) -> bytes:
+        """The data, byte for byte as the sender wrote it."""
+        return bytes(self._envelope.payload)
+
+    @property
+    def data(self) -> Any:
+        return decoded(self.raw)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        if self._metadata is None:
+            self._metadata = cast("dict[str, Any]", decoded(bytes(self._envelope.metadata)))
+        return self._metadata
+
+    @property
+    def correlation_id(self) -> str | None:
+        return self._envelope.correlation_id
+
+    @property
+    def timestamp(self) -> int:
+        """Milliseconds since 1970, by the hub's clock."""
+        return self._envelope.timestamp
+
+    @property
+    def wants_reply(self) -> bool:
+        return self._envelope.pattern == "ask"
+
+    @property
+    def topic(self) -> str | None:
+        return self.metadata.get("topic")
+
+    @property
+    def stream(self) -> str | None:
+        """Where it is kept, if it is."""
+        return self._mailbox.get("stream")
+
+    @property
+    def offset(self) -> str | None:
+        """What to commit once it was processed, if it is kept."""
+        return self._mailbox.get("offset")
+
+    @property
+    def subscription_id(self) -> str | None:
+        return self._mailbox.get("subscriptionId")
+
+    @property
+    def redelivered(self) -> bool:
+        return self.metadata.get("redelivered") is True
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._envelope.payload) + len(self._envelope.metadata)
+
+    @property
+    def _mailbox(self) -> dict[str, Any]:
+        return self.metadata.get("mailbox") or {}
+
+    def __repr__(self) -> str:
+        return f"Message({self.type!r}, sender={self.sender!r}, to={self.to!r}, id={self.id!r})"
+
+
+class Ack(msgspec.Struct, frozen=True, rename="camel"):
+    """How far a message has come. `accepted` is on disk, `processed` was committed by its recipient."""
+
+    message_id: str
+    status: str
+    level: str = ""
+    stream: str | None = None
+    offset: str | None = None
+    duplicate: bool = False
+    delivered_at: int | None = None
+
+
+class Actor(msgspec.Struct, frozen=True, rename="camel"):
+    """One registered address."""
+
+    address: str
+    capabilities: list[str] = []
+    metadata: dict[str, Any] = {}
+    expires_at: int | None = None
+    registered_at: int | None = None
+    connection_id: str | None = None
+    version: int = 0
+    online: bool = True
+    durable: bool = False
+
+
+class ActorPage(msgspec.Struct, frozen=True, rename="camel"):
+    actors: list[Actor]
+    has_more: bool = False
+    cursor: str | None = None
+
+
+class Published(msgspec.Struct, frozen=True, rename="camel"):
+    """How many got a publication at once, and where it is kept if it is."""
+
+    topic: str
+    subscriber_count: int = 0
+    queued_count: int = 0
+    stream: str | None = None
+    offset: str | None = None
+
+
+class Broadcast(msgspec.Struct, frozen=True, rename="camel"):
+    """What became of a broadcast: every recipient is in one of the three counts."""
+
+    message_id: str
+    delivered_count: int = 0
+    queued_count: int = 0
+    failed_count: int = 0
+    total: int | None = None
+
+
+class Subscription(msgspec.Struct, frozen=True, rename="camel"):
+    topic: str
+    subscription_id: str
+    durable: bool = False
+    group: str | None = None
+    offset: str | None = None
+
+
+class Registration(msgspec.Struct, frozen=True, rename="camel"):
+    """An address that is ours until it expires. The client renews it by itself."""
+
+    actor_address: str
+    expires_at: int
+    renewal_token: str
+    version: int = 0
+    durable: bool = False
+    mailbox: Any = None
+
+
+class Kept(msgspec.Struct, frozen=True, rename="camel"):
+    """One entry of a mailbox."""
+
+    offset: str
+    message: Any
+    append_time: str | None = None
+
+
+class MailboxPage(msgspec.Struct, frozen=True, rename="camel"):
+    """A slice of a mailbox. Reading it moves nothing; committing an offset does."""
+
+    actor_address: str
+    messages: list[Kept]
+    next_offset: str
+    committed: str | None = None
+    stream: str | None = None
+    earliest_offset: str | None = None
+    up_to_date: bool = False
+    lag: int | None = None
+
+
+class Committed(msgspec.Struct, frozen=True, rename="camel"):
+    actor_address: str
+    committed: str
+    stream: str | None = None
+    lag: int | None = None
+
+
+class Welcome(msgspec.Struct, frozen=True, rename="camel"):
+    """What the hub says when a session begins."""
+
+    session_id: str
+    server_version: str = ""
+    max_message_size: int = 1024 * 1024
+    heartbeat_interval: int = 25_000
+    resume_token: str | None = None
+    resumed: bool = False
+
+
+def decoded(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        # Legal JSON beyond msgspec: numbers like 1e400, lone surrogates.
+        return json.loads(text)
+
+
+def read_answer(message: Message, kind: Any) -> Any:
+    """The payload of an answer as a value of this kind."""
+    try:
+        return msgspec.json.decode(message.raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ClientError(INVALID_ANSWER, f"malformed {message.type} from the hub: {error}") from error

@@ -1,0 +1,336 @@
+"""Staying connected: heartbeats, reconnecting with jitter, and what was open over it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from tailrace.client.error import CONNECT_FAILED, INVALID_ANSWER, ClientError
+from tailrace.client.hub import wire
+from tailrace.client.hub.asks import Asks
+from tailrace.client.hub.link import Link, open_link, pause_asked_s
+from tailrace.client.hub.model import Message, Timeouts, Welcome, read_answer
+from tailrace.client.hub.wire import Request
+from tailrace.client.retry import PASSING_FAULTS, REFUSED_UNTOUCHED, Retries
+from tailrace.hub.errors import HubError
+from tailrace.hub.ids import new_id
+from tailrace.hub.message import parse
+
+_GOODBYE_S_MAX: Final = 2.0
+_FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client reaches its hub, and who it says it is."""
+
+    url: str
+    address: str
+    token: str | Callable[[], str] | None
+    capabilities: tuple[str, ...]
+    timeouts: Timeouts
+    retries: Retries
+    key: wire.SigningKey | None
+
+    def token_now(self) -> str | None:
+        return self.token() if callable(self.token) else self.token
+
+
+class Session:
+    """One session after the other, for as long as the client wants one.
+
+    `deliver` takes messages for actors, and may make the socket wait. `notice` gets what the hub says by
+    itself. `restore` brings back what a new session has forgotten.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        deliver: Callable[[Message], Awaitable[None]],
+        notice: Callable[[Message], None],
+        restore: Callable[[], Awaitable[None]],
+        is_behind: Callable[[], bool],
+    ) -> None:
+        self.options = options
+        self.identity = options.address
+        self.welcome: Welcome | None = None
+        self.failure: ClientError | None = None
+        self.asks = Asks()
+        self.ended = asyncio.Event()
+        self._deliver = deliver
+        self._notice = notice
+        self._restore = restore
+        self._is_behind = is_behind
+        self._link: Link | None = None
+        self._ready = asyncio.Event()
+        self._beat = asyncio.Event()
+        self._goodbye: dict[str, Any] = {}
+        self._failures = 0
+        self._started = False
+        self._task: asyncio.Task[None] | None = None
+
+    # -- what callers use
+
+    async def start(self) -> None:
+        """Connect. Returns when the first session is there, or raises what prevented it."""
+        assert self._task is None, "already connected"
+        self._task = asyncio.create_task(self._run())
+        await self._until_ready()
+
+    async def ask(
+        self,
+        request: Request,
+        timeout_s: float,
+        *,
+        urgent: bool = False,
+        on_part: Callable[[Any], None] | None = None,
+    ) -> Message:
+        """Send, and wait for the answer. It is sent again after a lost connection, under the same id.
+
+        What is urgent belongs to the making of a session, and is not sent again.
+        """
+        ask = self.asks.open(request, on_part)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if urgent or self._ready.is_set():
+                    await self._write(request, quietly=not urgent)
+                if not urgent:
+                    self._raise_failure()
+                return await ask.answer
+        except TimeoutError:
+            raise wire.timed_out(request.type, timeout_s) from None
+        finally:
+            self.asks.close(ask)
+
+    async def tell(self, request: Request) -> None:
+        """Send, once. While there is no connection it waits for one."""
+        try:
+            async with asyncio.timeout(self.options.timeouts.ask_s):
+                await self._until_ready()
+        except TimeoutError:
+            raise wire.lost("there is no connection to the hub", sent=False) from None
+        await self._write(request)
+
+    async def stop(self) -> None:
+        """Say goodbye, and end."""
+        if self._task is None:
+            return
+        if self._link is not None and self._ready.is_set():
+            request = Request(
+                id=new_id(now_ms()), type="hub:disconnect", payload={"reason": "client_requested"}
+            )
+            try:
+                await self.ask(request, _GOODBYE_S_MAX, urgent=True)
+            except ClientError:
+                pass  # it ends in any case
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._end(None)
+
+    def drop(self) -> None:
+        """Lose the connection as a broken network would; the session comes back by itself."""
+        if self._link is not None:
+            self._link.abort()
+
+    # -- the life of the connection
+
+    async def _run(self) -> None:
+        try:
+            await self._stay_connected()
+        except Exception as error:
+            # Nobody waits for this task: whoever waits for a message or an answer has to learn of it.
+            self._end(ClientError(INVALID_ANSWER, f"the client failed: {error!r}"))
+            raise
+
+    async def _stay_connected(self) -> None:
+        while True:
+            pause_s: float
+            try:
+                link = await self._open()
+            except (ClientError, ValueError) as error:
+                pause = self._pause_after(error)
+                if pause is None:
+                    self._end(error if isinstance(error, ClientError) else ClientError("usage", str(error)))
+                    return
+                pause_s = pause
+            else:
+                await self._serve(link)
+                reason = self._goodbye.get("reason")
+                if reason in wire.FINAL:
+                    self._end(ClientError(str(reason), f"the hub ended the session: {reason}"))
+                    return
+                pause_s = self._pause_now()
+            await asyncio.sleep(pause_s)
+
+    async def _open(self) -> Link:
+        """A socket on which the hub has said that we are connected."""
+        options = self.options
+        link = await open_link(options.url, options.timeouts.connect_s)
+        self._goodbye = {}
+        try:
+            async with asyncio.timeout(options.timeouts.connect_s):
+                await self._introduce(link)
+        except TimeoutError:
+            await link.close()
+            raise ClientError(CONNECT_FAILED, "the hub did not answer in time") from None
+        except BaseException:
+            link.abort()
+            raise
+        return link
+
+    async def _introduce(self, link: Link) -> None:
+        options = self.options
+        request = wire.connect_request(
+            new_id(now_ms()),
+            token=options.token_now(),
+            capabilities=options.capabilities,
+            resume_token=None if self.welcome is None else self.welcome.resume_token,
+            ttl_ms=int(options.timeouts.connect_s * 1000),
+        )
+        await link.send(request.frame(options.address, now_ms(), options.key))
+        answer = await self._receive(link)
+        while answer.correlation_id != request.id:
+            answer = await self._receive(link)
+        if (error := wire.error_of(answer)) is not None:
+            raise error
+        self.welcome = read_answer(answer, Welcome)
+        self.identity = answer.metadata.get("actorIdentity") or options.address
+
+    async def _serve(self, link: Link) -> None:
+        """Until the connection ends, however it does."""
+        assert self.welcome is not None
+        self._link = link
+        helpers = [asyncio.create_task(self._heartbeats(link)), asyncio.create_task(self._resume(link))]
+        try:
+            while True:
+                await self._take(await self._receive(link))
+        except ClientError:
+            pass
+        finally:
+            self._link = None
+            self._ready.clear()
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            await link.close()
+
+    async def _resume(self, link: Link) -> None:
+        """Bring back what a new session lacks, then what was asked before and not answered."""
+        assert self.welcome is not None
+        try:
+            if not self.welcome.resumed:
+                await self._restore()
+            written = set[str]()
+            while waiting := [ask.request for ask in self.asks if ask.request.id not in written]:
+                for request in waiting:
+                    await self._write(request, quietly=True)
+                    written.add(request.id)
+        except ClientError:
+            link.abort()  # the next session tries again
+            return
+        self._failures = 0
+        self._started = True
+        self._ready.set()
+
+    async def _heartbeats(self, link: Link) -> None:
+        assert self.welcome is not None
+        while True:
+            await asyncio.sleep(self.welcome.heartbeat_interval / 1000)
+            self._beat.clear()
+            moment_ms = now_ms()
+            beat = Request(
+                id=new_id(moment_ms), type="hub:heartbeat", payload={"timestamp": moment_ms}, ask=False
+            )
+            try:
+                await self._write(beat)
+                async with asyncio.timeout(self.options.timeouts.heartbeat_s):
+                    await self._beat.wait()
+            except TimeoutError:
+                # While nobody takes the messages that came before it, the answer cannot have been read.
+                if not self._is_behind():
+                    link.abort()
+            except ClientError:
+                return
+
+    # -- single messages
+
+    async def _receive(self, link: Link) -> Message:
+        frame = await link.receive()
+        try:
+            return Message(parse(frame, _FRAME_BYTES_MAX))
+        except HubError as error:
+            raise ClientError(INVALID_ANSWER, f"the hub sent no envelope: {error.message}") from error
+
+    async def _take(self, message: Message) -> None:
+        kind = message.type
+        if not kind.startswith("hub:"):
+            await self._deliver(message)
+        elif kind == "hub:heartbeat_ack":
+            self._beat.set()
+        elif not self.asks.take(message):
+            if kind == "hub:disconnect":
+                self._goodbye = message.data
+            self._notice(message)
+
+    async def _write(self, request: Request, *, quietly: bool = False) -> None:
+        """`quietly`: whoever waits for the answer will see it sent again by the next session."""
+        link = self._link
+        try:
+            if link is None:
+                raise wire.lost("there is no connection to the hub", sent=False)
+            await link.send(request.frame(self.identity, now_ms(), self.options.key))
+        except ClientError:
+            if not quietly:
+                raise
+
+    # -- the end
+
+    async def _until_ready(self) -> None:
+        while not self._ready.is_set():
+            self._raise_failure()
+            waiting = [asyncio.ensure_future(event.wait()) for event in (self._ready, self.ended)]
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in waiting:
+                    one.cancel()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.ended.is_set():
+            raise wire.lost("the client is closed", sent=False)
+
+    def _end(self, error: ClientError | None) -> None:
+        self.failure = error
+        self._ready.clear()
+        self.ended.set()
+        self.asks.fail(error or wire.lost("the client was closed", sent=True))
+
+    def _pause_after(self, error: Exception) -> float | None:
+        """How long to wait after a connection that failed; None if another would fail as well."""
+        if not isinstance(error, ClientError) or error.code in wire.FINAL:
+            return None
+        passing = error.status == 0 or error.status in REFUSED_UNTOUCHED | PASSING_FAULTS
+        if not passing or (not self._started and self._failures + 1 >= self.options.retries.attempts_max):
+            return None
+        return self._pause_now() + (pause_asked_s(error) or 0.0)
+
+    def _pause_now(self) -> float:
+        """What the hub has asked for; else longer each time, and never at once with everybody else."""
+        asked_ms = self._goodbye.get("reconnectAfter")
+        if isinstance(asked_ms, int | float):
+            return asked_ms / 1000
+        retries = self.options.retries
+        ceiling = min(retries.delay_s_max, retries.delay_s_first * 2 ** min(self._failures, 30))
+        self._failures += 1
+        return ceiling * random.random()  # noqa: S311 - jitter, not a secret
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000

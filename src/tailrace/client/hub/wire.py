@@ -1,0 +1,142 @@
+"""Requests to the hub as values, their frames, and the errors that answers stand for. No I/O here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from tailrace.client.error import CONNECTION_LOST, ClientError
+from tailrace.client.hub.model import Message
+from tailrace.hub.message import HUB, encode
+from tailrace.hub.signatures import signed
+
+PROTOCOL_VERSION: Final = "0.1.0"
+PATH: Final = "/hub/ws"
+# Messages of these kinds are sent only to clients that know them; this one does.
+FEATURES: Final = ("resume", "delivery-notices", "token-refresh", "mailbox")
+ERRORS: Final = frozenset(
+    {
+        "hub:error",
+        "hub:unknown_actor",
+        "hub:unauthorized",
+        "hub:rate_limited",
+        "hub:version_mismatch",
+        "hub:message_too_large",
+    }
+)
+# After these, trying again by itself would only do harm.
+FINAL: Final = frozenset({"unauthorized", "version_mismatch", "duplicate_connection"})
+TIMEOUT: Final = "timeout"
+_encode_json: Final = msgspec.json.Encoder().encode
+
+
+class SigningKey(msgspec.Struct, frozen=True):
+    """A secret shared with the hub. With an id, the signatures name it and cover the canonical form."""
+
+    secret: bytes
+    id: str | None = None
+
+    def __repr__(self) -> str:
+        return f"SigningKey(id={self.id!r})"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One message to the hub. A repeat keeps its id, so that it has no second effect."""
+
+    id: str
+    type: str
+    payload: Mapping[str, Any]
+    ask: bool = True
+    sender: str | None = None
+    correlation_id: str | None = None
+    metadata: Mapping[str, Any] = {}
+    ttl_ms: int | None = None
+
+    def frame(self, sender: str, now_ms: int, key: SigningKey | None = None) -> bytes:
+        text = encode(
+            id=self.id,
+            from_=self.sender or sender,
+            to=HUB,
+            type=self.type,
+            payload=_encode_json(self.payload),
+            timestamp=now_ms,
+            pattern="ask" if self.ask else "tell",
+            correlation_id=self.correlation_id,
+            metadata=_encode_json(self.metadata),
+            ttl=self.ttl_ms,
+        )
+        return text if key is None else signed(text, key.secret, key.id)
+
+
+def given(**members: Any) -> dict[str, Any]:
+    """The members that were given a value."""
+    return {name: value for name, value in members.items() if value is not None}
+
+
+def data_of(value: Any) -> Any:
+    """Application data: bytes are JSON text and go out as they are."""
+    return msgspec.Raw(value) if isinstance(value, bytes) else value
+
+
+def socket_url(base_url: str) -> str:
+    """Where the hub of a server is: its base URL, or the address of a socket."""
+    if base_url.startswith(("ws://", "wss://")):
+        return base_url
+    if not base_url.startswith(("http://", "https://")):
+        raise ValueError(f"base_url must start with http://, https://, ws:// or wss://: {base_url!r}")
+    return "ws" + base_url.rstrip("/").removeprefix("http") + PATH
+
+
+def connect_request(
+    identifier: str,
+    *,
+    token: str | None,
+    capabilities: tuple[str, ...],
+    resume_token: str | None,
+    ttl_ms: int,
+) -> Request:
+    metadata = given(
+        protocolVersion=PROTOCOL_VERSION,
+        authToken=None if token is None else f"bearer {token}",
+        capabilities=[*capabilities, *FEATURES],
+        resumeToken=resume_token,
+    )
+    return Request(id=identifier, type="hub:connect", payload={}, metadata=metadata, ttl_ms=ttl_ms)
+
+
+def error_of(message: Message) -> ClientError | None:
+    """The error that an answer stands for, in the generic or in a typed form."""
+    if message.type not in ERRORS:
+        return None
+    payload: dict[str, Any] = message.data or {}
+    details = payload.get("details")
+    extra: dict[str, Any] = {**payload, **(details if isinstance(details, dict) else {})}
+    extra.pop("details", None)
+    code = extra.pop("code", message.type.removeprefix("hub:"))
+    text = extra.pop("message", None)
+    return ClientError(
+        str(code), str(text or code), extra=extra, outcome_unknown=extra.get("outcome") == "unknown"
+    )
+
+
+def reply_data(message: Message) -> Any:
+    """The data of a reply, or the failure that it tells."""
+    payload: dict[str, Any] = message.data
+    if payload.get("ok") is not False:
+        return payload.get("data")
+    failure: dict[str, Any] = payload.get("error") or {}
+    code, text = str(failure.get("code", "failed")), str(failure.get("message", "the actor failed"))
+    further = {name: value for name, value in failure.items() if name not in ("code", "message")}
+    raise ClientError(code, text, extra={**further, "from": message.sender})
+
+
+def timed_out(what: str, seconds: float) -> ClientError:
+    return ClientError(
+        TIMEOUT, f"{what} was not answered in {seconds:g} s", extra={"retryable": True}, outcome_unknown=True
+    )
+
+
+def lost(reason: str, *, sent: bool) -> ClientError:
+    return ClientError(CONNECTION_LOST, reason, extra={"retryable": True}, outcome_unknown=sent)

@@ -1,0 +1,301 @@
+"""The client of the hub without a hub, and with one that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from websockets.asyncio.server import ServerConnection, serve
+
+from tailrace.client import ClientError, Retries
+from tailrace.client.hub import AsyncHub, Message, SigningKey, Timeouts, from_runtime, to_runtime
+from tailrace.client.hub.inbox import Inbox
+from tailrace.client.hub.keeping import Paused
+from tailrace.client.hub.wire import Request, error_of, socket_url
+from tailrace.hub.errors import HubError
+from tailrace.hub.message import HUB, encode, parse
+from tailrace.hub.signatures import Key, verify
+
+QUICK = Retries(delay_s_first=0.01, delay_s_max=0.05, attempts_max=2)
+NOW_MS = 1_767_225_600_000
+WAIT_S = 30.0
+
+
+def message(kind: str, payload: Any, **members: Any) -> Message:
+    text = json.dumps(payload).encode()
+    members = {"id": "1", "from_": HUB, "to": "@(a)", "timestamp": NOW_MS, **members}
+    return Message(parse(encode(type=kind, payload=text, **members)))
+
+
+def test_addresses_of_other_runtimes() -> None:
+    assert to_runtime("@(w-1)", "browser") == "local://w-1"
+    assert from_runtime("local://w-1", "browser") == "@(w-1)"
+    for text in ("remote://do/p/q", "remote://worker/p/q", "worker://p/q", "do://p/q", "@(p/q)"):
+        assert from_runtime(text, "cloudflare") == "@(p/q)"
+    assert to_runtime("@(p/q)", "cloudflare") == "remote://do/p/q"
+    assert (to_runtime("@(p/q)", "beam"), from_runtime("p/q", "beam")) == ("p/q", "@(p/q)")
+    assert to_runtime("@(p/q)", "local") == to_runtime("@(p/q)", "seag") == "@(p/q)"
+    for text in ("p q", "http://p", "@(p"):
+        with pytest.raises(HubError):
+            from_runtime(text, "local")
+
+
+def test_where_the_hub_is() -> None:
+    assert socket_url("http://a:1/") == "ws://a:1/hub/ws"
+    assert socket_url("https://a") == "wss://a/hub/ws"
+    assert socket_url("wss://a/ws") == "wss://a/ws"
+    with pytest.raises(ValueError, match="base_url"):
+        socket_url("a:1")
+
+
+def test_errors_in_both_forms() -> None:
+    details = {"retryAfter": 120, "outcome": "not_applied"}
+    payload = {"code": "rate_limited", "message": "slowly", "details": details, "retryable": True}
+    for given in (
+        message("hub:error", payload),
+        message("hub:rate_limited", {"retryAfter": 120, "code": "rate_limited", "message": "slowly"}),
+    ):
+        error = error_of(given)
+        assert error is not None
+        assert (error.code, error.message, error.extra["retryAfter"]) == ("rate_limited", "slowly", 120)
+        assert not error.outcome_unknown
+    unknown = error_of(message("hub:error", {"code": "timeout", "details": {"outcome": "unknown"}}))
+    assert unknown is not None
+    assert unknown.outcome_unknown
+    assert error_of(message("hub:published", {})) is None
+
+
+@pytest.mark.parametrize("key_id", [None, "k1"])
+def test_h13_what_is_sent_is_signed(key_id: str | None) -> None:
+    key = SigningKey(bytes(32), key_id)
+    request = Request(id="1", type="hub:send", payload={"to": "@(b)", "data": 1.5})
+    frame = request.frame("@(a)", NOW_MS, key)
+    signature = parse(frame).signature
+    assert signature is not None
+    verify(frame, signature, [Key("k1", key.secret, NOW_MS)], NOW_MS)
+    assert "00" not in repr(key)
+
+
+def test_the_inbox_makes_whoever_fills_it_wait() -> None:
+    async def play() -> None:
+        inbox = Inbox(messages_max=2, bytes_max=10_000)
+        for number in range(2):
+            await inbox.put(message("t", number))
+        third = asyncio.ensure_future(inbox.put(message("t", 2)))
+        await asyncio.sleep(0)
+        assert inbox.full
+        assert not third.done()
+        taken = [await inbox.get() for _ in range(3)]
+        assert [one.data for one in taken if one is not None] == [0, 1, 2]
+        await third
+        inbox.end(None)
+        assert await inbox.get() is None
+        inbox.end(ClientError("x", "y"))
+        with pytest.raises(ClientError):
+            await inbox.get()
+
+    asyncio.run(play())
+
+
+def test_pauses() -> None:
+    paused = Paused()
+    paused.pause(["@(a)"])
+    assert "@(a)" in paused
+    assert "@(b)" not in paused
+    paused.pause(None)
+    assert "@(b)" in paused
+    paused.resume(["@(a)"])
+    assert "@(a)" in paused
+    paused.resume(None)
+    assert "@(a)" not in paused
+
+
+# -- hubs that misbehave
+
+Script = Callable[[ServerConnection, dict[str, Any]], Awaitable[None]]
+
+
+def answer(request: dict[str, Any], kind: str, payload: Any, **metadata: Any) -> str:
+    text = encode(
+        id="a",
+        from_=HUB,
+        to=request["from"],
+        type=kind,
+        payload=json.dumps(payload).encode(),
+        timestamp=NOW_MS,
+        correlation_id=request["id"],
+        metadata=json.dumps(metadata).encode(),
+    )
+    return text.decode()
+
+
+def welcome(request: dict[str, Any], **changed: Any) -> str:
+    payload = {"sessionId": "s", "heartbeatInterval": 20, "resumeToken": None, "resumed": False, **changed}
+    return answer(request, "hub:connected", payload, actorIdentity="@(verified)")
+
+
+def played(script: Script, client: Callable[[AsyncHub], Awaitable[None]], **options: Any) -> list[str]:
+    """Runs a client against a scripted hub. Gives the types of all requests."""
+    seen: list[str] = []
+
+    async def handle(socket: ServerConnection) -> None:
+        async for text in socket:
+            request = json.loads(text)
+            seen.append(request["type"])
+            await script(socket, request)
+
+    async def run() -> None:
+        async with serve(handle, "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            hub = AsyncHub(f"http://127.0.0.1:{port}", retries=QUICK, **options)
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    await client(hub)
+            finally:
+                await hub.close()
+
+    asyncio.run(run())
+    return seen
+
+
+def test_a_silent_hub_is_no_hub() -> None:
+    async def client(hub: AsyncHub) -> None:
+        with pytest.raises(ClientError) as failed:
+            await hub.connect()
+        assert failed.value.code == "connect_failed"
+
+    async def silent(_socket: ServerConnection, _request: dict[str, Any]) -> None:
+        return
+
+    assert played(silent, client, timeouts=Timeouts(connect_s=0.1)) == ["hub:connect"] * 2
+
+
+@pytest.mark.parametrize("code", ["unauthorized", "version_mismatch"])
+def test_a_refused_client_does_not_try_again(code: str) -> None:
+    async def client(hub: AsyncHub) -> None:
+        with pytest.raises(ClientError) as failed:
+            await hub.connect()
+        assert failed.value.code == code
+
+    async def refuse(socket: ServerConnection, request: dict[str, Any]) -> None:
+        await socket.send(answer(request, "hub:error", {"code": code, "message": "no"}))
+        await socket.close(1008)
+
+    assert played(refuse, client) == ["hub:connect"]
+
+
+def test_a_hub_that_does_not_answer_heartbeats_is_left() -> None:
+    connections: list[ServerConnection] = []
+    enough = asyncio.Event()
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        assert hub.identity == "@(verified)"
+        await enough.wait()
+
+    async def deaf(socket: ServerConnection, request: dict[str, Any]) -> None:
+        if request["type"] == "hub:connect":
+            connections.append(socket)
+            if len(connections) == 3:
+                enough.set()
+            await socket.send(welcome(request))
+
+    assert "hub:heartbeat" in played(deaf, client, timeouts=Timeouts(heartbeat_s=0.05))
+
+
+def test_a_question_is_asked_again_under_its_id_after_a_lost_connection() -> None:
+    asked: list[str] = []
+    registered: list[str] = []
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        await hub.register("@(verified)")
+        assert (await hub.request("hub:metrics")).data == {"n": 2}
+
+    async def flaky(socket: ServerConnection, request: dict[str, Any]) -> None:
+        match request["type"]:
+            case "hub:connect":
+                await socket.send(welcome(request, heartbeatInterval=60_000))
+            case "hub:register":
+                registered.append(request["payload"]["actorAddress"])
+                payload = {"actorAddress": "@(verified)", "expiresAt": NOW_MS, "renewalToken": "r"}
+                await socket.send(answer(request, "hub:registered", payload))
+            case "hub:metrics":
+                asked.append(request["id"])
+                if len(asked) == 1:
+                    socket.transport.abort()
+                else:
+                    await socket.send(answer(request, "hub:metrics_response", {"n": len(asked)}))
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(flaky, client)
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+    assert registered == ["@(verified)"] * 2
+
+
+def test_a_paused_recipient_is_left_alone_until_the_hub_says_so() -> None:
+    sent: list[str] = []
+    both = asyncio.Event()
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        assert await hub.request("hub:metrics")
+        waiting = asyncio.ensure_future(hub.send("@(slow)", "x", 1))
+        await hub.send("@(quick)", "x", 2)
+        await hub.request("hub:metrics")
+        await waiting
+        await both.wait()
+
+    async def pausing(socket: ServerConnection, request: dict[str, Any]) -> None:
+        match request["type"]:
+            case "hub:connect":
+                await socket.send(welcome(request, heartbeatInterval=60_000))
+            case "hub:send":
+                sent.append(request["payload"]["to"])
+                if len(sent) == 2:
+                    both.set()
+            case "hub:metrics":
+                kind = "hub:resume" if sent else "hub:pause"
+                notice = {
+                    **json.loads(answer(request, kind, {"targets": ["@(slow)"]})),
+                    "correlationId": None,
+                }
+                await socket.send(json.dumps(notice))
+                await socket.send(answer(request, "hub:metrics_response", {}))
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(pausing, client)
+    assert sent == ["@(quick)", "@(slow)"]
+
+
+def test_a_token_is_refreshed_when_the_hub_says_that_it_expires() -> None:
+    tokens = iter(["one", "two"])
+    seen: list[str] = []
+    refreshed = asyncio.Event()
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        await refreshed.wait()
+
+    async def expiring(socket: ServerConnection, request: dict[str, Any]) -> None:
+        match request["type"]:
+            case "hub:connect":
+                seen.append(request["metadata"]["authToken"])
+                await socket.send(welcome(request, heartbeatInterval=60_000))
+                notice = {**json.loads(answer(request, "hub:token_expiring", {})), "correlationId": None}
+                await socket.send(json.dumps(notice))
+            case "hub:refresh_token":
+                seen.append(request["metadata"]["authToken"])
+                await socket.send(answer(request, "hub:token_refreshed", {"tokenExpiresAt": NOW_MS}))
+                refreshed.set()
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(expiring, client, token=lambda: next(tokens))
+    assert seen == ["bearer one", "two"]
