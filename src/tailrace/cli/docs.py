@@ -38,7 +38,12 @@ def split(path: str) -> tuple[str, str]:
 
 
 def request(
-    session: Session, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    session: Session,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: dict[str, str] | None = None,
+    query: str = "",
 ) -> Any:
     """One request; the JSON that came back, or None."""
     import httpx2
@@ -54,7 +59,10 @@ def request(
     try:
         with httpx2.Client(timeout=_ANSWER_S_MAX) as http:
             answer = http.request(
-                method, session.url.rstrip("/") + quote(path), content=content, headers=sent
+                method,
+                session.url.rstrip("/") + quote(path) + (f"?{query}" if query else ""),
+                content=content,
+                headers=sent,
             )
     except httpx2.TransportError:
         raise UnreachableError(

@@ -55,6 +55,7 @@ class ChangeEntry(msgspec.Struct, frozen=True):
     commitTime: str  # noqa: N815 - as above
     writeId: str | None = None  # noqa: N815 - as above
     source: Source = NATIVE
+    lsn: str | msgspec.UnsetType = msgspec.UNSET  # of the source; a native change has its own offset
     v: int = 1
     kind: str = "change"
 
@@ -80,6 +81,12 @@ class Change:
         self.updated_ms = updated_ms
         self._before: Document | Literal[False] | None = False
         self._after: Document | Literal[False] | None = False
+
+    @property
+    def lsn(self) -> str | None:
+        """The position at the source; None for a native change."""
+        found = self.entry.lsn
+        return found if isinstance(found, str) else None
 
     @property
     def before(self) -> Document | None:

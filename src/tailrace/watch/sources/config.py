@@ -1,0 +1,248 @@
+"""What a source is told: where it is, which tables become which collections, and how fast it may go.
+
+Secrets are named, never given: a connection string is in a variable of the server's environment or in a
+file, and nothing that is shown or stored has more of it than that name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.watch import names
+from tailrace.watch.sources.model import SourceError
+
+KINDS: Final = ("postgres", "stream")
+TABLES_MAX: Final = 256
+KEY_COLUMNS_MAX: Final = 32
+SECRET_BYTES: Final = 64 * 1024
+BATCH_CHANGES: Final = 1000
+BATCH_CHANGES_MAX: Final = 100_000
+BATCH_BYTES: Final = 4 * 1024 * 1024
+BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
+EVENTS_PER_S: Final = 50_000
+BYTES_PER_S: Final = 64 * 1024 * 1024
+RATE_MAX: Final = 2**40
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
+_SLOT: Final = re.compile(r"[a-z0-9_]{1,63}\Z")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
+_OF_POSTGRES: Final = frozenset({"dsn", "publication", "slot", "initial", "numeric"})
+_OF_STREAM: Final = frozenset({"stream"})
+_MEMBERS: Final = (
+    frozenset({"name", "kind", "collections", "batch", "limits", "onGap"}) | _OF_POSTGRES | _OF_STREAM
+)
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """Where a secret is."""
+
+    env: str | None = None
+    file: str | None = None
+
+    def read(self) -> str:
+        if self.env is not None:
+            found = os.environ.get(self.env)
+            if not found:
+                raise SourceError(f"the server's environment has no {self.env}")
+            return found
+        try:
+            with Path(self.file or "").open("rb") as opened:
+                return opened.read(SECRET_BYTES).decode().strip()
+        except (OSError, ValueError) as error:
+            raise SourceError(f"the file of the connection string cannot be read: {error}") from None
+
+    def shown(self) -> dict[str, str]:
+        return {"env": self.env} if self.env is not None else {"file": self.file or ""}
+
+
+class Mapped(msgspec.Struct, frozen=True):
+    """One table (or type of a stream), and the collection it becomes."""
+
+    table: str
+    collection: str
+    key: tuple[str, ...] = ()  # none: the primary key
+    partitions: int | None = None
+
+    def shown(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"collection": self.collection}
+        if self.key:
+            found["key"] = list(self.key)
+        if self.partitions is not None:
+            found["partitions"] = self.partitions
+        return found
+
+
+class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    kind: str
+    dsn: Secret | None
+    publication: str
+    slot: str
+    stream: str
+    tables: tuple[Mapped, ...]
+    batch_changes: int
+    batch_bytes: int
+    events_per_s: int
+    bytes_per_s: int
+    on_gap: str
+    initial: str
+    numeric: str
+
+    def value(self) -> dict[str, Any]:
+        """As it was given, with what was left out; `read_config` reads it."""
+        if self.dsn is None:
+            where: dict[str, Any] = {"stream": self.stream}
+        else:
+            where = {
+                "dsn": self.dsn.shown(),
+                "publication": self.publication,
+                "slot": self.slot,
+                "initial": self.initial,
+                "numeric": self.numeric,
+            }
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            **where,
+            "collections": {one.table: one.shown() for one in self.tables},
+            "batch": {"maxChanges": self.batch_changes, "maxBytes": self.batch_bytes},
+            "limits": {"eventsPerSecond": self.events_per_s, "bytesPerSecond": self.bytes_per_s},
+            "onGap": self.on_gap,
+        }
+
+    def identity(self) -> tuple[object, ...]:
+        """What cannot change without a load from the start."""
+        return self.kind, self.publication, self.slot, self.stream, self.tables, self.numeric
+
+
+def check_name(name: str) -> str:
+    if not _NAME.match(name):
+        raise _wrong("a source is named by a small letter and up to 62 of a-z, 0-9, '_', '-'")
+    return name
+
+
+def read_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig:
+    """Checked; what was left out has its default."""
+    if unknown := sorted(set(given) - _MEMBERS):
+        raise _wrong(f"unknown member {unknown[0]!r}")
+    if given.get("name", name) != name:
+        raise _wrong("the name is that of the path")
+    kind = given.get("kind")
+    if kind not in KINDS:
+        raise _wrong("kind is postgres or stream")
+    foreign = _OF_STREAM if kind == "postgres" else _OF_POSTGRES
+    if unknown := sorted(foreign & set(given)):
+        raise _wrong(f"a source of the kind {kind} has no {unknown[0]}")
+    slot = given.get("slot", _slot_of(database, name))
+    if not isinstance(slot, str) or not _SLOT.match(slot):
+        raise _wrong("slot has 1 to 63 of a-z, 0-9 and '_'")
+    publication = given.get("publication", "tailrace")
+    if not isinstance(publication, str) or not 1 <= len(publication.encode()) <= 63 or "\0" in publication:
+        raise _wrong("publication is the name of a publication, 1 to 63 bytes")
+    batch = _object(given, "batch", {"maxChanges", "maxBytes"})
+    limits = _object(given, "limits", {"eventsPerSecond", "bytesPerSecond"})
+    return SourceConfig(
+        name=name,
+        kind=kind,
+        dsn=_secret(given.get("dsn")) if kind == "postgres" else None,
+        publication=publication,
+        slot=slot,
+        stream=_stream(given.get("stream")) if kind == "stream" else "",
+        tables=_tables(given.get("collections"), kind),
+        batch_changes=_number(batch, "maxChanges", BATCH_CHANGES, BATCH_CHANGES_MAX),
+        batch_bytes=_number(batch, "maxBytes", BATCH_BYTES, BATCH_BYTES_MAX),
+        events_per_s=_number(limits, "eventsPerSecond", EVENTS_PER_S, RATE_MAX),
+        bytes_per_s=_number(limits, "bytesPerSecond", BYTES_PER_S, RATE_MAX),
+        on_gap=_choice(given, "onGap", ("rescan", "hold")),
+        initial=_choice(given, "initial", ("load", "now")),
+        numeric=_choice(given, "numeric", ("string", "double")),
+    )
+
+
+def _slot_of(database: str, name: str) -> str:
+    return f"tailrace_{database}_{name}".replace("-", "_")[:63]
+
+
+def _secret(given: object) -> Secret:
+    wrong = _wrong('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
+    if not isinstance(given, dict) or len(cast("dict[str, Any]", given)) != 1:
+        raise wrong
+    found = cast("dict[str, Any]", given)
+    env, file = found.get("env"), found.get("file")
+    if isinstance(env, str) and _VARIABLE.match(env):
+        return Secret(env=env)
+    if isinstance(file, str) and file.startswith("/") and "\0" not in file and len(file) <= 4096:
+        return Secret(file=file)
+    raise wrong
+
+
+def _stream(given: object) -> str:
+    if not isinstance(given, str) or not 1 <= len(given.encode()) <= 1024 or given.startswith("__"):
+        raise _wrong("stream is the name of a stream of this server")
+    return given
+
+
+def _tables(given: object, kind: str) -> tuple[Mapped, ...]:
+    if not isinstance(given, dict) or not given:
+        raise _wrong('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
+    items = cast("dict[str, Any]", given)
+    if len(items) > TABLES_MAX:
+        raise _wrong(f"a source has at most {TABLES_MAX} collections")
+    found = tuple(_mapped(table, item, kind) for table, item in items.items())
+    if len({one.collection for one in found}) != len(found):
+        raise _wrong("each table becomes a collection of its own")
+    return found
+
+
+def _mapped(table: str, given: Any, kind: str) -> Mapped:
+    schema, dot, name = table.partition(".")
+    if len(table) > 200 or "\0" in table or (kind == "postgres" and not (dot and schema and name)):
+        raise _wrong(f"{table[:80]!r} is not of the form schema.table")
+    known = {"collection", "key", "partitions"} if kind == "postgres" else {"collection", "partitions"}
+    if not isinstance(given, dict) or not set(cast("dict[str, Any]", given)) <= known:
+        raise _wrong(f"{table}: it has {', '.join(sorted(known))}")
+    item = cast("dict[str, Any]", given)
+    collection, key, partitions = item.get("collection"), item.get("key", []), item.get("partitions")
+    if not isinstance(collection, str):
+        raise _wrong(f"{table}: collection is the name of a collection")
+    columns: list[Any] = cast("list[Any]", key) if isinstance(key, list) else [None]
+    if len(columns) > KEY_COLUMNS_MAX or not all(isinstance(one, str) and one for one in columns):
+        raise _wrong(f"{table}: key is a list of columns")
+    if len(set(columns)) != len(columns):
+        raise _wrong(f"{table}: key names a column twice")
+    if partitions is not None and (
+        type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX
+    ):
+        raise _wrong(f"{table}: partitions is a number from 1 to {names.PARTITIONS_MAX}")
+    return Mapped(table, names.check_collection(collection), tuple(columns), partitions)
+
+
+def _object(given: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
+    found = given.get(name, {})
+    if not isinstance(found, dict) or not set(cast("dict[str, Any]", found)) <= known:
+        raise _wrong(f"{name} has {' and '.join(sorted(known))}")
+    return cast("dict[str, Any]", found)
+
+
+def _number(given: dict[str, Any], name: str, default: int, most: int) -> int:
+    found = given.get(name, default)
+    if type(found) is not int or not 1 <= found <= most:
+        raise _wrong(f"{name} is a number from 1 to {most}")
+    return found
+
+
+def _choice(given: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    found = given.get(name, choices[0])
+    if found not in choices:
+        raise _wrong(f"{name} is {' or '.join(choices)}")
+    return found
+
+
+def _wrong(message: str) -> TailraceError:
+    return TailraceError("invalid_request", message)
