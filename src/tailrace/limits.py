@@ -293,6 +293,72 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="Most changes that a resume reads again; beyond, the client starts anew.")
     ] = 1_000_000
 
+    # The hub.
+    hub_message_bytes: Annotated[Bytes, Meta(description="Largest message of an actor.")] = MIB
+    hub_skip_bytes: Annotated[
+        Bytes, Meta(description="A larger message is skipped up to this size; beyond, its connection ends.")
+    ] = 16 * MIB
+    hub_connections: Annotated[
+        Count, Meta(description="Connections to the hub at once; more are answered with 429.")
+    ] = 10_000
+    hub_connects_per_s: Annotated[
+        int,
+        Meta(ge=0, extra={"unit": "count"}, description="New connections per second; 0 sets no limit."),
+    ] = 100
+    hub_connections_per_identity: Annotated[
+        Count, Meta(description="Sessions of one identity; one more ends the oldest.")
+    ] = 1
+    hub_connect_ms: Annotated[Millis, Meta(description="Time a connection has to say `hub:connect`.")] = 5000
+    hub_heartbeat_ms: Annotated[
+        Millis, Meta(description="Heartbeat of actors; after three of them in silence a session ends.")
+    ] = 25_000
+    hub_resume_window_ms: Annotated[
+        Millis, Meta(description="Time a session that lost its connection can be resumed.")
+    ] = 60_000
+    hub_resume_messages: Annotated[Count, Meta(description="Messages that wait for it in memory.")] = 1000
+    hub_resume_bytes: Annotated[Bytes, Meta(description="Bytes that wait for it in memory.")] = MIB
+    hub_seen_ttl_ms: Annotated[
+        int,
+        Meta(ge=1, le=300_000, extra={"unit": "ms"}, description="Time a message is known by its id."),
+    ] = 60_000
+    hub_seen_ids: Annotated[Count, Meta(description="Messages of one identity that are known by id.")] = 10_000
+    hub_registry_actors: Annotated[Count, Meta(description="Addresses that can be registered.")] = 50_000
+    hub_session_addresses: Annotated[Count, Meta(description="Addresses of one session.")] = 100
+    hub_session_subscriptions: Annotated[Count, Meta(description="Subscriptions of one session.")] = 1000
+    hub_session_watches: Annotated[Count, Meta(description="Presence watches of one session.")] = 20
+    hub_session_asks: Annotated[Count, Meta(description="Open asks of one session.")] = 1000
+    hub_ask_ms: Annotated[Millis, Meta(description="Time for an ask that has no ttl.")] = 30_000
+    hub_sends_per_s: Annotated[
+        Count, Meta(description="Sends, replies and publications of one identity per second.")
+    ] = 1000
+    hub_bytes_per_s: Annotated[Bytes, Meta(description="Bytes of these per second.")] = 8 * MIB
+    hub_broadcasts_per_s: Annotated[Count, Meta(description="Broadcasts of one identity per second.")] = 5
+    hub_registers_per_s: Annotated[
+        Count, Meta(description="Registrations, renewals and subscriptions of one identity per second.")
+    ] = 100
+    hub_reads_per_s: Annotated[
+        Count, Meta(description="Discoveries, lists and mailbox reads of one identity per second.")
+    ] = 100
+    hub_pause_messages: Annotated[
+        Count, Meta(description="Unsent messages of a connection at which its senders are asked to pause.")
+    ] = 1000
+    hub_pause_bytes: Annotated[Bytes, Meta(description="Unsent bytes at which they are.")] = MIB
+    hub_outbound_messages: Annotated[
+        Count, Meta(description="Unsent messages of a connection beyond which nothing is queued.")
+    ] = 2000
+    hub_outbound_bytes: Annotated[Bytes, Meta(description="Unsent bytes beyond which nothing is.")] = 2 * MIB
+    hub_stall_ms: Annotated[
+        Millis, Meta(description="Time after which a connection that stays beyond them is closed.")
+    ] = 30_000
+    hub_strikes: Annotated[
+        Count, Meta(description="Malformed messages within a minute that end a connection.")
+    ] = 20
+    hub_mailbox_entries: Annotated[Count, Meta(description="Uncommitted messages of a mailbox.")] = 100_000
+    hub_mailbox_bytes: Annotated[Bytes, Meta(description="Uncommitted bytes of a mailbox.")] = 256 * MIB
+    hub_mailbox_ms: Annotated[
+        Millis, Meta(description="Time a message waits in a mailbox before it becomes a dead letter.")
+    ] = 7 * DAY_MS
+
     # The object store.
     object_ms: Annotated[
         Millis, Meta(description="Time for one call to the object store, with all its retries.")

@@ -136,6 +136,30 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 10
     pipeline_conf: Annotated[str, Meta(description="More settings for Spark, name=value, by comma.")] = ""
 
+    hub_address: Annotated[str, Meta(description="Address of the hub itself.")] = "@(cloudflare/signal-hub)"
+    hub_root: Annotated[
+        bool, Meta(description="Serve the hub at / and /ws too, for clients that know no other path.")
+    ] = False
+    hub_policy: Annotated[
+        str, Meta(description="File with the rules of the hub, TOML or JSON; read again on SIGHUP.")
+    ] = ""
+    hub_topics_default: Annotated[
+        Literal["allow", "deny"], Meta(description="What holds for topics without a rule.")
+    ] = "allow"
+    hub_durable_topics: Annotated[
+        str, Meta(description="Topics that are always kept in streams: patterns with *, comma-separated.")
+    ] = ""
+    hub_signatures: Annotated[
+        Literal["optional", "required"], Meta(description="Whether messages of actors have to be signed.")
+    ] = "optional"
+    hub_keys: Annotated[
+        str, Meta(description="JSON file with the secrets that actors sign with, by address.")
+    ] = ""
+    hub_mint_tokens: Annotated[
+        bool, Meta(description="Let sessions refresh their tokens here; needs the shared secret.")
+    ] = False
+    hub_deflate: Annotated[bool, Meta(description="Compress messages of the hub.")] = False
+
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="Least severe log line that is written."),

@@ -161,6 +161,25 @@ TABLE: Final[dict[str, Metric]] = {
         _counter("watch_resumes", "Resumes, by result.", "result"),
         _counter("watch_snapshots", "Snapshots begun."),
         _counter("watch_snapshot_documents", "Documents sent in snapshots."),
+        # The hub.
+        _gauge("hub_sessions", "Sessions of actors, detached ones included."),
+        _gauge("hub_detached_sessions", "Sessions whose client may come back."),
+        _gauge("hub_actors", "Registered addresses, by whether they are durable.", "durable"),
+        _gauge("hub_registry_fill_ratio", "Registered addresses over what the registry holds."),
+        _counter("hub_messages", "Messages of actors, by kind and result.", "kind", "result"),
+        _counter("hub_deliveries", "Messages handed over, by mode.", "mode"),
+        _counter("hub_errors", "Errors told to actors, by code.", "code"),
+        _counter("hub_dead_letters", "Messages that could not be delivered, by reason.", "reason"),
+        _counter("hub_dropped", "Messages that a slow connection did not get."),
+        _counter("hub_duplicates", "Repeated messages, by how that was known.", "by"),
+        _counter("hub_from_rewritten", "Messages whose sender claimed to be somebody else."),
+        _counter("hub_rate_limited", "Messages refused for their rate, by kind.", "kind"),
+        _counter("hub_pauses", "Times that a sender was asked to pause."),
+        _gauge("hub_queue_messages", "Unsent messages of all sessions."),
+        _gauge("hub_queue_bytes", "Unsent bytes of all sessions."),
+        _gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes whose owners are online."),
+        _gauge("hub_asks_open", "Asks that wait for an answer."),
+        _counter("hub_ws_closes", "Connections of the hub that ended, by code.", "code"),
     )
 }
 
@@ -309,6 +328,7 @@ class Telemetry:
         self.watch_resync_required = Numbers()
         self.watch_resumes = Numbers()
         self._count_companions()
+        self._count_hub()
         assert vars(self).keys() == TABLE.keys(), "the class and the table differ"
         self.info.values[(version,)] = 1
 
@@ -328,6 +348,27 @@ class Telemetry:
         self.companion_opened_bytes = Number()
         self.companion_opens = Number()
         self.companion_unusable = Number()
+
+    def _count_hub(self) -> None:
+        """Actors and their messages."""
+        self.hub_sessions = Number()
+        self.hub_detached_sessions = Number()
+        self.hub_actors = Numbers()
+        self.hub_registry_fill_ratio = Number()
+        self.hub_messages = Numbers()
+        self.hub_deliveries = Numbers()
+        self.hub_errors = Numbers()
+        self.hub_dead_letters = Numbers()
+        self.hub_dropped = Number()
+        self.hub_duplicates = Numbers()
+        self.hub_from_rewritten = Number()
+        self.hub_rate_limited = Numbers()
+        self.hub_pauses = Number()
+        self.hub_queue_messages = Number()
+        self.hub_queue_bytes = Number()
+        self.hub_mailbox_lag = Number()
+        self.hub_asks_open = Number()
+        self.hub_ws_closes = Numbers()
 
     def observe_sync(self, seconds: float, records: int) -> None:
         """One commit: how long it took and how many records shared it."""

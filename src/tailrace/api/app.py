@@ -11,6 +11,7 @@ from tailrace.api.answers import add_phase, not_allowed
 from tailrace.api.context import Context
 from tailrace.api.guard import Guard
 from tailrace.api.health import HealthRoutes
+from tailrace.api.hub.service import HubService
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.routing_keys import RoutingKeyRoutes
 from tailrace.api.inspection.server import PATHS as SERVER_PATHS
@@ -81,6 +82,7 @@ class TailraceApp:
         self.seal: Callable[[Exchange, Identity], None] | None = None
         self.server: ServerRoutes | None = None
         self.watch: WatchService | None = None
+        self.hub: HubService | None = None
         self.pipeline: PipelineRoutes | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
@@ -151,6 +153,8 @@ class TailraceApp:
         self.live.end_all()
         if self.watch is not None:
             self.watch.end_live()
+        if self.hub is not None:
+            self.hub.end_live()
         self.otlp.close()
 
     # -- routing ---------------------------------------------------------------------------------------
@@ -254,6 +258,8 @@ class TailraceApp:
             self.otlp.traces(exchange, self.identify(exchange), method)
         elif self.watch is not None and self.watch.handles(path):
             self.watch.serve(exchange, method, path, self.identify)
+        elif self.hub is not None and self.hub.handles(exchange, path):
+            self.hub.serve(exchange, method, path, self.identify)
         elif path == SEAL_PATH and self.seal is not None:
             if method != b"POST":
                 raise not_allowed("POST, OPTIONS")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import orjson
 
@@ -21,6 +21,7 @@ class HealthRoutes:
         self._context = context
         self.stopping = False
         self.object_store: Callable[[], str] | None = None  # "ok", or what is wrong with it
+        self.more: Callable[[], dict[str, object]] | None = None  # what else is said of health
 
     def handles(self, path: bytes) -> bool:
         return path in HEALTH or path in (b"/readyz", b"/metrics")
@@ -35,7 +36,8 @@ class HealthRoutes:
     def answer_open(self, exchange: Exchange, path: bytes) -> None:
         """The routes that everybody may ask."""
         if path in HEALTH:
-            self._json(exchange, 200, {"status": "ok"})
+            more = {} if self.more is None else self.more()
+            self._json(exchange, 200, {"status": "ok", **more})
         else:
             self._ready(exchange)
 
@@ -62,5 +64,5 @@ class HealthRoutes:
         status = "stopping" if self.stopping else "degraded"
         self._json(exchange, 503, {"status": status, "reason": reason, **details}, b"Retry-After: 5\r\n")
 
-    def _json(self, exchange: Exchange, status: int, body: dict[str, str], head: bytes = b"") -> None:
+    def _json(self, exchange: Exchange, status: int, body: Mapping[str, object], head: bytes = b"") -> None:
         exchange.respond(status, answers.JSON_TYPE + answers.NO_STORE + head, orjson.dumps(body))

@@ -20,6 +20,7 @@ from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.companion_files import CompanionFiles
 from tailrace.api.context import Context
 from tailrace.api.disk import DiskGuard
+from tailrace.api.hub.service import HubService
 from tailrace.api.inspection.cold import connect_details
 from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.server import ServerRoutes
@@ -116,6 +117,9 @@ class Server:
         self._subscriptions.check = self.app.guard.check
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self.watch = self.app.watch = WatchService(context, directory.path, self._verifier)
+        self.hub = self.app.hub = HubService(context, self._verifier)
+        if settings.hub_root:
+            self.app.health.more = self.hub.routes.health
         self._checkpoints = Checkpoints(self.log)
         self.sealing = Sealing(self.log, settings, directory.deployment, loop)
         limits = settings.limits
@@ -169,6 +173,7 @@ class Server:
             self._verifier.start()
         await self._subscriptions.start()
         await self.watch.start()
+        await self.hub.start()
         self._http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(self._http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
@@ -192,6 +197,7 @@ class Server:
         """SIGHUP: what was missing is looked for again."""
         if self.pipeline.child is not None:
             self.pipeline.child.hang_up()
+        self.hub.reload()
 
     async def _listen(self, http: HttpServer, port: int, tls: ssl.SSLContext | None) -> int:
         host = self._settings.host
@@ -210,6 +216,7 @@ class Server:
             await self._metrics.drain()
         await self._subscriptions.stop()
         self.watch.stop()
+        self.hub.stop()
         self._disk.stop()
         self._memory.stop()
         self._stream_metrics.stop()

@@ -11,6 +11,7 @@ import xxhash
 from tailrace import __version__
 from tailrace.api import answers
 from tailrace.api.openapi import (
+    hub,
     inspection,
     pipeline,
     registry,
@@ -39,6 +40,7 @@ _PARTS: Final = (
     subscriptions,
     server,
     watch,
+    hub,
     pipeline,
 )
 _ABOUT: Final = (
@@ -59,6 +61,7 @@ def build() -> Json:
         **subscriptions.subscription_paths(),
         **server.server_paths(),
         **watch.watch_paths(),
+        **hub.hub_paths(),
         **pipeline.pipeline_paths(),
     }
     schemas: Json = {}
@@ -104,6 +107,7 @@ _TAGS: Final = {
     "server": "Health, metrics, memory, sealing.",
     "pipeline": "What is to be built beside the server, and its publication.",
     "watch": "Documents in collections, and queries that stay true.",
+    "hub": "Actors that find each other, send, publish and keep mailboxes.",
 }
 
 

@@ -1,0 +1,260 @@
+"""`/hub/ws`, `/hub/messages`, `/hub/health`, `/hub/shards`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import msgspec
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.hub.runner import Runner
+from tailrace.api.hub.socket import HubSocket
+from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import CODES, TailraceError
+from tailrace.hub import connecting, decide
+from tailrace.hub.address import parse_address
+from tailrace.hub.buckets import Buckets, Rate
+from tailrace.hub.errors import HubError
+from tailrace.hub.message import new_id
+from tailrace.hub.policy import actor_of
+from tailrace.hub.session import CONNECTED, Session
+from tailrace.net.http1 import Exchange
+from tailrace.settings import Settings
+
+WS_PATH: Final = b"/hub/ws"
+MESSAGES_PATH: Final = b"/hub/messages"
+HEALTH_PATH: Final = b"/hub/health"
+SHARDS_PATH: Final = b"/hub/shards"
+PATHS: Final = frozenset((WS_PATH, MESSAGES_PATH, HEALTH_PATH, SHARDS_PATH))
+# With `hub_root`: the same path without its prefix, and the root itself.
+ROOT_PATHS: Final = frozenset((b"/", WS_PATH.removeprefix(b"/hub")))
+SUBPROTOCOL: Final = b"signal-hub"
+PER_ADDRESS_PER_S: Final = 20
+BURST: Final = 200
+
+Identify = Callable[[Exchange], Identity]
+
+
+class HubRoutes:
+    def __init__(self, runner: Runner, settings: Settings) -> None:
+        self._runner = runner
+        self._settings = settings
+        per_s = settings.limits.hub_connects_per_s
+        rates = {"peer": Rate(PER_ADDRESS_PER_S, BURST), "server": Rate(max(1, per_s), max(BURST, 2 * per_s))}
+        self._connects = Buckets(rates)
+        self._origins: frozenset[str] | None = None
+        if settings.cors_origins != "*":
+            listed = (origin.strip() for origin in settings.cors_origins.split(","))
+            self._origins = frozenset(origin for origin in listed if origin)
+
+    def handles(self, exchange: Exchange, path: bytes) -> bool:
+        if path in PATHS:
+            return True
+        return self._settings.hub_root and path in ROOT_PATHS and exchange.wants_websocket()
+
+    def serve(self, exchange: Exchange, method: bytes, path: bytes, identify: Identify) -> None:
+        if path == HEALTH_PATH:
+            _check_method(method)
+            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(self.health()))
+        elif path == SHARDS_PATH:
+            _check_method(method)
+            self._shards(exchange, identify)
+        elif path == MESSAGES_PATH:
+            if method != b"POST":
+                raise answers.not_allowed("POST, OPTIONS")
+            self._message(exchange, identify(exchange))
+        else:
+            _check_method(method)
+            self._upgrade(exchange)
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "status": "ok",
+            "service": "signal-hub",
+            "version": connecting.VERSION,
+            "timestamp": self._runner.now_ms(),
+        }
+
+    def _shards(self, exchange: Exchange, identify: Identify) -> None:
+        authorise(identify(exchange), Action.HUB_SHARDS)
+        base = answers.base_url(exchange, self._settings.public_url)
+        url = "ws" + base.removeprefix("http") + WS_PATH.decode()
+        body = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
+        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
+
+    # -- sockets ---------------------------------------------------------------------------------------
+
+    def _upgrade(self, exchange: Exchange) -> None:
+        """Nothing is upgraded just to be refused."""
+        if not exchange.wants_websocket():
+            raise TailraceError(
+                "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
+            )
+        self._check_open()
+        self._check_origin(exchange)
+        self._check_rate(exchange)
+        given = exchange.headers.get(b"authorization", b"").decode("latin-1")
+        token = given[7:].strip() if given[:7].lower() == "bearer " else None
+        offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
+        chosen = SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
+        limits = self._settings.limits
+        client = HubSocket(self._runner, token)
+        connection = exchange.upgrade_websocket(
+            client,
+            subprotocol=chosen,
+            deflate=self._settings.hub_deflate,
+            message_bytes=limits.hub_message_bytes,
+            discard_bytes=limits.hub_skip_bytes,
+        )
+        client.opened(connection)
+
+    def _check_open(self) -> None:
+        settings = self._settings
+        if not settings.auth_configured and not settings.loopback_only:
+            raise TailraceError("forbidden", "without authentication the hub works on loopback only")
+        if self._runner.hub.draining:
+            raise TailraceError("unavailable", "the server is stopping")
+
+    def _check_origin(self, exchange: Exchange) -> None:
+        origin = exchange.headers.get(b"origin", b"").decode("latin-1")
+        if origin and self._origins is not None and origin not in self._origins:
+            raise TailraceError("forbidden", "this origin may not connect")
+
+    def _check_rate(self, exchange: Exchange) -> None:
+        limits = self._settings.limits
+        if len(self._runner.wires) >= limits.hub_connections:
+            raise TailraceError("overloaded", f"there are {limits.hub_connections} connections already")
+        if not limits.hub_connects_per_s:
+            return
+        now_ns = self._runner.now_ms() * 1_000_000
+        peer = exchange.peer.rpartition(":")[0].strip("[]")
+        waits = [self._connects.take("", "server", now_ns)]
+        if not _is_loopback(peer):
+            waits.append(self._connects.take(peer, "peer", now_ns))
+        if any(waits):
+            raise TailraceError("overloaded", "too many connections at once")
+
+    # -- messages by HTTP ------------------------------------------------------------------------------
+
+    def _message(self, exchange: Exchange, identity: Identity) -> None:
+        """The same checks and limits, no session: the answer is the reply envelope."""
+        self._check_open()
+        authorise(identity, Action.HUB_CONNECT)
+        runner = self._runner
+        limits = self._settings.limits
+        if len(exchange.body) > limits.hub_message_bytes:
+            raise TailraceError(
+                "payload_too_large", f"a message has at most {limits.hub_message_bytes} bytes"
+            )
+        now_ms = runner.now_ms()
+        session = self._passing(exchange, identity, now_ms)
+        said: list[bytes] = []
+
+        def end() -> None:
+            connecting.end(runner.hub, session, runner.now_ms())
+
+        def answer(frame: bytes) -> None:
+            said.append(frame)
+            _respond(exchange, frame)
+            end()
+
+        session.answer = answer
+        exchange.on_gone = end
+        is_ask = _is_ask(exchange.body)
+        runner.run(decide.decide(runner.hub, session, exchange.body, now_ms))
+        if not said and not is_ask:
+            exchange.respond(202, answers.NO_STORE)
+            end()
+
+    def _passing(self, exchange: Exchange, identity: Identity, now_ms: int) -> Session:
+        """Who sends one message and is gone."""
+        session = Session(f"http-{new_id(now_ms)}", _nothing, now_ms)
+        path = identity.actor_id
+        if identity.anonymous:
+            path = _from_of(exchange.body) or "anonymous/http"
+        try:
+            path = parse_address(f"@({path})")
+        except HubError:
+            raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
+        session.identity, session.actor = identity, actor_of(identity, path)
+        session.peer = exchange.peer
+        session.state = CONNECTED
+        return session
+
+
+class _Head(msgspec.Struct):
+    type: str = ""
+    pattern: str = "tell"
+    from_: str | None = msgspec.field(name="from", default=None)
+    payload: Any = None
+
+
+class _Answer(msgspec.Struct):
+    type: str
+    payload: dict[str, Any] = {}
+
+
+_OF_EVERY_ERROR: Final = frozenset(("code", "message", "retryable"))
+
+
+def _head(body: bytes) -> _Head | None:
+    try:
+        return msgspec.json.decode(body, type=_Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _from_of(body: bytes) -> str | None:
+    head = _head(body)
+    if head is None or head.from_ is None:
+        return None
+    try:
+        return parse_address(head.from_)
+    except HubError:
+        return None
+
+
+def _is_ask(body: bytes) -> bool:
+    """Whether something comes back, now or later."""
+    head = _head(body)
+    if head is None or head.type != "hub:send" or head.pattern == "ask":
+        return True
+    payload = cast("object", head.payload)
+    given = cast("dict[str, Any]", payload) if isinstance(payload, dict) else {}
+    wants = given.get("requireAck") is True or given.get("expectReply") is True
+    return wants or given.get("ack") not in (None, "none")
+
+
+def _respond(exchange: Exchange, frame: bytes) -> None:
+    """The reply as it is; a refusal in the one form that errors have over HTTP."""
+    if not frame:
+        exchange.respond(202, answers.NO_STORE)
+        return
+    found = msgspec.json.decode(frame, type=_Answer)
+    code, message = found.payload.get("code"), found.payload.get("message")
+    if not isinstance(code, str) or code not in CODES or "retryable" not in found.payload:
+        exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, frame)
+        return
+    details = found.payload.get("details")
+    if not isinstance(details, dict):
+        details = {name: found.payload[name] for name in found.payload if name not in _OF_EVERY_ERROR}
+    answers.refuse(exchange, HubError(code, str(message), cast("dict[str, object]", details)))
+
+
+def _check_method(method: bytes) -> None:
+    if method not in (b"GET", b"HEAD"):
+        raise answers.not_allowed("GET, HEAD, OPTIONS")
+
+
+def _is_loopback(peer: str) -> bool:
+    try:
+        return ipaddress.ip_address(peer).is_loopback
+    except ValueError:
+        return False
+
+
+def _nothing() -> int:
+    return 0

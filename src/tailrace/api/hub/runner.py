@@ -1,0 +1,214 @@
+"""Carries out what decisions ask for: writes to sockets, appends to the log, reads from it, keeps time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from tailrace.api.context import Context
+from tailrace.api.hub.storage import JSON, LogStreams
+from tailrace.errors import TailraceError
+from tailrace.hub import connecting, decide
+from tailrace.hub.effects import (
+    Append,
+    Close,
+    Create,
+    Effect,
+    Found,
+    Listen,
+    Read,
+    Remove,
+    Send,
+    Settled,
+    Turn,
+)
+from tailrace.hub.session import Session
+from tailrace.hub.state import Hub
+from tailrace.log import records
+from tailrace.log.decide import AppendRequest
+from tailrace.log.transaction import Transaction, ignore
+from tailrace.net.websocket import WebSocketConnection, encode_text
+
+logger = logging.getLogger("tailrace.hub")
+
+TICK_S: Final = 1.0
+FLUSH_S: Final = 0.2
+RECONNECT_MS_MAX: Final = 30_000
+
+
+class Runner:
+    """Owned by the loop thread. Effects are carried out in the order in which they were asked for."""
+
+    def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
+        self._context = context
+        self._log = context.log
+        self.hub = hub
+        self._streams = streams
+        self.wires: dict[Session, WebSocketConnection] = {}
+        self._queue: deque[Effect] = deque()
+        self._running = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tick: asyncio.TimerHandle | None = None
+        self._flush: asyncio.TimerHandle | None = None
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def now_ms(self) -> int:
+        return self._context.clock.now_ns() // 1_000_000
+
+    def start(self) -> None:
+        self._tick = self._context.loop.call_later(TICK_S, self._on_tick)
+
+    def stop(self) -> None:
+        for timer in (self._tick, self._flush):
+            if timer is not None:
+                timer.cancel()
+        self._tick = self._flush = None
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _on_tick(self) -> None:
+        self._tick = self._context.loop.call_later(TICK_S, self._on_tick)
+        try:
+            self.run(decide.tick(self.hub, self.now_ms()))
+        except Exception:
+            logger.exception("a tick of the hub failed")
+
+    def _on_flush(self) -> None:
+        self._flush = None
+        decide.flush(self.hub)
+        self.run(decide.finish(self.hub, self.now_ms()))
+
+    def shut_down(self) -> None:
+        """Everybody is told when to come back, at times that differ."""
+        delays = {
+            session_id: random.randint(0, RECONNECT_MS_MAX)  # noqa: S311 - spreads load
+            for session_id in self.hub.sessions
+        }
+        connecting.shut_down(self.hub, delays, self.now_ms())
+        decide.flush(self.hub)
+        self.run(decide.finish(self.hub, self.now_ms()))
+
+    # -- effects ---------------------------------------------------------------------------------------
+
+    def run(self, effects: list[Effect]) -> None:
+        """What an effect brings about comes after what was asked for before."""
+        queue = self._queue
+        queue.extend(effects)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while queue:
+                self._carry_out(queue.popleft())
+        finally:
+            self._running = False
+        if self.hub.mailboxes.cursors.dirty and self._flush is None and self._tick is not None:
+            self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
+
+    def _carry_out(self, effect: Effect) -> None:
+        if type(effect) is Send:
+            self._send(effect)
+        elif type(effect) is Append:
+            self._append(effect)
+        elif type(effect) is Read:
+            self._read(effect)
+        elif type(effect) is Close:
+            wire = self.wires.get(effect.session)
+            if wire is not None:
+                wire.close(effect.code, effect.reason)
+        elif type(effect) is Turn:
+            self._context.loop.call_soon(self._after, effect.then)
+        elif type(effect) is Listen:
+            wire = self.wires.get(effect.session)
+            if wire is not None:
+                wire.resume_reading()
+        elif type(effect) is Create:
+            self._create(effect)
+        else:
+            assert isinstance(effect, Remove)
+            self._remove(effect)
+
+    def _send(self, effect: Send) -> None:
+        session, frame = effect.session, effect.frame
+        wire = self.wires.get(session)
+        if wire is not None:
+            wire.send_encoded(encode_text(frame))
+        session.outbox.written(len(frame))
+
+    def _after(self, then: Callable[[int], None]) -> None:
+        now_ms = self.now_ms()
+        try:
+            then(now_ms)
+        except Exception:
+            logger.exception("the hub failed to go on")
+        self.run(decide.finish(self.hub, now_ms))
+
+    def _append(self, effect: Append) -> None:
+        request = AppendRequest(effect.body, JSON, key=effect.key, producer=effect.producer)
+        try:
+            stream = self._streams.made(effect.stream)
+            self._log.append(stream, request, self._settled, effect)
+        except TailraceError as error:
+            self._tell(effect, Settled(error=error))
+
+    def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
+        effect = transaction.context
+        assert isinstance(effect, Append)
+        if error is not None:
+            self._tell(effect, Settled(error=error))
+            return
+        stream = transaction.subject
+        assert stream is not None
+        if transaction.duplicate:
+            self._tell(effect, Settled(duplicate=True))
+            return
+        op = transaction.append
+        if op is None:
+            op = next(one for one in transaction.ops if isinstance(one, records.Append))
+        self._tell(effect, Settled(op.first, stream.offset(op.first)))
+
+    def _tell(self, effect: Append, settled: Settled) -> None:
+        if effect.then is not None:
+            self._after(partial(effect.then, settled))
+
+    def _create(self, effect: Create) -> None:
+        try:
+            self._streams.made(effect.stream)
+        except TailraceError as error:
+            logger.warning("the stream %s cannot be made: %s", effect.stream, error)
+
+    def _remove(self, effect: Remove) -> None:
+        stream = self._log.find(effect.stream)
+        if stream is None or stream.gone:
+            return
+        try:
+            self._log.remove(stream, "deleted", ignore, None)
+        except TailraceError as error:
+            logger.warning("the stream %s cannot be deleted: %s", effect.stream, error)
+
+    def _read(self, effect: Read) -> None:
+        stream = self._streams.find(effect.stream)
+        if stream is None:
+            self._after(partial(effect.then, Found(next_entry=effect.after)))
+            return
+        if effect.since_ns is None:
+            found = self._streams.try_read(stream, effect.after, effect.entries_max, effect.bytes_max)
+            if found is not None:
+                self._after(partial(effect.then, found))
+                return
+
+        async def later() -> None:
+            found = await self._streams.read(
+                stream, effect.after, effect.entries_max, effect.bytes_max, effect.since_ns
+            )
+            self._after(partial(effect.then, found))
+
+        task = self._context.loop.create_task(later())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,167 @@
+"""The parts of the hub put together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import jwt
+
+from tailrace.api.context import Context
+from tailrace.api.hub.restore import restore
+from tailrace.api.hub.routes import HubRoutes
+from tailrace.api.hub.runner import Runner
+from tailrace.api.hub.storage import LogStreams
+from tailrace.auth import Identity, TokenVerifier
+from tailrace.errors import TailraceError
+from tailrace.hub.policy import load_policy
+from tailrace.hub.signatures import SECRET_BYTES, Key
+from tailrace.hub.state import Hub, Options
+from tailrace.net.http1 import Exchange
+from tailrace.settings import Settings
+from tailrace.telemetry import Telemetry
+
+logger = logging.getLogger("tailrace.hub")
+
+SECRET_BYTES_RANDOM: Final = 32  # of renewal and resume tokens
+
+
+class HubService:
+    """Actors and their messages, of one server."""
+
+    def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
+        settings = context.settings
+        self._context = context
+        self._settings = settings
+        self.streams = LogStreams(context.log)
+        self.hub = Hub(
+            context.limits,
+            self.streams,
+            load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow"),
+            self._options(settings, verifier),
+            lambda: secrets.token_urlsafe(SECRET_BYTES_RANDOM),
+        )
+        self.runner = Runner(context, self.hub, self.streams)
+        self.routes = HubRoutes(self.runner, settings)
+        self._connect(context.telemetry)
+
+    def _options(self, settings: Settings, verifier: TokenVerifier | None) -> Options:
+        keys = read_keys(settings.hub_keys) if settings.hub_keys else None
+        return Options(
+            address=settings.hub_address,
+            durable_topics=tuple(
+                text.strip() for text in settings.hub_durable_topics.split(",") if text.strip()
+            ),
+            signatures_required=settings.hub_signatures == "required",
+            mint=_minter(settings) if settings.hub_mint_tokens else None,
+            verify=None if verifier is None else (lambda token: verifier.verify(b"Bearer " + token.encode())),
+            keys_of=None if keys is None else (lambda path: keys.get(path, [])),
+            on_bug=_log_bug,
+        )
+
+    async def start(self) -> None:
+        await restore(self.hub, self.streams, self._context.log, self.runner.now_ms())
+        self.runner.start()
+
+    def reload(self) -> None:
+        """SIGHUP: the rules are read again."""
+        settings = self._settings
+        try:
+            policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
+        except TailraceError as error:
+            logger.error("the hub goes on with its old rules: %s", error)
+            return
+        self.hub.policy = policy
+        self.hub.rates.policy = policy
+
+    def stop(self) -> None:
+        self.runner.stop()
+
+    def end_live(self) -> None:
+        """Shutdown: nobody is kept waiting."""
+        self.runner.shut_down()
+
+    def handles(self, exchange: Exchange, path: bytes) -> bool:
+        return self.routes.handles(exchange, path)
+
+    def serve(
+        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
+    ) -> None:
+        self.routes.serve(exchange, method, path, identify)
+
+    def _connect(self, telemetry: Telemetry) -> None:
+        """Metrics are read where they are counted, when somebody asks."""
+        hub = self.hub
+
+        def counted(name: str) -> Callable[[], list[tuple[list[str], float]]]:
+            return lambda: [
+                ([*label.split("/")], count)
+                for (known, label), count in list(hub.counts.items())
+                if known == name
+            ]
+
+        telemetry.hub_messages.each = counted("messages")
+        telemetry.hub_deliveries.each = counted("deliveries")
+        telemetry.hub_errors.each = counted("errors")
+        telemetry.hub_dead_letters.each = counted("dead_letters")
+        telemetry.hub_duplicates.each = counted("duplicates")
+        telemetry.hub_rate_limited.each = counted("rate_limited")
+        telemetry.hub_ws_closes.each = counted("ws_closes")
+        telemetry.hub_from_rewritten.read = lambda: hub.counts[("from_rewritten", "")]
+        telemetry.hub_dropped.read = lambda: hub.flow.dropped
+        telemetry.hub_pauses.read = lambda: hub.flow.pauses
+        telemetry.hub_sessions.read = lambda: len(hub.sessions)
+        telemetry.hub_detached_sessions.read = lambda: sum(one.detached for one in hub.sessions.values())
+        telemetry.hub_actors.each = lambda: _actors(hub)
+        telemetry.hub_registry_fill_ratio.read = lambda: len(hub.registry) / hub.limits.hub_registry_actors
+        telemetry.hub_queue_messages.read = lambda: sum(one.outbox.messages for one in hub.sessions.values())
+        telemetry.hub_queue_bytes.read = lambda: sum(one.outbox.bytes for one in hub.sessions.values())
+        telemetry.hub_mailbox_lag.read = lambda: sum(
+            hub.mailboxes.summary(one)[0] for one in hub.sessions.values()
+        )
+        telemetry.hub_asks_open.read = lambda: len(hub.asks)
+
+
+def _actors(hub: Hub) -> list[tuple[list[str], float]]:
+    durable = sum(found.options.durable for found in hub.registry.by_path.values())
+    return [(["true"], durable), (["false"], len(hub.registry) - durable)]
+
+
+def _log_bug(error: Exception) -> None:
+    logger.error("a message of the hub failed", exc_info=error)
+
+
+def _minter(settings: Settings) -> Callable[[Identity, int], str]:
+    """New tokens like the old ones; only a shared secret can make them."""
+    if not settings.auth_jwt_secret:
+        raise TailraceError("invalid_request", "hub_mint_tokens needs auth_jwt_secret")
+
+    def mint(identity: Identity, seconds: int) -> str:
+        claims = json.loads(identity.claims)
+        now_s = int(time.time())
+        claims |= {"iat": now_s, "exp": now_s + seconds}
+        return jwt.encode(claims, settings.auth_jwt_secret.encode(), algorithm="HS256")
+
+    return mint
+
+
+def read_keys(path: str) -> dict[str, list[Key]]:
+    """Signature secrets by identity: `{"@(a/b)": [{"id", "secret" (hex), "createdAt", "retiredAt"}]}`."""
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        found: dict[str, list[Key]] = {}
+        for address, listed in given.items():
+            found[address[2:-1]] = [
+                Key(one["id"], bytes.fromhex(one["secret"]), one["createdAt"], one.get("retiredAt"))
+                for one in listed
+            ]
+            if any(len(key.secret) != SECRET_BYTES for key in found[address[2:-1]]):
+                raise ValueError(f"a secret has {SECRET_BYTES} bytes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TailraceError("invalid_request", f"hub keys {path}: {error}") from None
+    return found

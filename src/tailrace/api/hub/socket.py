@@ -1,0 +1,65 @@
+"""One WebSocket of the hub: frames in, one by one."""
+
+from __future__ import annotations
+
+from tailrace.api.hub.runner import Runner
+from tailrace.hub import decide
+from tailrace.hub.message import new_id
+from tailrace.hub.session import Session
+from tailrace.net.websocket import WebSocketConnection
+
+
+class HubSocket:
+    """What the WebSocket layer calls."""
+
+    __slots__ = ("_runner", "session")
+
+    def __init__(self, runner: Runner, upgrade_token: str | None) -> None:
+        self._runner = runner
+        now_ms = runner.now_ms()
+        self.session = Session(f"session-{new_id(now_ms)}", _nothing, now_ms)
+        self.session.upgrade_token = upgrade_token
+
+    def opened(self, connection: WebSocketConnection) -> None:
+        limits = self._runner.hub.limits
+        connection.ping_s = limits.hub_heartbeat_ms / 1000
+        connection.dead_s = 3 * connection.ping_s
+        connection.silence_code = 4408
+        connection.drains_itself = True
+        session = self.session
+        session.peer = connection.peer
+        session.outbox.unsent = lambda: connection.unsent_bytes
+        self._runner.wires[session] = connection
+        self._runner.hub.count("connections", "opened")
+        decide.opened(self._runner.hub, session)
+
+    def on_message(self, data: bytes, is_text: bool) -> None:
+        """Binary messages of UTF-8 JSON are as good as text; answers are always text."""
+        runner, session = self._runner, self.session
+        runner.run(decide.decide(runner.hub, session, data, runner.now_ms()))
+        # Whoever sends faster than it takes its answers is not read from for a while.
+        if session.broadcasting or session.outbox.bytes > runner.hub.limits.hub_pause_bytes:
+            wire = runner.wires.get(session)
+            if wire is not None:
+                wire.pause_reading()
+
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
+        runner = self._runner
+        runner.run(decide.too_large(runner.hub, self.session, prefix, size_bytes, runner.now_ms()))
+
+    def on_drain(self) -> None:
+        runner, session = self._runner, self.session
+        runner.run(decide.drained(runner.hub, session, runner.now_ms()))
+        wire = runner.wires.get(session)
+        if wire is not None and not session.broadcasting:
+            wire.resume_reading()
+
+    def on_close(self, code: int, reason: str) -> None:
+        runner = self._runner
+        runner.wires.pop(self.session, None)
+        runner.hub.count("connections", "closed")
+        runner.run(decide.closed(runner.hub, self.session, code, runner.now_ms()))
+
+
+def _nothing() -> int:
+    return 0

@@ -1,0 +1,125 @@
+"""The hub's streams: what decisions may know of them, how entries get in and out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+from tailrace.errors import TailraceError
+from tailrace.hub.effects import Found
+from tailrace.log.decide import CreateRequest, gone, resolve
+from tailrace.log.history import Missing
+from tailrace.log.log import Log
+from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
+from tailrace.log.reader import Page
+from tailrace.log.transaction import ignore
+from tailrace.protocol import offsets
+
+JSON: Final = "application/json"
+DAY_S: Final = 24 * 3600
+PAGE_ENTRIES: Final = 1000
+PAGE_BYTES: Final = 1024 * 1024
+ABSENT_MAX: Final = 100_000
+
+# What is kept for people who look into it goes after a while; what actors still need does not.
+LIFETIMES: Final = {
+    "hub/dead-letters": Lifetime(retention_s=30 * DAY_S, retention_bytes=1024**3),
+    "hub/audit": Lifetime(retention_s=90 * DAY_S),
+}
+
+
+class LogStreams:
+    """The log as the hub sees it."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        # Names that were looked for in vain. Only the hub makes streams under `hub/`, so nobody else can
+        # make this wrong, and looking again would ask the disk.
+        self._absent: set[str] = set()
+
+    def find(self, name: str) -> Stream | None:
+        if name in self._absent:
+            return None
+        stream = self._log.find(name)
+        if stream is None:
+            if len(self._absent) >= ABSENT_MAX:
+                self._absent.clear()
+            self._absent.add(name)
+            return None
+        return None if stream.gone or stream.visible < 0 else stream
+
+    def tail(self, stream: str) -> int | None:
+        found = self.find(stream)
+        return None if found is None else found.visible
+
+    def earliest(self, stream: str) -> int:
+        found = self.find(stream)
+        return 0 if found is None else found.earliest
+
+    def size_bytes(self, stream: str) -> int:
+        found = self.find(stream)
+        return 0 if found is None else found.size_bytes
+
+    def offset(self, stream: str, entry: int) -> str:
+        found = self.find(stream)
+        return offsets.encode(self._log.streams.first_epoch, entry) if found is None else found.offset(entry)
+
+    def resolve(self, stream: str, offset: str) -> int:
+        position = offsets.parse_position(offset)
+        found = self.find(stream)
+        if found is None:
+            if position[1] == 0:
+                return 0
+            raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
+        return resolve(found, position, found.earliest)
+
+    def made(self, name: str) -> Stream:
+        """The stream to append to; it is made in the record before if it is missing."""
+        self._absent.discard(name)
+        stream = self._log.find(name)
+        if stream is None:
+            self._log.create(CreateRequest(name, JSON, LIFETIMES.get(name, NO_LIFETIME)), ignore, None)
+            stream = self._log.find(name)
+            assert stream is not None
+        if stream.gone:
+            raise TailraceError("unavailable", "the name is held by a deleted stream that still has forks")
+        return stream
+
+    def try_read(self, stream: Stream, after: int, entries_max: int, bytes_max: int) -> Found | None:
+        """A page if memory has it all."""
+        if after < stream.earliest:
+            return Found(error=gone(stream, stream.earliest))
+        page = self._log.reader.try_read_labelled(stream, after, bytes_max, entries_max)
+        return None if isinstance(page, Missing) else _found(page)
+
+    async def read(
+        self, stream: Stream, after: int, entries_max: int, bytes_max: int, since_ns: int | None
+    ) -> Found:
+        """A page, from wherever its entries are."""
+        try:
+            if since_ns is not None:
+                after = max(stream.earliest, await self._log.reader.find_before(stream, since_ns))
+            if after < stream.earliest:
+                raise gone(stream, stream.earliest)
+            return _found(await self._log.reader.read_labelled(stream, after, bytes_max, entries_max))
+        except TailraceError as error:
+            return Found(error=error)
+
+    async def all_of(self, name: str) -> AsyncIterator[bytes]:
+        """Every entry of a stream, at start-up."""
+        stream = self.find(name)
+        if stream is None:
+            return
+        after = stream.earliest
+        while after < stream.visible:
+            page = await self._log.reader.read_labelled(stream, after, PAGE_BYTES, PAGE_ENTRIES)
+            for part in page.parts:
+                yield bytes(part)
+            after = page.next_entry
+
+
+def _found(page: Page) -> Found:
+    assert page.labels is not None
+    numbers = page.entries()
+    entries = zip(numbers, page.labels.times, page.parts, strict=True)
+    return Found(tuple((number, time_ns, bytes(part)) for number, time_ns, part in entries), page.next_entry)

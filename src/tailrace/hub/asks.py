@@ -1,0 +1,357 @@
+"""Asks that wait: for an ack level, for a reply. Each gets one outcome per level, and one in the end."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.hub import copies
+from tailrace.hub.copies import Copy
+from tailrace.hub.errors import HubError, encode_error, field_error
+from tailrace.hub.message import encode, new_id
+from tailrace.hub.seen import Seen, SeenSet
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.fields import Request
+    from tailrace.hub.state import Hub
+
+LEVELS: Final = ("delivered", "accepted", "processed")
+PARTIAL_MAX: Final = 1000
+CLOSED_MAX: Final = 10_000
+TTL_MS_MAX: Final = 300_000
+
+
+class Ask(msgspec.Struct, eq=False):
+    """One request that is not answered in full."""
+
+    request_id: str
+    asker: Session | None
+    asker_path: str
+    recipient: str
+    deadline_ms: int
+    levels: list[str]
+    expects_reply: bool
+    trace: bytes
+    copy_id: str = ""
+    recipient_session: Session | None = None
+    reached: str | None = None
+    stream: str | None = None
+    entry: int = 0
+    offset: str | None = None
+    partials: int = 0
+    duplicate: bool = False
+    seen: tuple[SeenSet, Seen] | None = None
+    done: bool = False
+
+    @property
+    def open(self) -> bool:
+        return bool(self.levels) or self.expects_reply
+
+
+class Asks:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._by_copy: dict[str, Ask] = {}
+        self._by_request: dict[str, dict[str, Ask]] = {}  # by the request's id, then by the copy's
+        self._stored: dict[str, dict[int, Ask]] = {}  # by stream and entry
+        self._deadlines: list[tuple[int, int, Ask]] = []
+        self._numbers = count()
+        # Copies whose asks are over: a late reply is told from a forged one, and kept as a dead letter.
+        self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_copy)
+
+    # -- beginning -------------------------------------------------------------------------------------
+
+    def check_room(self, session: Session) -> None:
+        if len(session.asked) >= self._hub.limits.hub_session_asks:
+            details = {"retryAfter": 1000, "kind": "ask", "reason": "open_asks"}
+            raise HubError("rate_limited", "too many asks are open on this session", details)
+
+    def begin(self, ask: Ask) -> None:
+        """From here on it has a deadline and an outcome."""
+        self._by_copy[ask.copy_id] = ask
+        self._by_request.setdefault(ask.request_id, {})[ask.copy_id] = ask
+        if ask.asker is not None:
+            ask.asker.asked[ask.copy_id] = None
+        if ask.recipient_session is not None:
+            ask.recipient_session.owner_of.add(ask.copy_id)
+        heapq.heappush(self._deadlines, (ask.deadline_ms, next(self._numbers), ask))
+
+    def sent_to(self, ask: Ask, session: Session) -> None:
+        ask.recipient_session = session
+        session.owner_of.add(ask.copy_id)
+
+    def _end(self, ask: Ask) -> None:
+        if ask.done:
+            return
+        ask.done = True
+        self._by_copy.pop(ask.copy_id, None)
+        same = self._by_request.get(ask.request_id)
+        if same is not None:
+            same.pop(ask.copy_id, None)
+            if not same:
+                del self._by_request[ask.request_id]
+        if ask.stream is not None and (waiting := self._stored.get(ask.stream)) is not None:
+            waiting.pop(ask.entry, None)
+            if not waiting:
+                del self._stored[ask.stream]
+        if ask.asker is not None:
+            ask.asker.asked.pop(ask.copy_id, None)
+        if ask.recipient_session is not None:
+            ask.recipient_session.owner_of.discard(ask.copy_id)
+        if ask.expects_reply:
+            self._closed[ask.copy_id] = (ask.asker_path, ask.request_id, ask.recipient)
+            if len(self._closed) > CLOSED_MAX:
+                self._closed.popitem(last=False)
+        if ask.seen is not None and not ask.seen[1].finished:
+            ask.seen[1].finished = True
+
+    # -- levels ----------------------------------------------------------------------------------------
+
+    def committed(
+        self, ask: Ask, stream: str, entry: int, offset: str | None, *, online: bool, now_ms: int
+    ) -> None:
+        """The message is an entry of a stream."""
+        ask.stream, ask.entry, ask.offset, ask.reached = stream, entry, offset, "accepted"
+        if ask.done:
+            return
+        if entry:
+            self._stored.setdefault(stream, {})[entry] = ask
+        if "accepted" in ask.levels:
+            self._ack(ask, "accepted", "accepted", "accepted", now_ms)
+        if "delivered" in ask.levels and not online:
+            self._ack(ask, "delivered", "queued", "accepted", now_ms)
+
+    def handed(self, ask: Ask, now_ms: int, *, waits: bool = False, processed: bool = False) -> None:
+        """The recipient's connection has it, or will have it when the client is back."""
+        if "delivered" in ask.levels:
+            status = "queued" if waits else "delivered"
+            self._ack(ask, "delivered", status, "accepted" if waits and ask.stream else "delivered", now_ms)
+        if processed and "processed" in ask.levels:
+            self._ack(ask, "processed", "processed", "delivered", now_ms)
+        if ask.reached is None or ask.reached == "accepted":
+            ask.reached = "delivered"
+
+    def stored_at(self, stream: str, entry: int) -> Ask | None:
+        waiting = self._stored.get(stream)
+        return None if waiting is None else waiting.get(entry)
+
+    def passed(self, stream: str, upto: int, now_ms: int) -> None:
+        """A recipient's committed position has passed these entries."""
+        waiting = self._stored.get(stream)
+        if not waiting:
+            return
+        for entry in sorted(entry for entry in waiting if entry <= upto):
+            ask = waiting[entry]
+            if "delivered" in ask.levels:
+                self._ack(ask, "delivered", "delivered", "delivered", now_ms)
+            if "processed" in ask.levels:
+                self._ack(ask, "processed", "processed", "processed", now_ms)
+
+    def failed(self, ask: Ask, error: HubError, now_ms: int) -> None:
+        """None of the levels that are left can be reached, nor a reply come."""
+        if ask.done:
+            return
+        levels = max(1, len(ask.levels) + ask.expects_reply)
+        ask.levels, ask.expects_reply = [], False
+        for place in range(levels):
+            self._say(ask, self._error_frame(ask, error, now_ms), final=place == levels - 1)
+        self._end(ask)
+
+    def _ack(self, ask: Ask, wanted: str, status: str, level: str, now_ms: int) -> None:
+        ask.levels.remove(wanted)
+        payload = {
+            "messageId": ask.request_id,
+            "deliveredAt": now_ms,
+            "status": status,
+            "level": level,
+            "stream": ask.stream,
+            "offset": ask.offset,
+            "duplicate": ask.duplicate,
+        }
+        frame = self._frame(ask, "hub:delivery_ack", msgspec.json.encode(payload), now_ms)
+        self._say(ask, frame, final=not ask.open)
+        if not ask.open:
+            self._end(ask)
+
+    def _frame(self, ask: Ask, kind: str, payload: bytes, now_ms: int) -> bytes:
+        return encode(
+            id=new_id(now_ms),
+            from_=self._hub.options.address,
+            to=f"@({ask.asker_path})",
+            type=kind,
+            payload=payload,
+            timestamp=now_ms,
+            correlation_id=ask.request_id,
+            metadata=ask.trace,
+        )
+
+    def _error_frame(self, ask: Ask, error: HubError, now_ms: int) -> bytes:
+        self._hub.count("errors", error.code)
+        features = frozenset[str]() if ask.asker is None else ask.asker.features
+        typed = "typed-errors" in features or error.code == "unknown_actor"
+        kind, payload = encode_error(error, typed=typed)
+        return self._frame(ask, kind, payload, now_ms)
+
+    def _say(self, ask: Ask, frame: bytes, *, final: bool) -> None:
+        """To the asker, and to whoever repeated the same request meanwhile."""
+        told: list[object] = []
+        if ask.seen is not None:
+            told = ask.seen[0].answer(ask.seen[1], frame, final=final)
+        if ask.asker is not None:
+            self._hub.control(ask.asker, frame)
+        for waiter in told:
+            if waiter is not ask.asker and isinstance(waiter, Session):
+                self._hub.control(waiter, frame)
+
+    # -- replies ---------------------------------------------------------------------------------------
+
+    def reply(self, session: Session, request: Request, now_ms: int) -> None:
+        """The answer of an actor. Only who was asked may give it; the asker is taken from the ask."""
+        correlation = request.envelope.correlation_id
+        if correlation is None:
+            raise field_error("correlationId", "a reply names the request it answers")
+        ask = self._asked(session, correlation)
+        if ask is None:
+            self._too_late(session, request, correlation, now_ms)
+            raise HubError("unknown_correlation", "no open request of this id was delivered here")
+        final = request.payload.truth("final") is not False
+        ok = request.payload.truth("ok") is not False
+        if not final:
+            ask.partials += 1
+            if ask.partials > PARTIAL_MAX:
+                raise HubError(
+                    "invalid_request", f"at most {PARTIAL_MAX} partial replies", {"field": "final"}
+                )
+        body: dict[str, Any] = {"ok": ok}
+        raw = request.payload.raw
+        if ok:
+            body["data"] = raw.get("data", Raw(b"null"))
+        else:
+            body["error"] = raw.get("error", Raw(b"null"))
+        body["final"] = final
+        metadata = copies.extended(
+            copies.carried(request),
+            b'"via":%b,"originalMessageId":%b'
+            % (msgspec.json.encode(self._hub.options.address), msgspec.json.encode(ask.request_id)),
+        )
+        copy = Copy(
+            new_id(now_ms),
+            f"@({ask.recipient})",
+            f"@({ask.asker_path})",
+            "hub:reply",
+            msgspec.json.encode(body),
+            now_ms,
+            metadata,
+            correlation_id=ask.request_id,
+        )
+        self._hub.count("messages", "reply/ok")
+        self._send_reply(ask, copy, final=final, now_ms=now_ms)
+
+    def _asked(self, session: Session, correlation: str) -> Ask | None:
+        found = self._by_copy.get(correlation)
+        candidates = [found] if found is not None else list(self._by_request.get(correlation, {}).values())
+        for ask in candidates:
+            owns = ask.recipient in session.addresses or ask.recipient_session is session
+            if ask.expects_reply and owns:
+                return ask
+        return None
+
+    def _send_reply(self, ask: Ask, copy: Copy, *, final: bool, now_ms: int) -> None:
+        hub = self._hub
+        asker = ask.asker
+        if asker is None or not asker.alive:
+            online = hub.registry.find(ask.asker_path, now_ms)
+            asker = None if online is None else online.session
+        if asker is not None and (asker.alive or asker.answer is not None):
+            frame = copy.frame()
+            if ask.seen is not None:
+                ask.seen[0].answer(ask.seen[1], frame, final=final)
+            hub.control(asker, frame)
+        elif hub.mailboxes.has(ask.asker_path):
+            hub.mailboxes.store(ask.asker_path, copy, None, now_ms)
+        else:
+            hub.dead.write("late_reply", copy, now_ms)
+        if final:
+            ask.expects_reply = False
+            if not ask.levels:
+                ask.expects_reply = True  # it was one: what comes after it is late
+                self._end(ask)
+
+    def _too_late(self, session: Session, request: Request, correlation: str, now_ms: int) -> None:
+        closed = self._closed.get(correlation)
+        if closed is None or closed[2] not in session.addresses:
+            return
+        asker, request_id, recipient = closed
+        copy = Copy(
+            new_id(now_ms),
+            f"@({recipient})",
+            f"@({asker})",
+            "hub:reply",
+            bytes(request.envelope.payload),
+            now_ms,
+            copies.extended(
+                copies.carried(request), b'"originalMessageId":' + msgspec.json.encode(request_id)
+            ),
+            correlation_id=request_id,
+        )
+        self._hub.dead.write("late_reply", copy, now_ms)
+
+    # -- time and ends ---------------------------------------------------------------------------------
+
+    def moved(self, old: Session, session: Session) -> None:
+        """A session goes on over another connection."""
+        for copy_id in old.asked:
+            if (ask := self._by_copy.get(copy_id)) is not None:
+                ask.asker = session
+        for copy_id in old.owner_of:
+            if (ask := self._by_copy.get(copy_id)) is not None:
+                ask.recipient_session = session
+        session.asked, old.asked = old.asked, {}
+        session.owner_of, old.owner_of = old.owner_of, set()
+
+    def tick(self, now_ms: int) -> None:
+        heap = self._deadlines
+        while heap and (heap[0][0] <= now_ms or heap[0][2].done):
+            ask = heapq.heappop(heap)[2]
+            if not ask.done:
+                self.failed(ask, _timeout(ask, None), now_ms)
+
+    def session_ended(self, session: Session, now_ms: int) -> None:
+        """Nobody waits for its asks any more; what it was asked and is kept nowhere gets no answer."""
+        for copy_id in tuple(session.owner_of):
+            ask = self._by_copy.get(copy_id)
+            if ask is None:
+                continue
+            if ask.stream is None:
+                self.failed(ask, _timeout(ask, "recipient_left"), now_ms)
+            else:
+                ask.recipient_session = None
+        session.owner_of.clear()
+        for copy_id in tuple(session.asked):
+            ask = self._by_copy.get(copy_id)
+            if ask is not None and ask.expects_reply and ask.stream is not None:
+                ask.asker, ask.levels = None, []  # the reply goes to the mailbox of whoever asked
+            elif ask is not None:
+                self._end(ask)
+        session.asked.clear()
+
+
+def _timeout(ask: Ask, reason: str | None) -> HubError:
+    details: dict[str, object] = {
+        "reached": ask.reached,
+        "stream": ask.stream,
+        "offset": ask.offset,
+        "outcome": "unknown",
+    }
+    if reason is not None:
+        details["reason"] = reason
+    return HubError("timeout", "the answer did not come in time", details)

@@ -1,0 +1,238 @@
+"""`hub:broadcast`: one message to everybody who is registered, or to those that a pattern picks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.hub import copies
+from tailrace.hub.address import Pattern
+from tailrace.hub.boxes import BROADCAST, BROADCASTS
+from tailrace.hub.copies import Copy
+from tailrace.hub.delivery import repeated, typed_data
+from tailrace.hub.effects import Append, Settled, Turn
+from tailrace.hub.errors import HubError, hub_error
+from tailrace.hub.fields import Request
+from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
+from tailrace.hub.mailboxes import BroadcastEntry
+from tailrace.hub.message import Common, common, new_id
+from tailrace.hub.presence import REGISTRY
+from tailrace.hub.registry import Query, Registration
+from tailrace.hub.seen import Seen, SeenSet
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+BATCH: Final = 100
+PROGRESS_RECIPIENTS: Final = 1000
+PROGRESS_MS: Final = 100
+
+
+class Broadcast:
+    """One broadcast under way. Others are served between its batches."""
+
+    __slots__ = (
+        "_copy",
+        "_frame",
+        "_hub",
+        "_place",
+        "_recipients",
+        "_request",
+        "_seen",
+        "_session",
+        "_stored",
+        "_told",
+        "delivered",
+        "entry",
+        "failed",
+        "offset",
+        "queued",
+    )
+
+    def __init__(
+        self,
+        hub: Hub,
+        session: Session,
+        request: Request,
+        recipients: list[Registration],
+        copy: Copy,
+        seen: tuple[SeenSet, Seen],
+    ) -> None:
+        self._hub = hub
+        self._session = session
+        self._request = request
+        self._recipients = recipients
+        self._copy = copy
+        self._seen = seen
+        self._frame: Common = common(
+            from_=copy.sender,
+            type=copy.type,
+            payload=copy.payload,
+            timestamp=copy.timestamp,
+            correlation_id=copy.correlation_id,
+            metadata=copy.metadata + b"}",
+            ttl=copy.ttl,
+        )
+        boxes = hub.mailboxes.boxes
+        self._stored = {one.path for one in recipients if one.options.durable or one.path in boxes}
+        self._place = 0
+        self._told = (0, 0)
+        self.delivered = self.queued = self.failed = 0
+        self.entry = 0
+        self.offset: str | None = None
+
+    def begin(self, query: dict[str, object], now_ms: int) -> None:
+        hub = self._hub
+        if not self._stored:
+            self.go_on(now_ms)
+            return
+        streams = hub.streams
+        entry = BroadcastEntry(
+            Raw(self._frame.frame(self._copy.id, hub.options.address)),
+            sorted(self._stored),
+            query,
+            streams.offset(REGISTRY, streams.tail(REGISTRY) or 0),
+        )
+        self._session.broadcasting = True
+        body = msgspec.json.encode(entry)
+        hub.append(Append(BROADCASTS, body, self._kept, key=self._copy.sender.encode()))
+
+    def _kept(self, settled: Settled, now_ms: int) -> None:
+        if settled.error is not None:
+            self._seen[0].forget(self._request.id)
+            self._session.broadcasting = False
+            self._hub.refuse_request(self._session, self._request, hub_error(settled.error), now_ms)
+            self._hub.go_on(self._session, now_ms)
+            return
+        self.entry, self.offset = settled.entry, settled.offset
+        self.go_on(now_ms)
+
+    def go_on(self, now_ms: int) -> None:
+        """The next batch, then a turn for the others."""
+        batch = self._recipients[self._place : self._place + BATCH]
+        self._place += len(batch)
+        for found in batch:
+            self._give(found, now_ms)
+        if self._place < len(self._recipients):
+            self._session.broadcasting = True
+            self._progress(now_ms)
+            self._hub.effects.append(Turn(self.go_on))
+            return
+        self._session.broadcasting = False
+        payload = {
+            "messageId": self._request.id,
+            "deliveredCount": self.delivered,
+            "queuedCount": self.queued,
+            "failedCount": self.failed,
+            "total": len(self._recipients),
+            "offset": self.offset,
+        }
+        frame = self._hub.reply(self._session, self._request, "hub:broadcast_ack", payload, now_ms)
+        for waiter in self._seen[0].answer(self._seen[1], frame):
+            if waiter is not self._session and isinstance(waiter, Session):
+                self._hub.control(waiter, frame)
+        self._hub.go_on(self._session, now_ms)
+
+    def _give(self, found: Registration, now_ms: int) -> None:
+        hub = self._hub
+        if found.path in self._stored:
+            self._give_stored(found, now_ms)
+            return
+        recipient = found.session
+        if hub.registry.by_path.get(found.path) is not found or recipient is None:
+            self.failed += 1
+            return
+        frame = self._frame.frame(new_id(now_ms), found.address)
+        outcome = hub.flow.offer(recipient, frame, now_ms, self._session)
+        if outcome == SENT:
+            self.delivered += 1
+        elif outcome == WAITING:
+            self.queued += 1
+        else:
+            self.failed += 1
+            if outcome in (SLOW, FULL):
+                copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
+                hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
+                if outcome == SLOW:
+                    hub.flow.drop(recipient, len(frame), now_ms)
+
+    def _give_stored(self, found: Registration, now_ms: int) -> None:
+        """It is in the log: whoever is at the end of it gets it now, others when they come to it."""
+        box = self._hub.mailboxes.boxes.get(found.path)
+        if box is None or box.session is None:
+            self.queued += 1
+            return
+        feed = self._hub.mailboxes.feed(box, BROADCASTS, BROADCAST, begin=self.entry - 1)
+        copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
+        self._hub.mailboxes.arrived(box, feed, self.entry, copy, now_ms)
+        if feed.sent >= self.entry:
+            self.delivered += 1
+        else:
+            self.queued += 1
+
+    def _progress(self, now_ms: int) -> None:
+        if "broadcast-progress" not in self._session.features:
+            return
+        place, at = self._told
+        if self._place - place < PROGRESS_RECIPIENTS and (not at or now_ms - at < PROGRESS_MS):
+            self._told = (place, at or now_ms)
+            return
+        self._told = (self._place, now_ms)
+        total = len(self._recipients)
+        payload = {
+            "messageId": self._request.id,
+            "deliveredCount": self.delivered,
+            "queuedCount": self.queued,
+            "failedCount": self.failed,
+            "remaining": total - self._place,
+            "total": total,
+        }
+        self._hub.reply(self._session, self._request, "hub:broadcast_progress", payload, now_ms)
+
+
+def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    kind, data = typed_data(request.payload)
+    capability, text = request.text("targetCapability"), request.payload.text("pattern")
+    excludes = request.truth("excludeSelf") is True
+    if request.envelope.is_expired(now_ms):
+        raise HubError("message_expired", "the message has expired")
+    pattern = None if text is None else Pattern(text)
+    if not hub.policy.may(session.actor, "broadcast"):
+        raise hub.denied(session, "broadcast", "denied by policy", "", now_ms)
+    seen = repeated(hub, session, request, now_ms)
+    if seen is None:
+        return
+    query = Query(
+        pattern,
+        "" if pattern is None else pattern.prefix,
+        () if capability is None else (capability,),
+    )
+    recipients = [
+        found
+        for found in hub.registry.matching(query, now_ms)
+        if not (excludes and found.session is session)
+        and (found.session is not None or found.options.durable)
+    ]
+    try:
+        hub.rates.take(session.path, "recipients", max(1, len(recipients)), now_ms)
+    except HubError:
+        seen[0].forget(request.id)
+        raise
+    own = b'"broadcast":true,"via":%b,"hubSeq":%d' % (hub.via, hub.next_seq(now_ms))
+    copy = Copy(
+        new_id(now_ms),
+        f"@({request.sender})",
+        "",
+        kind,
+        data,
+        now_ms,
+        copies.extended(copies.carried(request), own),
+        correlation_id=request.id,
+        ttl=request.envelope.ttl,
+    )
+    hub.count("messages", "broadcast/ok")
+    asked: dict[str, object] = {"pattern": text, "capability": capability, "excludeSelf": excludes}
+    Broadcast(hub, session, request, recipients, copy, seen).begin(asked, now_ms)

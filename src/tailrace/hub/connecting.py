@@ -1,0 +1,377 @@
+"""`hub:connect`, heartbeats, goodbyes, tokens that expire, connections that come back."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from tailrace.auth import ANONYMOUS, Identity
+from tailrace.errors import TailraceError
+from tailrace.hub import registering
+from tailrace.hub.address import parse_address
+from tailrace.hub.errors import HubError, field_error
+from tailrace.hub.fields import Request
+from tailrace.hub.flow import in_grace
+from tailrace.hub.policy import actor_of
+from tailrace.hub.session import CONNECTED, CONNECTING, DISCONNECTED, DISCONNECTING, FEATURES, Session
+from tailrace.hub.signing import check_signature
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+VERSION: Final = "0.1.0"
+SUPPORTED: Final = (VERSION,)
+OFFERED: Final = (
+    "typed-errors",
+    "resume",
+    "presence",
+    "reply",
+    "groups",
+    "wildcards",
+    "durable",
+    "mailbox",
+    "as-of",
+)
+GRACE_MS: Final = 60_000
+REFRESH_MS: Final = 60_000
+NONCES_MAX: Final = 16
+WORDS_MAX: Final = 256
+REFRESH_SECONDS: Final = 3600
+_SEMVER: Final = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:[-+].{0,64})?")
+
+
+def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    """The first message. After a refusal the error is flushed and the socket closed."""
+    try:
+        _check_version(request)
+        identity = _authenticated(hub, session, request)
+        path = _identity_path(hub, session, request, identity)
+        words = request.metadata.texts("capabilities")
+        if words is None:
+            words = request.payload.texts("capabilities")
+        if not words or len(words) > WORDS_MAX:
+            raise field_error("capabilities", "capabilities is a list of one word or more")
+        actor = actor_of(identity, path)
+        check_signature(hub, session, path, request, now_ms)
+    except HubError as error:
+        hub.audit(session, "refuse", error.code, error.message, now_ms)
+        hub.refuse_request(session, request, error, now_ms)
+        hub.close(session, 1008, error.code)
+        return
+    features = FEATURES & frozenset(words)
+    resumed = _resumable(hub, request, path)
+    if resumed is not None:
+        _resume(hub, session, resumed)
+        session.waiting, resumed.waiting = resumed.waiting, session.waiting
+        session.detached_bytes = resumed.detached_bytes
+    session.identity, session.actor = identity, actor
+    session.features = features
+    session.capabilities = [word for word in words if word not in FEATURES]
+    session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
+    session.state = CONNECTED
+    request.sender = path
+    _make_room(hub, session, now_ms)
+    hub.sessions[session.id] = session
+    if not hub.dev:
+        hub.by_identity.setdefault(path, {})[session] = None
+    if "resume" in features:
+        session.resume_token = f"rsm-{hub.make_secret()}"
+        hub.by_resume[session.resume_token] = session
+    hub.audit(session, "connect", "", "resumed" if resumed is not None else "ok", now_ms)
+    _connected(hub, session, request, resumed is not None, now_ms)
+    if resumed is not None:
+        hub.flow.release(session)
+        hub.mailboxes.came_back(session, now_ms)
+
+
+def _check_version(request: Request) -> None:
+    metadata, payload = request.metadata, request.payload
+    asked = metadata.text("protocolVersion") or payload.text("protocolVersion") or payload.text("version")
+    match = _SEMVER.fullmatch(asked or "")
+    if match is None or match[1] != VERSION.partition(".")[0]:
+        details = {
+            "clientVersion": asked,
+            "serverVersion": VERSION,
+            "supportedVersions": list(SUPPORTED),
+        }
+        raise HubError("version_mismatch", f"this hub speaks version {VERSION}", details)
+
+
+def _authenticated(hub: Hub, session: Session, request: Request) -> Identity:
+    verify = hub.options.verify
+    if verify is None:
+        return ANONYMOUS
+    payload = request.payload
+    token = request.metadata.text("authToken") or payload.text("authToken") or payload.text("jwt")
+    token = token or session.upgrade_token
+    if not token:
+        details = {"action": "connect", "reason": "no token"}
+        raise HubError("unauthorized", "this hub needs a token", details)
+    return _verified(hub, token, "connect")
+
+
+def _verified(hub: Hub, token: str, action: str) -> Identity:
+    verify = hub.options.verify
+    assert verify is not None
+    bare = token[7:] if token[:7].lower() == "bearer " else token
+    try:
+        return verify(bare.strip())
+    except TailraceError as error:
+        if error.code != "unauthorized":
+            raise HubError("unavailable", error.message) from None
+        details = {"action": action, "reason": error.message}
+        raise HubError("unauthorized", error.message, details) from None
+
+
+def _identity_path(hub: Hub, session: Session, request: Request, identity: Identity) -> str:
+    if hub.dev:
+        # Whoever cannot say a proper name is given one.
+        try:
+            return parse_address(request.envelope.from_ or "")
+        except HubError:
+            return f"anonymous/{session.id}"
+    try:
+        return parse_address(f"@({identity.actor_id})")
+    except HubError:
+        details = {"action": "connect", "reason": "the token names no address"}
+        raise HubError("unauthorized", "actorId or sub of the token is no address", details) from None
+
+
+def _resumable(hub: Hub, request: Request, path: str) -> Session | None:
+    """The session that a token stands for. Single use, and only for who it was given to."""
+    token = request.metadata.text("resumeToken") or request.payload.text("resumeToken")
+    found = None if token is None else hub.by_resume.get(token)
+    if found is None or not found.alive:
+        return None
+    return found if found.path == path or hub.dev else None
+
+
+def _resume(hub: Hub, session: Session, old: Session) -> None:
+    """The new connection takes everything over that the old one had."""
+    if old.resume_token is not None:
+        hub.by_resume.pop(old.resume_token, None)
+    if not old.detached:
+        # The client knows better than we do that its old connection is dead.
+        hub.close(old, 1000, "resumed")
+    old.state = DISCONNECTED
+    hub.sessions.pop(old.id, None)
+    _forget_identity(hub, old)
+    session.id = old.id
+    session.addresses, old.addresses = old.addresses, {}
+    for found in session.addresses.values():
+        found.session = session
+    session.subscriptions, old.subscriptions = old.subscriptions, {}
+    for subscription in session.subscriptions.values():
+        subscription.session = session
+    session.watches, old.watches = old.watches, {}
+    for watch in session.watches.values():
+        watch.session = session
+    session.boxes, old.boxes = old.boxes, set()
+    for path in session.boxes:
+        box = hub.mailboxes.boxes.get(path)
+        if box is not None:
+            box.session = session
+    hub.asks.moved(old, session)
+
+
+def _make_room(hub: Hub, session: Session, now_ms: int) -> None:
+    """An identity has so many sessions; one more ends the oldest. Without authentication anybody may be
+    anybody, so nobody is sent away for a name."""
+    if hub.dev:
+        return
+    held = hub.by_identity.get(session.path, {})
+    living = [one for one in held if one.alive and one is not session]
+    while len(living) >= hub.limits.hub_connections_per_identity:
+        oldest = living.pop(0)
+        say_goodbye(hub, oldest, "duplicate_connection", "another connection has taken over", now_ms)
+        if oldest.detached:
+            end(hub, oldest, now_ms)
+        else:
+            hub.close(oldest, 1000, "duplicate_connection")
+
+
+def say_goodbye(hub: Hub, session: Session, reason: str, message: str, now_ms: int, **more: Any) -> None:
+    payload = {"reason": reason, "message": message, **more}
+    hub.notice(session, "hub:disconnect", payload, now_ms)
+
+
+def _connected(hub: Hub, session: Session, request: Request, resumed: bool, now_ms: int) -> None:
+    limits = hub.limits
+    payload = {
+        "sessionId": session.id,
+        "serverVersion": VERSION,
+        "maxMessageSize": limits.hub_message_bytes,
+        "heartbeatInterval": limits.hub_heartbeat_ms,
+        "capabilities": {
+            "maxActorsPerInstance": limits.hub_registry_actors,
+            "supportsBackpressure": True,
+            "supportedContentTypes": ["application/json"],
+            "features": list(OFFERED),
+        },
+        "resumeToken": session.resume_token,
+        "resumed": resumed,
+    }
+    metadata: dict[str, Any] = {
+        "actorIdentity": f"@({session.path})",
+        "sessionId": session.id,
+        "tokenExpiresAt": session.expires_ms,
+        "serverTime": now_ms,
+    }
+    hub.reply(session, request, "hub:connected", payload, now_ms, msgspec.json.encode(metadata))
+
+
+def heartbeat(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    said = request.payload.integer("timestamp")
+    for found in session.addresses.values():
+        if found.renews_on_heartbeat and found.expires_ms > now_ms:
+            registering.extend(hub, found, now_ms)
+    payload = {"timestamp": request.envelope.timestamp if said is None else said, "serverTime": now_ms}
+    hub.reply(session, request, "hub:heartbeat_ack", payload, now_ms)
+
+
+def disconnect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    payload = {"acknowledged": True, "sessionId": session.id, "cleanedUp": True}
+    hub.reply(session, request, "hub:disconnect", payload, now_ms)
+    hub.close(session, 1000, "client_requested")
+
+
+def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    """A newer token for the same identity, or one that the hub makes."""
+    nonce = request.metadata.text("nonce") or request.payload.text("nonce")
+    session.nonces = {known: at for known, at in session.nonces.items() if now_ms - at < REFRESH_MS}
+    if nonce is not None:
+        if nonce in session.nonces or len(session.nonces) >= NONCES_MAX:
+            raise HubError("replay_detected", "this nonce was used a moment ago")
+        session.nonces[nonce] = now_ms
+    wait_ms = session.refreshed_ms + REFRESH_MS - now_ms
+    if session.refreshed_ms and wait_ms > 0:
+        raise HubError(
+            "rate_limited", "a token is refreshed once a minute", {"retryAfter": wait_ms, "kind": "refresh"}
+        )
+    given = request.metadata.text("authToken") or request.payload.text("authToken")
+    minted: str | None = None
+    if hub.dev:
+        identity = session.identity
+    elif given is not None:
+        identity = _refreshed(hub, given)
+    else:
+        current = request.payload.text("token")
+        if current is None:
+            raise field_error("authToken", "authToken is missing")
+        identity = _refreshed(hub, current)
+        if hub.options.mint is None:
+            raise HubError("invalid_token", "this hub makes no tokens")
+        if identity.actor_id == session.path:
+            minted = hub.options.mint(identity, REFRESH_SECONDS)
+            identity = _refreshed(hub, minted)
+    if not hub.dev and identity.actor_id != session.path:
+        hub.audit(session, "refresh", "", "other identity", now_ms)
+        details = {"action": "refresh", "reason": "the token is another identity's"}
+        raise HubError("unauthorized", "the token is another identity's", details)
+    session.identity, session.actor = identity, actor_of(identity, session.path)
+    session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
+    session.told_expiring = False
+    session.refreshed_ms = now_ms
+    hub.audit(session, "refresh", "", "ok", now_ms)
+    payload = {"tokenExpiresAt": session.expires_ms, "expiresAt": session.expires_ms, "token": minted}
+    hub.reply(session, request, "hub:token_refreshed", payload, now_ms)
+    hub.flow.release(session)
+    hub.mailboxes.on_room(session, now_ms)
+
+
+def _refreshed(hub: Hub, token: str) -> Identity:
+    try:
+        return _verified(hub, token, "refresh")
+    except HubError as error:
+        if error.code != "unauthorized":
+            raise
+        raise HubError("invalid_token", error.message) from None
+
+
+# -- the end ---------------------------------------------------------------------------------------------
+
+
+def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
+    """Without a goodbye a session that may be resumed stays for a while, detached."""
+    hub.count("ws_closes", str(session.closed_with or code))
+    resumable = "resume" in session.features and session.state == CONNECTED and not hub.draining
+    if resumable and code not in (1000, 1001):
+        session.detached_until_ms = now_ms + hub.limits.hub_resume_window_ms
+        session.outbox.unsent = _nothing
+        hub.flow.ended(session, now_ms)
+        return
+    end(hub, session, now_ms)
+
+
+def _nothing() -> int:
+    return 0
+
+
+def end(hub: Hub, session: Session, now_ms: int) -> None:
+    """Exactly once. What it costs depends on what the session owns, not on the size of the hub."""
+    if session.state == DISCONNECTED:
+        return
+    session.state = DISCONNECTED
+    hub.sessions.pop(session.id, None)
+    if session.resume_token is not None:
+        hub.by_resume.pop(session.resume_token, None)
+    _forget_identity(hub, session)
+    hub.dead.session_ended(session, now_ms)
+    hub.flow.ended(session, now_ms)
+    hub.asks.session_ended(session, now_ms)
+    hub.topics.session_ended(session)
+    hub.presence.session_ended(session)
+    for path in tuple(session.boxes):
+        hub.mailboxes.leave(path, session)
+    registering.session_ended(hub, session, now_ms)
+    session.frames_held.clear()
+
+
+def _forget_identity(hub: Hub, session: Session) -> None:
+    held = hub.by_identity.get(session.path)
+    if held is not None and held.pop(session, held) is None and not held:
+        del hub.by_identity[session.path]
+
+
+# -- time ------------------------------------------------------------------------------------------------
+
+
+def tick(hub: Hub, session: Session, now_ms: int) -> None:
+    """Once a second, of every session."""
+    if session.state == CONNECTING:
+        if now_ms - session.opened_ms >= hub.limits.hub_connect_ms:
+            details = {"action": "connect", "reason": "not_connected"}
+            hub.refuse(session, HubError("unauthorized", "hub:connect did not come in time", details), now_ms)
+            hub.close(session, 1008, "not_connected")
+        return
+    if session.state == DISCONNECTING:
+        return
+    if session.detached:
+        if now_ms >= session.detached_until_ms:
+            end(hub, session, now_ms)
+        return
+    hub.flow.on_second(session, now_ms)
+    if session.expires_ms is None:
+        return
+    remaining = session.expires_ms - now_ms
+    if remaining <= GRACE_MS and not session.told_expiring:
+        session.told_expiring = True
+        if "token-refresh" in session.features:
+            payload = {"tokenExpiresAt": session.expires_ms, "remaining": max(0, remaining)}
+            hub.notice(session, "hub:token_expiring", payload, now_ms)
+    if in_grace(session, now_ms) and -remaining >= GRACE_MS:
+        say_goodbye(hub, session, "unauthorized", "the token has expired", now_ms)
+        hub.close(session, 1008, "the token has expired")
+
+
+def shut_down(hub: Hub, delays: dict[str, int], now_ms: int) -> None:
+    """SIGTERM: everybody is told when to come back; the delays spread them."""
+    hub.draining = True
+    for session in tuple(hub.sessions.values()):
+        if session.detached:
+            continue
+        after = delays.get(session.id, 0)
+        say_goodbye(hub, session, "server_shutdown", "restarting", now_ms, reconnectAfter=after)
+        hub.close(session, 1001, "server_shutdown")

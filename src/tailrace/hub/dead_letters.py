@@ -1,0 +1,116 @@
+"""Dead letters: which message could not be delivered, and why. Nothing vanishes without a count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.hub.copies import Copy, stored
+from tailrace.hub.effects import Append, Settled
+from tailrace.hub.message import new_id, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tailrace.hub.session import Session
+    from tailrace.hub.state import Hub
+
+STREAM: Final = "hub/dead-letters"
+PER_SECOND: Final = 100  # of one identity; beyond, equal ones are merged
+MERGED_MAX: Final = 10_000
+WAITING_BYTES_MAX: Final = 2**30  # it was let in before
+
+
+class Letter(msgspec.Struct, rename="camel"):
+    """One entry of the stream."""
+
+    id: str
+    reason: str
+    sender: str = msgspec.field(name="from")
+    to: str
+    message: Raw
+    stream: str | None
+    offset: str | None
+    attempts: int
+    count: int
+    accepted_at: int | None
+    failed_at: int
+    trace_id: Any = None
+
+
+class DeadLetters:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._seconds: dict[str, list[int]] = {}  # by identity: [second, letters]
+        self._merged: dict[tuple[str, str, str], Letter] = {}
+
+    def write(
+        self,
+        reason: str,
+        copy: Copy,
+        now_ms: int,
+        *,
+        stream: str | None = None,
+        offset: str | None = None,
+        attempts: int = 0,
+        accepted_ms: int | None = None,
+        trace: Any = None,
+        then: Callable[[Settled, int], None] | None = None,
+    ) -> None:
+        """Off the path. Accepted messages are never merged; others are, once there are too many."""
+        self._hub.count("dead_letters", reason)
+        letter = Letter(
+            f"dl-{new_id(now_ms)}",
+            reason,
+            copy.sender,
+            copy.to,
+            Raw(copy.frame()),
+            stream,
+            offset,
+            attempts,
+            1,
+            accepted_ms,
+            now_ms,
+            trace,
+        )
+        if accepted_ms is None and then is None and not self._within_rate(copy.sender, now_ms):
+            key = (reason, copy.sender, copy.to)
+            known = self._merged.get(key)
+            if known is not None:
+                known.count += 1
+                known.failed_at = now_ms
+                return
+            if len(self._merged) < MERGED_MAX:
+                self._merged[key] = letter
+                return
+        self._append(letter, then)
+
+    def _within_rate(self, sender: str, now_ms: int) -> bool:
+        second = now_ms // 1000
+        noted = self._seconds.get(sender)
+        if noted is None or noted[0] != second:
+            if len(self._seconds) > MERGED_MAX:
+                self._seconds.clear()
+            self._seconds[sender] = [second, 1]
+            return True
+        noted[1] += 1
+        return noted[1] <= PER_SECOND
+
+    def _append(self, letter: Letter, then: Callable[[Settled, int], None] | None = None) -> None:
+        self._hub.append(Append(STREAM, msgspec.json.encode(letter), then, key=letter.to.encode()))
+
+    def session_ended(self, session: Session, now_ms: int) -> None:
+        """What waited for a client that did not come back."""
+        while session.waiting:
+            copy = stored(parse(session.waiting.popleft(), WAITING_BYTES_MAX))
+            if copy.sender != self._hub.options.address:
+                self.write("resume_expired", copy, now_ms)
+        session.detached_bytes = 0
+
+    def flush(self) -> None:
+        """What was merged is written; each second anew."""
+        for letter in self._merged.values():
+            self._append(letter)
+        self._merged.clear()

@@ -1,0 +1,249 @@
+"""What a frame does: `decide(hub, session, frame, now) -> effects`. No waiting, no I/O.
+
+Everything that happens to a hub comes through one of the functions here: a frame, an outcome of an effect,
+the end of a socket, a second that has passed. Each gives the effects that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from tailrace.hub import (
+    broadcast,
+    connecting,
+    delivery,
+    discovery,
+    mailbox_commands,
+    publishing,
+    registering,
+    watching,
+)
+from tailrace.hub.effects import Effect, Listen
+from tailrace.hub.errors import HubError
+from tailrace.hub.fields import Request
+from tailrace.hub.flow import in_grace
+from tailrace.hub.message import Envelope, parse
+from tailrace.hub.session import CONNECTED, CONNECTING, Session
+from tailrace.hub.signing import check_signature
+from tailrace.hub.state import Hub
+
+PING_BYTES_MAX: Final = 64
+PONG: Final = b'{"type":"pong"}'
+REPLAY_MS: Final = 300_000
+EXPIRED_AT_ONCE: Final = 1000
+IN_GRACE: Final = frozenset(("hub:refresh_token", "hub:heartbeat", "hub:disconnect"))
+BY_HTTP: Final = frozenset(
+    (
+        *("hub:send", "hub:publish", "hub:broadcast", "hub:discover"),
+        *("hub:list_actors", "hub:mailbox_read", "hub:mailbox_commit"),
+    )
+)
+
+Handler = Callable[[Hub, Session, Request, int], None]
+HANDLERS: Final[dict[str, Handler]] = {
+    "hub:heartbeat": connecting.heartbeat,
+    "hub:disconnect": connecting.disconnect,
+    "hub:refresh_token": connecting.refresh,
+    "hub:register": registering.register,
+    "hub:renew": registering.renew,
+    "hub:unregister": registering.unregister,
+    "hub:discover": discovery.discover,
+    "hub:list_actors": discovery.list_actors,
+    "hub:presence": lambda hub, session, request, now: hub.presence.request(session, request, now),
+    "hub:send": delivery.send,
+    "hub:reply": lambda hub, session, request, now: hub.asks.reply(session, request, now),
+    "hub:broadcast": broadcast.broadcast,
+    "hub:subscribe": lambda hub, session, request, now: hub.topics.subscribe(session, request, now),
+    "hub:unsubscribe": lambda hub, session, request, now: hub.topics.unsubscribe(session, request, now),
+    "hub:publish": publishing.publish,
+    "hub:mailbox_read": mailbox_commands.read,
+    "hub:mailbox_commit": mailbox_commands.commit,
+    "hub:queue_stats": watching.queue_stats,
+    "hub:metrics": watching.metrics,
+}
+
+
+class _Id(msgspec.Struct):
+    id: str | None = None
+
+
+def opened(hub: Hub, session: Session) -> None:
+    """A socket is open; it has a few seconds to say who it is."""
+    hub.connecting.add(session)
+
+
+def decide(hub: Hub, session: Session, frame: bytes, now_ms: int) -> list[Effect]:
+    """One message of a client."""
+    if session.broadcasting:
+        session.frames_held.append(frame)
+    else:
+        _receive(hub, session, frame, now_ms)
+    return finish(hub, now_ms)
+
+
+def finish(hub: Hub, now_ms: int) -> list[Effect]:
+    """The effects so far, once nothing else can be decided."""
+    while hub.ready:
+        session = hub.ready.popleft()
+        while session.frames_held and not session.broadcasting:
+            _receive(hub, session, session.frames_held.popleft(), now_ms)
+        if not session.broadcasting:
+            hub.effects.append(Listen(session))
+    return hub.take()
+
+
+def too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: int) -> list[Effect]:
+    """A message that was skipped; its beginning may tell its id."""
+    bytes_max = hub.limits.hub_message_bytes
+    details = {"messageSize": size, "maxSize": bytes_max}
+    error = HubError("message_too_large", f"a message has at most {bytes_max} bytes", details)
+    hub.refuse(session, error, now_ms, request_id=_id_in(prefix))
+    return finish(hub, now_ms)
+
+
+def closed(hub: Hub, session: Session, code: int, now_ms: int) -> list[Effect]:
+    hub.connecting.discard(session)
+    connecting.socket_closed(hub, session, code, now_ms)
+    return finish(hub, now_ms)
+
+
+def drained(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
+    hub.flow.on_drain(session, now_ms)
+    return finish(hub, now_ms)
+
+
+def tick(hub: Hub, now_ms: int) -> list[Effect]:
+    """Once a second."""
+    for session in tuple(hub.connecting):
+        connecting.tick(hub, session, now_ms)
+        if session.state != CONNECTING:
+            hub.connecting.discard(session)
+    for session in tuple(hub.sessions.values()):
+        connecting.tick(hub, session, now_ms)
+    hub.asks.tick(now_ms)
+    registering.expire(hub, now_ms, EXPIRED_AT_ONCE)
+    hub.mailboxes.tick(now_ms)
+    hub.presence.tick(now_ms)
+    hub.forget_seen(now_ms)
+    flush(hub)
+    return finish(hub, now_ms)
+
+
+def flush(hub: Hub) -> None:
+    """What is written in batches."""
+    hub.dead.flush()
+    hub.mailboxes.cursors.flush()
+
+
+# -- one frame -------------------------------------------------------------------------------------------
+
+
+def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
+    if session.state not in (CONNECTED, CONNECTING):
+        return
+    if len(frame) <= PING_BYTES_MAX and b"ping" in frame and _is_ping(frame):
+        hub.write(session, PONG)
+        return
+    session.received += 1
+    session.minute.add("messages_received", now_ms)
+    try:
+        envelope = parse(frame, hub.limits.hub_message_bytes)
+    except HubError as error:
+        hub.refuse(session, error, now_ms, request_id=_id_in(frame))
+        _strike(hub, session, now_ms)
+        return
+    try:
+        request = Request(envelope, frame)
+    except HubError as error:
+        hub.refuse(session, error, now_ms, request_id=envelope.id)
+        _strike(hub, session, now_ms)
+        return
+    try:
+        _handle(hub, session, request, now_ms)
+    except HubError as error:
+        hub.count("messages", f"{_kind(envelope.type)}/refused")
+        if error.code == "rate_limited":
+            hub.count("rate_limited", str(error.details.get("kind", "")))
+        hub.refuse_request(session, request, error, now_ms)
+    except Exception as error:
+        if hub.options.on_bug is None:
+            raise
+        hub.options.on_bug(error)
+        bug = HubError("internal_error", "the hub failed at this message")
+        hub.refuse_request(session, request, bug, now_ms)
+
+
+def _handle(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    envelope = request.envelope
+    kind = envelope.type
+    if session.state == CONNECTING:
+        if kind != "hub:connect":
+            details = {"action": kind, "reason": "not_connected"}
+            raise HubError("unauthorized", "say hub:connect first", details)
+        hub.connecting.discard(session)
+        connecting.connect(hub, session, request, now_ms)
+        return
+    if kind == "hub:connect":
+        raise HubError("invalid_request", "the session is connected", {"field": "type"})
+    request.sender = hub.sender_of(session, envelope.from_)
+    handler = HANDLERS.get(kind)
+    if handler is None or (session.answer is not None and kind not in BY_HTTP):
+        raise HubError("unknown_type", f"there is no message of type {kind[:128]!r} here")
+    if in_grace(session, now_ms) and kind not in IN_GRACE:
+        raise HubError("unauthorized", "the token has expired", {"action": kind, "reason": "token expired"})
+    if not hub.dev:
+        _check_time(envelope, now_ms)
+    check_signature(hub, session, session.path, request, now_ms)
+    hub.rates.check(session.path, kind, len(request.frame), now_ms)
+    handler(hub, session, request, now_ms)
+
+
+def _check_time(envelope: Envelope, now_ms: int) -> None:
+    if envelope.timestamp < now_ms - REPLAY_MS:
+        raise HubError("replay_detected", "the message is too old", {"serverTime": now_ms})
+    if envelope.timestamp > now_ms + REPLAY_MS:
+        raise HubError("clock_skew", "the message is from the future", {"serverTime": now_ms})
+
+
+def _strike(hub: Hub, session: Session, now_ms: int) -> None:
+    if session.strike(now_ms) >= hub.limits.hub_strikes:
+        hub.close(session, 1008, "too many malformed messages")
+
+
+def _is_ping(frame: bytes) -> bool:
+    try:
+        return msgspec.json.decode(frame) == {"type": "ping"}
+    except msgspec.DecodeError:
+        return False
+
+
+def _id_in(frame: bytes) -> str | None:
+    """The id of what is not an envelope, as far as it can be told."""
+    try:
+        found = msgspec.json.decode(frame, type=_Id).id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = _id_at_start(frame)
+    return found if found is not None and 1 <= len(found.encode("utf-8", "replace")) <= 128 else None
+
+
+def _id_at_start(frame: bytes) -> str | None:
+    """From `{"id":"..."`, if the rest is missing or makes no sense."""
+    text = frame[:512].lstrip(b" \t\r\n{")
+    name, colon, rest = text.partition(b":")
+    if name.strip() != b'"id"' or not colon:
+        return None
+    rest = rest.lstrip()
+    end = rest.find(b'"', 1)
+    if rest[:1] != b'"' or end < 0:
+        return None
+    try:
+        return msgspec.json.decode(rest[: end + 1], type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _kind(message_type: str) -> str:
+    return message_type[4:] if message_type in HANDLERS else "other"

@@ -1,0 +1,337 @@
+"""`hub:send`: from a sender that was verified to an actor that is online, away, or nobody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.hub import copies
+from tailrace.hub.address import parse_address
+from tailrace.hub.asks import LEVELS, TTL_MS_MAX, Ask
+from tailrace.hub.copies import Copy
+from tailrace.hub.effects import Settled
+from tailrace.hub.errors import HubError, field_error
+from tailrace.hub.fields import Fields, Request
+from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
+from tailrace.hub.message import new_id
+from tailrace.hub.registry import Registration
+from tailrace.hub.seen import Seen, SeenSet
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+NULL: Final = Raw(b"null")
+PRODUCER_BYTES_MAX: Final = 128
+
+
+class Wanted(NamedTuple):
+    """What a send asks for."""
+
+    target: str
+    type: str
+    data: Raw
+    levels: list[str]
+    expects_reply: bool
+    durable: bool | None
+    producer: tuple[str, int, int] | None
+
+
+def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    wanted = read_send(hub, request)
+    if request.envelope.is_expired(now_ms):
+        raise HubError("message_expired", "the message has expired")
+    seen = repeated(hub, session, request, now_ms)
+    if seen is None:
+        return
+    ask: Ask | None = None
+    try:
+        _check_policy(hub, session, wanted, now_ms)
+        if wanted.levels or wanted.expects_reply:
+            hub.asks.check_room(session)
+            ask = _ask(hub, session, request, wanted, now_ms)
+        copy = _copy(hub, request, wanted, ask, now_ms)
+        _route(hub, session, request, wanted, copy, ask, seen, now_ms)
+    except HubError:
+        seen[0].forget(request.id)
+        raise
+    hub.count("messages", "send/ok")
+
+
+def read_send(hub: Hub, request: Request) -> Wanted:
+    """Three forms are understood; the first that fits counts."""
+    payload = request.payload
+    to = payload.text("to") or payload.text("targetAddress")
+    if to is None and request.envelope.to is not None and request.envelope.to not in hub.addresses:
+        to = request.envelope.to
+    if to is None:
+        raise field_error("to", "the message has no target")
+    target = parse_address(to, "to")
+    kind, data = typed_data(payload)
+    asked = request.is_ask or request.truth("requireAck") is True
+    expects_reply = request.truth("expectReply") is True
+    levels = _levels(request, asked=asked, expects_reply=expects_reply)
+    return Wanted(target, kind, data, levels, expects_reply, payload.truth("durable"), _producer(request))
+
+
+def typed_data(payload: Fields) -> tuple[str, Raw]:
+    """`{type, data}`, or `{message: {type, payload}}` as older clients have it."""
+    kind = payload.text("type")
+    if kind is not None:
+        data = payload.raw.get("data", NULL)
+    else:
+        inner = payload.inner("message")
+        kind = None if inner is None else inner.text("type")
+        if inner is None or kind is None:
+            raise field_error("type", "the message has no type")
+        data = inner.raw.get("payload", inner.raw.get("data", NULL))
+    if not 1 <= len(kind.encode()) <= 128:
+        raise field_error("type", "a type has 1 to 128 bytes")
+    return kind, data
+
+
+def _levels(request: Request, *, asked: bool, expects_reply: bool) -> list[str]:
+    """What the sender wants to be told, in the order in which it happens."""
+    found = request.payload.value("ack")
+    if found is None:
+        found = request.metadata.value("ack")
+    if found is None:
+        return ["delivered"] if asked and not expects_reply else []
+    listed = cast("list[object]", found) if isinstance(found, list) else [found]
+    names = [str(name) for name in listed]
+    if any(name != "none" and name not in LEVELS for name in names):
+        raise field_error("ack", "ack is none, delivered, accepted or processed, or a list of them")
+    return [level for level in LEVELS if level in names]
+
+
+def _producer(request: Request) -> tuple[str, int, int] | None:
+    """The id that is stored is made of the verified sender and the given one: nobody fences a stranger."""
+    given = request.metadata.inner("producer")
+    if given is None:
+        return None
+    name, epoch, seq = given.text("id"), given.integer("epoch"), given.integer("seq")
+    if not name or len(name.encode()) > PRODUCER_BYTES_MAX:
+        raise field_error("producer", f"a producer has an id of 1 to {PRODUCER_BYTES_MAX} bytes")
+    if epoch is None or seq is None or not 0 <= epoch < 2**53 or not 0 <= seq < 2**53:
+        raise field_error("producer", "epoch and seq of a producer are numbers from 0")
+    return f"@({request.sender}) {name}", epoch, seq
+
+
+def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple[SeenSet, Seen] | None:
+    """Remembers the message; None if it came before, and is answered as it was then."""
+    known = hub.seen_of(session.path)
+    found = known.get(request.id, now_ms)
+    if found is None:
+        if hub.options.signatures_required and request.envelope.timestamp <= known.floor_ms:
+            raise HubError("replay_detected", "nobody can say whether this message came before")
+        return known, known.add(request.id, now_ms, request.envelope.timestamp)
+    hub.count("duplicates", "seen")
+    for answer in found.answers:
+        hub.control(session, answer)
+    if not found.finished:
+        known.join(found, session)
+    elif not found.answers and session.answer is not None:
+        session.answer(b"")
+    return None
+
+
+def finish(seen: tuple[SeenSet, Seen]) -> None:
+    """A message that nobody is told about."""
+    seen[1].finished = True
+
+
+def _check_policy(hub: Hub, session: Session, wanted: Wanted, now_ms: int) -> None:
+    if hub.policy.may_send(session.actor, wanted.target):
+        return
+    if not hub.policy.may(session.actor, "discover"):
+        # Whoever may not look around does not learn who is there.
+        raise unknown(wanted.target)
+    raise hub.denied(session, "send", "denied by policy", f"@({wanted.target})", now_ms)
+
+
+def unknown(path: str) -> HubError:
+    return HubError("unknown_actor", "not registered", {"actorAddress": f"@({path})"})
+
+
+def _ask(hub: Hub, session: Session, request: Request, wanted: Wanted, now_ms: int) -> Ask:
+    ttl = request.envelope.ttl
+    deadline = now_ms + hub.limits.hub_ask_ms if ttl is None else request.envelope.timestamp + ttl
+    return Ask(
+        request.id,
+        session,
+        request.sender,
+        wanted.target,
+        min(deadline, now_ms + TTL_MS_MAX),
+        list(wanted.levels),
+        wanted.expects_reply,
+        copies.traced(request),
+        copy_id=new_id(now_ms),
+    )
+
+
+def _copy(hub: Hub, request: Request, wanted: Wanted, ask: Ask | None, now_ms: int) -> Copy:
+    sender = f"@({request.sender})"
+    own = b'"forwarded":true,"via":%b,"originalFrom":"%b","originalMessageId":%b' % (
+        hub.via,
+        sender.encode(),
+        msgspec.json.encode(request.id),
+    )
+    if wanted.expects_reply and ask is not None:
+        own += b',"replyBy":%d' % ask.deadline_ms
+    if request.verified:
+        own += b',"verified":"hmac"'
+    return Copy(
+        new_id(now_ms) if ask is None else ask.copy_id,
+        sender,
+        f"@({wanted.target})",
+        wanted.type,
+        wanted.data,
+        now_ms,
+        copies.extended(copies.carried(request), own),
+        "ask" if wanted.expects_reply else "tell",
+        request.envelope.correlation_id,
+        request.envelope.ttl,
+    )
+
+
+# -- routes ----------------------------------------------------------------------------------------------
+
+
+def _route(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    wanted: Wanted,
+    copy: Copy,
+    ask: Ask | None,
+    seen: tuple[SeenSet, Seen],
+    now_ms: int,
+) -> None:
+    found = hub.registry.find(wanted.target, now_ms)
+    recipient = None if found is None else found.session
+    stores = bool({"accepted", "processed"} & set(wanted.levels)) or wanted.durable is True
+    stores = stores or wanted.producer is not None
+    if recipient is None and not hub.mailboxes.has(wanted.target) and not (stores and found is not None):
+        if found is None or not found.options.durable:
+            _nobody(hub, session, request, wanted, copy, seen, now_ms)
+            return
+    if not stores:
+        stores = _has_to_be_stored(hub, found, wanted, ask)
+    if not stores:
+        assert recipient is not None
+        _direct(hub, session, request, recipient, wanted, copy, ask, seen, now_ms)
+        return
+    hub.mailboxes.check_room(wanted.target)
+    if ask is not None:
+        ask.seen = seen
+        hub.asks.begin(ask)
+    _store(hub, session, request, wanted, copy, ask, seen, now_ms)
+
+
+def _has_to_be_stored(hub: Hub, found: Registration | None, wanted: Wanted, ask: Ask | None) -> bool:
+    """Durable actors are written to through their log, and so is whoever has to read on in it first."""
+    if found is None or found.session is None:
+        return True
+    box = hub.mailboxes.boxes.get(wanted.target)
+    if box is not None and (box.appends or not box.live):
+        return True
+    skips = wanted.durable is False and ask is None
+    return found.options.durable and not skips
+
+
+def _store(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    wanted: Wanted,
+    copy: Copy,
+    ask: Ask | None,
+    seen: tuple[SeenSet, Seen],
+    now_ms: int,
+) -> None:
+    def refused(error: HubError, now_ms: int) -> None:
+        seen[0].forget(request.id)
+        hub.refuse_request(session, request, error, now_ms)
+
+    def accepted(settled: Settled, _: int) -> None:
+        if settled.duplicate:
+            hub.count("duplicates", "producer")
+        else:
+            hub.count("deliveries", "stored")
+        if ask is None:
+            finish(seen)
+
+    hub.mailboxes.store(
+        wanted.target, copy, ask, now_ms, producer=wanted.producer, refused=refused, accepted=accepted
+    )
+
+
+def _direct(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    recipient: Session,
+    wanted: Wanted,
+    copy: Copy,
+    ask: Ask | None,
+    seen: tuple[SeenSet, Seen],
+    now_ms: int,
+) -> None:
+    """Written to the connection; never touches the disk."""
+    hub.flow.check_paused(session, recipient)
+    frame = copy.frame()
+    outcome = hub.flow.offer(recipient, frame, now_ms, session)
+    if outcome in (SENT, WAITING):
+        if ask is None:
+            finish(seen)
+            return
+        ask.seen, ask.recipient_session = seen, recipient
+        hub.asks.begin(ask)
+        hub.asks.handed(ask, now_ms, waits=outcome == WAITING, processed=True)
+        return
+    if outcome == FULL and hub.mailboxes.has(wanted.target):
+        hub.mailboxes.check_room(wanted.target)
+        if ask is not None:
+            ask.seen = seen
+            hub.asks.begin(ask)
+        _store(hub, session, request, wanted, copy, ask, seen, now_ms)
+        return
+    if outcome not in (SLOW, FULL):
+        _nobody(hub, session, request, wanted, copy, seen, now_ms)
+        return
+    reason = "consumer_slow" if outcome == SLOW else "resume_buffer_full"
+    hub.dead.write(reason, copy, now_ms)
+    if outcome == SLOW:
+        hub.flow.drop(recipient, len(frame), now_ms)
+    if ask is not None:
+        raise HubError("consumer_slow", "the recipient does not keep up", {"actorAddress": copy.to})
+    finish(seen)
+
+
+def _nobody(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    wanted: Wanted,
+    copy: Copy,
+    seen: tuple[SeenSet, Seen],
+    now_ms: int,
+) -> None:
+    """An ask is told; a tell becomes a dead letter, and is told of to those who want to know."""
+    if request.is_ask or wanted.levels or wanted.expects_reply:
+        raise unknown(wanted.target)
+    finish(seen)
+    notices = "delivery-notices" in session.features
+
+    def then(settled: Settled, now_ms: int) -> None:
+        payload = {
+            "messageId": request.id,
+            "actorAddress": copy.to,
+            "reason": "unknown_actor",
+            "deadLetterOffset": settled.offset,
+        }
+        hub.reply(session, request, "hub:undeliverable", payload, now_ms)
+
+    hub.dead.write("unknown_actor", copy, now_ms, then=then if notices else None)

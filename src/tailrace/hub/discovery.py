@@ -1,0 +1,181 @@
+"""`hub:discover` and `hub:list_actors`: who is registered, now or at an earlier moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.hub import registering
+from tailrace.hub.address import Pattern
+from tailrace.hub.effects import Found, Read
+from tailrace.hub.errors import HubError, field_error, hub_error
+from tailrace.hub.fields import Request
+from tailrace.hub.presence import REGISTRY
+from tailrace.hub.registry import Query, Record, Registration, from_record
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+PAGE_MAX: Final = 100
+REPLAY_ENTRIES: Final = 1000
+REPLAY_BYTES: Final = 1024 * 1024
+
+
+class Event(msgspec.Struct):
+    """A message of the registry's log."""
+
+    key: str
+    value: Record | None = None
+    headers: dict[str, Any] = {}
+
+
+_events: Final = msgspec.json.Decoder(Event)
+
+
+def read_event(body: bytes) -> tuple[str, Registration | None]:
+    """The path it is about, and what is registered there from then on."""
+    found = _events.decode(body)
+    return found.key[2:-1], None if found.value is None else from_record(found.value)
+
+
+def _limit(request: Request) -> int:
+    asked = request.payload.integer("limit")
+    return PAGE_MAX if asked is None else max(1, min(asked, PAGE_MAX))
+
+
+def discover(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    payload = request.payload
+    if not hub.policy.may(session.actor, "discover"):
+        raise hub.denied(session, "discover", "denied by policy", "", now_ms)
+    pattern = Pattern(payload.text("pattern") or "*")
+    wanted = list(payload.texts("capabilities") or ())
+    if (one := payload.text("capability")) is not None:
+        wanted.append(one)
+    query = Query(pattern, pattern.prefix, tuple(wanted), payload.object("metadata") or {})
+    cursor = payload.text("cursor") or ""
+    as_of = payload.value("asOf")
+    if as_of is not None:
+        _as_of(hub, session, request, query, cursor, as_of, now_ms)
+        return
+    offset = hub.streams.offset(REGISTRY, hub.streams.tail(REGISTRY) or 0)
+    found = hub.registry.matching(query, now_ms, cursor)
+    _discovered(hub, session, request, found, cursor, offset, now_ms)
+
+
+def _discovered(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    matching: Iterable[Registration],
+    cursor: str,
+    offset: str,
+    now_ms: int,
+) -> None:
+    limit = _limit(request)
+    found = list(islice(matching, limit + 1))
+    more = len(found) > limit
+    page = found[:limit]
+    body = {
+        "actors": [one.shown() for one in page],
+        "count": len(page),
+        "totalMatches": None if more or cursor else len(page),
+        "hasMore": more,
+        "cursor": page[-1].path if more else None,
+        "asOf": offset,
+    }
+    hub.reply(session, request, "hub:discovered", body, now_ms)
+
+
+def list_actors(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    if not hub.policy.may(session.actor, "discover"):
+        raise hub.denied(session, "discover", "denied by policy", "", now_ms)
+    registering.expire(hub, now_ms, len(hub.registry))
+    limit = _limit(request)
+    skip = max(0, request.payload.integer("offset") or 0)
+    cursor = request.payload.text("cursor") or ""
+    matching = hub.registry.matching(Query(), now_ms, cursor)
+    found = list(islice(matching, skip, skip + limit + 1))
+    more = len(found) > limit
+    body = {
+        "actors": [one.shown() for one in found[:limit]],
+        "total": len(hub.registry),
+        "offset": skip,
+        "limit": limit,
+        "hasMore": more,
+        "cursor": found[limit - 1].path if more else None,
+    }
+    hub.reply(session, request, "hub:actor_list", body, now_ms)
+
+
+def _as_of(
+    hub: Hub, session: Session, request: Request, query: Query, cursor: str, as_of: object, now_ms: int
+) -> None:
+    """The registry as it was: its log is read again up to that moment."""
+    streams = hub.streams
+    tail, earliest = streams.tail(REGISTRY) or 0, streams.earliest(REGISTRY)
+    upto_ns: int | None = None
+    upto = tail
+    if isinstance(as_of, int) and not isinstance(as_of, bool):
+        upto_ns = as_of * 1_000_000 + 999_999
+    elif isinstance(as_of, str) and "T" in as_of and "-" in as_of:
+        try:
+            upto_ns = int(datetime.fromisoformat(as_of).timestamp() * 1e9)
+        except ValueError:
+            raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset") from None
+    elif isinstance(as_of, str):
+        try:
+            upto = streams.resolve(REGISTRY, as_of)
+        except TailraceError as error:
+            raise hub_error(error) from None
+    else:
+        raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
+    if earliest:
+        details = {"earliestOffset": streams.offset(REGISTRY, earliest)}
+        raise HubError("offset_gone", "the registry's log does not go back to its beginning", details)
+    state: dict[str, Registration] = {}
+    at_ms = now_ms if upto_ns is None else upto_ns // 1_000_000
+
+    def done(last: int, now_ms: int) -> None:
+        found = (
+            state[path]
+            for path in sorted(state)
+            if path > cursor
+            and query.matches(state[path])
+            and (upto_ns is None or _is_running(state[path], at_ms))
+        )
+        _discovered(hub, session, request, found, cursor, streams.offset(REGISTRY, last), now_ms)
+
+    def then(found: Found, now_ms: int) -> None:
+        if found.error is not None:
+            hub.refuse_request(session, request, hub_error(found.error), now_ms)
+            return
+        last = found.next_entry
+        for number, time_ns, body in found.entries:
+            if number > upto or (upto_ns is not None and time_ns > upto_ns):
+                done(number - 1, now_ms)
+                return
+            path, registration = read_event(body)
+            if registration is None:
+                state.pop(path, None)
+            else:
+                state[path] = registration
+        if last >= upto or not found.entries:
+            done(last, now_ms)
+            return
+        hub.effects.append(Read(REGISTRY, last, REPLAY_ENTRIES, REPLAY_BYTES, then))
+
+    if not tail:
+        done(0, now_ms)
+        return
+    hub.effects.append(Read(REGISTRY, 0, REPLAY_ENTRIES, REPLAY_BYTES, then))
+
+
+def _is_running(found: Registration, at_ms: int) -> bool:
+    """Renewals are not in the log: whoever was not removed by then was there."""
+    return found.registered_ms <= at_ms

@@ -1,0 +1,96 @@
+"""What a decision asks for: bytes to a connection, entries to a stream, pages from one, the end of either.
+
+Decisions wait for nothing. Where something has to be durable or read before it goes on, the effect carries
+what follows: it is called with the outcome, and asks for further effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tailrace.errors import TailraceError
+    from tailrace.hub.session import Session
+
+
+class Send(msgspec.Struct, eq=False, gc=False):
+    """One envelope to one connection."""
+
+    session: Session
+    frame: bytes
+
+
+class Close(msgspec.Struct, eq=False):
+    """The goodbye, after everything that was sent before it."""
+
+    session: Session
+    code: int
+    reason: str
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """An append that is durable, or why it is not. `entry` is 0 if it is not known any more."""
+
+    entry: int = 0
+    offset: str | None = None
+    duplicate: bool = False
+    error: TailraceError | None = None
+
+
+class Append(msgspec.Struct, eq=False):
+    """One entry for a stream of the hub, which is made if it is missing."""
+
+    stream: str
+    body: bytes
+    then: Callable[[Settled, int], None] | None = None
+    key: bytes | None = None
+    producer: tuple[str, int, int] | None = None
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Entries `after + 1 .. next_entry` of a stream; `error` if they cannot be read."""
+
+    entries: tuple[tuple[int, int, bytes], ...] = ()  # number, append time in ns, body
+    next_entry: int = 0
+    error: TailraceError | None = None
+
+
+class Read(msgspec.Struct, eq=False):
+    """A page of a stream."""
+
+    stream: str
+    after: int
+    entries_max: int
+    bytes_max: int
+    then: Callable[[Found, int], None]
+    since_ns: int | None = None  # from the first entry of this time on, instead of `after`
+
+
+class Create(msgspec.Struct, eq=False):
+    """A stream that is to be there before anything is in it."""
+
+    stream: str
+
+
+class Remove(msgspec.Struct, eq=False):
+    """The end of a stream."""
+
+    stream: str
+
+
+class Listen(msgspec.Struct, eq=False):
+    """A session whose frames had to wait is read from again."""
+
+    session: Session
+
+
+class Turn(msgspec.Struct, eq=False):
+    """Goes on after others had their turn."""
+
+    then: Callable[[int], None]
+
+
+Effect = Send | Close | Append | Read | Create | Remove | Turn | Listen

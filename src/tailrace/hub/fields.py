@@ -1,0 +1,133 @@
+"""What a request says: members of its payload, or of its metadata, read one by one."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.hub.errors import field_error
+from tailrace.hub.message import Envelope, members
+
+_text: Final = msgspec.json.Decoder(str)
+_int: Final = msgspec.json.Decoder(int)
+_bool: Final = msgspec.json.Decoder(bool)
+_texts: Final = msgspec.json.Decoder(list[str])
+_object: Final = msgspec.json.Decoder(dict[str, Any])
+_any: Final = msgspec.json.Decoder(object)
+NULL: Final = b"null"
+
+
+class Fields:
+    """The members of one object; `null` is the same as absent."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: dict[str, Raw]) -> None:
+        self.raw = raw
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.raw and bytes(self.raw[name]) != NULL
+
+    def _of(self, name: str) -> Raw | None:
+        found = self.raw.get(name)
+        return None if found is None or (len(found) == 4 and bytes(found) == NULL) else found
+
+    def text(self, name: str) -> str | None:
+        found = self._of(name)
+        if found is None:
+            return None
+        try:
+            return _text.decode(found)
+        except msgspec.MsgspecError:
+            raise field_error(name, f"{name} is a text") from None
+
+    def integer(self, name: str) -> int | None:
+        found = self._of(name)
+        if found is None:
+            return None
+        try:
+            return _int.decode(found)
+        except msgspec.MsgspecError:
+            raise field_error(name, f"{name} is a whole number") from None
+
+    def truth(self, name: str) -> bool | None:
+        found = self._of(name)
+        if found is None:
+            return None
+        try:
+            return _bool.decode(found)
+        except msgspec.MsgspecError:
+            raise field_error(name, f"{name} is true or false") from None
+
+    def texts(self, name: str) -> list[str] | None:
+        found = self._of(name)
+        if found is None:
+            return None
+        try:
+            return _texts.decode(found)
+        except msgspec.MsgspecError:
+            raise field_error(name, f"{name} is a list of texts") from None
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        found = self._of(name)
+        if found is None:
+            return None
+        try:
+            return _object.decode(found)
+        except msgspec.MsgspecError:
+            raise field_error(name, f"{name} is an object") from None
+
+    def inner(self, name: str) -> Fields | None:
+        """The members of a member."""
+        found = self._of(name)
+        if found is None:
+            return None
+        if bytes(found)[:1] != b"{":
+            raise field_error(name, f"{name} is an object")
+        return Fields(members(found))
+
+    def value(self, name: str) -> object:
+        found = self._of(name)
+        if found is None:
+            return None
+        try:
+            return _any.decode(found)
+        except msgspec.MsgspecError:
+            raise field_error(name, f"{name} cannot be read") from None
+
+
+class Request:
+    """One frame from a client: its envelope, with payload and metadata taken apart."""
+
+    __slots__ = ("envelope", "frame", "metadata", "payload", "sender", "verified")
+
+    def __init__(self, envelope: Envelope, frame: bytes) -> None:
+        self.envelope = envelope
+        self.frame = frame
+        self.payload = Fields(members(envelope.payload))
+        self.metadata = Fields(members(envelope.metadata))
+        self.sender = ""  # verified; decided once
+        self.verified = False  # by its signature
+
+    @property
+    def id(self) -> str:
+        return self.envelope.id
+
+    @property
+    def is_ask(self) -> bool:
+        return self.envelope.is_ask
+
+    def text(self, name: str) -> str | None:
+        """From the payload, else from the metadata: clients use either."""
+        found = self.payload.text(name)
+        return self.metadata.text(name) if found is None else found
+
+    def truth(self, name: str) -> bool | None:
+        found = self.payload.truth(name)
+        return self.metadata.truth(name) if found is None else found
+
+    def integer(self, name: str) -> int | None:
+        found = self.payload.integer(name)
+        return self.metadata.integer(name) if found is None else found

@@ -1,0 +1,190 @@
+"""Flow control: what a connection is given while it takes too little, and who is asked to wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from tailrace.hub.errors import HubError
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+FEEDERS_MAX: Final = 64
+SENT, WAITING, SLOW, GONE, FULL = "sent", "waiting", "slow", "gone", "full"
+
+
+class Flow:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._pausing: dict[Session, list[Session]] = {}  # recipients, and whom they were told to wait for
+        self.pauses = 0
+        self.dropped = 0
+
+    # -- handing over ----------------------------------------------------------------------------------
+
+    def offer(self, session: Session, frame: bytes, now_ms: int, feeder: Session | None = None) -> str:
+        """A message to a session. What becomes of it if it is not taken is the caller's business."""
+        if not session.alive:
+            return GONE
+        if session.detached or in_grace(session, now_ms):
+            return WAITING if self.keep(session, frame) else FULL
+        limits, outbox = self._hub.limits, session.outbox
+        held = outbox.bytes
+        if held:
+            messages = outbox.messages
+            if held > limits.hub_outbound_bytes or messages > limits.hub_outbound_messages:
+                if not session.overfull_since_ms:
+                    session.overfull_since_ms = now_ms
+                return SLOW
+            if held > limits.hub_pause_bytes or messages > limits.hub_pause_messages:
+                self._pause(session, now_ms)
+        self._hub.write(session, frame)
+        self._hub.count("deliveries", "push")
+        session.minute.add("messages_sent", now_ms)
+        if feeder is not None and feeder is not session:
+            session.fed_by(feeder, now_ms)
+        return SENT
+
+    def has_room(self, session: Session, now_ms: int) -> bool:
+        """Whether what is read from the log may go on: below the mark at which others are told to resume."""
+        if not session.alive or session.detached or in_grace(session, now_ms):
+            return False
+        limits = self._hub.limits
+        held = session.outbox.bytes
+        return held <= limits.hub_pause_bytes // 2 and (
+            not held or session.outbox.messages <= limits.hub_pause_messages // 2
+        )
+
+    def keep(self, session: Session, frame: bytes) -> bool:
+        """In memory, for a session whose client is away for a moment."""
+        limits = self._hub.limits
+        if (
+            len(session.waiting) >= limits.hub_resume_messages
+            or session.detached_bytes + len(frame) > limits.hub_resume_bytes
+        ):
+            return False
+        session.waiting.append(frame)
+        session.detached_bytes += len(frame)
+        return True
+
+    def release(self, session: Session) -> None:
+        """The client is back: what waited comes first."""
+        waiting, session.detached_bytes = session.waiting, 0
+        while waiting:
+            self._hub.write(session, waiting.popleft())
+
+    def drop(self, session: Session, size: int, now_ms: int) -> None:
+        """A message was not handed over; its recipient is told how many, as soon as it takes anything."""
+        told = session.told_dropped
+        if not told[0]:
+            told[2] = now_ms
+        told[0] += 1
+        told[1] += size
+        self.dropped += 1
+
+    # -- pausing ---------------------------------------------------------------------------------------
+
+    def _pause(self, session: Session, now_ms: int) -> None:
+        if session in self._pausing:
+            return
+        recent = [
+            (noted[1], feeder)
+            for feeder, noted in session.feeders.items()
+            if noted[0] >= now_ms // 1000 - 1 and feeder.alive
+        ]
+        recent.sort(key=lambda one: one[0], reverse=True)
+        feeders = [feeder for _, feeder in recent[:FEEDERS_MAX]]
+        self._pausing[session] = feeders
+        payload = {
+            "reason": "consumer_slow",
+            "targets": targets(session),
+            "queueDepth": session.outbox.messages,
+            "queueBytes": session.outbox.bytes,
+        }
+        for feeder in feeders:
+            feeder.paused_by[session] = None
+            self.pauses += 1
+            self._hub.notice(feeder, "hub:pause", payload, now_ms)
+
+    def on_drain(self, session: Session, now_ms: int) -> None:
+        """Whoever waited for this one goes on, once enough was taken."""
+        limits = self._hub.limits
+        held = session.outbox.bytes
+        messages = session.outbox.messages
+        if held <= limits.hub_outbound_bytes and messages <= limits.hub_outbound_messages:
+            session.overfull_since_ms = 0
+        if held < limits.hub_pause_bytes // 2 and messages < max(1, limits.hub_pause_messages // 2):
+            self._resume(session, now_ms)
+            self._tell_dropped(session, now_ms)
+            self._hub.mailboxes.on_room(session, now_ms)
+
+    def _resume(self, session: Session, now_ms: int) -> None:
+        feeders = self._pausing.pop(session, None)
+        for feeder in feeders or ():
+            feeder.paused_by.pop(session, None)
+            if feeder.alive:
+                self._hub.notice(feeder, "hub:resume", {"targets": targets(session)}, now_ms)
+
+    def _tell_dropped(self, session: Session, now_ms: int) -> None:
+        count, size, since = session.told_dropped
+        if not count:
+            return
+        session.told_dropped = [0, 0, 0]
+        payload: dict[str, Any] = {"count": count, "bytes": size, "since": since, "reason": "slow_consumer"}
+        if "delivery-notices" in session.features:
+            self._hub.notice(session, "hub:dropped", payload, now_ms)
+        else:
+            self._hub.refuse(session, HubError("consumer_slow", "messages were dropped", payload), now_ms)
+
+    def check_paused(self, feeder: Session, recipient: Session) -> None:
+        """Whoever goes on although it was told to wait is refused, once nothing more fits."""
+        if recipient in feeder.paused_by and recipient.overfull_since_ms:
+            details = {"retryAfter": 1000, "kind": "send", "reason": "paused"}
+            raise HubError("rate_limited", "the recipient has to catch up first", details)
+
+    def ended(self, session: Session, now_ms: int) -> None:
+        """A recipient that leaves resumes its producers; a producer that leaves is forgotten."""
+        self._resume(session, now_ms)
+        for recipient in session.paused_by:
+            feeders = self._pausing.get(recipient)
+            if feeders is not None and session in feeders:
+                feeders.remove(session)
+            recipient.feeders.pop(session, None)
+        session.paused_by.clear()
+
+    def on_second(self, session: Session, now_ms: int) -> None:
+        session.outbox.on_second()
+        if session.overfull_since_ms or session in self._pausing or session.told_dropped[0]:
+            self.on_drain(session, now_ms)
+        stalled = session.overfull_since_ms and now_ms - session.overfull_since_ms >= (
+            self._hub.limits.hub_stall_ms
+        )
+        if stalled:
+            self._hub.close(session, 1013, "the connection takes nothing")
+
+    def stats(self, session: Session) -> dict[str, Any]:
+        limits, hub = self._hub.limits, self._hub
+        lag, in_flight, live = hub.mailboxes.summary(session)
+        return {
+            "queueDepth": session.outbox.messages,
+            "queueBytes": session.outbox.bytes,
+            "processingRate": session.outbox.rate,
+            "pauseThreshold": limits.hub_pause_messages,
+            "resumeThreshold": limits.hub_pause_messages // 2,
+            "pauseBytes": limits.hub_pause_bytes,
+            "resumeBytes": limits.hub_pause_bytes // 2,
+            "paused": session in self._pausing,
+            "inFlight": in_flight,
+            "mailboxLag": lag,
+            "mode": "push" if live else "catch-up",
+        }
+
+
+def targets(session: Session) -> list[str]:
+    return [f"@({path})" for path in session.addresses] or [f"@({session.path})"]
+
+
+def in_grace(session: Session, now_ms: int) -> bool:
+    """Its token has expired and it may still bring another: until then deliveries wait."""
+    return session.expires_ms is not None and now_ms >= session.expires_ms

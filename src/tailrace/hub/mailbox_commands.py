@@ -1,0 +1,255 @@
+"""`hub:mailbox_read`, `hub:mailbox_commit`, and the end of a mailbox."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.errors import TailraceError
+from tailrace.hub import copies
+from tailrace.hub.address import mailbox_stream, parse_address
+from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Box, Feed
+from tailrace.hub.effects import Found, Read, Remove, Settled
+from tailrace.hub.errors import HubError, field_error, hub_error
+from tailrace.hub.fields import Request
+from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.message import parse
+from tailrace.hub.session import Session
+from tailrace.protocol.durations import format_instant
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+LIMIT_DEFAULT: Final = 100
+READ_BYTES: Final = 512 * 1024
+REJECTS_MAX: Final = 1000
+
+
+def owned(hub: Hub, session: Session, request: Request, action: str, now_ms: int) -> str:
+    """The address a mailbox command is about: the caller's own, or any for an administrator."""
+    text = request.payload.text("actorAddress")
+    path = request.sender if text is None else parse_address(text)
+    if path in session.addresses or (
+        session.actor.has("mailbox") and hub.policy.may_register(session.actor, path)
+    ):
+        return path
+    if session.actor.admin:
+        hub.audit(session, "admin", f"@({path})", action, now_ms)
+        return path
+    raise hub.denied(session, action, "not your address", f"@({path})", now_ms)
+
+
+def _feed(hub: Hub, path: str, request: Request) -> tuple[Box, Feed]:
+    """The stream that is meant: the mailbox, or another one that the actor is fed from."""
+    wanted = request.payload.text("stream")
+    own = mailbox_stream(path)
+    box = hub.mailboxes.open(path)
+    if wanted is None or wanted == own:
+        return box, box.feeds[own]
+    if wanted == BROADCASTS:
+        return box, hub.mailboxes.feed(box, wanted, BROADCAST, begin=hub.streams.tail(wanted) or 0)
+    for stream, topic, subscription_id in hub.topics.durable_of(path):
+        if stream == wanted:
+            feed = hub.mailboxes.feed(box, stream, TOPIC)
+            feed.topic, feed.subscription_id = topic, subscription_id
+            return box, feed
+    raise field_error("stream", "the actor is not fed from this stream")
+
+
+def _resolved(hub: Hub, stream: str, text: str) -> int:
+    try:
+        return hub.streams.resolve(stream, text)
+    except TailraceError as error:
+        details: dict[str, object] = {}
+        if "earliest_offset" in error.extra:
+            details["earliestOffset"] = error.extra["earliest_offset"]
+        raise HubError(hub_error(error).code, error.message, details) from None
+
+
+def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    """Reading moves nothing, but what was read may be committed."""
+    path = owned(hub, session, request, "mailbox_read", now_ms)
+    _, feed = _feed(hub, path, request)
+    limit = request.payload.integer("limit")
+    entries_max = max(1, min(LIMIT_DEFAULT if limit is None else limit, LIMIT_DEFAULT))
+    asked = request.payload.integer("maxBytes")
+    bytes_max = max(1, min(READ_BYTES if asked is None else asked, READ_BYTES))
+    text = request.payload.text("offset") or "committed"
+    stream = feed.stream
+    tail = hub.streams.tail(stream) or 0
+    if text == "committed":
+        after = feed.cursor.committed
+    elif text == "-1":
+        after = hub.streams.earliest(stream)
+    elif text == "now":
+        after = tail
+    elif not tail:
+        raise HubError("invalid_offset", "the stream has no entries")
+    else:
+        after = _resolved(hub, stream, text)
+    since = _since_ns(request)
+
+    def then(found: Found, now_ms: int) -> None:
+        if found.error is not None:
+            error = hub_error(found.error)
+            earliest = hub.streams.offset(stream, hub.streams.earliest(stream))
+            told = HubError(error.code, error.message, {"earliestOffset": earliest})
+            hub.refuse_request(session, request, told, now_ms)
+            return
+        feed.cursor.read_upto = max(feed.cursor.read_upto, found.next_entry)
+        _answer(hub, session, request, path, feed, found, now_ms)
+
+    if not tail:
+        _answer(hub, session, request, path, feed, Found(next_entry=after), now_ms)
+        return
+    hub.effects.append(Read(stream, after, entries_max, bytes_max, then, since))
+
+
+def _since_ns(request: Request) -> int | None:
+    found = request.payload.value("since")
+    if found is None:
+        return None
+    if isinstance(found, int) and not isinstance(found, bool):
+        return found * 1_000_000
+    if isinstance(found, str):
+        try:
+            return int(datetime.fromisoformat(found).timestamp() * 1e9)
+        except ValueError:
+            pass
+    raise field_error("since", "since is a time in ms, or of RFC 3339")
+
+
+def _answer(
+    hub: Hub, session: Session, request: Request, path: str, feed: Feed, found: Found, now_ms: int
+) -> None:
+    streams, stream = hub.streams, feed.stream
+    tail = streams.tail(stream) or 0
+    messages: list[dict[str, Any]] = []
+    for number, time_ns, body in found.entries:
+        message = Raw(body)
+        if feed.kind == BROADCAST:
+            entry = msgspec.json.decode(body, type=BroadcastEntry)
+            if path not in entry.recipients:
+                continue
+            message = entry.message
+        offset = streams.offset(stream, number)
+        messages.append({"offset": offset, "appendTime": format_instant(time_ns), "message": message})
+    payload = {
+        "actorAddress": f"@({path})",
+        "stream": stream,
+        "messages": messages,
+        "nextOffset": streams.offset(stream, found.next_entry),
+        "committed": streams.offset(stream, feed.cursor.committed),
+        "earliestOffset": streams.offset(stream, streams.earliest(stream)),
+        "upToDate": found.next_entry >= tail,
+        "lag": tail - feed.cursor.committed,
+    }
+    hub.reply(session, request, "hub:mailbox_messages", payload, now_ms)
+
+
+class Reject(msgspec.Struct):
+    offset: str
+    reason: str = ""
+
+
+_rejects: Final = msgspec.json.Decoder(list[Reject])
+
+
+def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    """Cumulative. Never backwards, never past what was delivered or read; answered when it is durable."""
+    path = owned(hub, session, request, "mailbox_commit", now_ms)
+    box, feed = _feed(hub, path, request)
+    text = request.payload.text("offset")
+    raw = request.payload.raw.get("reject")
+    try:
+        rejects = _rejects.decode(b"[]" if raw is None or bytes(raw) == b"null" else raw)
+    except msgspec.MsgspecError:
+        raise field_error("reject", "reject is a list of offsets with reasons") from None
+    if len(rejects) > REJECTS_MAX:
+        raise field_error("reject", f"at most {REJECTS_MAX} entries are rejected at once")
+    if text is None and not rejects:
+        raise field_error("offset", "offset is missing")
+    bound = max(feed.cursor.delivered, feed.cursor.read_upto, feed.sent)
+    upto = feed.cursor.committed if text is None else _within(hub, feed, text, bound)
+    rejected = {_within(hub, feed, one.offset, bound): one.reason for one in rejects}
+    for entry in rejected:
+        if entry > feed.cursor.committed:
+            _bury(hub, feed, entry)
+    if upto > feed.cursor.committed:
+        feed.cursor.committed = upto
+        feed.cursor.delivered = max(feed.cursor.delivered, upto)
+    feed.land(feed.cursor.committed)
+    if rejected:
+        hub.mailboxes.done_with(box, feed, set(rejected))
+        feed.land(feed.cursor.committed)
+    committed = feed.cursor.committed
+
+    def then(settled: Settled, now_ms: int) -> None:
+        if settled.error is not None:
+            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            return
+        if feed.kind == MAILBOX:
+            hub.asks.passed(feed.stream, committed, now_ms)
+        if request.is_ask or session.answer is not None:
+            payload = {
+                "actorAddress": f"@({path})",
+                "stream": feed.stream,
+                "committed": hub.streams.offset(feed.stream, feed.cursor.committed),
+                "lag": (hub.streams.tail(feed.stream) or 0) - feed.cursor.committed,
+            }
+            hub.reply(session, request, "hub:mailbox_committed", payload, now_ms)
+
+    hub.mailboxes.cursors.commit(path, feed.stream, then)
+    hub.mailboxes.pump(box, now_ms)
+
+
+def _within(hub: Hub, feed: Feed, text: str, bound: int) -> int:
+    if hub.streams.tail(feed.stream) is None:
+        raise HubError("invalid_offset", "the stream has no entries")
+    entry = _resolved(hub, feed.stream, text)
+    if entry > bound:
+        raise HubError("invalid_offset", "the offset is past what was delivered or read")
+    return entry
+
+
+def _bury(hub: Hub, feed: Feed, entry: int) -> None:
+    """The whole message goes to the dead letters, so it has to be read."""
+    attempts = feed.deliveries.get(entry, 1)
+
+    def then(found: Found, now_ms: int) -> None:
+        for number, time_ns, body in found.entries:
+            copy = copies.stored(parse(_message(feed, body), STORED_BYTES_MAX))
+            hub.mailboxes.bury(feed, number, copy, "rejected", attempts, time_ns, now_ms)
+
+    hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, then))
+
+
+def _message(feed: Feed, body: bytes) -> bytes:
+    return bytes(msgspec.json.decode(body, type=BroadcastEntry).message) if feed.kind == BROADCAST else body
+
+
+def delete(hub: Hub, path: str) -> None:
+    """Ends a mailbox; what is left in it becomes dead letters first."""
+    stream = mailbox_stream(path)
+    if hub.streams.tail(stream) is None:
+        return
+    box = hub.mailboxes.open(path)
+    feed = box.feeds[stream]
+
+    def then(found: Found, now_ms: int) -> None:
+        for number, time_ns, body in found.entries:
+            copy = copies.stored(parse(body, STORED_BYTES_MAX))
+            hub.mailboxes.bury(feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
+        if found.error is None and found.next_entry < (hub.streams.tail(stream) or 0):
+            hub.effects.append(Read(stream, found.next_entry, 100, PAGE_BYTES, then))
+            return
+        hub.effects.append(Remove(stream))
+        hub.mailboxes.cursors.forget(path, stream)
+        box.feeds.pop(stream, None)
+        if hub.mailboxes.boxes.get(path) is box and not box.appends:
+            del hub.mailboxes.boxes[path]
+
+    hub.effects.append(Read(stream, feed.cursor.committed, 100, PAGE_BYTES, then))

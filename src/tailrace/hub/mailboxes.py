@@ -1,0 +1,438 @@
+"""Mailboxes: messages that wait in a stream until their actor has them. Pushed from the log, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import Raw
+
+from tailrace.hub import copies
+from tailrace.hub.address import mailbox_stream
+from tailrace.hub.asks import Ask
+from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Ahead, Box, Feed, Flight
+from tailrace.hub.copies import Copy
+from tailrace.hub.cursors import Cursor, Cursors
+from tailrace.hub.effects import Append, Create, Found, Read, Settled
+from tailrace.hub.errors import HubError, hub_error
+from tailrace.hub.flow import SENT
+from tailrace.hub.message import new_id, parse
+from tailrace.hub.registry import Registration
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+PAGE_ENTRIES: Final = 100
+PAGE_BYTES: Final = 256 * 1024
+STORED_BYTES_MAX: Final = 2**30  # what is in a stream was let in before
+
+Refused = Callable[[HubError, int], None]
+
+
+class BroadcastEntry(msgspec.Struct, rename="camel"):
+    """One broadcast in its stream: who it was for is part of it."""
+
+    message: Raw
+    recipients: list[str]
+    filter: dict[str, object] = {}
+    registry_offset: str | None = None
+
+
+_broadcast: Final = msgspec.json.Decoder(BroadcastEntry)
+
+
+class Mailboxes:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self.boxes: dict[str, Box] = {}
+        self.cursors = Cursors(hub)
+
+    # -- finding ---------------------------------------------------------------------------------------
+
+    def has(self, path: str) -> bool:
+        """Whether messages for this address can wait."""
+        box = self.boxes.get(path)
+        if box is not None and (box.appends or box.options.durable):
+            return True
+        return self._hub.streams.tail(mailbox_stream(path)) is not None
+
+    def open(self, path: str) -> Box:
+        box = self.boxes.get(path)
+        if box is None:
+            box = self.boxes[path] = Box(path)
+        self.feed(box, mailbox_stream(path), MAILBOX)
+        return box
+
+    def feed(self, box: Box, stream: str, kind: str, *, begin: int = 0) -> Feed:
+        """The actor's feed from a stream; `begin` if it never had one."""
+        found = box.feeds.get(stream)
+        if found is None:
+            cursor = self.cursors.of(box.path, stream)
+            if cursor is None:
+                cursor = Cursor(begin, begin)
+                self.cursors.put(box.path, stream, cursor)
+                if begin:
+                    self.cursors.moved(box.path, stream)
+            found = box.feeds[stream] = Feed(stream, kind, cursor)
+        return found
+
+    def uncommitted(self, box: Box) -> int:
+        feed = box.feeds[mailbox_stream(box.path)]
+        return (self._hub.streams.tail(feed.stream) or 0) - feed.cursor.committed + box.appends
+
+    # -- owners ----------------------------------------------------------------------------------------
+
+    def attach(self, found: Registration, session: Session, now_ms: int) -> None:
+        """The owner of an address is online: what waits for it is pushed."""
+        path, hub = found.path, self._hub
+        if not (found.options.durable or self.has(path)):
+            return
+        stream = mailbox_stream(path)
+        if found.options.durable and hub.streams.tail(stream) is None:
+            hub.effects.append(Create(stream))
+        box = self.open(path)
+        box.options = found.options
+        begin = hub.streams.tail(BROADCASTS) or 0
+        self.feed(box, BROADCASTS, BROADCAST, begin=begin)
+        self.take(box, session)
+        box.live = False
+        self.pump(box, now_ms)
+
+    def take(self, box: Box, session: Session) -> None:
+        """From here on the feeds of an actor come to this session."""
+        if box.session is session:
+            return
+        if box.session is not None:
+            box.session.boxes.discard(box.path)
+        box.session = session
+        session.boxes.add(box.path)
+        for feed in box.feeds.values():
+            feed.rewind()
+
+    def came_back(self, session: Session, now_ms: int) -> None:
+        """A session was resumed: what it did not commit is handed over again."""
+        for path in tuple(session.boxes):
+            box = self.boxes.get(path)
+            if box is not None and box.session is session:
+                if box.options.manual:
+                    for feed in box.feeds.values():
+                        feed.rewind()
+                box.live = False
+                self.pump(box, now_ms)
+
+    def leave(self, path: str, session: Session) -> None:
+        """The owner is gone; its cursors stay."""
+        box = self.boxes.get(path)
+        if box is not None and box.session is session:
+            box.session = None
+            session.boxes.discard(path)
+            for stream in [stream for stream, feed in box.feeds.items() if feed.kind == TOPIC]:
+                del box.feeds[stream]
+            self._let_go(box)
+
+    def _let_go(self, box: Box) -> None:
+        waits = box.session is not None or box.appends or any(feed.deliveries for feed in box.feeds.values())
+        if not waits and self.boxes.get(box.path) is box:
+            del self.boxes[box.path]
+
+    # -- storing ---------------------------------------------------------------------------------------
+
+    def check_room(self, path: str) -> None:
+        box = self.open(path)
+        limits = self._hub.limits
+        waiting = self.uncommitted(box)
+        stream = mailbox_stream(path)
+        tail = self._hub.streams.tail(stream) or 0
+        size = self._hub.streams.size_bytes(stream) * waiting // tail if tail else 0
+        if waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes:
+            self._let_go(box)
+            raise HubError("mailbox_full", "the recipient's mailbox is full", {"actorAddress": f"@({path})"})
+
+    def store(
+        self,
+        path: str,
+        copy: Copy,
+        ask: Ask | None,
+        now_ms: int,
+        *,
+        producer: tuple[str, int, int] | None = None,
+        refused: Refused | None = None,
+        accepted: Callable[[Settled, int], None] | None = None,
+    ) -> None:
+        """Appends, then delivers: nobody sees a message before it is durable."""
+        hub = self._hub
+        box = self.open(path)
+        registered = hub.registry.find(path, now_ms)
+        if box.session is None and registered is not None and registered.session is not None:
+            box.options = registered.options
+            self.take(box, registered.session)
+        feed = box.feeds[mailbox_stream(path)]
+        copy.metadata = copies.extended(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
+        box.appends += 1
+
+        def then(settled: Settled, now_ms: int) -> None:
+            box.appends -= 1
+            if settled.error is not None:
+                error = hub_error(settled.error)
+                if ask is not None:
+                    hub.asks.failed(ask, error, now_ms)
+                    if ask.seen is not None:
+                        ask.seen[0].forget(ask.request_id)  # it may be sent again
+                elif refused is not None:
+                    refused(error, now_ms)
+                self._let_go(box)
+                return
+            if ask is not None:
+                ask.duplicate = settled.duplicate
+                hub.asks.committed(
+                    ask, feed.stream, settled.entry, settled.offset, online=box.online, now_ms=now_ms
+                )
+                if settled.duplicate:
+                    hub.asks.handed(ask, now_ms, waits=not box.online)
+            if accepted is not None:
+                accepted(settled, now_ms)
+            if not settled.duplicate:
+                self.arrived(box, feed, settled.entry, copy, now_ms)
+            self._let_go(box)
+
+        hub.append(Append(feed.stream, copy.frame(), then, key=copy.sender.encode(), producer=producer))
+
+    def arrived(self, box: Box, feed: Feed, entry: int, copy: Copy, now_ms: int) -> None:
+        """An entry is durable: handed over at once if everything before it was."""
+        if box.session is None or not box.options.push:
+            return
+        if box.live and feed.sent == entry - 1 and not box.flight_full() and box.online:
+            self._hand(box, feed, Ahead(entry, now_ms * 1_000_000, copy, 0), now_ms)
+            if feed.sent == entry:
+                return
+        box.live = False
+        self.pump(box, now_ms)
+
+    # -- handing over ----------------------------------------------------------------------------------
+
+    def pump(self, box: Box, now_ms: int) -> None:
+        """Hands over what is durable and was not, as long as there is room for it."""
+        session = box.session
+        if session is None or not box.options.push:
+            return
+        while self._hub.flow.has_room(session, now_ms) and not box.flight_full():
+            behind = [feed for feed in box.feeds.values() if feed.ahead or self._is_behind(feed)]
+            if not behind:
+                box.live = True
+                return
+            waits = False
+            for feed in behind:
+                if not feed.ahead:
+                    waits = True
+                    self._read(box, feed)
+            if waits:
+                return
+            feed = min(behind, key=lambda one: one.ahead[0].seq)
+            ahead = feed.ahead[0]
+            self._hand(box, feed, ahead, now_ms)
+            if feed.sent < ahead.entry:
+                return  # the connection takes nothing more
+            if feed.ahead and feed.ahead[0] is ahead:
+                feed.ahead.popleft()
+
+    def _is_behind(self, feed: Feed) -> bool:
+        return (self._hub.streams.tail(feed.stream) or 0) > feed.sent
+
+    def _read(self, box: Box, feed: Feed) -> None:
+        if feed.reading:
+            return
+        feed.reading = True
+        after = feed.sent
+
+        def then(found: Found, now_ms: int) -> None:
+            feed.reading = False
+            if found.error is not None or feed.sent != after or feed.ahead:
+                if found.error is not None and found.error.code == "offset_gone":
+                    feed.sent = max(feed.sent, self._hub.streams.earliest(feed.stream))
+                elif found.error is not None:
+                    return  # tried again when something happens
+                self.pump(box, now_ms)
+                return
+            for number, time_ns, body in found.entries:
+                feed.ahead.append(self._ahead(box, feed, number, time_ns, body, now_ms))
+            self.pump(box, now_ms)
+
+        self._hub.effects.append(Read(feed.stream, after, PAGE_ENTRIES, PAGE_BYTES, then))
+
+    def _ahead(self, box: Box, feed: Feed, number: int, time_ns: int, body: bytes, now_ms: int) -> Ahead:
+        mine = True
+        if feed.kind == BROADCAST:
+            entry = _broadcast.decode(body)
+            mine = box.path in entry.recipients
+            body = bytes(entry.message)
+        copy = copies.stored(parse(body, STORED_BYTES_MAX))
+        if feed.kind != MAILBOX:
+            copy.id, copy.to = new_id(now_ms), f"@({box.path})"
+        seq = copies.metadata_of(copy).get("hubSeq")
+        return Ahead(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
+
+    def _hand(self, box: Box, feed: Feed, ahead: Ahead, now_ms: int) -> None:
+        """To the connection; `feed.sent` tells whether it was taken."""
+        hub, entry, copy = self._hub, ahead.entry, ahead.copy
+        assert box.session is not None
+        if not ahead.mine or entry in feed.flights or entry <= feed.cursor.committed or entry in feed.passed:
+            if not ahead.mine:
+                self._pass(box, feed, entry)
+            feed.sent = max(feed.sent, entry)
+            return
+        before = feed.deliveries.get(entry, 0)
+        reason = self._undeliverable(box, feed, ahead, before, now_ms)
+        if reason is not None:
+            if reason != "denied":
+                self.bury(feed, entry, copy, reason, before, ahead.time_ns, now_ms)
+            self._pass(box, feed, entry)
+            return
+        offset = hub.streams.offset(feed.stream, entry)
+        more = b',"mailbox":{"stream":%b,"offset":"%b"' % (
+            msgspec.json.encode(feed.stream),
+            offset.encode(),
+        )
+        if feed.subscription_id is not None:
+            more += b',"subscriptionId":"%b"' % feed.subscription_id.encode()
+        more += b"}"
+        if before or entry <= feed.handed_before:
+            more += b',"redelivered":true,"deliveryCount":%d' % (before + 1)
+        frame = copy.frame(more)
+        if hub.flow.offer(box.session, frame, now_ms) != SENT:
+            return
+        feed.sent = max(feed.sent, entry)
+        feed.cursor.delivered = max(feed.cursor.delivered, entry)
+        ask = hub.asks.stored_at(feed.stream, entry) or self._rebuilt(box, feed, entry, copy, offset, now_ms)
+        if box.options.manual:
+            feed.flights[entry] = Flight(now_ms, len(frame))
+            feed.flights_bytes += len(frame)
+            feed.deliveries[entry] = before + 1
+        else:
+            feed.cursor.committed = max(feed.cursor.committed, entry)
+        self.cursors.moved(box.path, feed.stream)
+        if ask is not None and not ask.done:
+            hub.asks.sent_to(ask, box.session)
+            hub.asks.handed(ask, now_ms, processed=not box.options.manual)
+
+    def _undeliverable(self, box: Box, feed: Feed, ahead: Ahead, before: int, now_ms: int) -> str | None:
+        hub = self._hub
+        if ahead.copy.is_expired(now_ms):
+            return "message_expired"
+        if now_ms - ahead.time_ns // 1_000_000 > hub.limits.hub_mailbox_ms:
+            return "mailbox_expired"
+        if box.options.manual and before >= box.options.max_deliver:
+            return "max_deliveries"
+        if feed.kind == TOPIC and box.session is not None:
+            if not hub.policy.may_topic(box.session.actor, "subscribe", feed.topic):
+                return "denied"
+        return None
+
+    def _rebuilt(self, box: Box, feed: Feed, entry: int, copy: Copy, offset: str, now_ms: int) -> Ask | None:
+        """An ask that this process does not know of: it was stored before a restart."""
+        if copy.pattern != "ask" or feed.kind == BROADCAST:
+            return None
+        metadata = copies.metadata_of(copy)
+        original = metadata.get("originalMessageId")
+        by = metadata.get("replyBy")
+        if original is None or by is None or int(bytes(by)) <= now_ms:
+            return None
+        ask = Ask(
+            msgspec.json.decode(original, type=str),
+            None,
+            copy.sender[2:-1],
+            box.path,
+            int(bytes(by)),
+            [],
+            True,
+            b"{}",
+            copy_id=copy.id,
+            stream=feed.stream,
+            entry=entry,
+            offset=offset,
+        )
+        self._hub.asks.begin(ask)
+        return ask
+
+    def bury(
+        self, feed: Feed, entry: int, copy: Copy, reason: str, attempts: int, time_ns: int, now_ms: int
+    ) -> None:
+        """An accepted message that nobody will get."""
+        hub = self._hub
+        hub.dead.write(
+            reason,
+            copy,
+            now_ms,
+            stream=feed.stream,
+            offset=hub.streams.offset(feed.stream, entry),
+            attempts=attempts,
+            accepted_ms=time_ns // 1_000_000,
+        )
+        ask = hub.asks.stored_at(feed.stream, entry)
+        if ask is not None and feed.kind == MAILBOX:
+            code = "message_expired" if reason == "message_expired" else "timeout"
+            hub.asks.failed(ask, HubError(code, f"not delivered: {reason}", {"outcome": "unknown"}), now_ms)
+
+    def _pass(self, box: Box, feed: Feed, entry: int) -> None:
+        """Done with an entry that was not handed over."""
+        feed.sent = max(feed.sent, entry)
+        feed.deliveries.pop(entry, None)
+        self.done_with(box, feed, {entry})
+
+    def done_with(self, box: Box, feed: Feed, entries: set[int]) -> None:
+        """One by one; the committed position follows as far as there is no gap."""
+        cursor = feed.cursor
+        feed.passed |= {entry for entry in entries if entry > cursor.committed}
+        for entry in entries:
+            flight = feed.flights.pop(entry, None)
+            if flight is not None:
+                feed.flights_bytes -= flight.size
+        if not box.options.manual:
+            cursor.committed = max(cursor.committed, *entries)
+        while cursor.committed + 1 in feed.passed:
+            cursor.committed += 1
+        feed.passed = {entry for entry in feed.passed if entry > cursor.committed}
+        cursor.delivered = max(cursor.delivered, cursor.committed)
+        self.cursors.moved(box.path, feed.stream)
+
+    # -- time and room ---------------------------------------------------------------------------------
+
+    def on_room(self, session: Session, now_ms: int) -> None:
+        for path in tuple(session.boxes):
+            box = self.boxes.get(path)
+            if box is not None and box.session is session and not box.live:
+                self.pump(box, now_ms)
+
+    def tick(self, now_ms: int) -> None:
+        """What was handed over and not committed in time is handed over again."""
+        for box in tuple(self.boxes.values()):
+            if box.session is None or not box.online:
+                continue
+            if box.options.manual:
+                for feed in box.feeds.values():
+                    self._take_back(box, feed, now_ms)
+            if not box.live:
+                self.pump(box, now_ms)
+
+    def _take_back(self, box: Box, feed: Feed, now_ms: int) -> None:
+        limit = now_ms - box.options.ack_timeout_ms
+        due = [entry for entry, flight in feed.flights.items() if flight.at_ms <= limit]
+        if not due:
+            return
+        for entry in due:
+            feed.flights_bytes -= feed.flights.pop(entry).size
+        feed.sent = min(feed.sent, min(due) - 1)
+        feed.ahead.clear()
+        box.live = False
+
+    def summary(self, session: Session) -> tuple[int, int, bool]:
+        """Entries that wait, entries in flight, and whether everything is pushed at once."""
+        lag, flights, live = 0, 0, True
+        for path in tuple(session.boxes):
+            box = self.boxes.get(path)
+            if box is not None:
+                lag += self.uncommitted(box)
+                flights += box.in_flight()
+                live = live and box.live
+        return lag, flights, live

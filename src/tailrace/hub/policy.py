@@ -1,0 +1,204 @@
+"""What an actor may do: rules from a file, or the plain ones that hold without it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tailrace.auth import Identity
+from tailrace.errors import TailraceError
+from tailrace.hub.address import Pattern, TopicFilter
+from tailrace.hub.errors import HubError
+
+ABILITIES: Final = frozenset(
+    ("send", "broadcast", "subscribe", "publish", "register", "discover", "mailbox", "presence")
+)
+
+
+class Lists(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    allow: list[str] | None = None
+    deny: list[str] = []
+
+
+class ActorRule(msgspec.Struct, forbid_unknown_fields=True):
+    """What identities that match may do. An empty list means none; a missing one all, but for `register`."""
+
+    match: str
+    send: Lists = Lists()
+    register: list[str] | None = None
+    broadcast: bool | None = None
+    publish: bool | None = None
+    subscribe: bool | None = None
+    discover: bool | None = None
+    presence: bool | None = None
+    rates: dict[str, float] = {}
+
+
+class TopicRule(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    topic: str
+    publishers: list[str] | None = None
+    subscribers: list[str] | None = None
+    public_read: bool = False
+    public_write: bool = False
+
+
+class Rules(msgspec.Struct, forbid_unknown_fields=True):
+    actors: list[ActorRule] = []
+    topics: list[TopicRule] = []
+
+
+class Claims(msgspec.Struct):
+    """The claims of a token that are the hub's."""
+
+    capabilities: list[str] | None = None
+    addresses: list[str] | None = None
+    jti: str = ""
+
+
+NO_CLAIMS: Final = Claims()
+
+
+def claims_of(identity: Identity) -> Claims:
+    """A claim of another form makes the token useless here, never stronger."""
+    if identity.anonymous:
+        return NO_CLAIMS
+    try:
+        return msgspec.json.decode(identity.claims, type=Claims)
+    except msgspec.DecodeError:
+        raise HubError("unauthorized", "a claim of the token is malformed") from None
+
+
+class Policy:
+    """One server's rules."""
+
+    def __init__(self, rules: Rules | None = None, *, topics_open: bool = True) -> None:
+        found = rules or Rules()
+        self._topics_open = topics_open
+        self._actors = [(Pattern(rule.match), rule) for rule in found.actors]
+        self._topics = [(TopicFilter(rule.topic), rule) for rule in found.topics]
+        self._patterns: dict[str, Pattern] = {}
+        for rule in found.actors:
+            self._learn(rule.send.allow, rule.send.deny, rule.register)
+        for topic in found.topics:
+            self._learn(topic.publishers, topic.subscribers)
+
+    def _learn(self, *lists: Sequence[str] | None) -> None:
+        for listed in lists:
+            for text in listed or ():
+                self._patterns[text] = Pattern(text)
+
+    def _any(self, listed: Sequence[str], path: str) -> bool:
+        return any((self._patterns.get(text) or Pattern(text)).matches(path) for text in listed)
+
+    def _rule(self, path: str) -> ActorRule | None:
+        """The first that matches counts."""
+        for pattern, rule in self._actors:
+            if pattern.matches(path):
+                return rule
+        return None
+
+    def rates(self, path: str) -> dict[str, float]:
+        rule = self._rule(path)
+        return {} if rule is None else rule.rates
+
+    def may_send(self, actor: Actor, target: str) -> bool:
+        if not actor.has("send"):
+            return False
+        rule = self._rule(actor.path)
+        if rule is None:
+            return True
+        if self._any(rule.send.deny, target):
+            return False
+        return rule.send.allow is None or self._any(rule.send.allow, target)
+
+    def may_register(self, actor: Actor, path: str) -> bool:
+        """Also the right to take an address over, and to its mailbox."""
+        if actor.open:
+            return True
+        if not actor.has("register"):
+            return False
+        if actor.addresses is not None and not self._any(actor.addresses, path):
+            return False
+        rule = self._rule(actor.path)
+        if rule is not None and rule.register is not None:
+            return self._any(rule.register, path)
+        # A rule that says nothing of registering leaves it as it is without rules: the own address.
+        return actor.addresses is not None or is_below(actor.path, path)
+
+    def may(self, actor: Actor, action: str) -> bool:
+        """Actions without an object: broadcast, discover, presence, publish and subscribe as such."""
+        if action == "broadcast" and not actor.open:
+            # Only if the token names it, or the rules say so.
+            rule = self._rule(actor.path)
+            if rule is not None and rule.broadcast is not None:
+                return rule.broadcast and actor.has("broadcast")
+            return actor.named is not None and "broadcast" in actor.named
+        if not actor.has(action):
+            return False
+        rule = self._rule(actor.path)
+        said = None if rule is None else getattr(rule, action, None)
+        return said is not False
+
+    def may_topic(self, actor: Actor, action: str, topic: str) -> bool:
+        """`action` is publish or subscribe. A topic without a rule is open, unless that is set otherwise."""
+        if not self.may(actor, action):
+            return False
+        for pattern, rule in self._topics:
+            if pattern.matches(topic):
+                if rule.public_write if action == "publish" else rule.public_read:
+                    return True
+                listed = rule.publishers if action == "publish" else rule.subscribers
+                return listed is None or self._any(listed, actor.path)
+        return self._topics_open or actor.open
+
+    def may_filter(self, actor: Actor, topic_filter: str) -> bool:
+        """A filter with wildcards is looked at again on each topic it would receive from."""
+        if "+" in topic_filter or "#" in topic_filter:
+            return self.may(actor, "subscribe")
+        return self.may_topic(actor, "subscribe", topic_filter)
+
+
+class Actor(msgspec.Struct, frozen=True):
+    """Who acts, as far as rules are concerned."""
+
+    path: str
+    open: bool = False  # no authentication on this server: everybody may do everything
+    admin: bool = False
+    named: frozenset[str] | None = None  # the token's list of abilities; None is all that the rules give
+    addresses: tuple[str, ...] | None = None
+
+    def has(self, ability: str) -> bool:
+        return self.open or self.named is None or ability in self.named
+
+
+def actor_of(identity: Identity, path: str) -> Actor:
+    if identity.anonymous:
+        return Actor(path, open=True, admin=True)
+    claims = claims_of(identity)
+    named = None if claims.capabilities is None else frozenset(claims.capabilities) & ABILITIES
+    addresses = None if claims.addresses is None else tuple(claims.addresses)
+    return Actor(path, admin="manage" in identity.scopes, named=named, addresses=addresses)
+
+
+def is_below(own: str, path: str) -> bool:
+    """`@(a/b)` owns itself and `@(a/b/...)`."""
+    return bool(own) and (path == own or path.startswith(own + "/"))
+
+
+def load_policy(path: str, *, topics_open: bool) -> Policy:
+    """The rules of a file, TOML or JSON."""
+    if not path:
+        return Policy(topics_open=topics_open)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".json"):
+            rules = msgspec.json.decode(text, type=Rules)
+        else:
+            rules = msgspec.convert(tomllib.loads(text), Rules)
+        return Policy(rules, topics_open=topics_open)
+    except (OSError, ValueError, HubError) as error:
+        raise TailraceError("invalid_request", f"hub policy {path}: {error}") from None

@@ -1,0 +1,115 @@
+"""Presence: who is told when actors come and go. Events are those of the registry's log, in its order."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from tailrace.hub.address import Pattern
+from tailrace.hub.errors import HubError, field_error
+from tailrace.hub.flow import SENT, WAITING
+from tailrace.hub.message import encode, new_id
+from tailrace.hub.registry import Query, Registration
+from tailrace.hub.session import Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.fields import Request
+    from tailrace.hub.state import Hub
+
+REGISTRY: Final = "hub/registry"
+SNAPSHOT_MAX: Final = 100
+
+
+class Watch(msgspec.Struct, eq=False):
+    id: str
+    session: Session
+    query: Query
+    behind: bool = False  # it missed something, and gets a fresh snapshot as soon as it takes one
+
+
+class Presence:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._watches: dict[str, Watch] = {}
+
+    def __len__(self) -> int:
+        return len(self._watches)
+
+    def request(self, session: Session, request: Request, now_ms: int) -> None:
+        hub = self._hub
+        action = request.payload.text("action") or "watch"
+        if action == "unwatch":
+            watch_id = request.payload.text("watchId")
+            if watch_id is None:
+                raise field_error("watchId", "watchId is missing")
+            if session.watches.pop(watch_id, None) is not None:
+                del self._watches[watch_id]
+            payload = {"watchId": watch_id, "event": "unwatched"}
+            hub.reply(session, request, "hub:presence", payload, now_ms)
+            return
+        if action != "watch":
+            raise field_error("action", "action is watch or unwatch")
+        if not hub.policy.may(session.actor, "presence"):
+            raise hub.denied(session, "presence", "denied by policy", "", now_ms)
+        if len(session.watches) >= hub.limits.hub_session_watches:
+            details = {"retryAfter": 1000, "kind": "presence", "reason": "watches"}
+            raise HubError("rate_limited", "too many watches on this session", details)
+        pattern = Pattern(request.payload.text("pattern") or "*")
+        capability = request.payload.text("capability")
+        query = Query(pattern, pattern.prefix, () if capability is None else (capability,))
+        watch = Watch(f"watch-{new_id(now_ms)}", session, query)
+        session.watches[watch.id] = watch
+        self._watches[watch.id] = watch
+        hub.reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
+
+    def _snapshot(self, watch: Watch, now_ms: int) -> dict[str, Any]:
+        hub = self._hub
+        found = list(islice(hub.registry.matching(watch.query, now_ms), SNAPSHOT_MAX + 1))
+        return {
+            "watchId": watch.id,
+            "actors": [one.shown() for one in found[:SNAPSHOT_MAX]],
+            "hasMore": len(found) > SNAPSHOT_MAX,
+            "offset": hub.streams.offset(REGISTRY, hub.streams.tail(REGISTRY) or 0),
+        }
+
+    def tell(self, event: str, found: Registration, offset: str | None, now_ms: int) -> None:
+        """A durable event, to everybody whom it concerns."""
+        for watch in tuple(self._watches.values()):
+            if watch.behind or not watch.query.matches(found):
+                continue
+            payload = {
+                "event": event,
+                "watchId": watch.id,
+                "actorAddress": found.address,
+                "capabilities": found.capabilities,
+                "version": found.version,
+                "at": now_ms,
+                "offset": offset,
+            }
+            if not self._offer(watch, payload, now_ms):
+                watch.behind = True
+
+    def _offer(self, watch: Watch, payload: dict[str, Any], now_ms: int) -> bool:
+        hub, session = self._hub, watch.session
+        frame = encode(
+            id=new_id(now_ms),
+            from_=hub.options.address,
+            to=f"@({session.path})",
+            type="hub:presence",
+            payload=msgspec.json.encode(payload),
+            timestamp=now_ms,
+        )
+        return hub.flow.offer(session, frame, now_ms) in (SENT, WAITING)
+
+    def tick(self, now_ms: int) -> None:
+        for watch in tuple(self._watches.values()):
+            if watch.behind and self._hub.flow.has_room(watch.session, now_ms):
+                payload = {**self._snapshot(watch, now_ms), "resync": True}
+                watch.behind = not self._offer(watch, payload, now_ms)
+
+    def session_ended(self, session: Session) -> None:
+        for watch_id in session.watches:
+            self._watches.pop(watch_id, None)
+        session.watches.clear()

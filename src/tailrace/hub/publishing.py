@@ -1,0 +1,223 @@
+"""`hub:publish`: one message to all who subscribed to its topic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from tailrace.hub import copies
+from tailrace.hub.address import durable_problem, parse_topic, topic_stream
+from tailrace.hub.asks import TTL_MS_MAX, Ask
+from tailrace.hub.boxes import TOPIC
+from tailrace.hub.copies import Copy
+from tailrace.hub.delivery import repeated, typed_data
+from tailrace.hub.effects import Append, Settled
+from tailrace.hub.errors import HubError, field_error, hub_error
+from tailrace.hub.fields import Request
+from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
+from tailrace.hub.message import Common, common, new_id
+from tailrace.hub.seen import Seen, SeenSet
+from tailrace.hub.session import Session
+from tailrace.hub.subscription import Subscription
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+GONE: Final = "gone"
+
+
+class Publication:
+    """One message on its way to its subscribers."""
+
+    __slots__ = ("_copy", "_frame", "_hub", "_request", "_session", "_topic", "counts")
+
+    def __init__(self, hub: Hub, session: Session, request: Request, topic: str, copy: Copy) -> None:
+        self._hub = hub
+        self._session = session
+        self._request = request
+        self._topic = topic
+        self._copy = copy
+        self._frame: Common | None = None
+        self.counts = [0, 0]  # handed over, queued
+
+    def give(self, entry: int, now_ms: int) -> None:
+        """To durable subscribers through their feeds, to others directly; a session gets one copy."""
+        served: set[Session] = set()
+        if entry:
+            self._give_durable(entry, served, now_ms)
+        sessions: dict[Session, list[Subscription]] = {}
+        shared: list[tuple[str, str]] = []
+        for found in self._hub.topics.live.match(self._topic):
+            if found.group is not None:
+                shared.append((found.filter.text, found.group))
+            elif found.session is not None:
+                sessions.setdefault(found.session, []).append(found)
+        for session, subscriptions in sessions.items():
+            if session not in served and self._may(session):
+                self._give(session, subscriptions, now_ms)
+        for key in shared:
+            self._give_group(key, now_ms)
+
+    def _may(self, session: Session) -> bool:
+        return self._hub.policy.may_topic(session.actor, "subscribe", self._topic)
+
+    def _encoded(self, to: str, now_ms: int) -> bytes:
+        if self._frame is None:
+            copy = self._copy
+            self._frame = common(
+                from_=copy.sender,
+                type=copy.type,
+                payload=copy.payload,
+                timestamp=copy.timestamp,
+                correlation_id=copy.correlation_id,
+                metadata=copy.metadata + b"}",
+                ttl=copy.ttl,
+            )
+        return self._frame.frame(new_id(now_ms), to)
+
+    def _give(self, session: Session, subscriptions: list[Subscription], now_ms: int) -> None:
+        to = f"@({subscriptions[0].owner})"
+        if len(subscriptions) > 1:
+            ids = msgspec.json.encode([one.id for one in subscriptions])
+            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
+            frame = copy.frame(b',"subscriptionIds":' + ids)
+        else:
+            frame = self._encoded(to, now_ms)
+        self._offer(session, frame, to, now_ms)
+
+    def _offer(self, session: Session, frame: bytes, to: str, now_ms: int) -> str:
+        hub = self._hub
+        outcome = hub.flow.offer(session, frame, now_ms, self._session)
+        if outcome == SENT:
+            self.counts[0] += 1
+        elif outcome == WAITING:
+            self.counts[1] += 1
+        elif outcome in (SLOW, FULL):
+            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
+            hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
+            if outcome == SLOW:
+                hub.flow.drop(session, len(frame), now_ms)
+        return outcome
+
+    def _give_group(self, key: tuple[str, str], now_ms: int) -> None:
+        """Exactly one member gets it."""
+        hub = self._hub
+        group = hub.topics.groups.get(key)
+        member = None if group is None else group.choose()
+        if member is None or member.session is None:
+            hub.dead.write("no_member", self._copy, now_ms)
+            return
+        to = f"@({member.owner})"
+        if not self._request.truth("expectReply"):
+            self._offer(member.session, self._encoded(to, now_ms), to, now_ms)
+            return
+        ttl = self._request.envelope.ttl
+        deadline = min(now_ms + (ttl or hub.limits.hub_ask_ms), now_ms + TTL_MS_MAX)
+        ask = Ask(
+            self._request.id,
+            self._session,
+            self._request.sender,
+            member.owner,
+            deadline,
+            [],
+            True,
+            copies.traced(self._request),
+            copy_id=new_id(now_ms),
+            recipient_session=member.session,
+        )
+        own = b',"originalMessageId":%b,"replyBy":%d' % (msgspec.json.encode(self._request.id), deadline)
+        copy = msgspec.structs.replace(self._copy, id=ask.copy_id, to=to, pattern="ask")
+        if self._offer(member.session, copy.frame(own), to, now_ms) in (SENT, WAITING):
+            hub.asks.begin(ask)
+
+    def _give_durable(self, entry: int, served: set[Session], now_ms: int) -> None:
+        hub = self._hub
+        for found in hub.topics.lasting.match(self._topic):
+            box = hub.mailboxes.boxes.get(found.owner)
+            if found.session is None or box is None or box.session is not found.session:
+                self.counts[1] += 1
+                continue
+            if found.session in served:
+                continue
+            served.add(found.session)
+            feed = hub.mailboxes.feed(box, topic_stream(self._topic), TOPIC)
+            feed.topic, feed.subscription_id = self._topic, found.id
+            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=f"@({found.owner})")
+            hub.mailboxes.arrived(box, feed, entry, copy, now_ms)
+            self.counts[0 if feed.sent >= entry else 1] += 1
+
+
+def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    text = request.payload.text("topic")
+    if text is None:
+        raise field_error("topic", "topic is missing")
+    topic = parse_topic(text)
+    kind, data = typed_data(request.payload)
+    if request.envelope.is_expired(now_ms):
+        raise HubError("message_expired", "the message has expired")
+    durable = request.payload.truth("durable") is True or hub.topics.is_durable(topic)
+    problem = durable_problem(topic) if durable else None
+    if problem is not None and request.payload.truth("durable") is True:
+        raise field_error("topic", problem)
+    if not hub.policy.may_topic(session.actor, "publish", topic):
+        raise hub.denied(session, "publish", "denied by policy", topic, now_ms)
+    seen = repeated(hub, session, request, now_ms)
+    if seen is None:
+        return
+    own = b'"topic":%b,"publication":true,"via":%b' % (msgspec.json.encode(topic), hub.via)
+    keeps = durable and problem is None
+    if keeps:
+        own += b',"hubSeq":%d' % hub.next_seq(now_ms)
+    copy = Copy(
+        new_id(now_ms),
+        f"@({request.sender})",
+        hub.options.address,
+        kind,
+        data,
+        now_ms,
+        copies.extended(copies.carried(request), own),
+        correlation_id=request.id,
+        ttl=request.envelope.ttl,
+    )
+    publication = Publication(hub, session, request, topic, copy)
+    hub.count("messages", "publish/ok")
+    if not keeps:
+        publication.give(0, now_ms)
+        _published(hub, session, request, topic, publication, None, seen, now_ms)
+        return
+    stream = topic_stream(topic)
+
+    def then(settled: Settled, now_ms: int) -> None:
+        if settled.error is not None:
+            seen[0].forget(request.id)
+            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            return
+        hub.topics.kept.add(topic)
+        publication.give(settled.entry, now_ms)
+        _published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
+
+    hub.append(Append(stream, copy.frame(), then, key=copy.sender.encode()))
+
+
+def _published(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    topic: str,
+    publication: Publication,
+    offset: str | None,
+    seen: tuple[SeenSet, Seen],
+    now_ms: int,
+) -> None:
+    payload = {
+        "topic": topic,
+        "subscriberCount": publication.counts[0],
+        "queuedCount": publication.counts[1],
+        "stream": None if offset is None else topic_stream(topic),
+        "offset": offset,
+    }
+    frame = hub.reply(session, request, "hub:published", payload, now_ms)
+    for waiter in seen[0].answer(seen[1], frame):
+        if waiter is not session and isinstance(waiter, Session):
+            hub.control(waiter, frame)

@@ -1,0 +1,66 @@
+"""How much an identity may do: one bucket for each kind, shared by all its sessions."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tailrace.hub.buckets import Buckets, Rate
+from tailrace.hub.errors import HubError
+from tailrace.hub.policy import Policy
+from tailrace.limits import Limits
+
+RECIPIENTS_PER_S: Final = 200_000
+# What goes with a message type; heartbeat, disconnect, ping and commit are free.
+KINDS: Final = {
+    "hub:send": "send",
+    "hub:reply": "send",
+    "hub:publish": "send",
+    "hub:broadcast": "broadcast",
+    "hub:register": "register",
+    "hub:renew": "register",
+    "hub:unregister": "register",
+    "hub:subscribe": "register",
+    "hub:unsubscribe": "register",
+    "hub:discover": "read",
+    "hub:list_actors": "read",
+    "hub:mailbox_read": "read",
+    "hub:presence": "read",
+    "hub:metrics": "read",
+    "hub:queue_stats": "read",
+}
+
+
+class Rates:
+    """Refuses what is too much, and says when it would not be."""
+
+    def __init__(self, limits: Limits, policy: Policy) -> None:
+        self._rates = {
+            "send": Rate(limits.hub_sends_per_s, 2 * limits.hub_sends_per_s),
+            "bytes": Rate(limits.hub_bytes_per_s, limits.hub_bytes_per_s),
+            "broadcast": Rate(limits.hub_broadcasts_per_s, 4 * limits.hub_broadcasts_per_s),
+            "recipients": Rate(RECIPIENTS_PER_S, RECIPIENTS_PER_S),
+            "register": Rate(limits.hub_registers_per_s, 2 * limits.hub_registers_per_s),
+            "read": Rate(limits.hub_reads_per_s, 2 * limits.hub_reads_per_s),
+        }
+        self._buckets = Buckets(self._rates)
+        self.policy = policy
+
+    def check(self, identity: str, message_type: str, size: int, now_ms: int) -> None:
+        kind = KINDS.get(message_type)
+        if kind is None:
+            return
+        self.take(identity, kind, 1, now_ms)
+        if kind in ("send", "broadcast"):
+            self.take(identity, "bytes", size, now_ms)
+
+    def take(self, identity: str, kind: str, count: int, now_ms: int) -> None:
+        own = self.policy.rates(identity).get(kind)
+        rate = self._rates[kind] if own is None else Rate(max(1, int(own)), max(1, int(2 * own)))
+        wait_ms = self._buckets.take(identity, kind, now_ms * 1_000_000, count, rate=rate)
+        if wait_ms:
+            unit = "bytes" if kind == "bytes" else f"{kind} messages"
+            raise HubError(
+                "rate_limited",
+                f"more than {rate.per_s} {unit} per second",
+                {"retryAfter": wait_ms, "kind": kind},
+            )

@@ -1,0 +1,315 @@
+"""`hub:register`, `hub:renew`, `hub:unregister`: who holds which address."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from tailrace.hub import mailbox_commands
+from tailrace.hub.address import mailbox_stream, parse_address
+from tailrace.hub.effects import Append, Settled
+from tailrace.hub.errors import HubError, field_error, hub_error
+from tailrace.hub.fields import Request
+from tailrace.hub.presence import REGISTRY
+from tailrace.hub.registry import (
+    PRESSURE,
+    TTL_S_DEFAULT,
+    TTL_S_MAX,
+    TTL_S_MIN,
+    Options,
+    Registration,
+    to_record,
+)
+from tailrace.hub.session import Session
+from tailrace.protocol.durations import format_instant
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+CAPABILITIES_MAX: Final = 256
+EXPIRED_AT_ONCE: Final = 1000
+
+
+def event(found: Registration, operation: str, reason: str, now_ms: int) -> bytes:
+    """A change of the registry as its log has it."""
+    headers = {
+        "operation": operation,
+        "timestamp": format_instant(now_ms * 1_000_000),
+        "reason": reason,
+    }
+    message: dict[str, Any] = {"type": "actor", "key": found.address}
+    if operation != "delete":
+        message["value"] = to_record(found)
+    message["headers"] = headers
+    return msgspec.json.encode(message)
+
+
+def register(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    text = request.payload.text("actorAddress")
+    if text is None:
+        raise field_error("actorAddress", "actorAddress is missing")
+    path = parse_address(text)
+    capabilities = request.payload.texts("capabilities")
+    if not capabilities or len(capabilities) > CAPABILITIES_MAX:
+        raise field_error("capabilities", f"capabilities is a list of 1 to {CAPABILITIES_MAX} words")
+    options = _options(session, request)
+    if not hub.policy.may_register(session.actor, path):
+        raise hub.denied(session, "register", "not your address", text, now_ms)
+    _check_room(hub, session, path, now_ms)
+    ttl_ms = _ttl_ms(request, TTL_S_DEFAULT * 1000)
+    renews = request.truth("renewOnHeartbeat") is True
+    old = hub.registry.find(path, now_ms)
+    found = Registration(
+        path,
+        capabilities,
+        request.payload.object("metadata") or {},
+        ttl_ms,
+        options,
+        old.registered_ms if old is not None and old.session is session else now_ms,
+        now_ms + ttl_ms,
+        hub.registry.next_version(path),
+        session.path,
+        session,
+        session.id,
+        renews_on_heartbeat=renews,
+        used_ms=now_ms,
+    )
+    again = old is not None and old.session is session
+    reason = "updated" if again else "registered" if old is None or old.session is None else "taken_over"
+    session.registering += 1
+
+    def then(settled: Settled, now_ms: int) -> None:
+        session.registering -= 1
+        hub.registry.version_settled(path, found.version)
+        if settled.error is not None:
+            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            return
+        _apply(hub, session, request, found, settled, now_ms)
+
+    operation = "insert" if old is None else "update"
+    hub.append(Append(REGISTRY, event(found, operation, reason, now_ms), then, key=path.encode()))
+
+
+def _options(session: Session, request: Request) -> Options:
+    payload = request.payload
+    commit = payload.text("commit") or "auto"
+    if commit not in ("auto", "manual"):
+        raise field_error("commit", "commit is auto or manual")
+    if commit == "manual" and "mailbox" not in session.features:
+        raise field_error("commit", "manual commits need the capability mailbox")
+    in_flight, timeout = payload.integer("maxInFlight"), payload.integer("ackTimeout")
+    deliver = payload.integer("maxDeliver")
+    return Options(
+        payload.truth("durable") is True,
+        commit,
+        payload.truth("push") is not False,
+        256 if in_flight is None else max(1, min(in_flight, 256)),
+        30_000 if timeout is None else max(1, min(timeout, 3600)) * 1000,
+        5 if deliver is None else max(1, min(deliver, 1000)),
+    )
+
+
+def _ttl_ms(request: Request, default_ms: int) -> int:
+    """In seconds, or in ms as older clients have it; what is out of bounds is brought within."""
+    seconds, millis = request.payload.value("ttlSeconds"), request.payload.value("ttl")
+    for name, found in (("ttlSeconds", seconds), ("ttl", millis)):
+        if found is not None and (not isinstance(found, int | float) or isinstance(found, bool)):
+            raise field_error(name, f"{name} is a number")
+    if isinstance(seconds, int | float):
+        wanted = seconds * 1000
+    elif isinstance(millis, int | float):
+        wanted = millis
+    else:
+        return default_ms
+    return int(max(TTL_S_MIN * 1000, min(wanted, TTL_S_MAX * 1000)))
+
+
+def _check_room(hub: Hub, session: Session, path: str, now_ms: int) -> None:
+    limits = hub.limits
+    if path not in session.addresses and len(session.addresses) + session.registering >= (
+        limits.hub_session_addresses
+    ):
+        details = {"retryAfter": 1000, "kind": "register", "reason": "addresses"}
+        raise HubError("rate_limited", "too many addresses on this session", details)
+    if len(hub.registry) >= limits.hub_registry_actors and path not in hub.registry.by_path:
+        expire(hub, now_ms, EXPIRED_AT_ONCE)
+        if len(hub.registry) >= limits.hub_registry_actors:
+            details = {"retryAfter": 60_000, "kind": "register", "reason": "registry_full"}
+            raise HubError("rate_limited", "the registry is full", details)
+
+
+def _apply(
+    hub: Hub, session: Session, request: Request, found: Registration, settled: Settled, now_ms: int
+) -> None:
+    """The event is durable: from here on the address is this session's."""
+    path = found.path
+    old = hub.registry.by_path.get(path)
+    if not session.alive:
+        if old is not None and old.session is None:
+            hub.registry.remove(old)
+        found.session = None
+        if found.options.durable:
+            hub.registry.put(found)
+        elif not hub.registry.is_pending(path):
+            hub.registry.remember(path, found.version)
+            hub.append(Append(REGISTRY, event(found, "delete", "left", now_ms), key=path.encode()))
+        return
+    known = old is not None and old.session is session
+    if old is not None and old.session is not None and old.session is not session:
+        _taken_over(hub, old, old.session, now_ms)
+    hub.registry.put(found)
+    hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
+    session.addresses[path] = found
+    if hub.dev:
+        session.actor = msgspec.structs.replace(session.actor, path=path)
+    hub.audit(session, "register", found.address, "ok", now_ms)
+    _registered(hub, session, request, found, now_ms)
+    hub.presence.tell("updated" if known else "joined", found, settled.offset, now_ms)
+    hub.mailboxes.attach(found, session, now_ms)
+
+
+def _registered(hub: Hub, session: Session, request: Request, found: Registration, now_ms: int) -> None:
+    shown = {
+        "actorAddress": found.address,
+        "expiresAt": found.expires_ms,
+        "renewalToken": found.renewal,
+        "version": found.version,
+    }
+    durable = found.options.durable
+    payload = {**shown, "durable": durable, "mailbox": mailbox_stream(found.path) if durable else None}
+    fill = len(hub.registry) / hub.limits.hub_registry_actors
+    metadata: dict[str, Any] = dict(shown)
+    if fill >= PRESSURE:
+        metadata["registryPressure"] = round(fill, 3)
+    hub.reply(session, request, "hub:registered", payload, now_ms, msgspec.json.encode(metadata))
+
+
+def _taken_over(hub: Hub, old: Registration, loser: Session, now_ms: int) -> None:
+    loser.addresses.pop(old.path, None)
+    hub.mailboxes.leave(old.path, loser)
+    hub.audit(loser, "take-over", old.address, "ok", now_ms)
+    if loser.path == old.path:
+        payload: dict[str, Any] = {
+            "reason": "duplicate_connection",
+            "message": "another connection has taken over",
+        }
+        hub.notice(loser, "hub:disconnect", payload, now_ms)
+        hub.close(loser, 1000, "duplicate_connection")
+        return
+    payload = {"actorAddress": old.address, "unregisteredAt": now_ms, "reason": "taken_over"}
+    hub.notice(loser, "hub:unregistered", payload, now_ms)
+
+
+def renew(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    token = request.text("renewalToken")
+    found = None if token is None else hub.registry.by_token(token, now_ms)
+    if found is None or found.session is not session:
+        if token is not None:
+            hub.audit(session, "renew", "", "invalid_token", now_ms)
+        raise HubError("invalid_token", "there is no registration of yours with this token")
+    found.ttl_ms = _ttl_ms(request, found.ttl_ms)
+    extend(hub, found, now_ms)
+    if token == found.renewal:
+        hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
+    else:
+        found.old_renewal_until_ms = 0  # it worked once more, and that was it
+    payload = {
+        "actorAddress": found.address,
+        "expiresAt": found.expires_ms,
+        "renewalToken": found.renewal,
+        "newToken": found.renewal,
+        "newRenewalToken": found.renewal,
+        "version": found.version,
+    }
+    metadata = msgspec.json.encode({"expiresAt": found.expires_ms, "renewalToken": found.renewal})
+    hub.reply(session, request, "hub:renewed", payload, now_ms, metadata)
+
+
+def extend(hub: Hub, found: Registration, now_ms: int) -> None:
+    """Renewals are not logged: after a restart every registration has a whole TTL again."""
+    found.expires_ms = now_ms + found.ttl_ms
+    found.used_ms = now_ms
+    hub.registry.expect(found)
+
+
+def unregister(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    text = request.payload.text("actorAddress")
+    path = request.sender if text is None else parse_address(text)
+    found = session.addresses.get(path)
+    delete_mailbox = request.payload.truth("deleteMailbox") is True
+    if found is None and session.actor.admin and not hub.dev:
+        found = hub.registry.find(path, now_ms)
+        if found is not None:
+            hub.audit(session, "admin", found.address, "unregister", now_ms)
+    if found is None:
+        if hub.policy.may_register(session.actor, path) and hub.registry.find(path, now_ms) is None:
+            raise HubError("unknown_actor", "not registered", {"actorAddress": f"@({path})"})
+        raise hub.denied(session, "unregister", "not your address", f"@({path})", now_ms)
+    gone = found
+
+    def then(settled: Settled, now_ms: int) -> None:
+        if settled.error is not None:
+            hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+            return
+        _remove(hub, gone)
+        hub.presence.tell("left", gone, settled.offset, now_ms)
+        if delete_mailbox:
+            mailbox_commands.delete(hub, path)
+        if request.is_ask:
+            payload = {"actorAddress": gone.address, "unregisteredAt": now_ms, "reason": "requested"}
+            hub.reply(session, request, "hub:unregistered", payload, now_ms)
+
+    if hub.registry.is_pending(path):
+        then(Settled(), now_ms)  # somebody else is taking it over: that event says it all
+        return
+    hub.append(Append(REGISTRY, event(gone, "delete", "unregistered", now_ms), then, key=path.encode()))
+
+
+def _remove(hub: Hub, found: Registration) -> None:
+    hub.registry.remove(found)
+    owner = found.session
+    if owner is not None and owner.addresses.get(found.path) is found:
+        del owner.addresses[found.path]
+        hub.mailboxes.leave(found.path, owner)
+
+
+def expire(hub: Hub, now_ms: int, limit: int) -> None:
+    """Those whose time is over are invisible already; here they go, and that is written down."""
+    for found in hub.registry.take_expired(now_ms, limit):
+        owner = found.session
+        _remove(hub, found)
+        if owner is not None and owner.alive and "delivery-notices" in owner.features:
+            payload = {"actorAddress": found.address, "unregisteredAt": now_ms, "reason": "expired"}
+            hub.notice(owner, "hub:unregistered", payload, now_ms)
+        if not hub.registry.is_pending(found.path):
+            _log_end(hub, found, "expired", "expired", now_ms)
+
+
+def session_ended(hub: Hub, session: Session, now_ms: int) -> None:
+    """Ephemeral addresses go with their session; durable ones stay, offline."""
+    for path, found in tuple(session.addresses.items()):
+        if hub.registry.by_path.get(path) is not found:
+            continue
+        if found.options.durable:
+            found.session = None
+            if not hub.registry.is_pending(path):
+                body = event(found, "update", "left", now_ms)
+                _append_told(hub, "left", found, body)
+        else:
+            hub.registry.remove(found)
+            if not hub.registry.is_pending(path):
+                _log_end(hub, found, "left", "left", now_ms)
+    session.addresses.clear()
+
+
+def _log_end(hub: Hub, found: Registration, reason: str, told: str, now_ms: int) -> None:
+    _append_told(hub, told, found, event(found, "delete", reason, now_ms))
+
+
+def _append_told(hub: Hub, told: str, found: Registration, body: bytes) -> None:
+    def then(settled: Settled, now_ms: int) -> None:
+        if settled.error is None:
+            hub.presence.tell(told, found, settled.offset, now_ms)
+
+    hub.append(Append(REGISTRY, body, then, key=found.path.encode()))

@@ -1,0 +1,276 @@
+"""The registry: which addresses are registered, until when, and by whom. Memory only; events are its log."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from sortedcontainers import SortedDict
+
+from tailrace.hub.address import Pattern
+
+if TYPE_CHECKING:
+    from tailrace.hub.session import Session
+
+TTL_S_MIN: Final = 60
+TTL_S_MAX: Final = 3600
+TTL_S_DEFAULT: Final = 300
+PRESSURE: Final = 0.9
+REMEMBERED: Final = 100_000  # versions of addresses that are gone
+OLD_TOKEN_MS: Final = 10_000
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How a durable actor takes its messages."""
+
+    durable: bool = False
+    commit: str = "auto"
+    push: bool = True
+    max_in_flight: int = 256
+    ack_timeout_ms: int = 30_000
+    max_deliver: int = 5
+
+    @property
+    def manual(self) -> bool:
+        return self.commit == "manual"
+
+
+class Registration(msgspec.Struct, eq=False):
+    """One address that somebody has registered."""
+
+    path: str
+    capabilities: list[str]
+    metadata: dict[str, Any]
+    ttl_ms: int
+    options: Options
+    registered_ms: int
+    expires_ms: int
+    version: int
+    owner: str  # identity that registered it
+    session: Session | None = None  # None while it is offline
+    session_id: str = ""
+    renewal: str = ""
+    old_renewal: str = ""
+    old_renewal_until_ms: int = 0
+    renews_on_heartbeat: bool = False
+    used_ms: int = 0
+
+    @property
+    def online(self) -> bool:
+        return self.session is not None and not self.session.detached
+
+    @property
+    def address(self) -> str:
+        return f"@({self.path})"
+
+    def shown(self) -> dict[str, Any]:
+        """As discovery shows it; the renewal token is its owner's alone."""
+        return {
+            "address": self.address,
+            "actorAddress": self.address,
+            "capabilities": self.capabilities,
+            "metadata": self.metadata,
+            "connectionId": self.session_id,
+            "registeredAt": self.registered_ms,
+            "expiresAt": self.expires_ms,
+            "version": self.version,
+            "online": self.online,
+            "durable": self.options.durable,
+        }
+
+
+class Record(msgspec.Struct, rename="camel", omit_defaults=False):
+    """What the log keeps of a registration."""
+
+    address: str
+    capabilities: list[str]
+    metadata: dict[str, Any]
+    ttl_seconds: float
+    registered_at: int
+    expires_at: int
+    version: int
+    owner: str
+    connection_id: str
+    durable: bool = False
+    commit: str = "auto"
+    push: bool = True
+    max_in_flight: int = 256
+    ack_timeout_ms: int = 30_000
+    max_deliver: int = 5
+
+
+def to_record(found: Registration) -> Record:
+    options = found.options
+    return Record(
+        found.address,
+        found.capabilities,
+        found.metadata,
+        found.ttl_ms / 1000,
+        found.registered_ms,
+        found.expires_ms,
+        found.version,
+        found.owner,
+        found.session_id,
+        options.durable,
+        options.commit,
+        options.push,
+        options.max_in_flight,
+        options.ack_timeout_ms,
+        options.max_deliver,
+    )
+
+
+def from_record(record: Record) -> Registration:
+    options = Options(
+        record.durable,
+        record.commit,
+        record.push,
+        record.max_in_flight,
+        record.ack_timeout_ms,
+        record.max_deliver,
+    )
+    return Registration(
+        record.address[2:-1],
+        record.capabilities,
+        record.metadata,
+        int(record.ttl_seconds * 1000),
+        options,
+        record.registered_at,
+        record.expires_at,
+        record.version,
+        record.owner,
+        session_id=record.connection_id,
+    )
+
+
+class Query(msgspec.Struct, frozen=True):
+    """What discovery looks for."""
+
+    pattern: Pattern | None = None
+    prefix: str = ""
+    capabilities: tuple[str, ...] = ()
+    metadata: dict[str, Any] = {}
+
+    def matches(self, found: Registration) -> bool:
+        if self.pattern is not None and not self.pattern.matches(found.path):
+            return False
+        if not all(wanted in found.capabilities for wanted in self.capabilities):
+            return False
+        have = found.metadata
+        return all(name in have and same(have[name], value) for name, value in self.metadata.items())
+
+
+def same(one: object, other: object) -> bool:
+    """Equality of JSON values: true is not 1."""
+    return one == other and type(one) is type(other)
+
+
+class Registry:
+    """Every registration by its path, in byte order. Paths are ASCII, so text order is byte order."""
+
+    def __init__(self) -> None:
+        self.by_path: SortedDict[str, Registration] = SortedDict()
+        self.by_renewal: dict[str, Registration] = {}
+        self._expiries: list[tuple[int, int, str]] = []  # when, version, path; old ones are passed over
+        self._versions: dict[str, int] = {}  # assigned, of registrations whose events are not durable yet
+        self._gone: OrderedDict[str, int] = OrderedDict()  # last versions of those that are gone
+        self._floor = 0
+
+    def __len__(self) -> int:
+        return len(self.by_path)
+
+    def find(self, path: str, now_ms: int) -> Registration | None:
+        """The registration, unless its time has run out."""
+        found = self.by_path.get(path)
+        return None if found is None or found.expires_ms <= now_ms else found
+
+    def next_version(self, path: str) -> int:
+        """Versions of an address only grow, whatever happens to it in between."""
+        found = self.by_path.get(path)
+        known = found.version if found is not None else self._gone.get(path, self._floor)
+        version = max(known, self._versions.get(path, 0)) + 1
+        self._versions[path] = version
+        return version
+
+    def is_pending(self, path: str) -> bool:
+        """Whether a registration of this address is being committed: it comes after all that is known."""
+        return path in self._versions
+
+    def version_settled(self, path: str, version: int) -> None:
+        if self._versions.get(path) == version:
+            del self._versions[path]
+
+    def put(self, found: Registration) -> None:
+        old = self.by_path.get(found.path)
+        if old is not None and old is not found:
+            self._forget_tokens(old)
+        self._gone.pop(found.path, None)
+        self.by_path[found.path] = found
+        self.expect(found)
+
+    def expect(self, found: Registration) -> None:
+        """Its time of expiry is another one now."""
+        heapq.heappush(self._expiries, (found.expires_ms, found.version, found.path))
+
+    def set_token(self, found: Registration, token: str, now_ms: int) -> None:
+        """The old one works once more for a while: its holder may not have got the new one."""
+        if found.old_renewal:
+            self.by_renewal.pop(found.old_renewal, None)
+        found.old_renewal, found.old_renewal_until_ms = found.renewal, now_ms + OLD_TOKEN_MS
+        found.renewal = token
+        self.by_renewal[token] = found
+
+    def by_token(self, token: str, now_ms: int) -> Registration | None:
+        found = self.by_renewal.get(token)
+        if found is None or found.expires_ms <= now_ms:
+            return None
+        if token == found.renewal:
+            return found
+        return found if now_ms < found.old_renewal_until_ms else None
+
+    def _forget_tokens(self, found: Registration) -> None:
+        self.by_renewal.pop(found.renewal, None)
+        self.by_renewal.pop(found.old_renewal, None)
+
+    def remove(self, found: Registration) -> None:
+        if self.by_path.get(found.path) is found:
+            del self.by_path[found.path]
+            self.remember(found.path, found.version)
+        self._forget_tokens(found)
+
+    def remember(self, path: str, version: int) -> None:
+        """Of an address that is gone. What is forgotten raises the first version of every new one."""
+        self._gone[path] = max(version, self._gone.pop(path, 0))
+        while len(self._gone) > REMEMBERED:
+            self._floor = max(self._floor, self._gone.popitem(last=False)[1])
+
+    def take_expired(self, now_ms: int, limit: int) -> list[Registration]:
+        """Those whose time has run out, soonest first; they are out of the registry from here on."""
+        due: list[Registration] = []
+        heap = self._expiries
+        while heap and heap[0][0] <= now_ms and len(due) < limit:
+            _, _, path = heapq.heappop(heap)
+            found = self.by_path.get(path)
+            if found is not None and found.expires_ms <= now_ms:
+                self.remove(found)
+                due.append(found)
+        if len(heap) > 4 * len(self.by_path) + 1000:
+            # Renewals leave their old times behind.
+            self._expiries = [(one.expires_ms, one.version, path) for path, one in self.by_path.items()]
+            heapq.heapify(self._expiries)
+        return due
+
+    def matching(self, query: Query, now_ms: int, after: str = "") -> Iterator[Registration]:
+        """In order of their addresses, from beyond `after`; a literal beginning narrows the search."""
+        begin = max(after, query.prefix)
+        for path in self.by_path.irange(begin or None):
+            if query.prefix and not path.startswith(query.prefix):
+                return
+            if after and path <= after:
+                continue
+            found = self.by_path[path]
+            if found.expires_ms > now_ms and query.matches(found):
+                yield found

@@ -1,0 +1,291 @@
+"""The state of one hub, and the few ways in which a decision speaks: replies, errors, deliveries, entries.
+
+Everything here runs on the loop thread, takes the time as an argument and asks for effects; nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+from tailrace.auth import Identity
+from tailrace.hub import copies
+from tailrace.hub.address import Pattern
+from tailrace.hub.asks import Asks
+from tailrace.hub.dead_letters import DeadLetters
+from tailrace.hub.effects import Append, Close, Effect, Send
+from tailrace.hub.errors import HubError, encode_error
+from tailrace.hub.flow import Flow
+from tailrace.hub.mailboxes import Mailboxes
+from tailrace.hub.message import HUB, encode, new_id
+from tailrace.hub.policy import Policy
+from tailrace.hub.presence import Presence
+from tailrace.hub.rates import Rates
+from tailrace.hub.registry import Registry
+from tailrace.hub.seen import SeenSet
+from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
+from tailrace.hub.signatures import Key
+from tailrace.hub.topics import Topics
+from tailrace.limits import Limits
+
+if TYPE_CHECKING:
+    from tailrace.hub.fields import Request
+
+ALIASES: Final = ("@(tailrace/hub)", "@(signal-hub)")
+AUDIT: Final = "hub/audit"
+RESERVE_MESSAGES: Final = 64
+SLOW: Final = 1013
+
+
+class Streams(Protocol):
+    """What decisions know of streams without waiting for anything."""
+
+    def tail(self, stream: str) -> int | None:
+        """The last entry that is durable; None if there is no such stream."""
+        ...
+
+    def earliest(self, stream: str) -> int: ...
+    def size_bytes(self, stream: str) -> int: ...
+    def offset(self, stream: str, entry: int) -> str: ...
+    def resolve(self, stream: str, offset: str) -> int:
+        """The entry that an offset stands for, or the refusal."""
+        ...
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How the hub is set up, beside its limits."""
+
+    address: str = HUB
+    topics_open: bool = True
+    durable_topics: tuple[str, ...] = ()
+    signatures_required: bool = False
+    mint: Callable[[Identity, int], str] | None = None  # makes a token for an identity, of so many seconds
+    verify: Callable[[str], Identity] | None = None  # None: nobody needs a token
+    keys_of: Callable[[str], Sequence[Key]] | None = None  # signature keys of an identity
+    on_bug: Callable[[Exception], None] | None = None
+
+
+class Hub:
+    """Sessions, registrations, routes. Every room has its own part of it."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        streams: Streams,
+        policy: Policy,
+        options: Options,
+        make_secret: Callable[[], str],
+    ) -> None:
+        self.limits = limits
+        self.streams = streams
+        self.policy = policy
+        self.options = options
+        self.make_secret = make_secret
+        self.addresses = frozenset((options.address, *ALIASES))
+        self.durable_patterns = [Pattern(text) for text in options.durable_topics]
+        self.effects: list[Effect] = []
+        self.sessions: dict[str, Session] = {}
+        self.by_identity: dict[str, dict[Session, None]] = {}
+        self.by_resume: dict[str, Session] = {}
+        self.draining = False
+        self.counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._seq = 0
+        self.via = msgspec.json.encode(options.address)
+        self.connecting: set[Session] = set()
+        self.ready: deque[Session] = deque()  # whose frames had to wait, and need not any more
+        self._seen: dict[str, SeenSet] = {}
+        self.registry = Registry()
+        self.rates = Rates(limits, policy)
+        self.flow = Flow(self)
+        self.presence = Presence(self)
+        self.dead = DeadLetters(self)
+        self.asks = Asks(self)
+        self.mailboxes = Mailboxes(self)
+        self.topics = Topics(self)
+
+    @property
+    def dev(self) -> bool:
+        """No authentication on this server."""
+        return self.options.verify is None
+
+    def take(self) -> list[Effect]:
+        """What was asked for since the last time."""
+        taken, self.effects = self.effects, []
+        return taken
+
+    def next_seq(self, now_ms: int) -> int:
+        """A number for each message that is accepted; it grows over restarts too."""
+        self._seq = max(self._seq + 1, now_ms << 10)
+        return self._seq
+
+    def count(self, name: str, label: str = "") -> None:
+        self.counts[(name, label)] += 1
+
+    # -- speaking --------------------------------------------------------------------------------------
+
+    def control(self, session: Session, frame: bytes) -> None:
+        """Replies, errors and notices: never dropped, but whoever lets too many lie is sent away."""
+        if session.answer is not None:
+            session.answer(frame)
+            return
+        if session.state not in (CONNECTED, "connecting"):
+            return
+        if session.detached:
+            self.flow.keep(session, frame)
+            return
+        limits = self.limits
+        if session.outbox.bytes > limits.hub_outbound_bytes or session.outbox.messages > (
+            limits.hub_outbound_messages
+        ):
+            session.reserve += 1
+            if session.reserve > RESERVE_MESSAGES:
+                self.close(session, SLOW, "the connection takes nothing")
+                return
+        else:
+            session.reserve = 0
+        self.write(session, frame)
+
+    def write(self, session: Session, frame: bytes) -> None:
+        session.outbox.push(len(frame))
+        self.effects.append(Send(session, frame))
+
+    def close(self, session: Session, code: int, reason: str) -> None:
+        """Says goodbye. What the session owned goes when its socket is gone."""
+        if session.state in (DISCONNECTING, DISCONNECTED):
+            return
+        session.state = DISCONNECTING
+        session.closed_with = code
+        self.effects.append(Close(session, code, reason))
+
+    def reply(
+        self,
+        session: Session,
+        request: Request,
+        kind: str,
+        payload: dict[str, Any] | bytes,
+        now_ms: int,
+        metadata: bytes | None = None,
+    ) -> bytes:
+        """The answer to a request, correlated; also given back, since it may be asked for again."""
+        frame = encode(
+            id=new_id(now_ms),
+            from_=self.options.address,
+            to=f"@({request.sender or session.path or 'anonymous'})",
+            type=kind,
+            payload=payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
+            timestamp=now_ms,
+            correlation_id=request.id,
+            metadata=copies.traced(request) if metadata is None else metadata,
+        )
+        self.control(session, frame)
+        return frame
+
+    def notice(self, session: Session, kind: str, payload: dict[str, Any], now_ms: int) -> None:
+        """Something that nobody asked for in particular."""
+        self.control(
+            session,
+            encode(
+                id=new_id(now_ms),
+                from_=self.options.address,
+                to=f"@({session.path or 'anonymous'})",
+                type=kind,
+                payload=msgspec.json.encode(payload),
+                timestamp=now_ms,
+            ),
+        )
+
+    def refuse(
+        self,
+        session: Session,
+        error: HubError,
+        now_ms: int,
+        *,
+        request_id: str | None = None,
+        trace: bytes = b"{}",
+        typed: bool = False,
+    ) -> bytes:
+        """Exactly one error with the request's id."""
+        self.count("errors", error.code)
+        session.minute.add("errors", now_ms)
+        kind, payload = encode_error(error, typed=typed or "typed-errors" in session.features)
+        frame = encode(
+            id=new_id(now_ms),
+            from_=self.options.address,
+            to=f"@({session.path or 'anonymous'})",
+            type=kind,
+            payload=payload,
+            timestamp=now_ms,
+            correlation_id=request_id,
+            metadata=trace,
+        )
+        self.control(session, frame)
+        return frame
+
+    def refuse_request(self, session: Session, request: Request, error: HubError, now_ms: int) -> bytes:
+        """An ask to send to somebody unknown always gets the typed form: clients rely on it."""
+        typed = error.code == "unknown_actor" and request.is_ask
+        return self.refuse(
+            session, error, now_ms, request_id=request.id, trace=copies.traced(request), typed=typed
+        )
+
+    # -- keeping ---------------------------------------------------------------------------------------
+
+    def append(self, effect: Append) -> None:
+        self.effects.append(effect)
+
+    def audit(
+        self, session: Session, event: str, obj: str, result: str, now_ms: int, path: str | None = None
+    ) -> None:
+        """Who did what to whom, for operators."""
+        body = {
+            "at": now_ms,
+            "event": event,
+            "identity": f"@({path or session.path})" if path or session.path else None,
+            "session": session.id,
+            "remote": session.peer,
+            "object": obj,
+            "result": result,
+        }
+        self.effects.append(Append(AUDIT, msgspec.json.encode(body)))
+
+    def seen_of(self, path: str) -> SeenSet:
+        """What an identity has sent lately."""
+        found = self._seen.get(path)
+        if found is None:
+            limits = self.limits
+            ttl_ms = 300_000 if self.options.signatures_required else limits.hub_seen_ttl_ms
+            found = self._seen[path] = SeenSet(entries_max=limits.hub_seen_ids, ttl_ms=ttl_ms)
+        return found
+
+    def forget_seen(self, now_ms: int) -> None:
+        """Identities that sent nothing for a while cost nothing."""
+        for path in list(self._seen):
+            self._seen[path].expire(now_ms)
+            if not len(self._seen[path]) and self._seen[path].floor_ms < 0:
+                del self._seen[path]
+
+    def go_on(self, session: Session, now_ms: int) -> None:
+        """Frames of a session that waited for its broadcast are looked at next."""
+        self.ready.append(session)
+
+    # -- who -------------------------------------------------------------------------------------------
+
+    def sender_of(self, session: Session, claimed: str | None) -> str:
+        """The path that a frame of this session is from: never more than what was verified."""
+        if claimed is not None:
+            path = claimed[2:-1]
+            if path == session.path:
+                return path
+            if path in session.addresses:
+                return path
+            self.count("from_rewritten")
+        return session.path
+
+    def denied(self, session: Session, action: str, reason: str, obj: str, now_ms: int) -> HubError:
+        """A refusal by the rules; failed attempts are audited."""
+        self.audit(session, "denied", obj, action, now_ms)
+        details = {"action": action, "reason": reason, "errorCode": "PERMISSION_DENIED"}
+        return HubError("unauthorized", f"{action}: {reason}", details)

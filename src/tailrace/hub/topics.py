@@ -1,0 +1,298 @@
+"""Topics: who subscribed to what, and which of them are kept in streams."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from tailrace.hub.address import TopicFilter, TopicTrie, topic_stream
+from tailrace.hub.boxes import TOPIC, Box
+from tailrace.hub.cursors import Cursor
+from tailrace.hub.effects import Append, Found, Read, Settled
+from tailrace.hub.errors import HubError, field_error, hub_error
+from tailrace.hub.fields import Request
+from tailrace.hub.message import new_id
+from tailrace.hub.session import Session
+from tailrace.hub.subscription import Group, Record, Subscription
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+STREAM: Final = "hub/subscriptions"
+NAME_BYTES_MAX: Final = 128
+
+
+class Topics:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self.live: TopicTrie[Subscription] = TopicTrie()
+        self.lasting: TopicTrie[Subscription] = TopicTrie()
+        self.groups: dict[tuple[str, str], Group] = {}
+        self.kept: set[str] = set()  # topics that have a stream
+        self._durable: dict[str, dict[str, Subscription]] = {}  # by owner, then by name or filter
+
+    # -- durable ones ----------------------------------------------------------------------------------
+
+    def is_durable(self, topic: str) -> bool:
+        """Whether a publication is kept: the topic was, or somebody wants it to be."""
+        if topic in self.kept or self.lasting.match(topic):
+            return True
+        return any(pattern.matches(topic) for pattern in self._hub.durable_patterns)
+
+    def durable_of(self, owner: str) -> list[tuple[str, str, str]]:
+        """The streams that an actor's durable subscriptions take from: stream, topic, subscription."""
+        found: list[tuple[str, str, str]] = []
+        for subscription in self._durable.get(owner, {}).values():
+            topics = (
+                [subscription.filter.text]
+                if subscription.filter.is_plain
+                else sorted(topic for topic in self.kept if subscription.filter.matches(topic))
+            )
+            found += [(topic_stream(topic), topic, subscription.id) for topic in topics]
+        return found
+
+    def restore(self, record: Record | None, owner: str, key: str) -> None:
+        """One message of the log, at start-up."""
+        known = self._durable.get(owner, {}).pop(key, None)
+        if known is not None:
+            self.lasting.remove(known.filter, known)
+        if record is not None:
+            self._keep(
+                Subscription(
+                    record.subscription_id, owner, TopicFilter(record.topic), record.name, durable=True
+                )
+            )
+
+    def _keep(self, subscription: Subscription) -> None:
+        self._durable.setdefault(subscription.owner, {})[subscription.key] = subscription
+        self.lasting.add(subscription.filter, subscription)
+
+    # -- subscribing -----------------------------------------------------------------------------------
+
+    def subscribe(self, session: Session, request: Request, now_ms: int) -> None:
+        hub = self._hub
+        text = request.payload.text("topic")
+        if text is None:
+            raise field_error("topic", "topic is missing")
+        wanted = TopicFilter(text)
+        group, name = request.payload.text("group"), request.payload.text("name")
+        for field, value in (("group", group), ("name", name)):
+            if value is not None and not 1 <= len(value.encode()) <= NAME_BYTES_MAX:
+                raise field_error(field, f"{field} has 1 to {NAME_BYTES_MAX} bytes")
+        durable = request.payload.truth("durable") is True
+        if not hub.policy.may_filter(session.actor, text):
+            raise hub.denied(session, "subscribe", "denied by policy", text, now_ms)
+        if durable and group is not None:
+            raise field_error("group", "a durable subscription has no group")
+        for known in session.subscriptions.values():
+            same = (known.filter.text, known.group, known.name) == (text, group, name)
+            if same and known.durable == durable and known.owner == request.sender:
+                self._subscribed(session, request, known, None, now_ms)
+                return
+        if len(session.subscriptions) >= hub.limits.hub_session_subscriptions:
+            details = {"retryAfter": 1000, "kind": "subscribe", "reason": "subscriptions"}
+            raise HubError("rate_limited", "too many subscriptions on this session", details)
+        if durable:
+            self._subscribe_durable(session, request, wanted, name, now_ms)
+            return
+        subscription = Subscription(
+            f"sub-{new_id(now_ms)}", request.sender, wanted, name, group, session=session
+        )
+        session.subscriptions[subscription.id] = subscription
+        if group is None:
+            self.live.add(wanted, subscription)
+        else:
+            shared = self.groups.setdefault((text, group), Group())
+            if not shared.members:
+                # One entry for the whole group: whoever is first stands for all.
+                self.live.add(wanted, subscription)
+            shared.members.append(subscription)
+        self._subscribed(session, request, subscription, None, now_ms)
+
+    def _subscribed(
+        self, session: Session, request: Request, found: Subscription, offset: str | None, now_ms: int
+    ) -> None:
+        payload = {
+            "topic": found.filter.text,
+            "subscriptionId": found.id,
+            "durable": found.durable,
+            "group": found.group,
+            "offset": offset,
+        }
+        self._hub.reply(session, request, "hub:subscribed", payload, now_ms)
+
+    def _subscribe_durable(
+        self, session: Session, request: Request, wanted: TopicFilter, name: str | None, now_ms: int
+    ) -> None:
+        hub, owner = self._hub, request.sender
+        known = self._durable.get(owner, {}).get(name or wanted.text)
+        if known is not None and known.filter.text == wanted.text:
+            self._activate(session, known, now_ms)
+            self._subscribed(session, request, known, self._position(known), now_ms)
+            return
+        if known is not None:
+            raise field_error("name", "there is a subscription of this name to another topic")
+        begin = request.payload.value("from")
+        subscription = Subscription(f"sub-{new_id(now_ms)}", owner, wanted, name, durable=True)
+
+        def start(position: int | None) -> None:
+            self._begin_cursors(subscription, begin, position)
+
+            def then(settled: Settled, now_ms: int) -> None:
+                if settled.error is not None:
+                    hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+                    return
+                self._keep(subscription)
+                if session.alive:
+                    self._activate(session, subscription, now_ms)
+                self._subscribed(session, request, subscription, self._position(subscription), now_ms)
+
+            hub.append(Append(STREAM, message(subscription), then, key=owner.encode()))
+
+        since = _instant_ns(begin)
+        stream = topic_stream(wanted.text)
+        if since is None or not wanted.is_plain or hub.streams.tail(stream) is None:
+            start(None)
+            return
+
+        def found_time(found: Found, _: int) -> None:
+            start(found.entries[0][0] - 1 if found.entries else hub.streams.tail(stream) or 0)
+
+        hub.effects.append(Read(stream, 0, 1, 1, found_time, since))
+
+    def _begin_cursors(self, found: Subscription, begin: object, position: int | None) -> None:
+        """A topic that exists begins where it is asked to; one that comes later begins at its start."""
+        hub = self._hub
+        topics = [found.filter.text] if found.filter.is_plain else list(self.kept)
+        for topic in topics:
+            stream = topic_stream(topic)
+            tail = hub.streams.tail(stream)
+            if tail is None or not found.filter.matches(topic):
+                continue
+            if position is not None:
+                entry = position
+            elif begin is None or begin == "now":
+                entry = tail
+            elif begin == "-1":
+                entry = hub.streams.earliest(stream)
+            elif isinstance(begin, str) and found.filter.is_plain:
+                entry = hub.streams.resolve(stream, begin)
+            else:
+                raise field_error("from", "from is now, -1, an offset or a time")
+            hub.mailboxes.cursors.put(found.owner, stream, Cursor(entry, entry))
+            hub.mailboxes.cursors.moved(found.owner, stream)
+
+    def _position(self, found: Subscription) -> str | None:
+        if not found.filter.is_plain:
+            return None
+        stream = topic_stream(found.filter.text)
+        cursor = self._hub.mailboxes.cursors.of(found.owner, stream)
+        return None if cursor is None else self._hub.streams.offset(stream, cursor.committed)
+
+    def _activate(self, session: Session, found: Subscription, now_ms: int) -> None:
+        """The owner is here: its feeds flow."""
+        mailboxes = self._hub.mailboxes
+        if found.session is not None and found.session is not session:
+            found.session.subscriptions.pop(found.id, None)
+        found.session = session
+        session.subscriptions[found.id] = found
+        box = mailboxes.open(found.owner)
+        registered = self._hub.registry.find(found.owner, now_ms)
+        if registered is not None and registered.session is session:
+            box.options = registered.options
+        mailboxes.take(box, session)
+        for topic in [topic for topic in self.kept if found.filter.matches(topic)]:
+            self.feed(box, found, topic)
+        box.live = False
+        mailboxes.pump(box, now_ms)
+
+    def feed(self, box: Box, found: Subscription, topic: str) -> None:
+        feed = self._hub.mailboxes.feed(box, topic_stream(topic), TOPIC)
+        feed.topic, feed.subscription_id = topic, found.id
+
+    # -- ending ----------------------------------------------------------------------------------------
+
+    def unsubscribe(self, session: Session, request: Request, now_ms: int) -> None:
+        """Touches only the one that is named; an unknown one is no error."""
+        named = request.payload.text("subscriptionId") or request.payload.text("topic")
+        if named is None:
+            raise field_error("subscriptionId", "subscriptionId or topic is missing")
+        found = session.subscriptions.get(named)
+        if found is None:
+            matching = [one for one in session.subscriptions.values() if one.filter.text == named]
+            found = matching[0] if matching else None
+        topic = named
+        if found is not None:
+            topic = found.filter.text
+            self.drop(found)
+            session.subscriptions.pop(found.id, None)
+            if found.durable:
+                self._forget(found)
+        if request.is_ask:
+            payload = {
+                "topic": topic,
+                "subscriptionId": named if found is None else found.id,
+                "unsubscribedAt": now_ms,
+            }
+            self._hub.reply(session, request, "hub:unsubscribed", payload, now_ms)
+
+    def _forget(self, found: Subscription) -> None:
+        hub = self._hub
+        self._durable.get(found.owner, {}).pop(found.key, None)
+        self.lasting.remove(found.filter, found)
+        others = {stream for stream, _, _ in self.durable_of(found.owner)}
+        box = hub.mailboxes.boxes.get(found.owner)
+        for topic in [topic for topic in self.kept if found.filter.matches(topic)]:
+            stream = topic_stream(topic)
+            if stream not in others:
+                hub.mailboxes.cursors.forget(found.owner, stream)
+                if box is not None:
+                    box.feeds.pop(stream, None)
+        hub.append(Append(STREAM, message(found, ended=True), key=found.owner.encode()))
+
+    def drop(self, found: Subscription) -> None:
+        """It is not a session's any more."""
+        if found.durable:
+            found.session = None
+            return
+        if found.group is None:
+            self.live.remove(found.filter, found)
+            return
+        shared = self.groups.get((found.filter.text, found.group))
+        if shared is None or found not in shared.members:
+            return
+        first = shared.members[0] is found
+        shared.members.remove(found)
+        if first:
+            self.live.remove(found.filter, found)
+            if shared.members:
+                self.live.add(found.filter, shared.members[0])
+        if not shared.members:
+            del self.groups[(found.filter.text, found.group)]
+
+    def session_ended(self, session: Session) -> None:
+        for found in session.subscriptions.values():
+            self.drop(found)
+        session.subscriptions.clear()
+
+
+def message(found: Subscription, *, ended: bool = False) -> bytes:
+    key = f"@({found.owner}) {found.key}"
+    if ended:
+        return msgspec.json.encode({"type": "subscription", "key": key, "headers": {"operation": "delete"}})
+    value = Record(f"@({found.owner})", found.filter.text, found.id, found.name)
+    headers = {"operation": "insert"}
+    return msgspec.json.encode({"type": "subscription", "key": key, "value": value, "headers": headers})
+
+
+def _instant_ns(begin: object) -> int | None:
+    if isinstance(begin, int) and not isinstance(begin, bool):
+        return begin * 1_000_000
+    if isinstance(begin, str) and "T" in begin and "-" in begin:
+        try:
+            return int(datetime.fromisoformat(begin).timestamp() * 1e9)
+        except ValueError:
+            return None
+    return None

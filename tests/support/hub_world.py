@@ -1,0 +1,247 @@
+"""A hub without a network or a disk: decisions are carried out at once, and time stands still until moved."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from itertools import count
+from typing import Any
+
+from tailrace.errors import TailraceError
+from tailrace.hub import connecting, decide
+from tailrace.hub.effects import (
+    Append,
+    Close,
+    Create,
+    Effect,
+    Found,
+    Listen,
+    Read,
+    Remove,
+    Send,
+    Settled,
+    Turn,
+)
+from tailrace.hub.policy import Policy
+from tailrace.hub.session import Session
+from tailrace.hub.state import Hub, Options
+from tailrace.limits import Limits
+from tailrace.protocol import offsets
+
+START_MS = 1_767_225_600_000
+HUB = "@(cloudflare/signal-hub)"
+
+Frame = dict[str, Any]
+
+
+class MemoryStreams:
+    """Streams as lists of (time in ns, body)."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[tuple[int, bytes]]] = {}
+        self.producers: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def tail(self, stream: str) -> int | None:
+        found = self.entries.get(stream)
+        return None if found is None else len(found)
+
+    def earliest(self, stream: str) -> int:
+        return 0
+
+    def size_bytes(self, stream: str) -> int:
+        return sum(len(body) for _, body in self.entries.get(stream, ()))
+
+    def offset(self, stream: str, entry: int) -> str:
+        return offsets.encode(0, entry)
+
+    def resolve(self, stream: str, offset: str) -> int:
+        entry = offsets.parse_position(offset)[1]
+        if entry > len(self.entries.get(stream, ())):
+            raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
+        return entry
+
+    def bodies(self, stream: str) -> list[Any]:
+        return [json.loads(body) for _, body in self.entries.get(stream, ())]
+
+    def append(self, effect: Append, now_ms: int) -> Settled:
+        if effect.producer is not None:
+            name, epoch, seq = effect.producer
+            known = self.producers.get((effect.stream, name))
+            if known is not None and (epoch, seq) <= known:
+                return Settled(duplicate=True)
+            if seq != (0 if known is None or epoch > known[0] else known[1] + 1):
+                return Settled(error=TailraceError("producer_gap", "a gap", expected_seq=0))
+            self.producers[(effect.stream, name)] = (epoch, seq)
+        entries = self.entries.setdefault(effect.stream, [])
+        entries.append((now_ms * 1_000_000, effect.body))
+        return Settled(len(entries), self.offset(effect.stream, len(entries)))
+
+
+class World:
+    """The hub, its streams, and the clock. Appends wait while `held`."""
+
+    def __init__(
+        self, *, limits: Limits | None = None, policy: Policy | None = None, options: Options | None = None
+    ) -> None:
+        self.now = START_MS
+        self.streams = MemoryStreams()
+        self._secrets = count(1)
+        self._ids = count(1)
+        self.limits = limits or Limits()
+        self._policy, self._options = policy or Policy(), options or Options()
+        self.hub = self._fresh()
+        self.raw: list[bytes] = []  # what was sent, byte for byte
+        self.said: dict[Session, list[Frame]] = {}
+        self.closes: dict[Session, int] = {}
+        self.unsent: dict[Session, int] = {}
+        self.held: deque[Append] | None = None
+        self._queue: deque[Effect] = deque()
+        self._busy = False
+
+    def _fresh(self) -> Hub:
+        secret = lambda: f"secret-{next(self._secrets)}"  # noqa: E731
+        return Hub(self.limits, self.streams, self._policy, self._options, secret)
+
+    # -- carrying out ----------------------------------------------------------------------------------
+
+    def run(self, effects: list[Effect]) -> None:
+        self._queue.extend(effects)
+        if self._busy:
+            return
+        self._busy = True
+        while self._queue:
+            self._carry_out(self._queue.popleft())
+        self._busy = False
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self.raw.append(effect.frame)
+            self.said.setdefault(effect.session, []).append(json.loads(effect.frame))
+            effect.session.outbox.written(len(effect.frame))
+        elif isinstance(effect, Append):
+            if self.held is not None:
+                self.held.append(effect)
+            else:
+                self._commit(effect)
+        elif isinstance(effect, Read):
+            self._read(effect)
+        elif isinstance(effect, Close):
+            self.closes[effect.session] = effect.code
+            self.run(decide.closed(self.hub, effect.session, effect.code, self.now))
+        elif isinstance(effect, Turn):
+            effect.then(self.now)
+            self.run(decide.finish(self.hub, self.now))
+        elif isinstance(effect, Create):
+            self.streams.entries.setdefault(effect.stream, [])
+        elif isinstance(effect, Remove):
+            self.streams.entries.pop(effect.stream, None)
+        else:
+            assert isinstance(effect, Listen)
+
+    def _commit(self, effect: Append) -> None:
+        settled = self.streams.append(effect, self.now)
+        if effect.then is not None:
+            effect.then(settled, self.now)
+            self.run(decide.finish(self.hub, self.now))
+
+    def hold(self) -> None:
+        """Appends are not durable until `commit_held`."""
+        self.held = deque()
+
+    def commit_held(self) -> None:
+        """Everything that waited becomes durable, in order."""
+        held, self.held = self.held or deque(), None
+        for effect in held:
+            self._commit(effect)
+
+    def _read(self, effect: Read) -> None:
+        entries = self.streams.entries.get(effect.stream, [])
+        after = effect.after
+        if effect.since_ns is not None:
+            after = sum(1 for time_ns, _ in entries if time_ns < effect.since_ns)
+        page = entries[after : after + effect.entries_max]
+        numbered = tuple((after + 1 + place, time_ns, body) for place, (time_ns, body) in enumerate(page))
+        effect.then(Found(numbered, after + len(page)), self.now)
+        self.run(decide.finish(self.hub, self.now))
+
+    # -- clients ---------------------------------------------------------------------------------------
+
+    def open(self) -> Session:
+        session = Session(f"session-{next(self._ids)}", lambda: 0, self.now)
+        session.outbox.unsent = lambda: self.unsent.get(session, 0)
+        self.said[session] = []
+        decide.opened(self.hub, session)
+        return session
+
+    def connect(self, address: str, *words: str, **metadata: Any) -> Session:
+        session = self.open()
+        self.say(
+            session,
+            "hub:connect",
+            frm=address,
+            metadata={"protocolVersion": "0.1.0", "capabilities": ["test", *words], **metadata},
+        )
+        return session
+
+    def actor(self, address: str, *words: str, **payload: Any) -> Session:
+        """Connected and registered; nothing of that is left to read."""
+        session = self.connect(address, *words)
+        self.say(session, "hub:register", {"actorAddress": address, "capabilities": ["test"], **payload})
+        assert self.said[session][-1]["type"] in ("hub:registered", "hub:presence") or payload, self.said
+        self.said[session].clear()
+        return session
+
+    def say(
+        self,
+        session: Session,
+        kind: str,
+        payload: Any = None,
+        *,
+        frm: str | None = None,
+        metadata: Any = None,
+        **more: Any,
+    ) -> str:
+        frame: Frame = {
+            "id": f"m-{next(self._ids)}",
+            "from": frm,
+            "to": HUB,
+            "type": kind,
+            "payload": payload,
+            "pattern": "ask",
+            "timestamp": self.now,
+            "metadata": metadata,
+        }
+        frame |= more
+        self.run(decide.decide(self.hub, session, json.dumps(frame).encode(), self.now))
+        return frame["id"]
+
+    def ask(self, session: Session, kind: str, payload: Any = None, **more: Any) -> Frame:
+        """The answer, which has to be there already."""
+        message_id = self.say(session, kind, payload, **more)
+        found = [frame for frame in self.said[session] if frame["correlationId"] == message_id]
+        assert found, self.said[session]
+        self.said[session].remove(found[-1])
+        return found[-1]
+
+    def taken(self, session: Session) -> list[Frame]:
+        """What it was sent since the last time."""
+        found, self.said[session] = self.said[session], []
+        return found
+
+    def lose(self, session: Session, code: int = 1006) -> None:
+        self.run(decide.closed(self.hub, session, code, self.now))
+
+    def drain(self, session: Session) -> None:
+        self.unsent.pop(session, None)
+        self.run(decide.drained(self.hub, session, self.now))
+
+    def wait(self, ms: int) -> None:
+        """Time passes, second by second."""
+        end = self.now + ms
+        while self.now < end:
+            self.now = min(end, self.now + 1000)
+            self.run(decide.tick(self.hub, self.now))
+
+    def shut_down(self) -> None:
+        connecting.shut_down(self.hub, {}, self.now)
+        self.run(decide.finish(self.hub, self.now))
