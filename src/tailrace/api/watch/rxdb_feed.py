@@ -1,0 +1,230 @@
+"""Feeds: what a replicating client is told of one collection while it is connected, and how that reaches it.
+
+A feed is a place in the order of changes and a task that moves it on. It reads the view at the client's pace,
+so there is nothing that a slow client could make us keep for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol
+
+import orjson
+
+from tailrace.api.watch.rxdb_pages import Shape
+from tailrace.auth import Identity
+from tailrace.errors import TailraceError
+from tailrace.watch.checkpoint import Walk
+
+if TYPE_CHECKING:
+    from tailrace.api.watch.collection import Collection
+    from tailrace.api.watch.rxdb import Replication
+
+logger = logging.getLogger("tailrace.watch")
+
+RECOVER: Final = 0.6
+POLL_S: Final = 0.25
+RESYNC: Final = b'"RESYNC"'
+
+
+class Listener(Protocol):
+    """The end of a wire that a feed speaks to."""
+
+    @property
+    def identity(self) -> Identity: ...
+    async def room(self) -> bool:
+        """Waits until the client has taken enough; False if it is gone."""
+        ...
+
+    async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None: ...
+    def fail(self, refusal: TailraceError) -> None: ...
+
+
+class Wire(ABC):
+    """A connection whose client may be slow, silent, or allowed here no longer."""
+
+    def __init__(self, replication: Replication, identity: Identity | None) -> None:
+        self.replication = replication
+        self.known: Identity | None = identity  # None until they said who they are
+        self.drained = asyncio.Event()
+        self.ended = False
+        now = replication.context.loop.time()
+        self.opened_at = now
+        self._sent_bytes = 0
+        self._taken_before = 0
+        self._progress_at = now
+        replication.opened(self)
+
+    @property
+    def identity(self) -> Identity:
+        assert self.known is not None
+        return self.known
+
+    @property
+    @abstractmethod
+    def unsent_bytes(self) -> int: ...
+
+    @abstractmethod
+    def close(self, code: int, reason: str) -> None:
+        """Sends the client away."""
+
+    def drain(self) -> None:
+        """The server is stopping."""
+        self.close(1001, "the server is stopping")
+
+    def gone(self) -> None:
+        """The client left, or was sent away."""
+        if not self.ended:
+            self.ended = True
+            self.drained.set()
+            self.replication.closed(self)
+
+    def counted(self, size_bytes: int) -> None:
+        self._sent_bytes += size_bytes
+
+    def on_drain(self) -> None:
+        self.drained.set()
+
+    async def room(self) -> bool:
+        bytes_max = RECOVER * self.replication.limits.watch_outbound_bytes
+        while not self.ended:
+            if self.unsent_bytes <= bytes_max and not self.replication.is_crowded:
+                return True
+            self.drained.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.drained.wait(), POLL_S)
+        return False
+
+    def on_tick(self, now: float) -> None:
+        limits = self.replication.limits
+        unsent = self.unsent_bytes
+        taken = self._sent_bytes - unsent
+        if taken > self._taken_before or not unsent:
+            self._taken_before, self._progress_at = taken, now
+            self.drained.set()
+        elif now - self._progress_at >= limits.watch_stall_ms / 1000:
+            self.close(1013, "the connection takes nothing")
+            return
+        if self.known is None:
+            if now - self.opened_at >= limits.watch_auth_ms / 1000:
+                self.close(4401, "nobody said who they are")
+        elif self.known.until_s is not None and self.replication.gateway.now_s() >= self.known.until_s:
+            self.close(4401, "the token has expired")
+
+
+class Feed:
+    """One collection for one client."""
+
+    def __init__(
+        self,
+        replication: Replication,
+        listener: Listener,
+        database: str,
+        name: str,
+        shape: Shape,
+        limit: int,
+        walk: Walk | None = None,
+    ) -> None:
+        self._replication = replication
+        self._listener = listener
+        self.database = database
+        self.name = name
+        self._shape = shape
+        self._limit = limit
+        self.woken = asyncio.Event()
+        self.doubtful = False  # what the client came with cannot be gone on from
+        self.pulled: Walk | None = (
+            None  # what the client has pulled on the same connection, as far as we know
+        )
+        collection = replication.find(database, name)
+        if walk is None and collection is not None:
+            walk = replication.tail(listener.identity, collection)
+        self.walk = walk  # None as long as there is no collection
+        self._since = [] if walk is None else list(walk.seqs)
+
+    async def run(self) -> None:
+        try:
+            while await self._listener.room():
+                self.woken.clear()
+                if not await self._step():
+                    await self.woken.wait()
+        except TailraceError as refusal:
+            self._listener.fail(refusal)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("a replication feed failed")
+            self._listener.fail(TailraceError("internal", "the feed failed"))
+
+    async def _step(self) -> bool:
+        """Sends what comes next; False if there is nothing."""
+        replication = self._replication
+        collection = replication.find(self.database, self.name)
+        if collection is None:
+            return await self._vanished()
+        identity = self._listener.identity
+        if self.walk is None:
+            # It came into being while we waited: everything in it is news.
+            fresh = replication.tail(identity, collection)
+            self.walk = fresh.moved([0] * len(fresh.seqs))
+            self._since = list(self.walk.seqs)
+        if self.doubtful or self._is_doubtful(collection, identity):
+            self.doubtful = False
+            self.walk = replication.tail(identity, collection)
+            self._since = list(self.walk.seqs)
+            await self._resync()
+            return True
+        pages = replication.pages(identity, collection, self._shape)
+        documents, listed = await pages.batch(self.walk, self._limit, replication.limits.watch_snapshot_bytes)
+        self.walk = listed.walk
+        if not documents:
+            return bool(listed.keys)
+        checkpoint = replication.shown(self._covered(self.walk), listed.last)
+        result = b'{"documents":[%b],"checkpoint":%b}' % (b",".join(documents), orjson.dumps(checkpoint))
+        await self._listener.tell(self, result, checkpoint["pos"])
+        return True
+
+    @property
+    def is_up_to_date(self) -> bool:
+        collection = self._replication.find(self.database, self.name)
+        return self.walk is not None and collection is not None and self.walk.seqs == collection.applied
+
+    async def _vanished(self) -> bool:
+        """The collection is not there, or no longer: whoever has something of it has to be told."""
+        if self.walk is None:
+            return False
+        self.walk = None
+        await self._resync()
+        return True
+
+    async def _resync(self) -> None:
+        self.pulled = None
+        self._replication.resyncs += 1
+        await self._listener.tell(self, RESYNC, None)
+
+    def _is_doubtful(self, collection: Collection, identity: Identity) -> bool:
+        """Whether the client could be missing something that will never come by here."""
+        walk = self.walk
+        assert walk is not None
+        fresh = self._replication.tail(identity, collection)
+        if (walk.generation, walk.digest, len(walk.seqs)) != (
+            fresh.generation,
+            fresh.digest,
+            len(fresh.seqs),
+        ):
+            return True
+        if walk.seqs == fresh.seqs:
+            return False
+        purged = self._replication.book.view.now.purged(collection.number, len(walk.seqs))
+        return walk.misses([one.seq for one in purged])
+
+    def _covered(self, walk: Walk) -> Walk:
+        """What the client has by pulling and by this feed together: a hole between the two is not skipped."""
+        pulled = self.pulled
+        if pulled is None or len(pulled.seqs) != len(walk.seqs):
+            return walk
+        whole = zip(walk.seqs, pulled.seqs, self._since, strict=True)
+        return pulled.moved([max(own, got) if got >= since else got for own, got, since in whole])
