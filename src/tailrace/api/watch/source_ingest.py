@@ -1,0 +1,276 @@
+"""Changes of a source become entries of change streams: one commit for a batch, the position in it.
+
+What the source gave before is known by its position and is left out, so that nothing is there twice however
+often it is read again. The source is the only one that writes to its collections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import orjson
+
+from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.documents import State
+from tailrace.api.watch.source_progress import Progress, fact_of
+from tailrace.errors import TailraceError
+from tailrace.log.together import append_together
+from tailrace.log.transaction import Transaction
+from tailrace.protocol.durations import format_instant
+from tailrace.watch import names
+from tailrace.watch.change import NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
+from tailrace.watch.document import Document
+from tailrace.watch.sources.config import SourceConfig
+from tailrace.watch.sources.model import Position, SourceChange, SourceError, lsn_text
+
+CLEAR_DOCUMENTS = 500
+TURN_CHANGES = 64  # between two looks at what else the loop has to do
+LOAD = "load"
+
+
+class _Plan:
+    """A batch as far as it is decided."""
+
+    def __init__(self, now_ns: int, position: Position) -> None:
+        self.now_ns = now_ns
+        self.time = format_instant(now_ns)
+        self.position = position
+        self.states: dict[tuple[Collection, str], State] = {}
+        self.entries: dict[str, list[bytes]] = {}
+
+    def next_index(self, lsn: int) -> int:
+        return self.position.change + 1 if lsn == self.position.lsn else 0
+
+
+class Ingest:
+    """One source's way into the log. `progress` is what is durable."""
+
+    def __init__(
+        self,
+        book: Book,
+        database: str,
+        config: SourceConfig,
+        collections: Mapping[str, Collection],
+        progress: Progress,
+        document_bytes: int,
+    ) -> None:
+        self._book = book
+        self._log = book.log
+        self._fact = fact_of(database, config.name)
+        self._source = (config.kind, config.name)
+        self._collections = collections
+        self._bytes_max = document_bytes
+        self.progress = progress
+        self.counts: dict[str, int] = {"insert": 0, "update": 0, "delete": 0}
+        self.repeats = 0  # changes that were known already
+        self.offset: Callable[[int], str] | None = None  # of a stream: what its positions are called
+
+    # -- following -------------------------------------------------------------------------------------
+
+    async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
+        """Returns when they are durable, and with them that the source may be moved to `safe`."""
+        plan = self._plan()
+        taken: tuple[int, int] | None = None
+        for number, change in enumerate(changes):
+            place = (change.lsn, change.ordinal)
+            if place <= plan.position.place and place != taken:
+                self.repeats += 1
+                continue
+            taken = place  # what follows at the same place is of the same message
+            if change.op == "clear":
+                await self._commit(plan)
+                await self._clear(change)
+                plan = self._plan()
+                continue
+            collection = self._collections[change.collection]
+            data = None if change.op == "delete" else self._filled(plan, collection, change)
+            self._decide(plan, collection, change.key, data, change)
+            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                await asyncio.sleep(0)
+        await self._commit(plan, safe)
+
+    def _filled(self, plan: _Plan, collection: Collection, change: SourceChange) -> bytes:
+        """The whole document; large values that did not change are taken from the one there was."""
+        if not change.unchanged:
+            return change.data
+        state = self._state(plan, collection, change.was or change.key)
+        before: Document = {} if state is None else orjson.loads(state.data)
+        row = orjson.loads(change.data)
+        for name in change.unchanged:
+            if name in before:
+                row[name] = before[name]
+            else:
+                del row[name]  # it was never seen: the source was not copied
+        return orjson.dumps(row)
+
+    async def _clear(self, change: SourceChange) -> None:
+        """Deletes all documents, some at a time; cut off, the rest follows when the message is read again."""
+        collection = self._collections[change.collection]
+        view, after = self._book.view.now, ""
+        begun = change._replace(ordinal=change.ordinal - 1)
+        while True:
+            self._book.check_applied(collection)
+            rows = view.documents_after(collection.number, after, CLEAR_DOCUMENTS)
+            plan = self._plan()
+            for row in rows:
+                self._decide(plan, collection, row.id, None, begun)
+            if len(rows) < CLEAR_DOCUMENTS:
+                plan.position = Position(change.lsn, change.ordinal, self._index_in(plan, change.lsn))
+                await self._commit(plan)
+                return
+            after = rows[-1].id
+            await self._commit(plan)
+
+    def _index_in(self, plan: _Plan, lsn: int) -> int:
+        return plan.position.change if plan.position.lsn == lsn else -1
+
+    # -- loading ---------------------------------------------------------------------------------------
+
+    async def load(self, collection: Collection, rows: Sequence[tuple[str, bytes]]) -> int:
+        """Rows as they are at the source: those that differ become changes. Tells how many."""
+        plan = self._plan()
+        differing = 0
+        for number, (key, data) in enumerate(rows):
+            state = self._state(plan, collection, key)
+            if state is None or state.deleted or state.data != data:
+                differing += 1
+                self._decide(plan, collection, key, data, self._loaded(plan, collection))
+            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                await asyncio.sleep(0)
+        await self._commit(plan)
+        return differing
+
+    async def remove(self, collection: Collection, keys: Sequence[str]) -> None:
+        """Documents that the source does not have."""
+        plan = self._plan()
+        for key in keys:
+            self._decide(plan, collection, key, None, self._loaded(plan, collection))
+        await self._commit(plan)
+
+    def _loaded(self, plan: _Plan, collection: Collection) -> SourceChange:
+        """A copied row happened nowhere in the log: it stands where the source was when copying began."""
+        at = plan.position
+        return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name)
+
+    def move_to(self, lsn: int) -> None:
+        """What is removed next is removed there."""
+        if lsn > self.progress.lsn:
+            self.progress = self.progress.at(Position(lsn, 0, -1))
+
+    # -- deciding --------------------------------------------------------------------------------------
+
+    def _plan(self) -> _Plan:
+        return _Plan(self._log.clock.now_ns(), self.progress.position)
+
+    def _state(self, plan: _Plan, collection: Collection, key: str) -> State | None:
+        planned = plan.states.get((collection, key))
+        if planned is not None:
+            return planned
+        self._book.check_applied(collection)
+        row = self._book.view.find(collection.number, key)
+        if row is None:
+            return None
+        return State(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
+
+    def _decide(
+        self, plan: _Plan, collection: Collection, key: str, data: bytes | None, change: SourceChange
+    ) -> None:
+        state = self._state(plan, collection, key)
+        lives = state is not None and not state.deleted
+        index = plan.next_index(change.lsn)
+        if data is None and not lives:
+            # It was never seen here, or is gone already: nothing changes, but it was read.
+            plan.position = Position(change.lsn, change.ordinal, index - 1)
+            return
+        if data is not None and len(data) > self._bytes_max:
+            raise SourceError(
+                f"the document {collection.name}/{key} has {len(data)} bytes;"
+                f" TAILRACE_WATCH_DOCUMENT_BYTES allows {self._bytes_max}"
+            )
+        partition = names.partition_of(key, collection.config.partitions)
+        stream = collection.stream(partition)
+        found = self._log.find(stream)
+        updated_ms = max(0 if found is None else found.last_ns, plan.now_ns) // 1_000_000
+        after = State(
+            (collection.purged[partition] if state is None else state.version) + 1,
+            state.created_ms if state is not None and lives else updated_ms,
+            updated_ms,
+            data is None,
+            data if data is not None else state.data if state is not None else b"{}",
+        )
+        position = Position(change.lsn, change.ordinal, index)
+        op: Op = "delete" if data is None else "update" if lives else "insert"
+        entry = self._entry(collection, key, op, state if lives else None, after, change, position)
+        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.states[collection, key] = after
+        plan.position = position
+        self.counts[op] += 1
+
+    def _entry(
+        self,
+        collection: Collection,
+        key: str,
+        op: Op,
+        before: State | None,
+        after: State,
+        change: SourceChange,
+        position: Position,
+    ) -> ChangeEntry:
+        kind, name = self._source
+        if self.offset is None:
+            lsn, token = lsn_text(position.lsn), position.token
+        else:
+            lsn = token = self.offset(position.lsn)
+        return ChangeEntry(
+            database=collection.database,
+            collection=collection.name,
+            documentKey=key,
+            op=op,
+            before=NULL if before is None else msgspec.Raw(before.data),
+            after=NULL if after.deleted else msgspec.Raw(after.data),
+            images=Images("none" if before is None else "view", "none" if after.deleted else "full"),
+            version=after.version,
+            createdAt=after.created_ms,
+            prev=None if before is None else Prev(before.version, before.updated_ms),
+            txn=Txn(change.txn, position.change),
+            commitTime=change.time,
+            source=Source(kind, name, token),
+            lsn=lsn,
+        )
+
+    # -- committing ------------------------------------------------------------------------------------
+
+    async def _commit(self, plan: _Plan, safe: int = 0) -> None:
+        progress = self.progress.at(plan.position)
+        if safe > progress.safe:
+            progress = progress.replaced(safe=safe)
+        if plan.entries or progress.safe != self.progress.safe:
+            await self.commit(list(plan.entries.items()), progress, plan.now_ns)
+        else:
+            # Read, and nothing came of it; should that be forgotten, it is read again.
+            self.progress = progress
+
+    async def note(self, progress: Progress) -> None:
+        """Nothing but how far it is."""
+        await self.commit([], progress, self._log.clock.now_ns())
+
+    async def commit(
+        self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: Progress, now_ns: int
+    ) -> None:
+        """Entries and the progress they make, in one record; returns when it is durable."""
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        facts = [(self._fact, progress.encode())]
+        append_together(self._log, parts, now_ns, reply, None, facts)
+        await settled
+        self.progress = progress

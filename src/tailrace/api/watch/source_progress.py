@@ -1,0 +1,74 @@
+"""How far a source is. Written with every commit of its changes: position and changes are one."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+import orjson
+
+from tailrace.protocol.durations import format_instant
+from tailrace.watch.sources.model import START, Position
+
+SOURCES: Final = "__sources__/"
+_FACT: Final = "watch/source/"
+
+# new: nothing was read yet. loading: is copied. live: is followed. stale: something is missing.
+Phase = Literal["new", "loading", "live", "stale"]
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """All that has to be known after a crash."""
+
+    phase: Phase = "new"
+    epoch: int = 0  # rises at every start
+    lsn: int = START.lsn
+    ordinal: int = START.ordinal
+    index: int = START.change
+    safe: int = 0  # the slot was never moved further than to here
+    system: str | None = None  # which database it was
+    keys: dict[str, list[str]] = {}
+    reason: str | None = None  # why it is stale
+    rescan: bool = False  # a stale source is to be loaded again
+    again: int = 0  # of a stream: the entry where a snapshot begins that has not ended
+
+    @property
+    def position(self) -> Position:
+        return Position(self.lsn, self.ordinal, self.index)
+
+    def at(self, position: Position) -> Progress:
+        return self.replaced(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
+
+    def replaced(self, **changed: Any) -> Progress:
+        return msgspec.structs.replace(self, **changed)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    def entry(self, now_ns: int) -> bytes:
+        """What is said of it in the source's stream."""
+        return orjson.dumps(
+            {
+                "v": 1,
+                "kind": "progress",
+                "phase": self.phase,
+                "epoch": self.epoch,
+                "token": self.position.token,
+                "lsn": f"{self.lsn:016x}",
+                "index": self.index,
+                "reason": self.reason,
+                "at": format_instant(now_ns),
+            }
+        )
+
+
+def fact_of(database: str, name: str) -> str:
+    return f"{_FACT}{database}/{name}"
+
+
+def stream_of(database: str, name: str) -> str:
+    return f"{SOURCES}{database}/{name}"
+
+
+def read_progress(raw: bytes | None) -> Progress:
+    return Progress() if raw is None else msgspec.json.decode(raw, type=Progress)

@@ -1,0 +1,54 @@
+"""What can be said of a source while the server runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tailrace.clock import Clock
+from tailrace.protocol.durations import format_instant, parse_instant_ns
+
+
+class SourceStatus(msgspec.Struct, kw_only=True):
+    """Numbers of one process; what has to outlive it is in the progress."""
+
+    clock: Clock
+    connected: bool = False
+    error: str | None = None
+    restarts: int = 0
+    gaps: int = 0
+    loaded: int = 0  # rows of the last copy
+    confirmed: int = 0  # where the slot is
+    lag_bytes: int | None = None
+    wal_status: str | None = None
+    retained_bytes: int | None = None
+    last_ns: int = 0  # when the last change was committed at the source
+    behind: bool = True  # there may be more to read
+
+    def changed(self, time: str) -> None:
+        self.last_ns = parse_instant_ns(time) or self.last_ns
+
+    def caught_up(self, all_read: bool) -> None:
+        self.behind = not all_read
+
+    @property
+    def lag_s(self) -> float:
+        """How old the newest change is that was read, as long as there may be more."""
+        if not self.behind or not self.last_ns:
+            return 0.0
+        return max(0, self.clock.now_ns() - self.last_ns) / 1e9
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "connected": self.connected,
+            "error": self.error,
+            "restarts": self.restarts,
+            "gaps": self.gaps,
+            "loaded": self.loaded,
+            "lagBytes": self.lag_bytes,
+            "lagSeconds": round(self.lag_s, 3),
+            "walStatus": self.wal_status,
+            "retainedBytes": self.retained_bytes,
+            "lastChangeAt": format_instant(self.last_ns) if self.last_ns else None,
+        }

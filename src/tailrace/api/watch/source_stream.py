@@ -1,0 +1,235 @@
+"""A stream of this server as a source: its `state-protocol` records become documents.
+
+The stream keeps its own history, so copying it is reading it from its first entry. Documents that are not
+mentioned between the beginning and the end of a copy, or of a snapshot that the stream itself announces, are
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from tailrace.api.guard import PROFILE
+from tailrace.api.watch.audit import Audit
+from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.source_ingest import Ingest
+from tailrace.api.watch.source_seen import SeenKeys
+from tailrace.api.watch.source_states import SourceStates
+from tailrace.api.watch.source_status import SourceStatus
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log.model import Stream
+from tailrace.profiles.profile import StateProtocolProfile, read_profile
+from tailrace.protocol.durations import format_instant
+from tailrace.watch.sources.config import SourceConfig
+from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
+from tailrace.watch.sources.state import StateRecord, read_record
+
+logger = logging.getLogger("tailrace.watch")
+
+RETRY_S_MIN: Final = 1.0
+VIEW_ROWS: Final = 500
+
+
+class StreamConnector:
+    """Runs one source of the kind `stream` until it is cancelled."""
+
+    def __init__(
+        self,
+        book: Book,
+        states: SourceStates,
+        config: SourceConfig,
+        status: SourceStatus,
+        limits: Limits,
+        audit: Audit,
+    ) -> None:
+        self._book = book
+        self._log = book.log
+        self._states = states
+        self._config = config
+        self._status = status
+        self._limits = limits
+        self._audit = audit
+        self._types = {one.table: one.collection for one in config.tables}
+        self._news = asyncio.Event()
+        self._mentioned: dict[str, SeenKeys] | None = None
+
+    def on_published(self, stream: Stream) -> None:
+        self._news.set()
+
+    async def run(self) -> None:
+        retry_s = RETRY_S_MIN
+        while True:
+            began_at = self._states.progress.position
+            try:
+                await self._states.settled()
+                await self._session()
+            except GapError as gap:
+                logger.warning("the source %s has a gap: %s", self._config.name, gap.reason)
+                self._status.gaps += 1
+                self._audit.event("source.gap", None, {"source": self._config.name, "reason": gap.reason})
+                with suppress(TailraceError):
+                    await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
+                self._status.error = gap.reason
+            except (SourceError, TailraceError) as error:
+                self._status.error = str(error)
+                logger.warning("the source %s: %s", self._config.name, error)
+            except Exception as error:
+                self._status.error = type(error).__name__
+                logger.exception("the source %s failed", self._config.name)
+            finally:
+                self._forget_mentioned()
+            self._status.connected = False
+            self._status.restarts += 1
+            if self._states.progress.position != began_at:
+                retry_s = RETRY_S_MIN
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, self._limits.watch_source_retry_ms / 1000)
+
+    # -- a session -------------------------------------------------------------------------------------
+
+    async def _session(self) -> None:
+        stream = self._found()
+        stream.readers = [*(stream.readers or ()), self]
+        try:
+            await self._followed(stream)
+        finally:
+            others = [one for one in stream.readers or () if one is not self]
+            stream.readers = others or None
+
+    def _found(self) -> Stream:
+        stream = self._log.find(self._config.stream)
+        if stream is None or stream.gone or stream.visible < 0:
+            raise SourceError(f"there is no stream {self._config.stream!r}")
+        profile = read_profile((stream.visible_documents or {}).get(PROFILE))
+        if not isinstance(profile, StateProtocolProfile):
+            raise SourceError(f"the stream {self._config.stream!r} has not the profile state-protocol")
+        return stream
+
+    async def _followed(self, stream: Stream) -> None:
+        ingest = self._states.ingest()
+        ingest.offset = stream.offset
+        progress, incarnation = ingest.progress, f"{stream.number}"
+        if progress.phase in ("live", "loading") and progress.system != incarnation:
+            raise GapError("it is another stream")
+        if progress.phase == "stale" and not progress.rescan:
+            self._status.error = progress.reason
+            await asyncio.Event().wait()  # an operator decides
+        goal: int | None = None
+        if progress.phase in ("new", "stale"):
+            position = Position(stream.earliest, 0, -1)
+            known = progress.at(position).replaced(
+                system=incarnation, reason=None, rescan=False, again=stream.earliest + 1
+            )
+            await self._states.begin_load(ingest, known)
+        if ingest.progress.phase == "loading":
+            goal = stream.visible
+        self._status.connected, self._status.error = True, None
+        at = ingest.progress.lsn
+        if ingest.progress.again:
+            self._remember_mentioned()
+            at = min(at, ingest.progress.again - 1)
+        while True:
+            self._news.clear()
+            if goal is not None and at >= goal:
+                await self._remove_others(ingest, at)
+                await self._states.end_load(ingest)
+                goal = None
+            if at < stream.visible:
+                at = await self._page(stream, ingest, at, goal)
+                continue
+            self._status.caught_up(True)
+            if stream.removed or stream.gone:
+                raise SourceError(f"the stream {self._config.stream!r} was deleted")
+            await self._news.wait()
+
+    async def _page(self, stream: Stream, ingest: Ingest, at: int, goal: int | None) -> int:
+        if stream.earliest > at:
+            raise GapError("the stream does not reach back to where it was read")
+        config = self._config
+        page = await self._log.reader.read_labelled(stream, at, config.batch_bytes, config.batch_changes)
+        assert page.labels is not None
+        changes: list[SourceChange] = []
+        for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
+            if goal is not None and seq > goal:
+                break  # the copy ends before it
+            at = seq
+            record = read_record(raw)
+            if record is None:
+                continue
+            if record.control is None:
+                if (change := self._change(seq, record, time_ns)) is not None:
+                    changes.append(change)
+                continue
+            await ingest.follow(changes)
+            changes = []
+            await self._control(
+                ingest, record.control, seq, format_instant(time_ns), loading=goal is not None
+            )
+        await ingest.follow(changes)
+        self._status.behind = at < stream.visible
+        return at
+
+    def _change(self, seq: int, record: StateRecord, time_ns: int) -> SourceChange | None:
+        collection = self._types.get(record.type)
+        if collection is None:
+            return None
+        if self._mentioned is not None and record.data is not None:
+            self._mentioned[collection].add([record.key])
+        time = record.time or format_instant(time_ns)
+        self._status.changed(time)
+        op = "delete" if record.data is None else "put"
+        return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")
+
+    async def _control(self, ingest: Ingest, control: str, seq: int, time: str, *, loading: bool) -> None:
+        unfinished = control == "snapshot-end" and ingest.progress.again
+        if seq <= ingest.progress.lsn and not unfinished:
+            return  # done before; it is read again for the keys behind it
+        if control == "reset":
+            if not loading:
+                await self._states.reset(ingest)
+            clears = [
+                SourceChange(seq, n, None, time, "clear", one) for n, one in enumerate(self._types.values())
+            ]
+            await ingest.follow(clears)
+            if not loading:
+                await self._states.end_load(ingest)
+        elif loading:
+            return  # the copy is one snapshot itself
+        elif control == "snapshot-start":
+            self._remember_mentioned()
+            await ingest.note(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
+        elif control == "snapshot-end" and self._mentioned is not None:
+            await self._remove_others(ingest, seq)
+
+    # -- what was mentioned ----------------------------------------------------------------------------
+
+    def _remember_mentioned(self) -> None:
+        self._forget_mentioned()
+        self._mentioned = {collection: SeenKeys() for collection in self._types.values()}
+
+    def _forget_mentioned(self) -> None:
+        for seen in (self._mentioned or {}).values():
+            seen.close()
+        self._mentioned = None
+
+    async def _remove_others(self, ingest: Ingest, seq: int) -> None:
+        if self._mentioned is not None:
+            ingest.move_to(seq)
+            for collection, seen in self._mentioned.items():
+                await self._remove_from(ingest, self._states.collections[collection], seen)
+        self._forget_mentioned()
+        await ingest.note(ingest.progress.replaced(again=0))
+
+    async def _remove_from(self, ingest: Ingest, collection: Collection, seen: SeenKeys) -> None:
+        after = ""
+        while rows := self._book.view.now.documents_after(collection.number, after, VIEW_ROWS):
+            after = rows[-1].id
+            gone: Sequence[str] = seen.lacks([row.id for row in rows])
+            if gone:
+                await ingest.remove(collection, gone)
+            await asyncio.sleep(0)

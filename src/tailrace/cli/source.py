@@ -1,0 +1,162 @@
+"""``tailrace source``: databases outside that collections follow."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.docs import request, split
+from tailrace.cli.failures import UsageError
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+
+_HELP: Final = """Follow databases outside: their tables become collections that stay true.
+
+A source is named by the Tailrace database and a name of its own. For example:
+
+    tailrace source add default/pg1 --dsn-env PG_DSN --table public.orders=orders
+
+    tailrace source status default/pg1
+
+    tailrace source resync default/pg1
+
+    tailrace source ls default
+
+    tailrace source rm default/pg1
+
+The connection string is in a variable of the server's environment, or in a file that the server can read.
+"""
+
+command = App(name="source", help=_HELP, help_format="markdown")
+
+Name = Annotated[str, Parameter(help="Database and source.")]
+
+
+def _path(name: str) -> str:
+    database, rest = split(name)
+    if "/" in rest:
+        raise UsageError(f"{name!r} is a database and a source, as in default/pg1")
+    return f"/v1/databases/{database}/sources/{rest}"
+
+
+@command.command
+def add(
+    name: Name,
+    /,
+    *,
+    table: Annotated[
+        list[str],
+        Parameter(
+            negative="",
+            help="schema.table=collection, with :column,column behind it if the key is not the primary key;"
+            " repeatable.",
+        ),
+    ],
+    stream: Annotated[str, Parameter(help="Follow this stream instead; --table is type=collection.")] = "",
+    dsn_env: Annotated[str, Parameter(help="Variable that has the connection string.")] = "",
+    dsn_file: Annotated[str, Parameter(help="File that has the connection string.")] = "",
+    publication: Annotated[str, Parameter(help="The publication of the tables.")] = "tailrace",
+    slot: Annotated[str, Parameter(help="The replication slot; made if it is missing.")] = "",
+    on_gap: Annotated[
+        str, Parameter(help="What to do when something is missing: rescan or hold.")
+    ] = "rescan",
+    initial: Annotated[str, Parameter(help="load: copy first. now: begin with the next change.")] = "load",
+    numeric: Annotated[str, Parameter(help="numeric as string or double.")] = "string",
+    session: Session = DEFAULT,
+) -> None:
+    """Follow a PostgreSQL database or a stream of records with the profile state-protocol, or change how."""
+    if sum(map(bool, (dsn_env, dsn_file, stream))) != 1:
+        raise UsageError("a source is named by one of --dsn-env, --dsn-file and --stream")
+    given: dict[str, Any] = {"collections": dict(_mapped(text) for text in table), "onGap": on_gap}
+    if stream:
+        given |= {"kind": "stream", "stream": stream}
+    else:
+        given |= {"kind": "postgres", "dsn": {"env": dsn_env} if dsn_env else {"file": dsn_file}}
+        given |= {"publication": publication, "initial": initial, "numeric": numeric}
+        if slot:
+            given["slot"] = slot
+    _print(request(session, "PUT", _path(name), given), session)
+
+
+def _mapped(text: str) -> tuple[str, dict[str, Any]]:
+    table, equals, rest = text.partition("=")
+    collection, _, key = rest.partition(":")
+    if not equals or not collection:
+        raise UsageError(f"{text!r} is not of the form schema.table=collection")
+    found: dict[str, Any] = {"collection": collection}
+    if key:
+        found["key"] = key.split(",")
+    return table, found
+
+
+@command.command
+def status(name: Name, /, *, session: Session = DEFAULT) -> None:
+    """Say how a source is doing."""
+    _print(request(session, "GET", _path(name)), session)
+
+
+@command.command
+def ls(
+    database: Annotated[str, Parameter(help="The database.")] = "default", /, *, session: Session = DEFAULT
+) -> None:
+    """List the sources of a database."""
+    for source in request(session, "GET", f"/v1/databases/{database}/sources")["sources"]:
+        if session.json:
+            put_json(source)
+        else:
+            phase, error = source["status"]["phase"], source["status"]["error"]
+            put(f"{source['name']}\t{source['kind']}\t{phase}\t{error or ''}".rstrip().encode() + b"\n")
+    flush()
+
+
+@command.command
+def resync(name: Name, /, *, session: Session = DEFAULT) -> None:
+    """Copy everything again. Whoever watches has to begin again, too."""
+    _print(request(session, "POST", f"{_path(name)}/resync"), session)
+
+
+@command.command
+def rm(
+    name: Name,
+    /,
+    *,
+    keep_slot: Annotated[bool, Parameter(negative="", help="Leave the slot in the database.")] = False,
+    session: Session = DEFAULT,
+) -> None:
+    """Follow a source no more. Its collections stay as they are, and its slot is dropped."""
+    removed = request(session, "DELETE", _path(name), query="keepSlot=1" if keep_slot else "")
+    if session.json:
+        put_json(removed)
+    slot = removed["slot"]
+    if slot is not None and not removed["slotDropped"]:
+        print(
+            f"tailrace: the slot could not be dropped ({removed['reason']}) and keeps the database's log."
+            f" Run there: SELECT pg_drop_replication_slot('{slot}')",
+            file=sys.stderr,
+        )
+    flush()
+
+
+def _print(source: dict[str, Any], session: Session) -> None:
+    if session.json:
+        put_json(source)
+        flush()
+        return
+    status = source["status"]
+    lines = [
+        f"source       {source['database']}/{source['name']} ({source['kind']})",
+        f"phase        {status['phase']}" + (f": {status['reason']}" if status["reason"] else ""),
+        f"connected    {'yes' if status['connected'] else 'no'}"
+        + (f": {status['error']}" if status["error"] else ""),
+        f"position     {status['token']}",
+        f"changes      {status['changes']}, the last at {status['lastChangeAt'] or '-'}",
+        f"lag          {status['lagSeconds']} s",
+    ]
+    if "slot" in source:
+        kept = f"{status['walStatus'] or '-'}, keeps {status['retainedBytes'] or 0} bytes"
+        lines.append(f"slot         {source['slot']} ({kept})")
+    for table, mapped in source["collections"].items():
+        lines.append(f"table        {table} -> {mapped['collection']}")
+    put("".join(f"{line}\n" for line in lines).encode())
+    flush()

@@ -1,0 +1,137 @@
+"""A stream of state records as a source: resets, snapshots, restarts, and what is gone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.calls import Caller
+from support.server import ServerProcess
+from support.sources import BASE, QUICK, changes, check_log, documents, status, wait_phase, wait_until
+from support.watch_client import Live
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def following(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path_factory.mktemp("following") / "data", env=QUICK).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def call(following: ServerProcess) -> Caller:
+    return Caller(following)
+
+
+@pytest.fixture
+def name(call: Caller) -> str:
+    """Of a stream of state records, a collection and a source."""
+    found = f"s{next(_numbers)}"
+    assert call("PUT", found, headers={"Content-Type": "application/json"}).status == 201
+    profile = {"profile": {"kind": "state-protocol"}}
+    assert call("POST", f"{found}/_profile", profile).status == 200
+    return found
+
+
+def record(key: str, value: Any = None, *, kind: str = "order", **headers: str) -> dict[str, Any]:
+    if value is None:
+        return {"type": kind, "key": key, "headers": {"operation": "delete", **headers}}
+    return {"type": kind, "key": key, "value": value, "headers": {"operation": "insert", **headers}}
+
+
+def control(what: str) -> dict[str, Any]:
+    return {"headers": {"control": what}}
+
+
+def say(call: Caller, name: str, *records: dict[str, Any]) -> None:
+    assert call("POST", name, list(records)).status in (200, 204)
+
+
+def follow(call: Caller, name: str) -> None:
+    given = {
+        "kind": "stream",
+        "stream": name,
+        "collections": {"order": {"collection": name, "partitions": 2}},
+    }
+    answer = call("PUT", f"{BASE}/sources/{name}", given)
+    assert answer.status == 201, answer.raw
+    wait_phase(call, name, "live")
+
+
+def test_records_become_documents(call: Caller, name: str, following: ServerProcess) -> None:
+    say(call, name, record("a", {"n": 1}), record("b", 5, txid="t1"), record("x", {}, kind="other"))
+    follow(call, name)
+    assert documents(call, name) == {"a": {"n": 1}, "b": {"value": 5}}
+    say(call, name, record("a", {"n": 2}), record("b"), record("c/ü", {"n": 3}))
+    wait_until(lambda: documents(call, name), lambda seen: seen == {"a": {"n": 2}, "c/ü": {"n": 3}})
+    assert call("GET", f"{BASE}/docs/{name}/c%2F%C3%BC").body["data"] == {"n": 3}
+    log = changes(call, name, 2)
+    check_log(log)
+    (entry,) = [
+        one for entries in log for one in entries if one.get("op") == "insert" and one["documentKey"] == "b"
+    ]
+    assert entry["txn"] == {"id": "t1", "index": 0}
+    assert entry["lsn"] == entry["source"]["token"]
+    assert len(entry["lsn"]) == 26
+    following.restart(kill=True)
+    say(call, name, record("d", {"n": 4}))
+    wait_until(lambda: len(documents(call, name)), lambda seen: seen == 3)
+    check_log(changes(call, name, 2))
+
+
+def test_a_snapshot_says_what_is_left(call: Caller, name: str, following: ServerProcess) -> None:
+    say(call, name, *(record(f"k{n}", {"n": n}) for n in range(10)))
+    follow(call, name)
+    say(call, name, control("snapshot-start"), record("k1", {"n": 1}), record("k2", {"n": 20}))
+    wait_until(lambda: documents(call, name)["k2"], lambda seen: seen == {"n": 20})
+    following.restart(kill=True)
+    say(call, name, record("new", {}), control("snapshot-end"))
+    wanted = {"k1": {"n": 1}, "k2": {"n": 20}, "new": {}}
+    wait_until(lambda: documents(call, name), lambda seen: seen == wanted)
+    check_log(changes(call, name, 2))
+
+
+def test_a_reset_begins_another_generation(call: Caller, name: str, following: ServerProcess) -> None:
+    say(call, name, *(record(f"k{n}", {"n": n}) for n in range(5)))
+    follow(call, name)
+    before = call("GET", f"{BASE}/collections/{name}").body["generation"]
+    live = Live(following)
+    live.send("subscribe", "s", query={"collection": name}, sendSnapshot=True)
+    live.take_until("snapshot-end")
+    say(call, name, control("reset"), record("z", {"n": 26}))
+    told = live.take_until("resync-required")
+    assert told[-1]["payload"]["reason"] == "generation"
+    wait_until(lambda: documents(call, name), lambda seen: seen == {"z": {"n": 26}})
+    assert call("GET", f"{BASE}/collections/{name}").body["generation"] == before + 1
+    check_log(changes(call, name, 2))
+    live.close()
+
+
+def test_another_stream_of_the_same_name_is_a_gap(call: Caller, name: str) -> None:
+    say(call, name, record("a", {"n": 1}), record("b", {"n": 1}))
+    follow(call, name)
+    assert call("DELETE", name).status == 204
+    wait_until(
+        lambda: status(call, name)["error"] or "", lambda seen: "deleted" in seen or "no stream" in seen
+    )
+    assert call("PUT", name, headers={"Content-Type": "application/json"}).status == 201
+    profile = {"profile": {"kind": "state-protocol"}}
+    assert call("POST", f"{name}/_profile", profile).status == 200
+    say(call, name, record("b", {"n": 2}))
+    wait_until(lambda: documents(call, name), lambda seen: seen == {"b": {"n": 2}})
+    wait_phase(call, name, "live")
+
+
+def test_a_stream_that_is_not_of_the_protocol(call: Caller, name: str) -> None:
+    given = {"kind": "stream", "stream": f"no-{name}", "collections": {"order": {"collection": f"no-{name}"}}}
+    assert call("PUT", f"{BASE}/sources/{name}", given).status == 201
+    wait_until(lambda: status(call, name)["error"] or "", lambda seen: "there is no stream" in seen)
+    assert call("PUT", f"{BASE}/sources/{name}", {**given, "slot": "x"}).code == "invalid_request"
+    assert call("DELETE", f"{BASE}/sources/{name}").body["slot"] is None
+    system = {**given, "stream": "__registry__"}
+    assert call("PUT", f"{BASE}/sources/{name}", system).code == "invalid_request"
