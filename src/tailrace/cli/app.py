@@ -41,6 +41,8 @@ _COMMANDS: Final = (
     ("schema", "Show and change what the records of a stream look like.", _STREAMS),
     ("docs", "Read, write and query documents.", _STREAMS),
     ("watch", "Watch a query: what matches, and every change of it.", _STREAMS),
+    ("hub", "Talk to actors, and look after their messages.", _STREAMS),
+    ("source", "Follow databases outside, so that their tables become collections.", _STREAMS),
     ("seal", "Move streams to the object store now.", _CARE),
     ("pipeline", "Look after the pipeline that builds indexes, or run one.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),

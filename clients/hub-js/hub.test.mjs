@@ -1,0 +1,126 @@
+// Against a running server: TAILRACE_TEST_URL=http://... node --test hub.test.mjs
+import assert from "node:assert/strict"
+import { test } from "node:test"
+import { Hub, HubError, fromRuntime, toRuntime } from "./index.js"
+
+const base = process.env.TAILRACE_TEST_URL
+const reconnect = { first: 10, max: 100 }
+let count = 0
+
+/** A connected and registered actor with an address of its own. */
+async function actor(t, options = {}) {
+  const address = `@(js/a-${process.pid}-${(count += 1)})`
+  const hub = new Hub(base, { address, reconnect, ...options })
+  await hub.connect()
+  t.after(() => hub.close())
+  await hub.register(undefined, options.registering)
+  return hub
+}
+
+test("addresses of other runtimes", () => {
+  assert.equal(toRuntime("@(w-1)", "browser"), "local://w-1")
+  assert.equal(fromRuntime("local://w-1", "browser"), "@(w-1)")
+  for (const text of ["remote://do/p/q", "remote://worker/p/q", "worker://p/q", "do://p/q"]) {
+    assert.equal(fromRuntime(text, "cloudflare"), "@(p/q)")
+  }
+  assert.equal(toRuntime("@(p/q)", "cloudflare"), "remote://do/p/q")
+  assert.equal(toRuntime("@(p/q)", "beam"), "p/q")
+  assert.equal(fromRuntime("p/q", "beam"), "@(p/q)")
+  assert.equal(fromRuntime("@(p/q)", "seag"), "@(p/q)")
+  assert.throws(() => fromRuntime("a b", "beam"), HubError)
+  assert.throws(() => toRuntime("@(a/pk)", "local"), { code: "invalid_request" })
+})
+
+test("tells, with and without an acknowledgement", async (t) => {
+  const [one, other] = [await actor(t), await actor(t)]
+  await one.send(other.identity, "greeting", { text: "hello" })
+  const message = await other.nextMessage()
+  assert.equal(message.type, "greeting")
+  assert.equal(message.from, one.identity)
+  assert.deepEqual(message.payload, { text: "hello" })
+  const ack = await one.send(other.identity, "greeting", { n: 2 }, { ack: "delivered" })
+  assert.equal(ack.status, "delivered")
+  assert.deepEqual((await other.nextMessage()).payload, { n: 2 })
+})
+
+test("an unknown actor is an error that says so", async (t) => {
+  const one = await actor(t)
+  await assert.rejects(one.send("@(js/nobody)", "x", null, { ack: "delivered" }), { code: "unknown_actor" })
+})
+
+test("asks and replies, in parts and with failures", async (t) => {
+  const [asker, service] = [await actor(t), await actor(t)]
+  const serving = (async () => {
+    for await (const message of service.messages()) {
+      if (message.type === "quote") {
+        await service.reply(message, { part: 1 }, { final: false })
+        await service.reply(message, { price: message.payload.sku * 2 })
+      } else {
+        await service.replyError(message, "no_such_thing", "there is none")
+        break
+      }
+    }
+  })()
+  const parts = []
+  const reply = await asker.ask(service.identity, "quote", { sku: 7 }, { onPart: (part) => parts.push(part) })
+  assert.deepEqual(reply, { price: 14 })
+  assert.deepEqual(parts, [{ part: 1 }])
+  await assert.rejects(asker.ask(service.identity, "other"), { code: "no_such_thing" })
+  await serving
+})
+
+test("discovers, publishes and broadcasts", async (t) => {
+  const capability = `c-${process.pid}-${count}`
+  const [one, other] = [await actor(t), await actor(t, { registering: { capabilities: [capability] } })]
+  const found = []
+  for await (const { address } of one.discover("*", { capabilities: [capability] })) found.push(address)
+  assert.deepEqual(found, [other.identity])
+
+  const subscription = await other.subscribe(`orders-${process.pid}/+/created`)
+  const published = await one.publish(`orders-${process.pid}/eu/created`, "order", { id: 1 })
+  assert.equal(published.subscriberCount, 1)
+  const message = await other.nextMessage()
+  assert.deepEqual([message.metadata.topic, message.payload], [`orders-${process.pid}/eu/created`, { id: 1 }])
+  await other.unsubscribe(subscription)
+  const unheard = await one.publish(`orders-${process.pid}/eu/created`, "order", { id: 2 })
+  assert.equal(unheard.subscriberCount, 0)
+
+  const sent = await one.broadcast("news", { v: 2 }, { capability })
+  assert.deepEqual([sent.deliveredCount, sent.total], [1, 1])
+  assert.equal((await other.nextMessage()).type, "news")
+})
+
+test("a lost connection is taken up again, with everything that was held", async (t) => {
+  const [one, other] = [await actor(t), await actor(t)]
+  await other.subscribe(`again-${process.pid}`)
+  other.drop()
+  // A question is answered by the session that comes next.
+  await other.request("hub:queue_stats")
+  assert.equal(other.resumed, true)
+  await one.send(other.identity, "after", { n: 1 })
+  assert.equal((await other.nextMessage()).type, "after")
+  await one.publish(`again-${process.pid}`, "topic", null)
+  assert.equal((await other.nextMessage()).type, "topic")
+})
+
+test("a kept message is committed after it was processed", async (t) => {
+  const one = await actor(t)
+  const kept = await actor(t, { registering: { durable: true, commit: "manual" } })
+  const ack = await one.send(kept.identity, "task", { n: 1 }, { ack: "accepted" })
+  assert.equal(ack.status, "accepted")
+  const message = await kept.nextMessage()
+  assert.equal(message.metadata.mailbox.offset, ack.offset)
+  assert.equal((await kept.readMailbox()).messages.length, 1)
+  assert.equal((await kept.commit(message)).committed, ack.offset)
+  assert.equal((await kept.readMailbox()).messages.length, 0)
+})
+
+test("a closed client says so", async (t) => {
+  const one = await actor(t)
+  const waiting = one.nextMessage()
+  await one.close()
+  assert.equal(await waiting, null)
+  await assert.rejects(one.send("@(js/x)", "x"), { code: "connection_lost" })
+  const nowhere = new Hub("http://127.0.0.1:9", { reconnect })
+  await assert.rejects(nowhere.connect(), { code: "connect_failed" })
+})

@@ -1,0 +1,252 @@
+"""``tailrace hub``: actors, their messages and their mailboxes, from the command line."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from cyclopts import App, Parameter
+
+from tailrace.cli import hub_care
+from tailrace.cli.failures import UnreachableError, UsageError
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tailrace.client.hub import Actor, Hub, Message
+
+_HELP: Final = """Talk to actors at the hub, and look after their messages.
+
+For example:
+
+    tailrace hub ls
+
+    tailrace hub send '@(svc/price)' changed '{"sku": 7}' --ack accepted
+
+    tailrace hub ask '@(svc/price)' quote '{"sku": 7}'
+
+    tailrace hub sub 'orders/#'
+
+    tailrace hub dead-letters
+
+Data is JSON; a word that is none is taken as a string. `--as` says under which address to act; with a token,
+its identity is meant if nothing is given.
+"""
+
+command = App(name="hub", help=_HELP, help_format="markdown")
+
+As = Annotated[str | None, Parameter(name="--as", help="The address to act under.")]
+Count = Annotated[int | None, Parameter(help="Stop after so many.")]
+
+
+@contextmanager
+def join(session: Session, address: str | None = None) -> Generator[Hub]:
+    """A place at the hub, for as long as the command takes."""
+    from tailrace.client import ClientError, Retries
+    from tailrace.client.hub import Hub
+
+    try:
+        hub = Hub(
+            session.url,
+            address=address or f"@(cli/{secrets.token_hex(4)})",
+            token=session.token,
+            retries=Retries(attempts_max=2),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    try:
+        with hub:
+            yield hub
+    except ClientError as error:
+        if error.code != "connect_failed":
+            raise
+        message = f"no server answers at {session.url}; start one with: tailrace serve"
+        raise UnreachableError(message) from None
+
+
+def json_of(text: str | None) -> bytes:
+    """What a person means by an argument: JSON as it is written, any other word as a string."""
+    import orjson
+
+    if text is None:
+        return b"null"
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return orjson.dumps(text)
+    return text.encode()
+
+
+@command.command
+def ls(
+    pattern: Annotated[str, Parameter(help="Which addresses; `*` is any run of characters.")] = "*",
+    /,
+    *,
+    capability: Annotated[
+        list[str] | None, Parameter(negative="", help="Only actors that can do this; may be repeated.")
+    ] = None,
+    session: Session = DEFAULT,
+) -> None:
+    """List actors by address."""
+    with join(session) as hub:
+        actors = hub.discover(pattern, capabilities=capability or ())
+        if session.json:
+            import msgspec
+
+            for actor in actors:
+                put_json(msgspec.structs.asdict(actor))
+            flush()
+        else:
+            _show_actors(actors)
+
+
+@command.command
+def send(
+    to: Annotated[str, Parameter(help="The recipient, as in @(svc/price).")],
+    kind: Annotated[str, Parameter(name="type", help="The type of the message.")],
+    data: Annotated[str | None, Parameter(help="JSON, or a word.")] = None,
+    /,
+    *,
+    ack: Annotated[
+        Literal["delivered", "accepted", "processed"],
+        Parameter(help="How far it has to come before this returns."),
+    ] = "delivered",
+    ttl: Annotated[int | None, Parameter(help="Milliseconds after which it is of no use.")] = None,
+    timeout: Annotated[float, Parameter(help="Seconds to wait.")] = 30.0,
+    sender: As = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Send one message, and say how far it came."""
+    import msgspec
+
+    with join(session, sender) as hub:
+        found = hub.send(to, kind, json_of(data), ack=ack, ttl_ms=ttl, timeout_s=timeout)
+    assert found is not None
+    if session.json:
+        put_json(msgspec.structs.asdict(found))
+    else:
+        place = f" at {found.offset} of {found.stream}" if found.offset else ""
+        print(f"{found.status}{place}")
+
+
+@command.command
+def ask(
+    to: Annotated[str, Parameter(help="Whom to ask, as in @(svc/price).")],
+    kind: Annotated[str, Parameter(name="type", help="The type of the question.")],
+    data: Annotated[str | None, Parameter(help="JSON, or a word.")] = None,
+    /,
+    *,
+    timeout: Annotated[float, Parameter(help="Seconds to wait for the reply.")] = 30.0,
+    sender: As = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Ask an actor something, and print the reply. Parts that come before it are printed as they come."""
+    with join(session, sender) as hub:
+        reply = hub.ask(to, kind, json_of(data), timeout_s=timeout, on_part=_put_now)
+    put_json(reply)
+    flush()
+
+
+@command.command
+def sub(
+    topic: Annotated[str, Parameter(help="A topic; `+` is one segment, a last `#` all the rest.")],
+    /,
+    *,
+    group: Annotated[str | None, Parameter(help="Share the work with others of this group.")] = None,
+    count: Count = None,
+    sender: As = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Print what is published to a topic, until Ctrl-C."""
+    with join(session, sender) as hub:
+        hub.subscribe(topic, group=group)
+        print(f"listening to {topic}", file=sys.stderr)
+        try:
+            show_messages(hub.messages(), count, as_json=session.json)
+        except KeyboardInterrupt:
+            return
+
+
+@command.command
+def tail(
+    address: Annotated[str, Parameter(help="Whose mailbox.")],
+    /,
+    *,
+    from_start: Annotated[bool, Parameter(negative="", help="Print everything first, then follow.")] = False,
+    count: Count = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Follow the mailbox of an actor, without taking anything out of it, until Ctrl-C."""
+    from tailrace.cli.session import connect
+    from tailrace.hub.address import mailbox_stream, parse_address
+
+    stream = mailbox_stream(parse_address(address))
+    with connect(session) as client:
+        client.stream(stream).head()
+        left = count
+        try:
+            for page in client.stream(stream).follow("-1" if from_start else "now", mode="sse"):
+                for entry in page.entries:
+                    put_json(entry if session.json else _summary(entry))
+                    left = None if left is None else left - 1
+                    if left == 0:
+                        flush()
+                        return
+                flush()
+        except KeyboardInterrupt:
+            return
+
+
+def show_messages(messages: Iterable[Message], count: int | None, *, as_json: bool) -> None:
+    left = count
+    for message in messages:
+        if as_json:
+            described: dict[str, Any] = {"type": message.type, "from": message.sender, "to": message.to}
+            put_json({**described, "data": message.data, "metadata": message.metadata, "id": message.id})
+        else:
+            put(
+                f"{message.topic or message.to} {message.sender} {message.type} ".encode()
+                + message.raw
+                + b"\n"
+            )
+        flush()
+        left = None if left is None else left - 1
+        if left == 0:
+            return
+
+
+def _summary(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry.get(name) for name in ("from", "type", "payload", "timestamp")}
+
+
+def _put_now(value: object) -> None:
+    put_json(value)
+    flush()
+
+
+def _show_actors(actors: Iterable[Actor]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("address", "state", "mailbox", "capabilities"):
+        table.add_column(column, no_wrap=True)
+    for actor in actors:
+        state, kept = ("online" if actor.online else "away"), ("yes" if actor.durable else "no")
+        table.add_row(Text(actor.address), state, kept, Text(" ".join(actor.capabilities)))
+    console = Console()
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print("no actors")
+
+
+command.command(hub_care.mailbox)
+command.command(hub_care.dead_letters, name="dead-letters")
+command.command(hub_care.replay)
+command.command(hub_care.kick)

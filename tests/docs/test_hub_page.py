@@ -1,0 +1,62 @@
+"""The page about the hub, executed as it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from support.pages import PageRun, blocks_of
+from support.server import ServerProcess
+from tailrace.client.hub import Hub
+from tailrace.hub.errors import HUB_CODES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "hub.md"
+PRINTED_URL = "http://127.0.0.1:4437"
+
+
+def test_the_page_about_the_hub(server: ServerProcess, tmp_path: Path) -> None:
+    blocks = list(blocks_of(PAGE, {PRINTED_URL: server.base_url}))
+    assert [block.kind for block in blocks].count("sh page") > 10
+    with PageRun(tmp_path, {"TAILRACE_ENDPOINT": server.base_url}) as run:
+        for block in blocks:
+            run.execute(block)
+
+
+def test_its_javascript(server: ServerProcess) -> None:
+    (script,) = re.findall(r"^```js\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    with Hub(server.base_url, address="@(svc/price)") as hub:
+        hub.register()
+        with subprocess.Popen(
+            ["node", "--input-type=module", "-e", script.replace(PRINTED_URL, server.base_url)],
+            cwd=ROOT,
+            # Node has a WebSocket of its own since version 22; in 20 it has to be asked for.
+            env={**os.environ, "NODE_OPTIONS": "--experimental-websocket --no-warnings", "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as node:
+            question = hub.next_message(30)
+            assert question is not None
+            hub.reply(question, {"price": 12})
+            printed, _ = node.communicate(timeout=60)
+    assert printed.splitlines() == ["{ price: 12 }", "unknown_actor false"]
+
+
+def test_every_code_and_every_message_type_of_the_client_is_on_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [code for code in HUB_CODES if f"`{code}`" not in page] == []
+    sources = [*(ROOT / "src/tailrace/client/hub").glob("*.py"), *(ROOT / "clients/hub-js").glob("*.js")]
+    used = {
+        kind for source in sources for kind in re.findall(r"hub:[a-z_]+", source.read_text(encoding="utf-8"))
+    }
+    typed = {meaning.typed for meaning in HUB_CODES.values()}
+    assert sorted(kind for kind in used - typed if kind not in page) == []
+
+
+def test_the_error_of_the_page_is_json() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    (example,) = re.findall(r'^(\{"type": "hub:error".*?\}\})$', text, re.MULTILINE | re.DOTALL)
+    assert json.loads(example)["payload"]["code"] == "rate_limited"
