@@ -82,6 +82,10 @@ class QueryStates(SearchStates):
         self.payloads += payloads
         self.keys += [key] * len(payloads)
 
+    def forget_after(self, sealed: int) -> None:
+        super().forget_after(sealed)
+        del self.keys[sealed:]
+
     @property
     def view(self) -> View:
         return view_at(self.evolved_at)

@@ -33,16 +33,24 @@ SORTABLE = ("id", "service", "status", "ratio", "ok")
 RENAMED = "/renamed"
 
 
-def search_body() -> dict[str, Any]:
-    """Every kind of field, nearly all sortable; `id` moves in version 2."""
+def search_body(*, turned: bool = False) -> dict[str, Any]:
+    """Every kind of field, nearly all sortable; `id` moves in version 2. Turned, others look elsewhere."""
     body = copy.deepcopy(SEARCH_BODY)
+    if turned:
+        fields = body["fields"]
+        fields["service"]["bindings"], fields["plan"]["bindings"] = (
+            fields["plan"]["bindings"],
+            fields["service"]["bindings"],
+        )
+        fields["note"]["bindings"] = fields["message"]["bindings"]
+        body["defaultFields"] = ["note", {"field": "service", "boost": 3}]
     for name in SORTABLE:
         body["fields"][name]["sortable"] = True
     body["fields"]["id"]["bindings"].append({"version": 2, "jsonPointer": RENAMED})
     return body
 
 
-def registry_of(evolved_at: int | None = None) -> Registry:
+def registry_of(evolved_at: int | None = None, *, turned: bool = False) -> Registry:
     """Version 1 from the start, and version 2 from a sequence number on."""
     boundaries = [Boundary(0, 1)]
     lenses: dict[int, dict[str, object]] = {}
@@ -53,7 +61,7 @@ def registry_of(evolved_at: int | None = None) -> Registry:
     return Registry(
         name="s",
         version=len(boundaries),
-        search=parse_search(search_body()),
+        search=parse_search(search_body(turned=turned)),
         boundaries=tuple(boundaries),
         schemas={1: {}, 2: {}},
         lenses=lenses,

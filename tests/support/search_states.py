@@ -1,5 +1,6 @@
-"""A stream in every state it can be in (in memory, stored, sealed, evolved, trimmed, restarted, with any
-budget for the tail index, and whatever was dropped of it), and searches held against the plain model.
+"""A stream in every state it can be in (in memory, stored, sealed, evolved, configured anew, trimmed,
+restarted, restored from the bucket, with any budget for the tail index, and whatever was dropped of it), and
+searches held against the plain model.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ sorts = st.one_of(
 questioned = questions(SEARCHES)
 batches = st.lists(records, min_size=1, max_size=6)
 kinds = st.sampled_from(
-    ["append", "append", "store", "store", "restart", "evict", "budget", "evolve", "trim"]
+    ["append", "append", "store", "store", "restart", "evict", "budget", "evolve", "trim", "turn", "lose"]
 )
 
 
@@ -60,6 +61,8 @@ def actions(draw: st.DrawFn) -> tuple[Any, ...]:
     kind = draw(kinds)
     if kind == "append":
         return kind, draw(batches), draw(st.booleans())
+    if kind == "lose":
+        return kind, draw(batches)
     if kind == "budget":
         return kind, draw(st.sampled_from(BUDGETS))
     return (kind, draw(st.booleans())) if kind in ("store", "evict") else (kind,)
@@ -72,12 +75,17 @@ class SearchStates(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(dir=MEMORY))
         self.limits = Limits(
-            journal_file_bytes=65_536, block_cache_bytes=2000, seal_entries=7, seal_bytes=100_000
+            journal_file_bytes=65_536,
+            block_cache_bytes=2000,
+            seal_entries=7,
+            seal_bytes=100_000,
+            bootstrap_settle_ms=0,
         )
         self.real = LogHarness(self.directory, self.limits)
         self.payloads: list[bytes] = []
         self.evolved_at: int | None = None
-        self.turn = 0
+        self.turned = False
+        self.stores = 0
         self.waiting = patch.object(collect, "WEIGHED_LATER_MAX", 4)
         self.waiting.start()
         self.threads = ThreadPoolExecutor(2)
@@ -137,9 +145,9 @@ class SearchStates(RuleBasedStateMachine):
         self.payloads += payloads
 
     def store(self, seals: bool) -> None:
-        self.turn += 1
+        self.stores += 1
         self.real.log.retire_active_file()
-        self.real.put_meta("turn", str(self.turn).encode())
+        self.real.put_meta("turn", str(self.stores).encode())
         while self.real.retired:
             self.real.checkpoint(tell=True)
         if seals:
@@ -150,6 +158,29 @@ class SearchStates(RuleBasedStateMachine):
         self.close_searcher()
         self.real.reopen()
         self.open_searcher(budget)
+
+    def lose(self, batch: list[Any]) -> None:
+        """The disk is lost; what was sealed comes back from the bucket, in a new epoch."""
+        self.store(True)
+        self.append(batch, True)
+        sealed, epoch, budget = self.stream.sealed, self.stream.epoch, self.searcher.tail.bytes_max
+        if not sealed:
+            return
+        self.close_searcher()
+        self.real.bootstrap()
+        self.open_searcher(budget)
+        assert self.stream.tail == sealed
+        assert self.stream.epoch > epoch
+        self.forget_after(sealed)
+
+    def forget_after(self, sealed: int) -> None:
+        del self.payloads[sealed:]
+        if self.evolved_at is not None:
+            self.evolved_at = min(self.evolved_at, sealed)
+
+    def turn(self) -> None:
+        """Another configuration of the search: what was indexed by the last one says nothing any more."""
+        self.turned = not self.turned
 
     def evict(self, lists_only: bool) -> None:
         index = self.searcher.tail.find(self.stream.number)
@@ -178,7 +209,7 @@ class SearchStates(RuleBasedStateMachine):
     # -- comparing ---------------------------------------------------------------------------------------
 
     def search(self, question: Question, sort: list[tuple[str, str]] | None, size: int) -> None:
-        view = View(registry_of(self.evolved_at))
+        view = View(registry_of(self.evolved_at, turned=self.turned))
         wanted = None if sort is None else [f"{name}:{way}" for name, way in sort]
         request = bind_request(Asked(question.text, size, wanted, None, None), view.config, 3000)
         model = SearchModel(self.payloads, view, self.stream.earliest + 1)
