@@ -84,7 +84,7 @@ $(RUN_STAMP): requirements/run.txt pyproject.toml | $(BIN)/python
 
 $(DEV_STAMP): requirements/dev.txt $(RUN_STAMP)
 	@echo "==> installing the development tools"
-	@sh scripts/need npm curl git cc java
+	@sh scripts/need npm curl git cc java postgres
 	@$(PIP) --require-hashes -r requirements/dev.txt
 	@touch $@
 
