@@ -265,6 +265,11 @@ def test_ids_are_version_7_unique_and_growing_even_if_the_clock_is_not() -> None
     assert all(one < other for one, other in pairwise(made))
     assert uuid.UUID(made[-1]).int >> 80 == NOW_MS + 1
     assert Ids()(5)[-8:] != made[0][-8:]
+    wrapping = Ids()
+    wrapping._count = 2**16 - 3
+    over = [wrapping(NOW_MS) for _ in range(6)]
+    assert all(one < other for one, other in pairwise(over))
+    assert {uuid.UUID(text).version for text in over} == {7}
 
 
 # -- errors

@@ -17,7 +17,7 @@ class Ids:
     lower half of its range, so that two processes with equal bits still differ, and none wraps in practice.
     """
 
-    __slots__ = ("_count", "_process", "_stamp", "_stamp_ms")
+    __slots__ = ("_count", "_prefix", "_process", "_stamp_ms")
 
     def __init__(self) -> None:
         self.restart()
@@ -27,18 +27,19 @@ class Ids:
         self._count = secrets.randbits(_COUNTER_BITS - 1)
         self._process = f"{secrets.randbits(32):08x}"
         self._stamp_ms = -1
-        self._stamp = ""
+        self._prefix = ""
 
     def __call__(self, now_ms: int) -> str:
-        # A clock that is set back stands still here: later ids stay greater.
-        if now_ms > self._stamp_ms:
-            self._stamp_ms = now_ms
-            self._stamp = f"{now_ms >> 16 & 0xFFFFFFFF:08x}-{now_ms & 0xFFFF:04x}-7"
         count = self._count = self._count + 1 & _COUNTER_MASK
-        return (
-            f"{self._stamp}{count >> 30:03x}-{0x8000 | count >> 16 & 0x3FFF:04x}"
-            f"-{count & 0xFFFF:04x}{self._process}"
-        )
+        low = count & 0xFFFF
+        # A clock that is set back stands still here: later ids stay greater.
+        if now_ms > self._stamp_ms or not low:
+            self._stamp_ms = stamp_ms = max(now_ms, self._stamp_ms)
+            self._prefix = (
+                f"{stamp_ms >> 16 & 0xFFFFFFFF:08x}-{stamp_ms & 0xFFFF:04x}"
+                f"-7{count >> 30:03x}-{0x8000 | count >> 16 & 0x3FFF:04x}-"
+            )
+        return f"{self._prefix}{low:04x}{self._process}"
 
 
 new_id: Final = Ids()

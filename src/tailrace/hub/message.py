@@ -5,6 +5,7 @@ A frame is decoded once, with the payload left as the text it is. Output is made
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Annotated, Final, Literal, cast
 
 import msgspec
@@ -109,11 +110,8 @@ def parse(frame: bytes, bytes_max: int = FRAME_BYTES_MAX) -> Envelope:
 def _is_plain(frame: bytes) -> bool:
     """Whether the members as they were decoded explain every byte of the frame: then none came twice."""
     found = cast("tuple[Raw, ...]", msgspec.structs.astuple(_texts.decode(frame)))
-    length = 1
-    for cost, text in zip(_COSTS, found, strict=True):
-        if size := len(text):
-            length += cost + size
-    return length == len(frame)
+    sizes = list(map(len, found))  # 0 for those that are not there
+    return 1 + sum(sizes) + sum(compress(_COSTS, sizes)) == len(frame)
 
 
 def _past_surrogates(frame: bytes) -> Envelope:
@@ -131,18 +129,20 @@ def _past_surrogates(frame: bytes) -> Envelope:
 
 
 def _check(envelope: Envelope) -> None:
-    for name, text in (("id", envelope.id), ("type", envelope.type)):
-        if not text.isascii() and len(text.encode()) > NAME_BYTES_MAX:
-            raise invalid(f"{name} has more than {NAME_BYTES_MAX} bytes", field=name)
+    if not (envelope.id.isascii() and envelope.type.isascii()):
+        for name, text in (("id", envelope.id), ("type", envelope.type)):
+            if len(text.encode()) > NAME_BYTES_MAX:
+                raise invalid(f"{name} has more than {NAME_BYTES_MAX} bytes", field=name)
     metadata = envelope.metadata
-    if metadata is not EMPTY:
-        first = bytes(memoryview(metadata)[:1])
-        if first == b"n":
-            envelope.metadata = EMPTY
-        elif first != b"{":
-            raise invalid("metadata is an object", field="metadata")
-        elif len(metadata) > METADATA_BYTES_MAX:
-            raise invalid(f"metadata has more than {METADATA_BYTES_MAX} bytes", field="metadata")
+    if metadata is EMPTY:
+        return
+    if len(metadata) > METADATA_BYTES_MAX:
+        raise invalid(f"metadata has more than {METADATA_BYTES_MAX} bytes", field="metadata")
+    text = bytes(metadata)
+    if text == b"null":
+        envelope.metadata = EMPTY
+    elif not text.startswith(b"{"):
+        raise invalid("metadata is an object", field="metadata")
 
 
 class Common(msgspec.Struct, frozen=True, gc=False):
