@@ -69,8 +69,12 @@ CODES: dict[str, int] = {
     "query_too_complex": 400,
     "reserved_field": 400,
     "batch_not_atomic": 400,
+    "read_only_collection": 405,
+    "before_image_required": 400,
     "collection_exists": 409,
     "batch_failed": 409,
+    "invalid_checkpoint": 400,
+    "checkpoint_expired": 410,
     "version_mismatch": 412,
     "not_installed": 501,
     # Subscriptions: the public protocol reads these in upper case.

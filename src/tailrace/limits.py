@@ -134,6 +134,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tombstone_ms: Annotated[
         Millis, Meta(description="How long a deleted name is remembered, so that offsets never repeat.")
     ] = 30 * DAY_MS
+    helper_idle_ms: Annotated[
+        Millis,
+        Meta(description="How long the checkpointer or sealer process is kept when it has nothing to do."),
+    ] = 15_000
 
     # Cold history.
     seal_bytes: Annotated[
@@ -200,6 +204,22 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="Adjacent merged companions that are merged into one of the next level.")
     ] = 16
     index_max_level: Annotated[Count, Meta(description="How often companions are merged again.")] = 4
+    compact_segments: Annotated[
+        int,
+        Meta(ge=2, extra={"unit": "count"}, description="Adjacent small segments that are joined into one."),
+    ] = 16
+    compact_small_bytes: Annotated[
+        Bytes, Meta(description="Payload below which a segment is small and may be joined with others.")
+    ] = 4 * MIB
+    compact_age_ms: Annotated[
+        MillisOrNone, Meta(description="Age of its newest entry below which a segment is not joined yet.")
+    ] = HOUR_MS
+    gc_segment_grace: Annotated[
+        int,
+        # Longer than a query holds the names of segments.
+        Meta(ge=HOUR_MS, description="How long segments stay in the store after others took their place."),
+        Meta(extra={"unit": "ms"}),
+    ] = DAY_MS
     search_companion_batch_segments: Annotated[
         Count, Meta(description="Segments whose companions are published together.")
     ] = 4
@@ -256,6 +276,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=1, le=256, extra={"unit": "count"}, description="Partitions of a new collection."),
     ] = 16
     watch_document_bytes: Annotated[Bytes, Meta(description="Largest document, as JSON.")] = MIB
+    watch_push_bytes: Annotated[
+        Bytes, Meta(description="Largest push of a replicating client, and largest frame it sends.")
+    ] = 8 * MIB
     watch_batch_writes: Annotated[Count, Meta(description="Most writes in one batch of documents.")] = 500
     watch_message_bytes: Annotated[
         Bytes, Meta(description="Largest query, and largest message of a realtime client.")
@@ -264,6 +287,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="Realtime connections at once; more are answered with 429.")
     ] = 10_000
     watch_subscriptions: Annotated[Count, Meta(description="Subscriptions of one realtime connection.")] = 100
+    watch_principal_subscriptions: Annotated[
+        Count, Meta(description="Subscriptions of one token subject, on all its realtime connections.")
+    ] = 1000
     watch_scan_predicates: Annotated[
         Count, Meta(description="Different predicates of one collection that no index can help with.")
     ] = 1000
@@ -276,6 +302,12 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     watch_stall_ms: Annotated[
         Millis, Meta(description="Time after which a realtime connection that takes nothing is closed.")
     ] = 10_000
+    watch_overflow_ms: Annotated[
+        Millis,
+        Meta(
+            description="Time after which a subscription that reads from the log without progress is ended."
+        ),
+    ] = 30_000
     watch_heartbeat_ms: Annotated[
         Millis, Meta(description="Time between heartbeats to realtime clients.")
     ] = 30_000
@@ -287,11 +319,56 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Bytes, Meta(description="Size of one page of a snapshot; one larger document still fits.")
     ] = 256 * KIB
     watch_replays: Annotated[
-        Count, Meta(description="Snapshots and resumes that read at once; others wait for their turn.")
+        Count, Meta(description="Subscriptions that read from the log at once; others wait for their turn.")
+    ] = 4
+    watch_snapshots: Annotated[
+        Count, Meta(description="Snapshots that are sent at once; others wait for their turn.")
     ] = 8
     watch_resume_changes: Annotated[
         Count, Meta(description="Most changes that a resume reads again; beyond, the client starts anew.")
     ] = 1_000_000
+    watch_retention_ms: Annotated[
+        MillisOrNone,
+        Meta(description="Age up to which changes are kept, unless their collection says; 0 keeps all."),
+    ] = 7 * DAY_MS
+    watch_tombstone_ms: Annotated[
+        MillisOrNone,
+        Meta(
+            description="How long deleted documents are remembered, unless their collection says; 0 always."
+        ),
+    ] = 30 * DAY_MS
+    watch_view_ms: Annotated[
+        Millis, Meta(description="How often the documents of a changed collection go to the object store.")
+    ] = DAY_MS
+    watch_care_ms: Annotated[
+        Millis,
+        Meta(description="How often tombstones, views and keys of the realtime gateway are looked at."),
+    ] = 60_000
+    watch_audit_retention_ms: Annotated[
+        MillisOrNone, Meta(description="Age up to which __audit__ is kept; 0 writes no audit.")
+    ] = 30 * DAY_MS
+    watch_key_ms: Annotated[
+        Millis, Meta(description="Time a key signs realtime tokens before the next one takes over.")
+    ] = 90 * DAY_MS
+    watch_key_verify_ms: Annotated[
+        Millis, Meta(description="Time for which tokens of an older key are still good.")
+    ] = 7 * DAY_MS
+    watch_sources: Annotated[Count, Meta(description="Sources of changes that a server follows.")] = 32
+    watch_source_idle_ms: Annotated[
+        Millis, Meta(description="Time between two looks at a source that had nothing new.")
+    ] = 250
+    watch_source_check_ms: Annotated[
+        Millis, Meta(description="Time between two looks at whether a source can go on from where it is.")
+    ] = 10_000
+    watch_source_retry_ms: Annotated[
+        Millis, Meta(description="Longest pause before a source that failed is tried again.")
+    ] = 60_000
+    watch_slo_delivery_ms: Annotated[
+        Millis, Meta(description="Time in which 99 of 100 events should be on their way to the client.")
+    ] = 250
+    watch_slo_lag_ms: Annotated[
+        Millis, Meta(description="How far a collection may be behind its source.")
+    ] = 5000
 
     # The hub.
     hub_message_bytes: Annotated[Bytes, Meta(description="Largest message of an actor.")] = MIB
@@ -321,7 +398,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=300_000, extra={"unit": "ms"}, description="Time a message is known by its id."),
     ] = 60_000
-    hub_seen_ids: Annotated[Count, Meta(description="Messages of one identity that are known by id.")] = 10_000
+    hub_seen_ids: Annotated[Count, Meta(description="Messages of one identity that are known by id.")] = (
+        10_000
+    )
     hub_registry_actors: Annotated[Count, Meta(description="Addresses that can be registered.")] = 50_000
     hub_session_addresses: Annotated[Count, Meta(description="Addresses of one session.")] = 100
     hub_session_subscriptions: Annotated[Count, Meta(description="Subscriptions of one session.")] = 1000

@@ -120,6 +120,18 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
     ] = ""
 
+    watch_partition_patterns: Annotated[
+        str,
+        Meta(
+            description="Partitions of new collections by their path, comma-separated: rooms/*/messages=1; * is "
+            "one segment, the first that fits counts."
+        ),
+    ] = ""
+    watch_summaries: Annotated[
+        bool,
+        Meta(description="Write summaries of all subscriptions to `__subs__` always, not only for jobs."),
+    ] = False
+
     pipeline: Annotated[
         Literal["auto", "off", "external"],
         Meta(

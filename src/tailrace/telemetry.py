@@ -37,6 +37,20 @@ SECONDS: Final = (
     2.5,
     5.0,
 )
+MATCH_SECONDS: Final = (
+    0.00001,
+    0.000025,
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.05,
+    0.25,
+)
 JOB_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
@@ -119,7 +133,8 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("pipeline_backlog_segments", "Segments that lack companions."),
         _gauge("pipeline_backlog_oldest_seconds", "Age of the oldest of these."),
         _counter("pipeline_publish", "Publications, by job and what became of them.", "job", "outcome"),
-        _counter("pipeline_rows", "Entries that companions were published for, by job.", "job"),
+        _counter("pipeline_rows", "Entries that companions or joined segments were published for.", "job"),
+        _counter("compacted_segments", "Segments that became part of larger ones."),
         _histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_SECONDS, "family"),
         _histogram(
             "pipeline_seal_to_published_seconds",
@@ -147,19 +162,33 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("subscriptions", "Subscriptions that exist."),
         _counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
         # Documents and live queries.
-        _counter("watch_changes", "Changes of documents that were looked at."),
+        _counter("watch_changes", "Changes of documents that were looked at, by what happened.", "op"),
+        _gauge("watch_match_lag_changes", "Changes that are durable and not looked at yet."),
+        _gauge("watch_partition_state", "Collections, by state.", "state"),
+        _gauge("watch_generation", "Highest generation of a collection."),
         _counter("watch_match_candidates", "Predicates that the index found for them."),
         _counter("watch_match_hits", "Predicates that matched."),
-        _gauge("watch_predicates", "Different predicates that are watched."),
-        _gauge("watch_scan_predicates", "Those of them that no index can help with."),
-        _gauge("watch_connections", "Realtime connections."),
-        _gauge("watch_subscriptions", "Subscriptions of realtime connections, by state.", "state"),
+        _gauge("watch_match_hit_ratio", "Share of the candidates that matched, since the start."),
+        _histogram("watch_match_latency_seconds", "Time to find whom a change concerns.", MATCH_SECONDS),
+        _counter("watch_match_fallback", "Predicates that the library evaluated."),
+        _counter("watch_match_slow", "Changes that took longer than a millisecond to match."),
+        _gauge(
+            "watch_index_predicates", "Different predicates that are watched, by what finds them.", "kind"
+        ),
+        _gauge("watch_scan_list_predicates", "Those of them that no index can help with."),
+        _gauge("watch_connections", "Realtime connections, by transport.", "transport"),
+        _gauge("watch_subscriptions", "Subscriptions of realtime connections.", "state", "priority"),
         _counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
+        _histogram(
+            "watch_delivery_latency_seconds", "Time from a commit to the write to the sockets.", SECONDS
+        ),
         _gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
+        _gauge("watch_watermark_level", "Share of what may be unsent to all of them together."),
         _counter("watch_demotions", "Subscriptions that were too slow and went back to the log."),
         _counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
-        _counter("watch_resumes", "Resumes, by result.", "result"),
+        _counter("watch_resume", "Resumes, by result and by where they read.", "result", "path"),
         _counter("watch_snapshots", "Snapshots begun."),
+        _histogram("watch_snapshot_seconds", "Time from the request of a snapshot to its end.", JOB_SECONDS),
         _counter("watch_snapshot_documents", "Documents sent in snapshots."),
         # The hub.
         _gauge("hub_sessions", "Sessions of actors, detached ones included."),
@@ -180,6 +209,25 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes whose owners are online."),
         _gauge("hub_asks_open", "Asks that wait for an answer."),
         _counter("hub_ws_closes", "Connections of the hub that ended, by code.", "code"),
+        _gauge("watch_replication_connections", "Connections of replicating clients."),
+        _counter("watch_pull", "Pages that replicating clients have pulled."),
+        _counter("watch_push_rows", "Documents that they have pushed, by what became of them.", "result"),
+        _counter("watch_conflicts", "Documents that they have to look at before they push again."),
+        _counter("watch_resync", "Times that they were told to pull, since their stream could not go on."),
+        _counter("watch_auth_failures", "Realtime clients that could not say who they are, by code.", "code"),
+        _gauge(
+            "watch_slo_burn", "How fast the worst collection uses up an allowance; 1 is allowed.", "objective"
+        ),
+        _counter("watch_audit_dropped", "Audit events that could not be written."),
+        _counter("watch_purged_tombstones", "Deleted documents that are remembered no more."),
+        _counter("watch_published_views", "Views of collections that were written to the object store."),
+        _gauge("watch_sources", "Sources of changes, by phase.", "phase"),
+        _counter("watch_source_changes", "Changes that came from sources, by what happened.", "op"),
+        _counter("watch_source_repeats", "Changes of sources that were known already and left out."),
+        _counter("watch_source_restarts", "Sessions with sources that ended and were begun again."),
+        _counter("watch_source_gaps", "Times that a source could not go on from where it was."),
+        _gauge("watch_source_lag_seconds", "Age of the newest change of the source that is furthest behind."),
+        _gauge("watch_source_retained_bytes", "Log that a database keeps for us, the most of all sources."),
     )
 }
 
@@ -313,22 +361,9 @@ class Telemetry:
         self.bootstrap_problems = Number()
         self.subscriptions = Number()
         self.webhook_deliveries = Numbers()
-        self.watch_changes = Number()
-        self.watch_match_candidates = Number()
-        self.watch_match_hits = Number()
-        self.watch_predicates = Number()
-        self.watch_scan_predicates = Number()
-        self.watch_connections = Number()
-        self.watch_outbound_bytes = Number()
-        self.watch_demotions = Number()
-        self.watch_snapshots = Number()
-        self.watch_snapshot_documents = Number()
-        self.watch_subscriptions = Numbers()
-        self.watch_deliveries = Numbers()
-        self.watch_resync_required = Numbers()
-        self.watch_resumes = Numbers()
         self._count_companions()
         self._count_hub()
+        self._count_watch()
         assert vars(self).keys() == TABLE.keys(), "the class and the table differ"
         self.info.values[(version,)] = 1
 
@@ -340,6 +375,7 @@ class Telemetry:
         self.pipeline_backlog_oldest_seconds = Number()
         self.pipeline_publish = Numbers()
         self.pipeline_rows = Numbers()
+        self.compacted_segments = Number()
         self.pipeline_segment_seconds = Distributions(JOB_SECONDS)
         self.pipeline_seal_to_published_seconds = Distribution(JOB_SECONDS)
         self.pipeline_rss_bytes = Number()
@@ -348,6 +384,50 @@ class Telemetry:
         self.companion_opened_bytes = Number()
         self.companion_opens = Number()
         self.companion_unusable = Number()
+
+    def _count_watch(self) -> None:
+        """Documents and live queries."""
+        self.watch_changes = Numbers()
+        self.watch_match_lag_changes = Number()
+        self.watch_partition_state = Numbers()
+        self.watch_generation = Number()
+        self.watch_match_candidates = Number()
+        self.watch_match_hits = Number()
+        self.watch_match_hit_ratio = Number()
+        self.watch_match_latency_seconds = Distribution(MATCH_SECONDS)
+        self.watch_match_fallback = Number()
+        self.watch_match_slow = Number()
+        self.watch_index_predicates = Numbers()
+        self.watch_scan_list_predicates = Number()
+        self.watch_connections = Numbers()
+        self.watch_subscriptions = Numbers()
+        self.watch_deliveries = Numbers()
+        self.watch_push_rows = Numbers()
+        self.watch_delivery_latency_seconds = Distribution(SECONDS)
+        self.watch_outbound_bytes = Number()
+        self.watch_watermark_level = Number()
+        self.watch_demotions = Number()
+        self.watch_resync_required = Numbers()
+        self.watch_resume = Numbers()
+        self.watch_snapshots = Number()
+        self.watch_snapshot_seconds = Distribution(JOB_SECONDS)
+        self.watch_snapshot_documents = Number()
+        self.watch_replication_connections = Number()
+        self.watch_pull = Number()
+        self.watch_conflicts = Number()
+        self.watch_resync = Number()
+        self.watch_auth_failures = Numbers()
+        self.watch_slo_burn = Numbers()
+        self.watch_audit_dropped = Number()
+        self.watch_purged_tombstones = Number()
+        self.watch_published_views = Number()
+        self.watch_sources = Numbers()
+        self.watch_source_changes = Numbers()
+        self.watch_source_repeats = Number()
+        self.watch_source_restarts = Number()
+        self.watch_source_gaps = Number()
+        self.watch_source_lag_seconds = Number()
+        self.watch_source_retained_bytes = Number()
 
     def _count_hub(self) -> None:
         """Actors and their messages."""

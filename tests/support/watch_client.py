@@ -22,12 +22,26 @@ class Live:
     """One WebSocket; frames are taken by hand."""
 
     def __init__(
-        self, server: ServerProcess, *, token: str | None = None, path: str = "/realtime/ws"
+        self,
+        server: ServerProcess,
+        *,
+        token: str | None = None,
+        path: str = "/realtime/ws",
+        window_bytes: int | None = None,
     ) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        plain = socket.socket()
+        if window_bytes is not None:
+            # Else the kernel lets it grow, on some machines up to tens of megabytes.
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window_bytes)
+        plain.settimeout(WAIT_S)
+        plain.connect(("127.0.0.1", server.port))
+        plain.settimeout(None)
         self.socket: ClientConnection = connect(
             f"ws://127.0.0.1:{server.port}{path}",
+            sock=plain,
             additional_headers=headers,
+            ping_interval=None,  # one that does not read cannot see the answer either
             max_size=None,
             max_queue=2,  # what is not taken stays in the socket
             open_timeout=WAIT_S,

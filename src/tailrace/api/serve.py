@@ -122,6 +122,7 @@ class Server:
             self.app.health.more = self.hub.routes.health
         self._checkpoints = Checkpoints(self.log)
         self.sealing = Sealing(self.log, settings, directory.deployment, loop)
+        self.watch.care.connect(self.sealing)
         limits = settings.limits
         self._cold = ColdReader(
             settings.object_store_url, directory.path / "cache", limits.cold_cache_bytes, limits, loop
@@ -215,7 +216,7 @@ class Server:
         if self._metrics is not None:
             await self._metrics.drain()
         await self._subscriptions.stop()
-        self.watch.stop()
+        await self.watch.stop()
         self.hub.stop()
         self._disk.stop()
         self._memory.stop()

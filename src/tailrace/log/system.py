@@ -7,4 +7,5 @@ from typing import Final
 from tailrace.log import outbox, registry
 
 METRICS: Final = "__stream_metrics__"
-BOUNDED: Final = (registry.NAME, outbox.NAME, METRICS)
+AUDIT: Final = "__audit__"
+BOUNDED: Final = (registry.NAME, outbox.NAME, METRICS, AUDIT)

@@ -9,13 +9,14 @@ next look and done again, so a crash between any two of them loses nothing but t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace import failpoints
 from tailrace.errors import TailraceError
 from tailrace.log import system
+from tailrace.log.compaction import is_behind
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
@@ -32,6 +33,7 @@ REMEMBERED_MAX = 65_536  # deletions in the journal and not in the hot store; mo
 PAUSE_S = 5.0
 LOOK_S_MAX = 60.0
 _START = (-(2**63), 0)
+NO_END = 2**62
 
 
 class Wanted(NamedTuple):
@@ -40,6 +42,14 @@ class Wanted(NamedTuple):
     number: int
     earliest_was: int
     trim: Trim
+
+
+class Bound(NamedTuple):
+    """A stream whose bounds are not its own: nothing behind `upto` may go, whatever the lifetime says."""
+
+    number: int
+    lifetime: Lifetime
+    upto: int = NO_END
 
 
 class Look(NamedTuple):
@@ -51,20 +61,18 @@ class Look(NamedTuple):
     next_ns: int | None
 
 
-def look_at_due(
-    store: StoredStreams, seen: tuple[int, int], system: list[tuple[int, Lifetime]], now_ns: int
-) -> Look:
-    """On a thread: some streams of those that are due, behind those seen, and system streams in any case."""
+def look_at_due(store: StoredStreams, seen: tuple[int, int], bounds: Sequence[Bound], now_ns: int) -> Look:
+    """On a thread: some of the streams that are due, behind those seen, and all with bounds of others."""
     db = store.db
     next_ns: int | None = None
     wanted: list[Wanted] = []
     unsealed: list[int] = []
 
-    def decide(number: int, lifetime: Lifetime | None) -> None:
+    def decide(number: int, lifetime: Lifetime | None, upto: int = NO_END) -> None:
         stream = stored_stream(db, number)
         if stream is None:
             return
-        decision = decide_stored(db, stream, lifetime or stream.lifetime, now_ns)
+        decision = decide_stored(db, stream, lifetime or stream.lifetime, now_ns, upto)
         if decision.earliest > stream.earliest:
             trim = Trim(
                 number,
@@ -79,8 +87,8 @@ def look_at_due(
             unsealed.append(number)
 
     with store.snapshot():
-        for number, lifetime in system:
-            decide(number, lifetime)
+        for bound in bounds:
+            decide(*bound)
         found = db.trims.due_after(*seen, LOOK_COUNT)
         for at_ns, number in found:
             if at_ns > now_ns:
@@ -108,6 +116,7 @@ class Trims:
         self._deleting = False
         self._wanted = True
         self._early = False  # forks wait for their sources to be sealed
+        self.bounds: Callable[[], Sequence[Bound]] | None = None  # streams for which others decide
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
         self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
         self.entries = self.segments = self.segment_bytes = 0  # taken away so far
@@ -143,7 +152,7 @@ class Trims:
         try:
             now_ns = self._log.clock.now_ns()
             checkpoints = self._checkpoints
-            work = partial(look_at_due, self._log.store, self._seen, self._system_streams(), now_ns)
+            work = partial(look_at_due, self._log.store, self._seen, self._bounded(), now_ns)
             found = await self._sealing.on_thread(work)
             for number in found.unsealed:
                 self._sealing.seal_soon(number)
@@ -158,23 +167,31 @@ class Trims:
             self._looking = False
             self._look_at_s = now_s + min(delay_s, LOOK_S_MAX)
 
-    def _system_streams(self) -> list[tuple[int, Lifetime]]:
+    def _bounded(self) -> list[Bound]:
         """Streams whose bounds are a setting of the server: these are in no book."""
         if self._seen != _START:
             return []
         found = [self._log.streams.by_name.get(name) for name in system.BOUNDED]
-        return [
-            (stream.number, stream.lifetime)
+        own = [
+            Bound(stream.number, stream.lifetime)
             for stream in found
             if stream is not None and has_bounds(stream.lifetime)
         ]
+        return own if self.bounds is None else [*own, *self.bounds()]
+
+    def look_again(self) -> None:
+        """Others have decided something new."""
+        self._seen = _START
+        self._look_at_s = 0.0
 
     async def _trim(self, wanted: Sequence[Wanted]) -> None:
         trims: list[Trim] = []
         for number, earliest_was, trim in wanted:
             stream = self._log.streams.get(number)
             # The hot store may be behind: then the checkpoint that brings it forward asks again.
-            if stream is not None and not stream.removed and stream.earliest == earliest_was:
+            # A trim leaves all or nothing of segments that have become one.
+            same = stream is not None and not stream.removed and stream.earliest == earliest_was
+            if same and not is_behind(self._log.streams, number, trim.earliest):
                 trims.append(trim)
                 self.entries += trim.earliest - earliest_was
                 self.segments += trim.segments

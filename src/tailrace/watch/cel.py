@@ -61,8 +61,9 @@ def environments() -> tuple[cel.Env, cel.Env]:
 class Program:
     """An expression as the library runs it: the reference, and the way for what is not lowered."""
 
-    def __init__(self, expression: cel.Expression) -> None:
+    def __init__(self, expression: cel.Expression, source: str) -> None:
         self._expression = expression
+        self.source = source  # so that it can be run elsewhere, too
 
     def value(self, **variables: Any) -> tuple[str, Any]:
         """Type and value; the type is ERROR if there is none."""
@@ -91,7 +92,7 @@ def compile_text(source: str, *, rule: bool = False, name: str = "where") -> tup
     if kind not in ("BOOL", "DYN"):
         raise invalid(f"{name}:1:1: the expression is a {kind.lower()}, not a truth value")
     node = _Walk(name).checked(expression.serialize())
-    return node, Program(expression)
+    return node, Program(expression, source)
 
 
 def _is_unicode(source: str) -> bool:

@@ -21,15 +21,19 @@ Document = dict[str, Any]
 
 def load(body: bytes, bytes_max: int) -> Document:
     """A document as it was sent: one JSON object, no key twice, within the bounds."""
+    return check(parse(body, bytes_max))
+
+
+def parse(body: bytes, bytes_max: int) -> object:
+    """JSON in which no key comes twice; what documents it holds has to be checked."""
     if len(body) > bytes_max:
         raise TailraceError("payload_too_large", f"a document has at most {bytes_max} bytes")
     try:
-        value = json.loads(body, object_pairs_hook=_object, parse_constant=_not_json)
+        return json.loads(body, object_pairs_hook=_object, parse_constant=_not_json)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
         raise TailraceError("invalid_json", f"the document is not JSON: {error}") from None
-    return check(value)
 
 
 def check(value: object) -> Document:

@@ -7,20 +7,18 @@ predicates themselves decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from tailrace.errors import TailraceError
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import MISSING, getter
 from tailrace.watch.predicate import Condition, Path, Predicate, class_of
+from tailrace.watch.sample import Sample, elements
 
 BUCKET_MAX: Final = 8
 DEPTH_MAX: Final = 4
-SAMPLE_MAX: Final = 128
-SAMPLE_MIN: Final = 32
-# What share of documents a conjunct lets through, as long as nothing is known.
-_GUESSES: Final = {"equal": 0.01, "among": 0.05, "prefix": 0.05, "contains": 0.1, "range": 0.3, "has": 0.9}
+MISJUDGED: Final = 4  # times that another conjunct has to be better for a predicate to be moved
 
 # What is filed under an interval is not divided further, so that has to be worth it.
 _WEIGHTS: Final = {"range": 10}
@@ -28,64 +26,8 @@ _WEIGHTS: Final = {"range": 10}
 Get = Callable[[Any], Any]
 
 
-class Sample:
-    """Recent documents, one in so many, to tell selective conjuncts from others."""
-
-    def __init__(self) -> None:
-        self._documents: list[dict[str, Any]] = []
-        self._seen = 0
-        self._shares: dict[Condition, float] = {}
-
-    def add(self, document: dict[str, Any]) -> None:
-        self._seen += 1
-        if len(self._documents) < SAMPLE_MAX:
-            self._documents.append(document)
-        elif self._seen % SAMPLE_MAX == 0:
-            self._documents[(self._seen // SAMPLE_MAX) % SAMPLE_MAX] = document
-        else:
-            return
-        if len(self._shares) > 1000 or self._seen & (self._seen - 1) == 0:
-            self._shares.clear()
-
-    def share(self, condition: Condition) -> float:
-        """About how many of the documents satisfy it."""
-        guess = _GUESSES[condition.kind]
-        if len(self._documents) < SAMPLE_MIN:
-            return guess
-        found = self._shares.get(condition)
-        if found is None:
-            get = getter(condition.path)
-            hits = sum(1 for document in self._documents if satisfies(condition, get(document)))
-            found = (hits + guess) / len(self._documents)
-            self._shares[condition] = found
-        return found
-
-
-def satisfies(condition: Condition, value: Any) -> bool:
-    """Whether a document with this value of the field is looked up under the condition."""
-    if value is MISSING:
-        return False
-    kind = condition.kind
-    if kind == "equal":
-        return class_of(value) == condition.value
-    if kind == "among":
-        return class_of(value) in condition.value
-    if kind == "range":
-        if type(value) is not int and type(value) is not float:
-            return False
-        return condition.value.low <= float(value) <= condition.value.high
-    if kind == "prefix":
-        return type(value) is str and value.startswith(condition.value)
-    if kind == "contains":
-        return condition.value in _elements(value)
-    return True
-
-
-def _elements(value: Any) -> list[Any]:
-    """What `in` finds in a list, or in a map."""
-    if type(value) is list:
-        return [found for item in value if (found := class_of(item)) is not None]  # pyright: ignore[reportUnknownVariableType]
-    return list(value) if type(value) is dict else []  # pyright: ignore[reportUnknownArgumentType]
+def _weight(condition: Condition, sample: Sample) -> float:
+    return sample.share(condition) * _WEIGHTS.get(condition.kind, 1)
 
 
 class _Bucket:
@@ -121,6 +63,12 @@ class _Bucket:
         self.entries.pop(predicate, None)
         if self.below is not None:
             self.below.discard(predicate, rest)
+            if self.below.is_empty:
+                self.below = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.entries and self.below is None
 
     def collect(self, document: Any, found: set[Predicate]) -> None:
         found.update(self.entries)
@@ -142,16 +90,23 @@ class _Level:
         self.ranges: dict[Path, Intervals[Predicate]] = {}
         self.has: dict[Path, _Bucket] = {}
 
-    def add(self, predicate: Predicate, conditions: list[Condition], sample: Sample) -> None:
-        best = min(conditions, key=lambda one: sample.share(one) * _WEIGHTS.get(one.kind, 1))
-        rest = [condition for condition in conditions if condition is not best]
+    @property
+    def is_empty(self) -> bool:
+        return not (self.equal or self.contains or self.prefix or self.ranges or self.has)
+
+    def add(self, predicate: Predicate, conditions: list[Condition], sample: Sample) -> Condition:
+        """Files the predicate under the best of its conjuncts, and tells which that is."""
+        best = min(conditions, key=lambda one: _weight(one, sample)) if len(conditions) > 1 else conditions[0]
         path = best.path
-        self.gets.setdefault(path, getter(path))
+        if path not in self.gets:
+            self.gets[path] = getter(path)
         if best.kind == "range":
             self.ranges.setdefault(path, Intervals()).add(best.value.low, best.value.high, predicate)
-            return
+            return best
+        rest = [condition for condition in conditions if condition is not best]
         for bucket in self._buckets(best):
             bucket.add(predicate, rest, sample)
+        return best
 
     def _buckets(self, condition: Condition) -> list[_Bucket]:
         """The buckets of a condition, made if they are not there."""
@@ -181,13 +136,27 @@ class _Level:
                 ranges = self.ranges.get(condition.path)
                 if ranges is not None:
                     ranges.discard(predicate)
+                    if ranges.is_empty:
+                        del self.ranges[condition.path]
             else:
                 for table, key in self._tables(condition):
                     bucket = table.get(key)
                     if bucket is not None:
                         bucket.discard(predicate, rest)
-                        if not bucket.entries and bucket.below is None:
+                        if bucket.is_empty:
                             del table[key]
+        self._tidy(conditions)
+
+    def _tidy(self, conditions: list[Condition]) -> None:
+        """Fields that nobody asks for any more are not looked at any more."""
+        for path in {condition.path for condition in conditions}:
+            by_length = self.prefix.get(path)
+            if by_length is not None:
+                for length in [length for length, table in by_length.items() if not table]:
+                    del by_length[length]
+            for tables in (self.equal, self.contains, self.prefix):
+                if path in tables and not tables[path]:
+                    del tables[path]
 
     def _tables(self, condition: Condition) -> list[tuple[dict[Any, _Bucket], Any]]:
         path, value = condition.path, condition.value
@@ -221,7 +190,7 @@ class _Level:
                     if bucket is not None:
                         bucket.collect(document, found)
         for path, table in self.contains.items():
-            for element in _elements(gets[path](document)):
+            for element in elements(gets[path](document)):
                 bucket = table.get(element)
                 if bucket is not None:
                     bucket.collect(document, found)
@@ -238,34 +207,64 @@ class Index:
         self._top = _Level(0)
         self.scan: set[Predicate] = set()
         self.sample = Sample()
-        self._count = 0
+        self.kinds: Counter[str] = Counter()  # predicates by what finds them
+        self._filed: dict[Predicate, tuple[Condition, ...]] = {}
+        self._turn: Iterator[Predicate] = iter(())
+        self.refiled = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._filed)
 
-    def check_room(self, predicate: Predicate) -> None:
-        """Refuses a predicate that would have to be looked at for every change, if there are too many."""
-        if not predicate.branches and len(self.scan) >= self._scan_max and predicate not in self.scan:
-            raise TailraceError(
-                "overloaded", f"{self._scan_max} predicates of the collection are looked at for every change"
-            )
+    def has_room(self, predicate: Predicate) -> bool:
+        """Whether one more predicate may be looked at for every change, if that is what it needs."""
+        return bool(predicate.branches) or len(self.scan) < self._scan_max
 
     def add(self, predicate: Predicate) -> None:
         """In force from the next probe on. Each predicate is added once."""
         if not predicate.branches:
             self.scan.add(predicate)
-        for conditions in predicate.branches:
-            self._top.add(predicate, conditions, self.sample)
-        self._count += 1
+        filed = tuple(self._top.add(predicate, conditions, self.sample) for conditions in predicate.branches)
+        self._filed[predicate] = filed
+        self.kinds.update(condition.kind for condition in filed)
 
     def discard(self, predicate: Predicate) -> None:
         self.scan.discard(predicate)
         for conditions in predicate.branches:
             self._top.discard(predicate, conditions)
-        self._count -= 1
+        self.kinds.subtract(condition.kind for condition in self._filed.pop(predicate, ()))
 
     def probe(self, document: dict[str, Any] | None, found: set[Predicate]) -> None:
         """Adds all that may match the document."""
         if document is not None:
             found |= self.scan
             self._top.probe(document, found)
+
+    def refile(self, limit: int) -> int:
+        """Looks at some predicates, and moves those that were filed before it was known how documents are.
+
+        A predicate is moved from one bucket to another without a probe in between.
+        """
+        moved = 0
+        for _ in range(min(limit, len(self._filed))):
+            predicate = self._next()
+            if predicate is not None and self._is_misjudged(predicate):
+                self.discard(predicate)
+                self.add(predicate)
+                moved += 1
+        self.refiled += moved
+        return moved
+
+    def _next(self) -> Predicate | None:
+        try:
+            return next(self._turn)
+        except StopIteration:
+            self._turn = iter(tuple(self._filed))
+            return next(self._turn, None)
+
+    def _is_misjudged(self, predicate: Predicate) -> bool:
+        for conditions, filed in zip(predicate.branches, self._filed.get(predicate, ()), strict=False):
+            if len(conditions) > 1:
+                best = min(_weight(one, self.sample) for one in conditions)
+                if best * MISJUDGED <= _weight(filed, self.sample):
+                    return True
+        return False

@@ -8,6 +8,8 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
+# So many are looked at one by one, which is faster than any order.
+FEW_MAX: Final = 24
 _DOUBLE: Final = struct.Struct(">d")
 _BITS: Final = struct.Struct(">Q")
 _SIGN: Final = 1 << 63
@@ -30,6 +32,48 @@ class _Cell(Generic[T]):
 
 
 class Intervals(Generic[T]):
+    """A list of intervals as long as they are few, then a tree of them."""
+
+    __slots__ = ("_few", "_tree")
+
+    def __init__(self) -> None:
+        self._few: list[tuple[float, float, T]] = []
+        self._tree: Tree[T] | None = None
+
+    def __len__(self) -> int:
+        return len(self._few) if self._tree is None else len(self._tree)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._few if self._tree is None else self._tree.is_empty
+
+    def add(self, low: float, high: float, item: T) -> None:
+        if not low <= high:
+            return  # nothing is in it
+        if self._tree is not None:
+            self._tree.add(low, high, item)
+            return
+        self._few.append((low, high, item))
+        if len(self._few) > FEW_MAX:
+            self._tree = Tree()
+            for known in self._few:
+                self._tree.add(*known)
+            self._few = []
+
+    def discard(self, item: T) -> None:
+        if self._tree is not None:
+            self._tree.discard(item)
+        else:
+            self._few = [known for known in self._few if known[2] != item]
+
+    def holding(self, number: float) -> list[T]:
+        """Every interval with this number between its ends, the ends included."""
+        if self._tree is None:
+            return [item for low, high, item in self._few if low <= number <= high]
+        return self._tree.holding(number)
+
+
+class Tree(Generic[T]):
     """An interval tree over all doubles: each interval lies in the smallest cell that holds it whole."""
 
     __slots__ = ("_cells", "_levels", "_places", "_serial")
@@ -43,10 +87,12 @@ class Intervals(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._places
+
     def add(self, low: float, high: float, item: T) -> None:
         first, last = rank(low), rank(high)
-        if first > last:
-            return  # nothing is in it
         self._serial += 1
         level = (first ^ last).bit_length()
         key = (level, first >> level)
@@ -72,7 +118,6 @@ class Intervals(Generic[T]):
                 del self._levels[level]
 
     def holding(self, number: float) -> list[T]:
-        """Every interval with this number between its ends, the ends included."""
         if number != number:
             return []
         point = rank(number)

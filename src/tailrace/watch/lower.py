@@ -10,7 +10,8 @@ A closure takes the flat document and the element that a quantifier looks at. An
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, Final, cast
 
 from tailrace.watch import values
@@ -30,9 +31,7 @@ from tailrace.watch.syntax import (
     flatten,
     path_of,
 )
-from tailrace.watch.values import CostError, EvaluationError
-
-STEPS_MAX: Final = 10_000
+from tailrace.watch.values import STEPS_MAX, CostError, EvaluationError
 
 Value = Callable[[Any, Any], Any]
 Truth = Callable[[Any], bool]
@@ -102,8 +101,9 @@ def _any_of(parts: list[Truth]) -> Truth:
     return lambda doc: any(part(doc) for part in parts)
 
 
+@lru_cache(4096)
 def getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
-    """The field of a document, or `MISSING`."""
+    """The field of a document, or `MISSING`. One for all who ask for it."""
     if len(path) == 1:
         name = path[0]
         return lambda doc: doc.get(name, _MISSING)
@@ -295,26 +295,26 @@ def _index(first: Value, second: Value) -> Value:
     return index
 
 
+def _absorbed(calls: Iterable[tuple[Value, Any]], d: Any, absorbing: bool) -> bool:
+    """AND and OR over any number of parts: the absorbing value decides even if others are errors."""
+    failed = False
+    for part, x in calls:
+        try:
+            found = part(d, x)
+        except EvaluationError:
+            failed = True
+            continue
+        if found is absorbing:
+            return absorbing
+        if type(found) is not bool:
+            failed = True
+    if failed:
+        raise EvaluationError
+    return not absorbing
+
+
 def _logic(first: Value, second: Value, absorbing: bool) -> Value:
-    """AND and OR: the absorbing value decides even if the other side is an error."""
-
-    def decide(d: Any, x: Any) -> bool:
-        failed = False
-        for part in (first, second):
-            try:
-                found = part(d, x)
-            except EvaluationError:
-                failed = True
-                continue
-            if found is absorbing:
-                return absorbing
-            if type(found) is not bool:
-                failed = True
-        if failed:
-            raise EvaluationError
-        return not absorbing
-
-    return decide
+    return lambda d, x: _absorbed(((first, x), (second, x)), d, absorbing)
 
 
 def _choice(condition: Value, then: Value, otherwise: Value) -> Value:
@@ -341,8 +341,9 @@ def _count(node: Node) -> int:
     return 1 + sum(_count(child) for child in children(node))
 
 
-def _quantified(node: Quantified) -> Value:
-    over, condition = value(node.range), value(node.condition)
+def _elements(node: Quantified) -> Value:
+    """What a quantifier goes through, if that is not too much."""
+    over = value(node.range)
     items_max = STEPS_MAX // _count(node.condition)
 
     def elements(d: Any, x: Any) -> Any:
@@ -352,6 +353,23 @@ def _quantified(node: Quantified) -> Value:
         if values.size(found) > items_max:
             raise CostError
         return found
+
+    return elements
+
+
+def guards(node: Node) -> list[Value]:
+    """For expressions that the library runs: what its quantifiers go through, as far as that can be told."""
+    found = [guard for child in children(node) for guard in guards(child)]
+    if isinstance(node, Quantified):
+        try:
+            found.append(_elements(node))
+        except NotLoweredError:
+            pass
+    return found
+
+
+def _quantified(node: Quantified) -> Value:
+    elements, condition = _elements(node), value(node.condition)
 
     if node.quantifier == "exists_one":
 
@@ -366,21 +384,4 @@ def _quantified(node: Quantified) -> Value:
 
         return exists_one
     absorbing = node.quantifier == "exists"
-
-    def quantified(d: Any, x: Any) -> bool:
-        failed = False
-        for item in elements(d, x):
-            try:
-                found = condition(d, item)
-            except EvaluationError:
-                failed = True
-                continue
-            if found is absorbing:
-                return absorbing
-            if type(found) is not bool:
-                failed = True
-        if failed:
-            raise EvaluationError
-        return not absorbing
-
-    return quantified
+    return lambda d, x: _absorbed(((condition, item) for item in elements(d, x)), d, absorbing)

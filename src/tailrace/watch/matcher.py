@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
+from tailrace import __version__
 from tailrace.watch.change import Change
 from tailrace.watch.index import Index
-from tailrace.watch.predicate import Predicate
+from tailrace.watch.predicate import SEMANTICS, Predicate
 from tailrace.watch.values import CostError
 
 S = TypeVar("S")
 
 EventOp = Literal["insert", "update", "delete"]
+# The part behind the plus sign changes only when the meaning of expressions does.
+VERSION: Final = f"{__version__}+{hashlib.sha256(SEMANTICS.encode()).hexdigest()[:4]}"
 
 
 class Interest:
@@ -64,41 +68,63 @@ class Matcher(Generic[S]):
 
     def __init__(self, scan_max: int) -> None:
         self.index = Index(scan_max)
-        self._shared: dict[bytes, _Shared[S]] = {}
+        self._shared: dict[Predicate, _Shared[S]] = {}
+        self._by_hash: dict[bytes, Predicate] = {}
         self.candidates = 0
         self.hits = 0
+        self.fallbacks = 0  # evaluations by the library
 
     def __len__(self) -> int:
         return len(self._shared)
 
+    def counts(self) -> tuple[int, int, int]:
+        return self.candidates, self.hits, self.fallbacks
+
+    def has_room(self, predicate: Predicate) -> bool:
+        return predicate.hash in self._by_hash or self.index.has_room(predicate)
+
     def add(self, interest: Interest, subscriber: S) -> None:
         key = interest.whole.hash
-        shared = self._shared.get(key)
-        if shared is None:
-            self.index.add(interest.whole)
-            shared = self._shared[key] = _Shared(interest)
-        shared.subscribers.add(subscriber)
+        known = self._by_hash.get(key)
+        if known is None:
+            known = self._by_hash[key] = interest.whole
+            self.index.add(known)
+            self._shared[known] = _Shared(interest)
+        self._shared[known].subscribers.add(subscriber)
 
     def discard(self, interest: Interest, subscriber: S) -> None:
-        shared = self._shared.get(interest.whole.hash)
-        if shared is None:
+        known = self._by_hash.get(interest.whole.hash)
+        if known is None:
             return
+        shared = self._shared[known]
         shared.subscribers.discard(subscriber)
         if not shared.subscribers:
-            self.index.discard(shared.interest.whole)
-            del self._shared[interest.whole.hash]
+            self.index.discard(known)
+            del self._shared[known]
+            del self._by_hash[known.hash]
 
-    def matches(self, change: Change, too_costly: set[S]) -> Iterator[Match[S]]:
-        """Every match; those whose predicate took too many steps are added to `too_costly`."""
+    def _found(self, change: Change) -> set[Predicate]:
         found: set[Predicate] = set()
         before, after = change.before, change.after
         self.index.probe(before, found)
-        self.index.probe(after, found)
+        if after is not before:
+            self.index.probe(after, found)
+        return found
+
+    def candidates_of(self, change: Change) -> list[Interest]:
+        """What the index finds, without deciding anything."""
+        return [self._shared[predicate].interest for predicate in self._found(change)]
+
+    def matches(self, change: Change, too_costly: set[S]) -> Iterator[Match[S]]:
+        """Every match; those whose predicate took too many steps are added to `too_costly`."""
+        found, after = self._found(change), change.after
         if after is not None:
             self.index.sample.add(after)
         self.candidates += len(found)
+        shared_by = self._shared
         for predicate in found:
-            shared = self._shared[predicate.hash]
+            shared = shared_by[predicate]
+            self.fallbacks += predicate.fallback
             try:
                 event = shared.interest.event(change)
             except CostError:

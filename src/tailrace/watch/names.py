@@ -78,3 +78,28 @@ def stream_of(database: str, collection: str, partition: int) -> str:
 
 def collections_of(database: str) -> str:
     return f"{COLLECTIONS}{database}"
+
+
+class PartitionPatterns:
+    """How many partitions new collections get, by their path: `rooms/*/messages=1, logs=64`."""
+
+    def __init__(self, text: str, default: int) -> None:
+        self._default = default
+        self._patterns: list[tuple[list[str], int]] = []
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            pattern, _, count = item.partition("=")
+            if not count.strip().isdecimal() or not 1 <= int(count) <= PARTITIONS_MAX:
+                raise TailraceError(
+                    "invalid_request",
+                    f"watch_partition_patterns: {item!r} is no path with =1 to ={PARTITIONS_MAX}",
+                )
+            self._patterns.append((pattern.strip().split("/"), int(count)))
+
+    def __call__(self, collection: str) -> int:
+        segments = collection.split("/")
+        for pattern, count in self._patterns:
+            if len(pattern) == len(segments) and all(
+                one in ("*", segment) for one, segment in zip(pattern, segments, strict=True)
+            ):
+                return count
+        return self._default

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from tailrace.watch.cel import Program
-from tailrace.watch.lower import NotLoweredError, Truth, truth
+from tailrace.watch.lower import NotLoweredError, Truth, guards, truth
 from tailrace.watch.syntax import Call, Const, Node, Select, both, constant, flatten, path_of, text
+from tailrace.watch.values import CostError, EvaluationError
 
 # Moves when the meaning of expressions does; part of every hash of a query.
 SEMANTICS: Final = "1"
@@ -147,10 +148,11 @@ class Predicate:
             truths.append(lambda doc: doc["id"] in documents)
         for part in parts:
             try:
-                truths.append(truth(part.node))
+                holds = truth(part.node)
             except NotLoweredError:
                 self.fallback = True
-                truths.append(_by_library(part))
+                holds = _by_library(part)
+            truths.append(holds if part.variables is None else _denying(holds))
         self.matches: Truth = _all(truths)
         self.branches = self._branches(nodes, documents)
 
@@ -169,10 +171,31 @@ class Predicate:
         return []
 
 
+def _denying(holds: Truth) -> Truth:
+    """A rule that takes too many steps says no; a query that does has no result at all."""
+
+    def allows(doc: Any) -> bool:
+        try:
+            return holds(doc)
+        except CostError:
+            return False
+
+    return allows
+
+
 def _by_library(part: Part) -> Truth:
-    program, variables = part.program, part.variables or {}
+    program, variables, checks = part.program, part.variables or {}, guards(part.node)
     assert program is not None, "what cannot be lowered came as text"
-    return lambda doc: program.holds(doc=doc, **variables)
+
+    def holds(doc: Any) -> bool:
+        for check in checks:
+            try:
+                check(doc, None)
+            except EvaluationError:
+                continue  # which the library finds, too
+        return program.holds(doc=doc, **variables)
+
+    return holds
 
 
 def _all(truths: list[Truth]) -> Truth:

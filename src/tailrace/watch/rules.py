@@ -26,6 +26,8 @@ from tailrace.watch.values import CostError
 
 Auth = dict[str, Any]
 NOBODY: Final[Auth] = {}
+# Claims that differ from one token to the next of the same person.
+_OF_THE_TOKEN: Final = frozenset({"exp", "iat", "nbf", "jti"})
 
 
 class Rule:
@@ -46,11 +48,16 @@ class Rule:
         except CostError:
             return False
 
-    def digest(self, auth: Auth) -> bytes:
-        """Changes when anything does that the rule could see of the asker."""
-        seen = [auth] if _mentions(self._node, REQUEST) else []
-        raw = orjson.dumps([self.source, seen], option=orjson.OPT_SORT_KEYS)
-        return hashlib.sha256(raw).digest()
+    def meaning(self, auth: Auth) -> bytes:
+        """What the rule comes to for a reader. A token that was only renewed comes to the same."""
+        claims = cast("dict[str, Any]", auth.get("claims", {}))
+        left_out = {name for name in _OF_THE_TOKEN if name not in self.source}
+        seen = {**auth, "claims": {name: claims[name] for name in claims.keys() - left_out}}
+        part = self.part_for(seen, "read")
+        # What could not be worked out beforehand may look at anything.
+        rest = seen if _mentions(part.node, REQUEST) else {}
+        raw = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(Predicate([part]).hash + raw).digest()[:16]
 
 
 def _mentions(node: Node, name: str) -> bool:

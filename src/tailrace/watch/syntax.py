@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -140,31 +141,48 @@ def both(nodes: list[Node]) -> Node:
     return found
 
 
-def text(node: Node) -> str:
+def shape(node: Node) -> str:
+    """The canonical form with a question mark for each value: what is asked, not for whom or for how much."""
+    return text(node, _hidden)
+
+
+def _said(node: Const) -> str:
+    value = orjson.dumps(node.value, option=orjson.OPT_SORT_KEYS).decode()
+    return f"{value}u" if node.kind == "uint" else value
+
+
+def _hidden(_: Const) -> str:
+    return "?"
+
+
+def text(node: Node, said: Callable[[Const], str] = _said) -> str:
     """A canonical form: equal texts mean equal values on every document.
 
     Operands of AND and OR are sorted and said once; a constant stands on the right of a comparison.
     """
     if isinstance(node, Const):
-        value = orjson.dumps(node.value, option=orjson.OPT_SORT_KEYS).decode()
-        return f"{value}u" if node.kind == "uint" else value
+        return said(node)
+
+    def inner(child: Node) -> str:
+        return text(child, said)
+
     if isinstance(node, Ident):
         return node.name
     if isinstance(node, Select):
-        name = f"({text(node.operand)})[{orjson.dumps(node.field).decode()}]"
+        name = f"({inner(node.operand)})[{orjson.dumps(node.field).decode()}]"
         return f"has{name}" if node.test else name
     if isinstance(node, Items):
-        return "[" + ",".join(map(text, node.items)) + "]"
+        return "[" + ",".join(map(inner, node.items)) + "]"
     if isinstance(node, Entries):
-        return "{" + ",".join(f"{text(key)}:{text(value)}" for key, value in node.entries) + "}"
+        return "{" + ",".join(f"{inner(key)}:{inner(value)}" for key, value in node.entries) + "}"
     if isinstance(node, Quantified):
-        return f"{node.quantifier}({text(node.range)},{node.variable},{text(node.condition)})"
+        return f"{node.quantifier}({inner(node.range)},{node.variable},{inner(node.condition)})"
     if node.function in ("_&&_", "_||_"):
-        parts = sorted({text(part) for part in flatten(node, node.function)})
+        parts = sorted({inner(part) for part in flatten(node, node.function)})
         return f"{node.function}({','.join(parts)})" if len(parts) > 1 else f"bool({parts[0]})"
     args = node.args
     if node.function == "_[_]" and _is_text(args[1]):
-        return f"({text(args[0])})[{text(args[1])}]"  # `a["b"]` is `a.b`
+        return f"({inner(args[0])})[{inner(args[1])}]"  # `a["b"]` is `a.b`
     if node.function in FLIPPED and isinstance(args[0], Const) and not isinstance(args[1], Const):
-        return f"{FLIPPED[node.function]}({text(args[1])},{text(args[0])})"
-    return f"{node.function}({','.join(map(text, args))})"
+        return f"{FLIPPED[node.function]}({inner(args[1])},{inner(args[0])})"
+    return f"{node.function}({','.join(map(inner, args))})"

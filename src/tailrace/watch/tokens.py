@@ -1,4 +1,8 @@
-"""Resume tokens and tickets: opaque to clients, signed, good for exactly what they were made for."""
+"""Resume tokens and tickets: opaque to clients, signed, good for exactly what they were made for.
+
+Keys change. The newest signs; the ones before it still verify for a while, so that nobody who was away for a
+day has to begin again because of it. A token names its key by a number of one byte.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,18 @@ import base64
 import binascii
 import hashlib
 import hmac
+import secrets
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 import msgspec
 
 MAC_BYTES: Final = 16
-TOKEN_CHARS_MAX: Final = 8192
+KEY_BYTES: Final = 32
+KEYS_MAX: Final = 8  # of those that are kept, whatever their age
+TOKEN_CHARS_MAX: Final = 64 * 1024
+_POSITION: Final = b"position:"
+_TICKET: Final = b"ticket:"
 T = TypeVar("T")
 
 
@@ -38,46 +48,100 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     request: bytes
 
 
+class Key(msgspec.Struct, frozen=True, array_like=True):
+    """One key: from `since_ms` on it signed, until the next one did."""
+
+    id: int  # 0 to 255, round and round
+    secret: bytes
+    since_ms: int
+
+
+class KeyRing(msgspec.Struct, frozen=True, array_like=True):
+    """All keys that are still good, the newest last."""
+
+    keys: tuple[Key, ...]
+
+    @classmethod
+    def first(cls, now_ms: int) -> KeyRing:
+        return cls((Key(0, secrets.token_bytes(KEY_BYTES), now_ms),))
+
+    def is_due(self, now_ms: int, life_ms: int) -> bool:
+        return now_ms - self.keys[-1].since_ms >= life_ms
+
+    def rotated(self, now_ms: int, verify_ms: int) -> KeyRing:
+        """With a new key in front of those that stopped signing less than `verify_ms` ago."""
+        newest = self.keys[-1]
+        fresh = Key((newest.id + 1) % 256, secrets.token_bytes(KEY_BYTES), now_ms)
+        # A key stopped to sign when the one behind it began.
+        ended = [later.since_ms for later in (*self.keys[1:], fresh)]
+        kept = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
+        return KeyRing((*kept[-(KEYS_MAX - 1) :], fresh))
+
+    def good(self, key_id: int, now_ms: int, verify_ms: int) -> Key | None:
+        """The key of this number, unless it has stopped signing too long ago."""
+        for place, key in enumerate(self.keys):
+            if key.id == key_id:
+                later = self.keys[place + 1 :]
+                return key if not later or now_ms - later[0].since_ms < verify_ms else None
+        return None
+
+
+def encode_ring(ring: KeyRing) -> bytes:
+    return msgspec.msgpack.encode(ring)
+
+
+def decode_ring(raw: bytes) -> KeyRing:
+    return msgspec.msgpack.decode(raw, type=KeyRing)
+
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Signer:
-    """One key for every gateway; kind by kind, so that no token passes for a ticket."""
+    """One ring of keys for everybody who signs; kind by kind, so that no token passes for a ticket."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def _mac(self, kind: bytes, raw: bytes) -> bytes:
-        return hmac.digest(self._key, kind + raw, hashlib.sha256)[:MAC_BYTES]
+    def __init__(self, ring: KeyRing, verify_ms: int, now_ms: Callable[[], int]) -> None:
+        self.ring = ring
+        self._verify_ms = verify_ms
+        self._now_ms = now_ms
 
     def position(self, position: Position) -> str:
-        return self._sign(b"position:", position)
+        return self.sign(_POSITION, position)
 
     def read_position(self, token: object) -> Position | None:
         """None for whatever this server did not sign."""
-        return self._read(b"position:", token, Position)
+        return self.read(_POSITION, token, Position)
 
     def ticket(self, ticket: Ticket) -> str:
-        return self._sign(b"ticket:", ticket)
+        return self.sign(_TICKET, ticket)
 
     def read_ticket(self, token: object) -> Ticket | None:
-        return self._read(b"ticket:", token, Ticket)
+        return self.read(_TICKET, token, Ticket)
 
-    def _sign(self, kind: bytes, value: object) -> str:
-        raw = _encode(value)
-        return base64.urlsafe_b64encode(raw + self._mac(kind, raw)).rstrip(b"=").decode()
+    def sign(self, kind: bytes, value: object) -> str:
+        key = self.ring.keys[-1]
+        raw = bytes((key.id,)) + _encode(value)
+        return base64.urlsafe_b64encode(raw + _mac(key.secret, kind, raw)).rstrip(b"=").decode()
 
-    def _read(self, kind: bytes, token: object, form: type[T]) -> T | None:
-        if not isinstance(token, str) or len(token) > TOKEN_CHARS_MAX * 8:
+    def read(self, kind: bytes, token: object, form: type[T]) -> T | None:
+        """What was signed as this kind; None for everything else."""
+        if not isinstance(token, str) or len(token) > TOKEN_CHARS_MAX:
             return None
         try:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             return None
+        if len(raw) <= 1 + MAC_BYTES:
+            return None
         body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(kind, body)):
+        key = self.ring.good(body[0], self._now_ms(), self._verify_ms)
+        if key is None or not hmac.compare_digest(mac, _mac(key.secret, kind, body)):
             return None
         try:
-            return msgspec.msgpack.decode(body, type=form)
+            return msgspec.msgpack.decode(body[1:], type=form)
         except msgspec.MsgspecError:
             return None
+
+
+def _mac(secret: bytes, kind: bytes, raw: bytes) -> bytes:
+    return hmac.digest(secret, kind + raw, hashlib.sha256)[:MAC_BYTES]

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 INT_MIN: Final = -(2**63)
 INT_MAX: Final = 2**63 - 1
+STEPS_MAX: Final = 10_000  # on one document
 
 
 class EvaluationError(Exception):
@@ -19,6 +20,12 @@ class CostError(Exception):
     """The expression took more steps than one may; that is not the same as not matching."""
 
 
+def _afford(steps: int) -> None:
+    """What goes through a list or a map of a document takes a step for each of its values."""
+    if steps > STEPS_MAX:
+        raise CostError
+
+
 def equal(one: Any, other: Any) -> bool:
     """`==`: across kinds false, numbers by value, lists and maps element by element."""
     kind: type[Any] = type(one)
@@ -27,11 +34,13 @@ def equal(one: Any, other: Any) -> bool:
         if kind is list:
             if len(one) != len(other):
                 return False
+            _afford(len(one))
             return all(map(equal, one, other))
         if kind is dict:
             mine, theirs = cast("dict[Any, Any]", one), cast("dict[Any, Any]", other)
             if len(mine) != len(theirs):
                 return False
+            _afford(len(mine))
             return all(key in theirs and equal(value, theirs[key]) for key, value in mine.items())
         return one == other
     if kind is int and kind_other is float:
@@ -61,6 +70,7 @@ def contained(value: Any, container: Any) -> bool:
     """`in`: an element of a list, or a key of a map."""
     kind: type[Any] = type(container)
     if kind is list:
+        _afford(len(container))
         return any(equal(value, item) for item in container)
     if kind is dict:
         if type(value) is str:

@@ -17,7 +17,7 @@ import apsw
 
 logger = logging.getLogger("tailrace.watch")
 
-VERSION: Final = 1
+VERSION: Final = 2
 READERS_KEPT: Final = 8
 
 _SCHEMA: Final = """
@@ -28,11 +28,15 @@ CREATE TABLE collections(
 CREATE TABLE positions(
     collection INTEGER NOT NULL, partition INTEGER NOT NULL, seq INTEGER NOT NULL,
     PRIMARY KEY(collection, partition)) WITHOUT ROWID;
+CREATE TABLE purged(
+    collection INTEGER NOT NULL, partition INTEGER NOT NULL, version INTEGER NOT NULL, seq INTEGER NOT NULL,
+    PRIMARY KEY(collection, partition)) WITHOUT ROWID;
 CREATE TABLE documents(
     collection INTEGER NOT NULL, id TEXT NOT NULL, partition INTEGER NOT NULL, seq INTEGER NOT NULL,
     version INTEGER NOT NULL, created_ms INTEGER NOT NULL, updated_ms INTEGER NOT NULL,
     deleted INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE(collection, id));
 CREATE INDEX documents_by_seq ON documents(collection, partition, seq);
+CREATE INDEX tombstones ON documents(collection, updated_ms) WHERE deleted=1;
 CREATE TABLE writes(
     collection INTEGER NOT NULL, write_id TEXT NOT NULL, at_ms INTEGER NOT NULL, place INTEGER NOT NULL,
     id TEXT NOT NULL, version INTEGER NOT NULL, op TEXT NOT NULL,
@@ -43,9 +47,20 @@ _FIND: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, de
 FROM documents WHERE collection=? AND id=?"""
 _AFTER: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id>? AND deleted=0 ORDER BY id LIMIT ?"""
+_ALL: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND id>? ORDER BY id LIMIT ?"""
+_BY_SEQ: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
+FROM documents WHERE collection=? AND partition=? AND seq>? ORDER BY seq LIMIT ?"""
+_CHANGED: Final = """SELECT id, seq, updated_ms
+FROM documents WHERE collection=? AND partition=? AND seq>? ORDER BY seq LIMIT ?"""
+_UP_TO: Final = """SELECT seq, updated_ms
+FROM documents WHERE collection=? AND partition=? AND seq<=? ORDER BY seq DESC LIMIT 1"""
+_OVER: Final = """SELECT id, partition, version, seq FROM documents
+WHERE collection=? AND deleted=1 AND updated_ms<? ORDER BY updated_ms LIMIT ?"""
 _FORGET: Final = (
     "DELETE FROM documents WHERE collection=?",
     "DELETE FROM positions WHERE collection=?",
+    "DELETE FROM purged WHERE collection=?",
     "DELETE FROM writes WHERE collection=?",
     "DELETE FROM collections WHERE number=?",
 )
@@ -87,6 +102,16 @@ class WriteRow(NamedTuple):
     op: str
 
 
+class Purged(NamedTuple):
+    """The highest version and the last change among the tombstones of a partition that were given up."""
+
+    version: int
+    seq: int
+
+
+NOTHING_PURGED: Final = Purged(0, 0)
+
+
 def _row(found: tuple[object, ...]) -> Row:
     return Row(*cast("tuple[str, int, int, int, int, int, int, bytes]", found))
 
@@ -111,10 +136,58 @@ class Moment:
         """Living documents in the order of their ids."""
         return [_row(found) for found in self._execute(_AFTER, (collection, after, limit))]
 
+    def rows_after(self, collection: int, after: str, limit: int) -> list[Row]:
+        """All there is, tombstones included, in the order of the ids."""
+        return [_row(found) for found in self._execute(_ALL, (collection, after, limit))]
+
     def documents_named(self, collection: int, ids: Iterable[str]) -> list[Row]:
         found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
         rows = [_row(row) for row in found if row is not None]
         return [row for row in rows if not row.deleted]
+
+    def rows_after_seq(self, collection: int, partition: int, seq: int, limit: int) -> list[Row]:
+        """Rows of a partition in the order of their last change, tombstones included."""
+        return [_row(found) for found in self._execute(_BY_SEQ, (collection, partition, seq, limit))]
+
+    def changed_after(
+        self, collection: int, partition: int, seq: int, limit: int
+    ) -> list[tuple[str, int, int]]:
+        """Id, number and time of the last change of each document behind `seq`, tombstones included."""
+        found = self._execute(_CHANGED, (collection, partition, seq, limit))
+        return [cast("tuple[str, int, int]", row) for row in found]
+
+    def last_before(self, collection: int, partition: int, before_ms: int, tail: int) -> int:
+        """A number such that every document whose last change is behind it changed at `before_ms` or later.
+
+        Times do not go back within a partition, so that it can be searched for.
+        """
+        low, high = 0, tail
+        while low < high:
+            middle = (low + high + 1) // 2
+            found = self._execute(_UP_TO, (collection, partition, middle)).fetchone()
+            if found is None or cast("int", found[1]) < before_ms:
+                low = middle
+            else:
+                high = cast("int", found[0]) - 1
+        return low
+
+    def positions(self, number: int, partitions: int) -> list[int]:
+        """How far each partition was read."""
+        found = [0] * partitions
+        for partition, seq in self._execute(
+            "SELECT partition, seq FROM positions WHERE collection=?", (number,)
+        ):
+            found[cast("int", partition)] = cast("int", seq)
+        return found
+
+    def purged(self, number: int, partitions: int) -> list[Purged]:
+        """What is left of the tombstones that were given up, by partition."""
+        found = [NOTHING_PURGED] * partitions
+        for partition, version, seq in self._execute(
+            "SELECT partition, version, seq FROM purged WHERE collection=?", (number,)
+        ):
+            found[cast("int", partition)] = Purged(cast("int", version), cast("int", seq))
+        return found
 
 
 class View:
@@ -182,14 +255,13 @@ class View:
         for statement in _FORGET:
             self._execute(statement, (number,))
 
+    def keep_as(self, number: int, generation: int) -> None:
+        """The same documents in another generation."""
+        self._execute("UPDATE collections SET generation=? WHERE number=?", (generation, number))
+
     def positions(self, number: int, partitions: int) -> list[int]:
         """How far each partition was read."""
-        found = [0] * partitions
-        for partition, seq in self._execute(
-            "SELECT partition, seq FROM positions WHERE collection=?", (number,)
-        ):
-            found[cast("int", partition)] = cast("int", seq)
-        return found
+        return self.now.positions(number, partitions)
 
     def count(self, number: int) -> int:
         """Living documents."""
@@ -248,6 +320,26 @@ class View:
         if added:
             execute("UPDATE collections SET documents=documents+? WHERE number=?", (added, number))
 
+    def purge(self, number: int, before_ms: int, limit: int) -> int:
+        """Gives up older tombstones; what has to be known of them stays. Tells how many there were."""
+        execute = self._execute
+        with self.writing():
+            found = execute(_OVER, (number, before_ms, limit)).fetchall()
+            for document_id, partition, version, seq in found:
+                execute("DELETE FROM documents WHERE collection=? AND id=?", (number, document_id))
+                self.note_purged(
+                    number, cast("int", partition), Purged(cast("int", version), cast("int", seq))
+                )
+        return len(found)
+
+    def note_purged(self, number: int, partition: int, purged: Purged) -> None:
+        """Inside `writing`."""
+        self._execute(
+            "INSERT INTO purged VALUES(?, ?, ?, ?) ON CONFLICT(collection, partition) DO UPDATE SET"
+            " version=max(version, excluded.version), seq=max(seq, excluded.seq)",
+            (number, partition, *purged),
+        )
+
     def forget_writes(self, before_ms: int) -> None:
         self._execute("DELETE FROM writes WHERE at_ms<?", (before_ms,))
 
@@ -266,3 +358,15 @@ class View:
                 self._free.append((connection, execute))
             else:
                 connection.close()
+
+
+@contextmanager
+def reading(path: Path) -> Generator[Moment]:
+    """A moment of its own for a thread of its own: copies of whole collections take a while."""
+    connection, execute = _open(path)
+    try:
+        execute("BEGIN")
+        execute("SELECT 1 FROM collections").fetchone()
+        yield Moment(execute)
+    finally:
+        connection.close()

@@ -21,6 +21,8 @@ from tailrace.api.openapi.parts import (
     request,
     schema,
 )
+from tailrace.api.openapi.watch_jobs import watch_job_paths
+from tailrace.api.openapi.watch_sources import watch_source_paths
 
 TAG: Final = "watch"
 _DB: Final = param("path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"})
@@ -35,6 +37,7 @@ _WRITE_ID: Final = param(
 _IF_MATCH: Final = param("header", "If-Match", "The version it has to have, in quotes, or `*`.")
 _IF_NONE: Final = param("header", "If-None-Match", "`*`: only if it does not exist.", {"const": "*"})
 _RULE: Final[Json] = {"type": ["string", "null"], "maxLength": 4096}
+_WINDOW: Final[Json] = {"type": ["string", "null"], "pattern": "^(0|[1-9][0-9]{0,8})[smhd]?$"}
 _VALUE: Final[Json] = {"type": ["null", "boolean", "number", "string", "array"]}
 _OP: Final[Json] = {"enum": ["==", "!=", ">", ">=", "<", "<=", "in", "contains"]}
 _ERROR: Final[Json] = {"type": "object"}
@@ -94,15 +97,40 @@ SCHEMAS: Final[Json] = {
             "positions": array(COUNT),
         }
     ),
+    "DatabaseStatus": obj(
+        {
+            "database": STRING,
+            "connections": COUNT,
+            "watermark": {"type": "number"},
+            "collections": array(
+                obj(
+                    {
+                        "collection": STRING,
+                        "state": {"enum": ["live", "loading", "lagging", "stale"]},
+                        "targets": {"type": "object"},
+                        "burn": {"type": "object"},
+                        "reason": STRING,
+                        **counts("generation", "documents", "lag", "subscriptions", "predicates"),
+                    }
+                )
+            ),
+        }
+    ),
     "Collection": obj(
         {
             "collection": STRING,
             "database": STRING,
-            "source": {"const": "native"},
-            "state": {"enum": ["live"]},
+            "source": STRING,
+            "state": {"enum": ["live", "loading", "lagging", "stale"]},
+            "view": {"const": "full"},
+            "storeBefore": {"const": True},
+            "retention": STRING,
+            "tombstoneTtl": STRING,
             "positions": array(COUNT),
+            "lag": array(COUNT),
             "readRule": _RULE,
             "writeRule": _RULE,
+            "slo": {"type": ["object", "null"]},
             **counts("partitions", "generation", "ruleVersion", "documents"),
         }
     ),
@@ -110,54 +138,85 @@ SCHEMAS: Final[Json] = {
 
 
 def watch_paths() -> Json:
-    return _realtime() | {
-        "/v1/databases/{db}": {"parameters": [_DB], "put": _create_database()},
-        "/v1/databases/{db}/collections/{collection}": {
-            "parameters": [_DB, _COLLECTION],
-            "get": operation(
-                "getCollection",
-                TAG,
-                "What is set about a collection, and how far it is",
-                {"200": answer("The collection.", schema("Collection"))},
-                (404,),
-                scope="read",
-            ),
-            "put": _put_collection(),
-        },
-        "/v1/databases/{db}/docs/{path}": _document(),
-        "/v1/databases/{db}/batch": {
-            "parameters": [_DB],
-            "post": operation(
-                "writeDocuments",
-                TAG,
-                "Write several documents with one commit",
-                {"200": answer("What became of each.", schema("DocumentResults"))},
-                (404, 409, 415, 429, 501, 507),
-                scope="write",
-                parameters=[_WRITE_ID],
-                body=request(
-                    schema("DocumentBatch"),
-                    {"atomic": True, "writes": [{"op": "put", "path": "orders/o-1", "data": {"total": 5}}]},
-                    "The writes, in order.",
+    return (
+        _realtime()
+        | watch_job_paths(_DB)
+        | watch_source_paths(_DB)
+        | {
+            "/v1/databases/{db}": {"parameters": [_DB], "put": _create_database()},
+            "/v1/databases/{db}/collections/{collection}": _collection(),
+            "/v1/databases/{db}/status": {
+                "parameters": [_DB],
+                "get": operation(
+                    "getDatabaseStatus",
+                    TAG,
+                    "How the collections of a database do, and why",
+                    {"200": answer("The database.", schema("DatabaseStatus"))},
+                    (404,),
+                    scope="read",
                 ),
-            ),
-        },
-        "/v1/databases/{db}/query": {
-            "parameters": [_DB],
-            "post": operation(
-                "queryDocuments",
-                TAG,
-                "Documents that match now",
-                {"200": answer("A page of them.", schema("DocumentPage"))},
-                (404, 415, 429, 501),
-                scope="read",
-                body=request(
-                    schema("DocumentQuery"),
-                    {"collection": "orders", "where": "doc.total > 3", "limit": 10},
-                    "What to look for.",
+            },
+            "/v1/databases/{db}/docs/{path}": _document(),
+            "/v1/databases/{db}/batch": {
+                "parameters": [_DB],
+                "post": operation(
+                    "writeDocuments",
+                    TAG,
+                    "Write several documents with one commit",
+                    {"200": answer("What became of each.", schema("DocumentResults"))},
+                    (404, 409, 415, 429, 501, 507),
+                    scope="write",
+                    parameters=[_WRITE_ID],
+                    body=request(
+                        schema("DocumentBatch"),
+                        {
+                            "atomic": True,
+                            "writes": [{"op": "put", "path": "orders/o-1", "data": {"total": 5}}],
+                        },
+                        "The writes, in order.",
+                    ),
                 ),
-            ),
-        },
+            },
+            "/v1/databases/{db}/query": {
+                "parameters": [_DB],
+                "post": operation(
+                    "queryDocuments",
+                    TAG,
+                    "Documents that match now",
+                    {"200": answer("A page of them.", schema("DocumentPage"))},
+                    (404, 415, 429, 501),
+                    scope="read",
+                    body=request(
+                        schema("DocumentQuery"),
+                        {"collection": "orders", "where": "doc.total > 3", "limit": 10},
+                        "What to look for.",
+                    ),
+                ),
+            },
+        }
+    )
+
+
+def _collection() -> Json:
+    return {
+        "parameters": [_DB, _COLLECTION],
+        "get": operation(
+            "getCollection",
+            TAG,
+            "What is set about a collection, and how far it is",
+            {"200": answer("The collection.", schema("Collection"))},
+            (404,),
+            scope="read",
+        ),
+        "put": _put_collection(),
+        "delete": operation(
+            "deleteCollection",
+            TAG,
+            "Delete a collection with all its documents and changes",
+            {"204": answer("It is gone.")},
+            (404, 409, 429, 507),
+            scope="manage",
+        ),
     }
 
 
@@ -242,6 +301,23 @@ def _put_collection() -> Json:
             "source": {"const": "native"},
             "readRule": _RULE,
             "writeRule": _RULE,
+            "replication": {
+                "type": ["object", "null"],
+                "properties": {"tombstoneFields": {"type": "object"}},
+            },
+            "view": {"const": "full"},
+            "storeBefore": {"const": True},
+            "retention": _WINDOW,
+            "tombstoneTtl": _WINDOW,
+            "slo": {
+                "type": ["object", "null"],
+                "additionalProperties": False,
+                "properties": {
+                    "deliveryMs": {"type": "integer", "minimum": 1},
+                    "resumeRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+                    "lagMs": {"type": "integer", "minimum": 1},
+                },
+            },
         },
     )
     shown = schema("Collection")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from tailrace.api.watch.book import Collection
+from tailrace.api.watch.collection import Collection
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.watch.document import Document
@@ -46,7 +46,14 @@ class Access:
         if collection is None or source is None:
             return b""
         version = collection.config.rule_version.to_bytes(8, "big")
-        return version + self.rule(source, "readRule").digest(auth_of(identity))
+        return version + self.rule(source, "readRule").meaning(auth_of(identity))
+
+    def read_meaning(self, identity: Identity, collection: Collection | None) -> bytes:
+        """Changes when what the identity may read does; empty if there is no rule."""
+        source = None if collection is None else collection.config.read_rule
+        if source is None:
+            return b""
+        return self.rule(source, "readRule").meaning(auth_of(identity))
 
     def readable(self, identity: Identity, collection: Collection, flat: Document) -> bool:
         part = self.read_part(identity, collection)
@@ -63,7 +70,7 @@ class Access:
         """A check of each write: the rule has to hold on what there was and on what there will be."""
 
         def check(collection: Collection, method: str, old: Document | None, new: Document | None) -> None:
-            source = collection.config.write_rule
+            source = collection.decided.write_rule  # which may not be durable yet, as this write is not
             if source is None:
                 return
             rule, auth = self.rule(source, "writeRule"), auth_of(identity)

@@ -7,122 +7,81 @@ the loop, the view says what the log says.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import apsw
 import orjson
 
+from tailrace.api.watch.collection import (
+    NATIVE,
+    Collection,
+    Config,
+    config_entry,
+    control_entry,
+    database_entry,
+)
 from tailrace.errors import TailraceError
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.protocol.durations import format_instant
+from tailrace.log.records import Delete, Op
 from tailrace.watch import names
 from tailrace.watch.change import Change, decode
 from tailrace.watch.view import Row, View, WriteRow
+
+__all__ = ["Book", "Collection", "Config", "config_entry", "control_entry", "database_entry"]
 
 logger = logging.getLogger("tailrace.watch")
 
 PAGE_BYTES = 4 * 1024 * 1024
 PAGE_ENTRIES = 2000
 
-
-class Config:
-    """What is set about a collection."""
-
-    __slots__ = ("generation", "partitions", "read_rule", "rule_version", "write_rule")
-
-    def __init__(self, partitions: int) -> None:
-        self.partitions = partitions
-        self.generation = 1
-        self.read_rule: str | None = None
-        self.write_rule: str | None = None
-        self.rule_version = 0
-
-    def value(self) -> dict[str, Any]:
-        return {
-            "source": "native",
-            "partitions": self.partitions,
-            "generation": self.generation,
-            "readRule": self.read_rule,
-            "writeRule": self.write_rule,
-            "ruleVersion": self.rule_version,
-        }
-
-    @classmethod
-    def of(cls, value: dict[str, Any]) -> Config:
-        config = cls(value["partitions"])
-        config.generation = value["generation"]
-        config.read_rule = value["readRule"]
-        config.write_rule = value["writeRule"]
-        config.rule_version = value["ruleVersion"]
-        return config
-
-
-class Collection:
-    """One collection: what is set, and how far each of its partitions has been applied."""
-
-    __slots__ = ("applied", "config", "database", "durable", "lagging", "name", "number")
-
-    def __init__(self, database: str, name: str, config: Config) -> None:
-        self.database = database
-        self.name = name
-        self.config = config
-        self.number = 0  # in the view
-        self.applied = [0] * config.partitions
-        self.durable = True  # False while the record that makes it is on its way
-        self.lagging = False  # some of its changes could not be applied to the view
-
-    def stream(self, partition: int) -> str:
-        return names.stream_of(self.database, self.name, partition)
-
-
-def config_entry(name: str, config: Config, operation: str, now_ns: int) -> bytes:
-    """A state message of `__collections__/<database>`."""
-    headers = {"operation": operation, "timestamp": format_instant(now_ns)}
-    return orjson.dumps({"type": "collection", "key": name, "value": config.value(), "headers": headers})
-
-
-def database_entry(now_ns: int) -> bytes:
-    """The first message of a database: it exists."""
-    headers = {"operation": "insert", "timestamp": format_instant(now_ns)}
-    return orjson.dumps({"type": "database", "key": "", "value": {}, "headers": headers})
+Key = tuple[str, str]  # database and name
 
 
 class Book:
     """All collections of a server. Follows the log; owned by the loop thread."""
 
-    def __init__(self, log: Log, path: Path) -> None:
+    def __init__(self, log: Log, path: Path, partitions_for: Callable[[str], int]) -> None:
         self.log = log
+        self.partitions_for = partitions_for  # of a collection that does not say
+        self.path = path
         self.view = View(path)
         self.databases: dict[str, dict[str, Collection]] = {names.DATABASE_DEFAULT: {}}
+        self.gone: dict[Key, int] = {}  # the last generation of what was deleted
+        self.leaving: set[Key] = set()  # those whose deletion is on its way
         self._by_stream: dict[str, tuple[Collection, int]] = {}
         # Told of every change that is durable, before the view has it.
         self.on_applied: Callable[[Collection, Change], None] | None = None
-        self.changes = 0
+        # Puts a published view in place of a log that does not reach back far enough; False if there is none.
+        self.restore: Callable[[Collection], Awaitable[bool]] | None = None
+        # Whether a source writes to the collection.
+        self.follows: Callable[[Collection], bool] = lambda _: False
+        self.changes: dict[str, int] = dict.fromkeys(("insert", "update", "replace", "delete"), 0)
         self._unapplied: dict[Collection, tuple[list[Row], list[WriteRow]]] = {}
+        self._catching_up: dict[tuple[Collection, int], asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Reads what there is, and what the view lacks of it."""
         for stream in self._streams(names.COLLECTIONS):
             await self._load(stream)
         for collection in self.collections():
-            if self._is_ahead(collection):
-                logger.warning("the view of %s is ahead of its changes and is made again", collection.name)
-                with self.view.writing():
-                    self.view.forget(collection.number)
-                self._number(collection)
-            for partition in range(collection.config.partitions):
-                await self._catch_up(collection, partition)
-        self.log.publisher.observers.append(self)
+            await self._begin(collection)
+        publisher = self.log.publisher
+        publisher.on_own_streams.append(self._on_published)
+        publisher.on_change.append(self._on_change)
 
     def close(self) -> None:
-        if self in self.log.publisher.observers:
-            self.log.publisher.observers.remove(self)
+        publisher = self.log.publisher
+        if self._on_published in publisher.on_own_streams:
+            publisher.on_own_streams.remove(self._on_published)
+            publisher.on_change.remove(self._on_change)
+        for task in self._catching_up.values():
+            task.cancel()
         self.view.close()
 
     def collections(self) -> Iterator[Collection]:
@@ -140,9 +99,27 @@ class Book:
     def find(self, database: str, name: str) -> Collection | None:
         return self.database(database).get(name)
 
+    def writable(self, database: str, name: str) -> Collection | None:
+        """As `find`, for whoever is about to change something."""
+        if (database, name) in self.leaving:
+            raise TailraceError("unavailable", "the collection is being deleted")
+        return self.find(database, name)
+
+    def split(self, database: str, path: str) -> names.DocumentPath:
+        """The collection and the id that a path names. Ids from outside may be any text."""
+        found = self.database(database)
+        at = path.rfind("/")
+        while at > 0:
+            collection = found.get(path[:at])
+            if collection is not None and collection.config.source != NATIVE:
+                return names.DocumentPath(path[:at], path[at + 1 :])
+            at = -1 if collection is not None else path.rfind("/", 0, at)
+        return names.split_document(path)
+
     def planned(self, database: str, name: str, partitions: int) -> Collection:
         """A collection that is about to be made; `add` makes it known."""
-        collection = Collection(database, name, Config(partitions))
+        generation = self.gone.get((database, name), 0) + 1
+        collection = Collection(database, name, Config(partitions=partitions, generation=generation))
         self._number(collection)
         collection.durable = False
         return collection
@@ -156,23 +133,52 @@ class Book:
             for name in [name for name, collection in found.items() if not collection.durable]:
                 del found[name]
 
+    def forget(self, collection: Collection) -> None:
+        """It was deleted, and that is durable."""
+        key = (collection.database, collection.name)
+        self.gone[key] = collection.config.generation
+        self.leaving.discard(key)
+        self.databases[collection.database].pop(collection.name, None)
+        self._unapplied.pop(collection, None)
+        for (owner, _), task in self._catching_up.items():
+            if owner is collection:
+                task.cancel()
+        try:
+            with self.view.writing():
+                self.view.forget(collection.number)
+        except apsw.Error:
+            # The next collection of this name has another generation: nothing of this one is ever shown.
+            logger.exception("the view of %s cannot be emptied", collection.name)
+
     def check_applied(self, collection: Collection) -> None:
         """Tries once more to apply what the view lacks; without it nothing true can be said."""
         if collection.lagging:
-            self._apply(collection, [], [], {})
+            if collection in self._unapplied:
+                self._apply(collection, [], [], {})
             if collection.lagging:
-                raise TailraceError("unavailable", "the view of the collection cannot be written")
+                raise TailraceError("unavailable", "the view of the collection is behind its changes")
+
+    def lags(self, collection: Collection) -> list[int]:
+        """How many changes of each partition have not been looked at."""
+        found: list[int] = []
+        for partition, applied in enumerate(collection.applied):
+            stream = self.log.find(collection.stream(partition))
+            found.append(0 if stream is None else max(0, stream.visible - applied))
+        return found
+
+    def earliest(self, collection: Collection) -> list[int]:
+        """The last change of each partition that retention has taken away."""
+        streams = [self.log.find(name) for name in collection.streams()]
+        return [0 if stream is None else stream.earliest for stream in streams]
 
     # -- following the log -----------------------------------------------------------------------------
 
-    def on_created(self, stream: Stream) -> None:
-        """Its first entries are told of by `on_published`."""
+    def _on_change(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Delete):
+            self._by_stream.pop(stream.name, None)
 
-    def on_removed(self, stream: Stream) -> None:
-        self._by_stream.pop(stream.name, None)
-
-    def on_published(self, stream: Stream) -> None:
-        if not stream.name.startswith(names.CHANGES):
+    def _on_published(self, stream: Stream) -> None:
+        if not stream.name.startswith(names.CHANGES) or stream.removed:
             return
         found = self._by_stream.get(stream.name) or self._place(stream.name)
         if found is not None:
@@ -192,15 +198,40 @@ class Book:
         rows: list[Row] = []
         writes: list[WriteRow] = []
         collection.durable = True
+        if (collection, partition) in self._catching_up:
+            return  # which sees these changes, too, and in their order
         applied = collection.applied
         while applied[partition] < stream.visible:
             page = self.log.reader.try_read_labelled(stream, applied[partition], PAGE_BYTES, PAGE_ENTRIES)
             if not isinstance(page, Page):
-                logger.error("changes of %s left memory before they were applied", stream.name)
-                collection.lagging = True
-                return
+                logger.warning("changes of %s left memory before they were applied", stream.name)
+                self._catch_up_later(collection, partition)
+                break
             self._take(collection, partition, page, rows, writes)
         self._apply(collection, rows, writes, {partition: applied[partition]})
+
+    def _catch_up_later(self, collection: Collection, partition: int) -> None:
+        """What is not in memory any more is read from the disk; until then the view is behind."""
+        key = (collection, partition)
+
+        async def run() -> None:
+            try:
+                while True:
+                    await self._catch_up(collection, partition)
+                    stream = self.log.find(collection.stream(partition))
+                    if stream is None or collection.applied[partition] >= stream.visible:
+                        break
+            finally:
+                self._catching_up.pop(key, None)
+                self._judge(collection)
+
+        self._catching_up[key] = asyncio.get_running_loop().create_task(run())
+        self._judge(collection)
+
+    def _judge(self, collection: Collection) -> None:
+        """Whether the view has all that was looked at."""
+        behind = any(owner is collection for owner, _ in self._catching_up)
+        collection.lagging = behind or collection in self._unapplied
 
     def _take(
         self, collection: Collection, partition: int, page: Page, rows: list[Row], writes: list[WriteRow]
@@ -210,7 +241,7 @@ class Book:
         for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
             change = decode(bytes(raw), partition, seq, time_ns)
             if change is not None:
-                self.changes += 1
+                self.changes[change.entry.op] += 1
                 rows.append(row_of(change))
                 if change.entry.writeId is not None:
                     writes.append(write_of(change))
@@ -231,9 +262,7 @@ class Book:
         except apsw.Error:
             logger.exception("the view of %s cannot be written", collection.name)
             self._unapplied[collection] = (rows, writes)
-            collection.lagging = True
-        else:
-            collection.lagging = False
+        self._judge(collection)
 
     # -- starting --------------------------------------------------------------------------------------
 
@@ -242,6 +271,34 @@ class Book:
         while page := list_streams(self.log, after, prefix, 1000, system=True):
             yield from page
             after = page[-1].name
+
+    async def _begin(self, collection: Collection) -> None:
+        """Brings the view of a collection up to its changes."""
+        if self._is_ahead(collection):
+            logger.warning("the view of %s is ahead of its changes and is made again", collection.name)
+            self.empty(collection)
+        if any(map(int.__lt__, collection.applied, self.earliest(collection))):
+            await self._begin_from_published(collection)
+        for partition in range(collection.config.partitions):
+            await self._catch_up(collection, partition)
+
+    async def _begin_from_published(self, collection: Collection) -> None:
+        """The log alone does not say any more what there is: a published view has to."""
+        if self.restore is not None and await self.restore(collection):
+            logger.info("the view of %s was begun from a published one", collection.name)
+            return
+        # What is left of the changes is shown. Nobody may go on from before, and operators have to know.
+        logger.error(
+            "the view of %s cannot be rebuilt: changes are gone and no view covers them", collection.name
+        )
+        collection.state = "stale"
+        earliest = self.earliest(collection)
+        collection.applied = [max(pair) for pair in zip(collection.applied, earliest, strict=True)]
+
+    def empty(self, collection: Collection) -> None:
+        with self.view.writing():
+            self.view.forget(collection.number)
+        self._number(collection)
 
     def _is_ahead(self, collection: Collection) -> bool:
         """Somebody put other files into the directory: the log decides."""
@@ -256,26 +313,38 @@ class Book:
         number = self.view.number_of(collection.database, collection.name, self.generation(collection))
         collection.number = number
         collection.applied = self.view.positions(number, collection.config.partitions)
+        purged = self.view.now.purged(number, collection.config.partitions)
+        collection.purged = [one.version for one in purged]
 
     def generation(self, collection: Collection) -> int:
         """Rises when continuity cannot be proved, as after a bootstrap that may have lost the tail."""
         return collection.config.generation + self.log.streams.first_epoch
 
+    def next_generation(self, database: str, name: str) -> int:
+        """Of a collection that does not exist yet, or not any more."""
+        return self.gone.get((database, name), 0) + 1 + self.log.streams.first_epoch
+
     async def _load(self, stream: Stream) -> None:
         """A database and what is said of its collections, the last word on each."""
         database = stream.name.removeprefix(names.COLLECTIONS)
-        values: dict[str, dict[str, Any]] = {}
+        configs: dict[str, Config] = {}
         position = stream.earliest
         while position < stream.visible:
             page = await self.log.reader.read_labelled(stream, position, PAGE_BYTES, PAGE_ENTRIES)
             position = page.next_entry
             for raw in page.parts:
                 message = orjson.loads(raw)
-                if message["type"] == "collection":
-                    values[message["key"]] = message["value"]
+                if message["type"] != "collection":
+                    continue
+                name, config = message["key"], Config.of(message["value"])
+                if message["headers"]["operation"] == "delete":
+                    configs.pop(name, None)
+                    self.gone[database, name] = config.generation
+                else:
+                    configs[name] = config
         found = self.databases.setdefault(database, {})
-        for name, value in values.items():
-            found[name] = collection = Collection(database, name, Config.of(value))
+        for name, config in configs.items():
+            found[name] = collection = Collection(database, name, config)
             self._number(collection)
 
     async def _catch_up(self, collection: Collection, partition: int) -> None:

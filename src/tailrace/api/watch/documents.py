@@ -9,6 +9,7 @@ import msgspec
 import orjson
 
 from tailrace.api.watch.book import Book, Collection, config_entry
+from tailrace.api.watch.collection import NATIVE
 from tailrace.errors import TailraceError
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
@@ -22,6 +23,9 @@ WRITE_ID_MS = 10 * 60 * 1000
 FORGET_EVERY = 10_000
 
 Answer = Callable[[list["Result"], TailraceError | None], None]
+# Asked when the write's turn has come, with the document as it is then: a result settles the write, None lets
+# it go on.
+Judge = Callable[[Collection, "State | None"], "Result | None"]
 
 
 class Write(NamedTuple):
@@ -33,6 +37,19 @@ class Write(NamedTuple):
     if_version: int | None = None
     if_present: bool = False
     if_absent: bool = False
+    judge: Judge | None = None
+    buries: bool = False  # a delete of what never was leaves a tombstone with `data`
+
+
+class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """A document as it should be, with the number of the change that the view has of it now."""
+
+    id: str
+    seen: int | None
+    version: int
+    created_ms: int
+    deleted: bool
+    data: Document  # of a tombstone: the last there was
 
 
 class Result(msgspec.Struct):
@@ -92,11 +109,10 @@ class _Submitted(msgspec.Struct, eq=False):
 class Writer:
     """The sequencer of all native collections. Owned by the loop thread."""
 
-    def __init__(self, book: Book, *, document_bytes: int, partitions: int) -> None:
+    def __init__(self, book: Book, *, document_bytes: int) -> None:
         self._book = book
         self._log = book.log
         self._bytes_max = document_bytes
-        self._partitions = partitions
         self._planned: dict[tuple[Collection, str], State] = {}
         self._under_way: dict[tuple[Collection, str], list[Answer]] = {}
         self._failures = self._log.failures
@@ -108,6 +124,10 @@ class Writer:
         planned = self._planned.get(key)
         if planned is not None and planned.version <= change.entry.version:
             del self._planned[key]
+
+    def forget(self, collection: Collection) -> None:
+        """The collection was deleted: what was planned for it has happened, and is gone with it."""
+        self._planned = {key: state for key, state in self._planned.items() if key[0] is not collection}
 
     def write(
         self,
@@ -137,6 +157,52 @@ class Writer:
             return
         self._submit(database, plan, results, answer, first)
 
+    def correct(
+        self, collection: Collection, corrections: Sequence[Correction], name: str, answer: Answer
+    ) -> None:
+        """Writes down how documents are, where the view has them otherwise; a repeat has no effect."""
+        self._forget_failed()
+        if self._repeated(collection.database, collection.name, name, answer):
+            return
+        self._count += 1
+        now_ns = self._log.clock.now_ns()
+        plan = _Plan(now_ns, f"{now_ns:x}-{self._count:x}", name)
+        results = [self._corrected(collection, one, plan) for one in corrections]
+        if plan.entries:
+            self._submit(collection.database, plan, results, answer, collection.name)
+        else:
+            self._answer_later(results, answer)
+
+    def _corrected(self, collection: Collection, one: Correction, plan: _Plan) -> Result:
+        path, key = f"{collection.name}/{one.id}", (collection, one.id)
+        self._book.check_applied(collection)
+        row = self._book.view.find(collection.number, one.id)
+        if key in self._planned or key in plan.states or (None if row is None else row.seq) != one.seen:
+            refusal = _mismatch("the document was written meanwhile", None if row is None else row.version)
+            return Result(path, refusal.status, error=refusal)
+        lives = row is not None and not row.deleted
+        before: State | None = None
+        if row is not None and lives:
+            before = State(row.version, row.created_ms, row.updated_ms, deleted=False, data=row.data)
+        partition = names.partition_of(one.id, collection.config.partitions)
+        stream = collection.stream(partition)
+        updated_ms = max(self._last_ns(stream), plan.now_ns) // 1_000_000
+        # Of what the view has forgotten only the highest version is left.
+        known = collection.purged[partition] if row is None else row.version
+        version = max(one.version, known) + 1
+        raw = document.dump(one.data, self._bytes_max)
+        after = State(version, one.created_ms, updated_ms, one.deleted, raw)
+        entry = self._entry(
+            collection.database, Write("put", DocumentPath(collection.name, one.id)), plan, before, after
+        )
+        if one.deleted and before is None:
+            # Nobody sees it go, but its content and its version are known again.
+            entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
+        plan.index += 1
+        plan.entries.setdefault(stream, []).append(encode(entry))
+        plan.states[key] = after
+        return Result(path, 200, version, updated_ms)
+
     # -- deciding --------------------------------------------------------------------------------------
 
     def _decided(
@@ -163,8 +229,11 @@ class Writer:
         collection = self._collection(database, write.path.collection, plan)
         key = (collection, write.path.id)
         state = plan.states.get(key) or self._state(collection, write.path.id)
+        if write.judge is not None and (settled := write.judge(collection, state)) is not None:
+            return settled
         lives = state is not None and not state.deleted
-        old: Document | None = None
+        buried = write.data if write.buries and state is None else None
+        old = buried
         if state is not None and lives:
             old = orjson.loads(state.data)
         new = self._new_data(write, old)
@@ -172,11 +241,11 @@ class Writer:
         allowed(
             collection,
             method,
-            None if old is None or state is None else self._flat(collection, write.path.id, old, state),
+            None if old is None else self._flat(collection, write.path.id, old, state),
             None if new is None else self._flat(collection, write.path.id, new, state),
         )
         _check_conditions(write, state, lives)
-        if not lives and write.op != "put":
+        if not lives and write.op != "put" and buried is None:
             if write.op == "delete" and state is not None:
                 return Result(path, 204, state.version, state.updated_ms)
             raise TailraceError("not_found", f"there is no document {path!r}")
@@ -184,15 +253,19 @@ class Writer:
         stream = collection.stream(partition)
         last_ns = self._last_ns(stream)
         updated_ms = max(last_ns, plan.now_ns) // 1_000_000
-        raw = b"" if new is None else document.dump(new, self._bytes_max)
+        kept = buried if new is None else new
+        raw = b"" if kept is None else document.dump(kept, self._bytes_max)
         next_state = State(
-            1 if state is None else state.version + 1,
+            1 + (collection.purged[partition] if state is None else state.version),
             state.created_ms if state is not None and lives else updated_ms,
             updated_ms,
             new is None,
-            raw if new is not None or state is None else state.data,
+            raw if kept is not None or state is None else state.data,
         )
         entry = self._entry(database, write, plan, state if lives else None, next_state)
+        if buried is not None:
+            # Nobody sees it go, but those who replicate learn that it is not there.
+            entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
         plan.entries.setdefault(stream, []).append(encode(entry))
         plan.states[key] = next_state
@@ -239,9 +312,16 @@ class Writer:
         )
 
     def _collection(self, database: str, name: str, plan: _Plan) -> Collection:
-        found = self._book.find(database, name) or plan.made.get((database, name))
+        found = self._book.writable(database, name) or plan.made.get((database, name))
         if found is None:
-            found = plan.made[database, name] = self._book.planned(database, name, self._partitions)
+            wanted = self._book.partitions_for(name)
+            found = plan.made[database, name] = self._book.planned(database, name, wanted)
+        if found.config.source != NATIVE:
+            raise TailraceError(
+                "read_only_collection",
+                f"the collection follows the source {found.config.source!r} and cannot be written",
+                headers=(("Allow", "GET, HEAD, OPTIONS"),),
+            )
         return found
 
     def _state(self, collection: Collection, document_id: str) -> State | None:

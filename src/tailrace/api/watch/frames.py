@@ -28,9 +28,9 @@ class Frame:
         return self._websocket
 
 
-def reply(kind: str, message_id: str | None, payload: dict[str, Any]) -> Frame:
+def reply(kind: str, message_id: str | None, payload: dict[str, Any], **beside: Any) -> Frame:
     found: dict[str, Any] = {} if message_id is None else {"id": message_id}
-    return Frame(orjson.dumps({**found, "type": kind, "version": 1, "payload": payload}))
+    return Frame(orjson.dumps({**found, "type": kind, "version": 1, **beside, "payload": payload}))
 
 
 def about(kind: str, database: str, sub_ids: Sequence[str], payload: dict[str, Any], **more: Any) -> Frame:

@@ -4,58 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from typing import Final
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
 
 import orjson
 
 from tailrace.api.context import Context
 from tailrace.api.watch import frames
 from tailrace.api.watch.access import Access
+from tailrace.api.watch.audit import Audit
 from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.messages import Refused
+from tailrace.api.watch.objectives import Objectives
 from tailrace.api.watch.replay import Replays
+from tailrace.api.watch.samples import Samples
 from tailrace.api.watch.session import Session
-from tailrace.api.watch.subscription import Subscription
-from tailrace.auth import TokenVerifier
-from tailrace.log.transaction import Transaction
+from tailrace.api.watch.subscription import PRIORITIES, Subscription
+from tailrace.api.watch.token_keys import TokenKeys
+from tailrace.api.watch.watched import Watched
+from tailrace.auth import Identity, TokenVerifier
 from tailrace.watch.change import Change
-from tailrace.watch.matcher import Matcher
 from tailrace.watch.tokens import Position, Signer
+
+__all__ = ["Gateway", "Watched"]
 
 logger = logging.getLogger("tailrace.watch")
 
-KEY: Final = "secret/watch-token-key"
 TICK_S: Final = 1.0
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
 RECENT_QUERIES: Final = 10_000
-
-
-class Watched:
-    """A collection that somebody watches; it need not exist yet."""
-
-    __slots__ = ("_book", "_partitions", "database", "matcher", "name", "subscriptions")
-
-    def __init__(self, book: Book, database: str, name: str, scan_max: int, partitions: int) -> None:
-        self._book = book
-        self._partitions = partitions
-        self.database = database
-        self.name = name
-        self.matcher: Matcher[Subscription] = Matcher(scan_max)
-        self.subscriptions: set[Subscription] = set()
-
-    @property
-    def collection(self) -> Collection | None:
-        return self._book.find(self.database, self.name)
-
-    @property
-    def applied(self) -> list[int]:
-        found = self.collection
-        return [0] * self._partitions if found is None else found.applied
-
-    @property
-    def generation(self) -> int:
-        found = self.collection
-        return 1 + self._book.log.streams.first_epoch if found is None else self._book.generation(found)
+RECENT_S: Final = 180.0
+REFILED_EACH: Final = 200  # predicates of a collection that are looked at in one tick
+STATES: Final = ("live", "behind", "snapshot", "paused")
 
 
 class Gateway:
@@ -67,36 +49,36 @@ class Gateway:
         self.book = book
         self.access = access
         self.verifier = verifier
-        self.signer: Signer | None = None
+        self.keys = TokenKeys(book.log, context.clock, context.limits)
+        self.audit = Audit(context)
+        self.samples = Samples(context.loop)
+        self.objectives = Objectives(context, self)
         self.sessions: set[Session] = set()
         self._watched: dict[tuple[str, str], Watched] = {}
+        self._principals: Counter[str] = Counter()
         self.replays = Replays(self)
         self._timer: asyncio.TimerHandle | None = None
         self.outbound_bytes = 0  # of all connections, at the last tick
         self.level = 0.0  # of what may be unsent
+        self.shedding = False
         self.deliveries = {"insert": 0, "update": 0, "delete": 0}
         self.demotions = 0
-        self.resyncs: dict[str, int] = {}
-        self.resumes = {"ok": 0, "resync-required": 0}
-        self.recent_queries: dict[bytes, bytes] = {}
-        self._past = (0, 0)  # candidates and hits of what is watched no more
+        self.resyncs: Counter[str] = Counter()
+        self.resumes: Counter[tuple[str, str]] = Counter()  # by result, and by where it is read from
+        self.auth_failures: Counter[str] = Counter()
+        self._recent: dict[bytes, tuple[float, bytes]] = {}
+        self._past = (0, 0, 0)  # candidates, hits and library evaluations of what is watched no more
+        # Begins a stream of replication on a connection.
+        self.on_stream: Callable[[Session, str | None, dict[str, Any]], None] | None = None
 
     # -- beginning and end -----------------------------------------------------------------------------
 
+    @property
+    def signer(self) -> Signer | None:
+        return self.keys.signer
+
     def start(self) -> None:
-        """Tokens have to be good after a crash, so the key is in the log."""
-        log = self.book.log
-        key = log.streams.meta.get(KEY)
-        if key is not None:
-            self.signer = Signer(key)
-        elif log.refusal is None:
-            fresh = secrets.token_bytes(32)
-
-            def durable(_: Transaction, error: Exception | None) -> None:
-                if error is None:
-                    self.signer = Signer(fresh)
-
-            log.put_meta(KEY, fresh, durable)
+        self.keys.start()
 
     def end_all(self) -> None:
         """Shutdown: everybody gets their last tokens and comes back."""
@@ -107,6 +89,7 @@ class Gateway:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self.audit.flush()
 
     def opened(self, session: Session) -> None:
         self.sessions.add(session)
@@ -124,21 +107,42 @@ class Gateway:
         sizes = {session: session.wire.unsent_bytes for session in self.sessions}
         self.outbound_bytes = sum(sizes.values())
         self.level = self.outbound_bytes / self.limits.watch_outbound_total_bytes
+        if self.level < RECOVER:
+            self.shedding = False
         if self.level >= SOFT:
+            self.shedding = True
             self._shed(sizes)
         now = self.context.loop.time()
         for session in tuple(self.sessions):
             session.on_tick(now)
+        self.objectives.on_tick()
+        for watched in self._watched.values():
+            watched.matcher.index.refile(REFILED_EACH)
         if self.sessions:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
     def _shed(self, sizes: dict[Session, int]) -> None:
-        """Optional load first, then those that have the most unsent; they go on from the log."""
-        for session in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            for subscription in tuple(session.subscriptions.values()):
-                low = subscription.options.priority == "low"
-                if subscription.state == "live" and (low or (self.level >= HARD and sizes[session])):
-                    self.demote(subscription)
+        """Optional load first, then those that have the most unsent, high priority last.
+
+        Nobody loses anything: they go on from the log.
+        """
+        for priority in PRIORITIES:
+            if priority != "low" and self.level < HARD:
+                return
+            for session in sorted(sizes, key=sizes.__getitem__, reverse=True):
+                if priority == "low" or sizes[session]:
+                    self._demote_all(session, priority)
+
+    def _demote_all(self, session: Session, priority: str) -> None:
+        for subscription in tuple(session.subscriptions.values()):
+            if subscription.state == "live" and subscription.options.priority == priority:
+                self.demote(subscription)
+
+    def shed_low(self, watched: Watched) -> None:
+        """Those of one collection that can wait."""
+        for subscription in tuple(watched.subscriptions):
+            if subscription.state == "live" and subscription.options.priority == "low":
+                self.demote(subscription)
 
     # -- subscriptions ---------------------------------------------------------------------------------
 
@@ -146,10 +150,33 @@ class Gateway:
         key = (database, name)
         found = self._watched.get(key)
         if found is None:
-            limits = self.limits
-            found = Watched(self.book, database, name, limits.watch_scan_predicates, limits.watch_partitions)
+            found = Watched(self.book, database, name, self.limits.watch_scan_predicates)
             self._watched[key] = found
         return found
+
+    def watched_if_any(self, collection: Collection) -> Watched | None:
+        return self._watched.get((collection.database, collection.name))
+
+    def check_room(self, subscription: Subscription) -> None:
+        if not subscription.watched.matcher.has_room(subscription.interest.whole):
+            raise Refused(
+                "limit_exceeded",
+                f"{self.limits.watch_scan_predicates} predicates of the collection are tried on every change",
+                limit="scanPredicates",
+            )
+
+    def count_of(self, identity: Identity | None) -> int:
+        """Subscriptions that somebody has on all connections. Nobody in particular has no bound."""
+        return 0 if identity is None or identity.anonymous else self._principals[identity.sub]
+
+    def kept(self, subscription: Subscription) -> None:
+        session = subscription.session
+        identity = session.identity
+        if identity is not None and not identity.anonymous:
+            subscription.principal = identity.sub
+            self._principals[identity.sub] += 1
+        self.audit.subscription("subscription.created", subscription)
+        self.samples.subscribed(subscription)
 
     def release(self, subscription: Subscription) -> None:
         """Nothing more comes of it."""
@@ -157,31 +184,42 @@ class Gateway:
         if subscription.state == "live":
             watched.matcher.discard(subscription.interest, subscription)
         subscription.state = "invalid"
-        watched.subscriptions.discard(subscription)
+        if subscription in watched.subscriptions:
+            watched.subscriptions.discard(subscription)
+            self.audit.subscription("subscription.destroyed", subscription)
+        if subscription.principal is not None:
+            self._principals[subscription.principal] -= 1
+            if self._principals[subscription.principal] <= 0:
+                del self._principals[subscription.principal]
+            subscription.principal = None
         if subscription.task is not None and subscription.task is not asyncio.current_task():
             subscription.task.cancel()
-        if not watched.subscriptions and self._watched.pop((watched.database, watched.name), None):
-            matcher = watched.matcher
-            self._past = (self._past[0] + matcher.candidates, self._past[1] + matcher.hits)
+        key = (watched.database, watched.name)
+        if not watched.subscriptions and self._watched.get(key) is watched:
+            del self._watched[key]
+            past, more = self._past, watched.matcher.counts()
+            self._past = (past[0] + more[0], past[1] + more[1], past[2] + more[2])
 
     def all_watched(self) -> list[Watched]:
         return list(self._watched.values())
 
-    def totals(self) -> tuple[int, int]:
-        """Candidates and hits of all that is or was watched."""
-        candidates, hits = self._past
+    def totals(self) -> tuple[int, int, int]:
+        """Candidates, hits and library evaluations of all that is or was watched."""
+        candidates, hits, fallbacks = self._past
         for watched in self._watched.values():
-            candidates += watched.matcher.candidates
-            hits += watched.matcher.hits
-        return candidates, hits
+            more = watched.matcher.counts()
+            candidates, hits, fallbacks = candidates + more[0], hits + more[1], fallbacks + more[2]
+        return candidates, hits, fallbacks
 
     def states(self) -> list[tuple[list[str], float]]:
-        """How many subscriptions there are, by state."""
-        counts: dict[str, float] = dict.fromkeys(("live", "behind", "snapshot", "paused"), 0)
+        """How many subscriptions there are, by state and priority."""
+        counts: dict[tuple[str, str], float] = {
+            (state, priority): 0 for state in STATES for priority in PRIORITIES
+        }
         for watched in self._watched.values():
             for subscription in watched.subscriptions:
-                counts[subscription.state] += 1
-        return [([state], count) for state, count in counts.items()]
+                counts[subscription.state, subscription.options.priority] += 1
+        return [([*key], count) for key, count in counts.items()]
 
     def go_live(self, subscription: Subscription) -> None:
         """From here on it is told of changes as they happen: it has all of those before."""
@@ -203,40 +241,109 @@ class Gateway:
 
     def position(self, subscription: Subscription, seqs: list[int] | None = None) -> str:
         """A token that covers exactly what was written for the subscription so far."""
-        assert self.signer is not None
+        signer = self.signer
+        assert signer is not None
         watched = subscription.watched
         found = subscription.positions if seqs is None else seqs
         position = Position(
             watched.database, watched.name, watched.generation, subscription.query_hash, list(found)
         )
-        return self.signer.position(position)
+        return signer.position(position)
 
     def remember(self, query_hash: bytes, query: object) -> None:
         """So that a client that comes back soon need not say again what it watched."""
-        self.recent_queries.pop(query_hash, None)
-        self.recent_queries[query_hash] = orjson.dumps(query)
-        while len(self.recent_queries) > RECENT_QUERIES:
-            del self.recent_queries[next(iter(self.recent_queries))]
+        self._recent.pop(query_hash, None)
+        self._recent[query_hash] = (self.context.loop.time(), orjson.dumps(query))
+        while len(self._recent) > RECENT_QUERIES:
+            del self._recent[next(iter(self._recent))]
+
+    def recent_query(self, query_hash: bytes) -> bytes | None:
+        found = self._recent.get(query_hash)
+        if found is None or self.context.loop.time() - found[0] > RECENT_S + self._recent_grace_s():
+            return None
+        return found[1]
+
+    def _recent_grace_s(self) -> float:
+        """A client is noticed to be gone when its connection is, which takes that long."""
+        return self.limits.ws_dead_ms / 1000
+
+    # -- what is counted and written down --------------------------------------------------------------
+
+    def auth_failed(self, code: str) -> None:
+        self.auth_failures[code] += 1
+
+    def resynced(self, reason: str) -> None:
+        self.resyncs[reason] += 1
+
+    def resumed(self, subscription: Subscription) -> None:
+        self.resumes["ok", self._path_of(subscription)] += 1
+        self.objectives.resumed(subscription.watched)
+        self.samples.replayed(subscription)
+
+    def resume_failed(self, session: Session, sub_id: str, reason: str, collection: str | None) -> None:
+        self.resumes["resync-required", "none"] += 1
+        # A query that was changed or a token of somebody else is nothing that we could do better.
+        self.objectives.resume_failed(session.database or "", collection or "", reason)
+        self.audit.resume_failed(session, sub_id, reason, collection)
+
+    def _path_of(self, subscription: Subscription) -> str:
+        """Where a resume reads: memory, the disk of this machine, or the object store."""
+        collection = subscription.watched.collection
+        found = "window"
+        if collection is None:
+            return found
+        for partition, seq in enumerate(subscription.own):
+            stream = self.book.log.find(collection.stream(partition))
+            if stream is None or seq >= stream.visible:
+                continue
+            if seq < stream.sealed:
+                return "cold"
+            if seq < stream.stored:
+                found = "hot"
+        return found
 
     def on_rules(self, collection: Collection) -> None:
         """Another rule: what everybody has seen may be something else now."""
-        found = self._watched.get((collection.database, collection.name))
+        self.audit.event("rule.changed", collection, {"ruleVersion": collection.config.rule_version})
+        self.invalidate_all(collection, "rule-changed")
+
+    def invalidate_all(self, collection: Collection, reason: str) -> None:
+        found = self.watched_if_any(collection)
         for subscription in tuple(found.subscriptions) if found is not None else ():
-            subscription.session.invalidate(subscription, "rule-changed")
+            subscription.session.invalidate(subscription, reason)
+
+    def on_state(self, collection: Collection, reason: str = "") -> None:
+        """The collection has become stale, loads, or is live again.
+
+        Whoever watches one that loads is told nothing until it is live; then they read it all from the log.
+        """
+        if collection.state in ("stale", "live"):
+            details = {"reason": reason} if reason else {}
+            self.audit.event(f"partition.{collection.state}", collection, details)
+        if collection.state == "stale":
+            self.invalidate_all(collection, "stale")
+        elif collection.state == "loading" and (watched := self.watched_if_any(collection)) is not None:
+            for subscription in tuple(watched.subscriptions):
+                if subscription.state == "live":
+                    self.demote(subscription)
 
     # -- changes ---------------------------------------------------------------------------------------
 
     def on_applied(self, collection: Collection, change: Change) -> None:
         """A change is durable. The collection's position is still the one before it."""
-        watched = self._watched.get((collection.database, collection.name))
+        watched = self.watched_if_any(collection)
         if watched is None or not len(watched.matcher):
             return
+        begun = time.perf_counter()
         costly: set[Subscription] = set()
         groups: dict[tuple[Session, str, str, bool], list[Subscription]] = {}
         for subscribers, op, reason in watched.matcher.matches(change, costly):
             for subscription in subscribers:
                 key = (subscription.session, op, reason, subscription.options.include_data)
                 groups.setdefault(key, []).append(subscription)
+        match_s = time.perf_counter() - begun
+        self.context.telemetry.watch_match_latency_seconds.observe(match_s)
+        self.samples.matched(watched, change, match_s)
         if groups:
             lsn = self.lsn(collection, change)
             deltas: dict[tuple[str, str, bool], bytes] = {}
@@ -246,11 +353,14 @@ class Gateway:
                 if content is None:
                     content = deltas[op, reason, include] = frames.delta(change, op, reason, include)
                 session.deliver(change, lsn, op, content, (reason, str(include)), subscriptions, shared)
+            self.objectives.delivered(watched, change.updated_ms)
         for subscription in costly:
             subscription.session.invalidate(subscription, "cost-exceeded")
 
     def lsn(self, collection: Collection, change: Change) -> str:
-        """Of a native change: the offset of its entry."""
+        """At the source; of a native change it is the offset of its entry."""
+        if change.lsn is not None:
+            return change.lsn
         stream = self.book.log.find(collection.stream(change.partition))
         assert stream is not None
         return stream.offset(change.seq)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any, Final, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import orjson
 
 from tailrace.api import answers
 from tailrace.api.watch.frames import Frame
 from tailrace.api.watch.gateway import Gateway
-from tailrace.api.watch.session import Refused, Session, only_database
+from tailrace.api.watch.identity import authenticate
+from tailrace.api.watch.messages import Refused, only_database
+from tailrace.api.watch.origins import check_origin
+from tailrace.api.watch.resume import resume
+from tailrace.api.watch.rxdb_realtime import stop
+from tailrace.api.watch.session import Session
+from tailrace.api.watch.subscribing import acknowledge, subscribe, unsubscribe
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange, Outlet
@@ -28,11 +34,13 @@ MESSAGES_BURST: Final = 200
 BAD_IN_A_ROW: Final = 3
 LIMITED_IN_A_ROW: Final = 20
 SSE_SUBSCRIPTIONS_MAX: Final = 20
+BEAT: Final = b": heartbeat\n\n"
 TICKET_S_MAX: Final = 3600
 _SECRETS: Final = frozenset({"token", "access_token", "authorization", "jwt"})
 
 
 class WsWire:
+    name = "ws"
     each_token = False
 
     def __init__(self) -> None:
@@ -44,6 +52,9 @@ class WsWire:
         self.connection.send_encoded(encoded)
         return len(encoded)
 
+    def keep_alive(self) -> int:
+        return 0  # the connection sends pings itself
+
     def close(self, code: int, reason: str) -> None:
         if self.connection is not None:
             self.connection.close(code, reason)
@@ -54,6 +65,7 @@ class WsWire:
 
 
 class SseWire:
+    name = "sse"
     each_token = True
 
     def __init__(self, outlet: Outlet) -> None:
@@ -65,6 +77,10 @@ class SseWire:
         data = b"%bdata: %b\n\n" % (head, frame.body)
         self._outlet.write(data)
         return len(data)
+
+    def keep_alive(self) -> int:
+        self._outlet.write(BEAT)
+        return len(BEAT)
 
     def close(self, code: int, reason: str) -> None:
         self._outlet.end()
@@ -148,22 +164,25 @@ class WsClient:
             raise Refused("bad_message", "a payload is an object")
         given = cast("dict[str, Any]", payload)
         if kind == "auth":
-            session.authenticate(message_id, given)
+            authenticate(session, message_id, given)
             return
-        if kind not in ("subscribe", "unsubscribe", "resume", "ack", "heartbeat"):
+        if kind not in ("subscribe", "unsubscribe", "resume", "ack", "heartbeat", "stream"):
             raise Refused("bad_message", f"there are no messages of type {str(kind)[:40]!r}")
         if session.identity is None:
             raise Refused("unauthorized", "say who you are first: auth", close=4401)
         if session.database is None:
             raise Refused("invalid_auth", "auth names the database", close=4401)
         if kind == "subscribe":
-            session.subscribe(message_id, given)
+            subscribe(session, message_id, given)
         elif kind == "unsubscribe":
-            session.unsubscribe(message_id, given)
+            if not stop(session, message_id, given):
+                unsubscribe(session, message_id, given)
+        elif kind == "stream" and self._gateway.on_stream is not None:
+            self._gateway.on_stream(session, message_id, given)
         elif kind == "resume":
-            session.resume(message_id, given)
+            resume(session, message_id, given, flat_form="payload" not in message)
         elif kind == "ack":
-            session.acknowledge(given)
+            acknowledge(session, given)
         else:
             session.send_tokens()
 
@@ -196,11 +215,11 @@ class RealtimeRoutes:
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
-        self._check_origin(exchange)
+        check_origin(exchange, self._settings)
         self._check_room()
         identity: Identity | None = None
         if self._gateway.verifier is None or b"authorization" in exchange.headers:
-            identity = identify(exchange)
+            identity = self._identified(exchange, identify)
         database = query.get("database")
         if identity is not None:
             database = database or only_database(identity)
@@ -215,17 +234,34 @@ class RealtimeRoutes:
         )
         client.session = Session(self._gateway, wire, identity, database)
 
+    def _identified(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
+        try:
+            return identify(exchange)
+        except TailraceError as refusal:
+            self._gateway.auth_failed(refusal.code)
+            raise
+
     def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        """An EventSource that comes back to what is not there any more, or not for it, is told to stop."""
+        try:
+            self._events(exchange, method, identify)
+        except TailraceError as refusal:
+            comes_back = method == b"GET" and b"last-event-id" in exchange.headers
+            if not comes_back or refusal.code not in ("forbidden", "not_found"):
+                raise
+            exchange.respond(204, answers.NO_STORE)
+
+    def _events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         if method in (b"GET", b"HEAD"):
             query = self._query(exchange)
             if "ticket" in query:
                 identity, request = self._redeemed(query["ticket"])
             else:
-                identity = identify(exchange)
+                identity = self._identified(exchange, identify)
                 _check_scope(identity)
                 request = _request_of(query)
         elif method == b"POST":
-            identity = identify(exchange)
+            identity = self._identified(exchange, identify)
             _check_scope(identity)
             request = self._posted(exchange)
         else:
@@ -261,13 +297,15 @@ class RealtimeRoutes:
         outlet.write(b": connected\nretry: %d\n\n" % random.randint(1000, 3000))  # noqa: S311 - spreads load
         tokens = _cursor_tokens(cursor)
         for one in listed:
+            if session.ended:
+                return
             sub_id = one["id"]
             try:
                 if cursor:
                     # Without a token of its own a subscription cannot go on: it is told so.
-                    session.resume(sub_id, {**one, "subId": sub_id, "token": tokens.get(sub_id, "")})
+                    resume(session, sub_id, {**one, "subId": sub_id, "token": tokens.get(sub_id, "")})
                 else:
-                    session.subscribe(sub_id, one)
+                    subscribe(session, sub_id, one)
             except Refused as refused:
                 more = {key: value for key, value in refused.more.items() if key != "close"}
                 session.refuse(sub_id, refused.code, refused.message, **more)
@@ -342,22 +380,6 @@ class RealtimeRoutes:
     def _check_room(self) -> None:
         if len(self._gateway.sessions) >= self._gateway.limits.watch_connections:
             raise TailraceError("overloaded", "there are too many realtime connections")
-
-    def _check_origin(self, exchange: Exchange) -> None:
-        """Pages of other sites cannot use the connection of whoever looks at them."""
-        raw = exchange.headers.get(b"origin")
-        if raw is None:
-            return
-        origin = raw.decode("latin-1")
-        host = urlsplit(origin).netloc
-        allowed = {one.strip() for one in self._settings.cors_origins.split(",")} - {"*"}
-        if host and host == exchange.headers.get(b"host", b"").decode("latin-1"):
-            return
-        if origin in allowed:
-            return
-        if self._settings.loopback_only and urlsplit(origin).hostname in ("localhost", "127.0.0.1", "::1"):
-            return
-        raise TailraceError("forbidden", "pages of this origin may not connect (cors_origins)")
 
 
 def _check_scope(identity: Identity) -> None:

@@ -30,8 +30,8 @@ PAGE_ENTRIES: Final = 500
 SCAN_ROWS: Final = 200
 NEWER_MAX: Final = 100_000
 ORDERED_MAX: Final = 100_000
-OVERFLOW_S: Final = 30.0
 POLL_S: Final = 0.25
+_READING: Final = ("behind", "snapshot")
 
 
 class Replays:
@@ -40,6 +40,8 @@ class Replays:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._turns = asyncio.Semaphore(gateway.limits.watch_replays)
+        self._snapshot_turns = asyncio.Semaphore(gateway.limits.watch_snapshots)
+        self._overflow_s = gateway.limits.watch_overflow_ms / 1000
         self.snapshots = 0
         self.snapshot_documents = 0
 
@@ -80,14 +82,18 @@ class Replays:
 
     async def _follow(self, subscription: Subscription) -> None:
         """Ends when the subscription is live, paused, or no more."""
-        while subscription.state in ("behind", "snapshot"):
+        watched = subscription.watched
+        while subscription.state in _READING:
             if not await self._room(subscription):
                 return
+            if watched.state != "live":
+                await asyncio.sleep(POLL_S)  # while it loads nobody is told anything
+                continue
             partition = _lacking(subscription)
             if partition is None:
                 self._caught_up(subscription)
                 return
-            collection = subscription.watched.collection
+            collection = watched.collection
             assert collection is not None, "what does not exist lacks nothing"
             await self._read(subscription, collection, partition)
 
@@ -103,15 +109,15 @@ class Replays:
             )
         assert page.labels is not None
         for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
-            if subscription.state not in ("behind", "snapshot"):
-                return
+            if subscription.state not in _READING or seq > collection.applied[partition]:
+                return  # it is over, or the collection itself has not looked at this yet
             change = decode(bytes(raw), partition, seq, time_ns)
             if change is not None and not _was_sent(subscription, change.entry.documentKey, seq):
                 event = subscription.interest.event(change)
                 if event is not None:
                     op, reason = event
                     content = frames.delta(change, op, reason, subscription.options.include_data)
-                    lsn = stream.offset(seq)
+                    lsn = change.lsn or stream.offset(seq)
                     subscription.session.replayed(subscription, change, lsn, op, content)
             own[partition] = seq
             if subscription.full and subscription.state == "behind":
@@ -129,30 +135,55 @@ class Replays:
             subscription.session.end_snapshot(subscription)
 
     async def _room(self, subscription: Subscription) -> bool:
-        """Waits until the client has taken enough; False if the subscription is over."""
-        session = subscription.session
-        waited = 0.0
-        while subscription.state in ("behind", "snapshot"):
-            if session.has_room:
+        """Waits until the client has taken enough; False if the subscription is over.
+
+        One that takes nothing for too long is told that it has to begin again. Time is told by the clock:
+        how often somebody is woken says nothing.
+        """
+        session, loop = subscription.session, self._gateway.context.loop
+        progress_at, taken = loop.time(), session.taken_bytes
+        while subscription.state in _READING:
+            if session.has_room and not self._waits(subscription):
                 return True
-            taken = session.taken_bytes
             session.drained.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(session.drained.wait(), POLL_S)
-            waited = waited + POLL_S if session.taken_bytes == taken else 0.0
-            if waited >= OVERFLOW_S:
+            if session.taken_bytes != taken or session.has_room:
+                progress_at, taken = loop.time(), session.taken_bytes
+            elif loop.time() - progress_at >= self._overflow_s:
                 session.invalidate(subscription, "overflow", retry_after_ms=1000)
         return False
+
+    def _waits(self, subscription: Subscription) -> bool:
+        """Snapshots, and those that can wait, step back while there is too much unsent to everybody."""
+        optional = subscription.state == "snapshot" or subscription.options.priority == "low"
+        return optional and self._gateway.shedding
 
     # -- the view --------------------------------------------------------------------------------------
 
     async def _snapshot(self, subscription: Subscription) -> None:
+        gateway, loop = self._gateway, self._gateway.context.loop
+        begun = loop.time()
+        while subscription.watched.state != "live":
+            await asyncio.sleep(POLL_S)
+            subscription.own = list(subscription.watched.applied)  # where the snapshot begins
+        async with self._snapshot_turns:
+            pages, count = await self._pages(subscription)
+        if subscription.state != "snapshot":
+            return
+        self.snapshot_documents += count
+        subscription.session.snapshot_sizes[subscription.id] = (pages, count)
+        await self._follow(subscription)
+        gateway.context.telemetry.watch_snapshot_seconds.observe(loop.time() - begun)
+
+    async def _pages(self, subscription: Subscription) -> tuple[int, int]:
+        """Sends the rows that match, page by page; tells how many pages and rows there were."""
         gateway, session = self._gateway, subscription.session
         collection = subscription.watched.collection
         pages = count = 0
         if collection is not None:
             gateway.book.check_applied(collection)
-            rows: list[tuple[Row, bytes]] = []
+            rows: list[bytes] = []
             size = 0
             async for row in self._matching(subscription, collection):
                 entry = _snapshot_row(collection, row, subscription.options.include_data)
@@ -161,29 +192,29 @@ class Replays:
                     or size + len(entry) > gateway.limits.watch_snapshot_bytes
                 ):
                     if not await self._room(subscription):
-                        return
-                    session.send_snapshot(subscription, pages, [raw for _, raw in rows])
+                        return pages, count
+                    session.send_snapshot(subscription, pages, rows)
                     pages, rows, size = pages + 1, [], 0
-                rows.append((row, entry))
+                rows.append(entry)
                 size += len(entry)
                 count += 1
                 self._note(subscription, row)
             if rows:
                 if not await self._room(subscription):
-                    return
-                session.send_snapshot(subscription, pages, [raw for _, raw in rows])
+                    return pages, count
+                session.send_snapshot(subscription, pages, rows)
                 pages += 1
-        if pages == 0:
+        if pages == 0 and subscription.state == "snapshot":
             session.send_snapshot(subscription, 0, [])
             pages = 1
-        self.snapshot_documents += count
-        session.snapshot_sizes[subscription.id] = (pages, count)
-        await self._follow(subscription)
+        return pages, count
 
     def _note(self, subscription: Subscription, row: Row) -> None:
         """A row may be newer than where the snapshot began: then its older changes must not follow it."""
         newer = subscription.newer
         assert newer is not None
+        if len(subscription.own) <= row.partition:
+            return  # the collection came into being meanwhile: all its changes follow
         if row.seq > subscription.own[row.partition]:
             newer[row.id] = row.seq
             if len(newer) > NEWER_MAX:

@@ -9,11 +9,11 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.watch.access import Access
-from tailrace.api.watch.book import Book
 from tailrace.api.watch.collections import CollectionRoutes
 from tailrace.api.watch.documents import Result, Write, Writer
+from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.query import Queries
+from tailrace.api.watch.status import StatusRoute
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
@@ -32,7 +32,8 @@ WRITE_ID_BYTES: Final = 128
 class DatabaseRoutes:
     """Everything below `/v1/databases/`."""
 
-    def __init__(self, context: Context, book: Book, writer: Writer, access: Access) -> None:
+    def __init__(self, context: Context, gateway: Gateway, writer: Writer) -> None:
+        book, access = gateway.book, gateway.access
         self._context = context
         self._book = book
         self._writer = writer
@@ -41,6 +42,7 @@ class DatabaseRoutes:
         self._writes_max = context.limits.watch_batch_writes
         self.collections = CollectionRoutes(context, book, access)
         self._queries = Queries(book, access)
+        self._status = StatusRoute(book, gateway)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
@@ -56,6 +58,8 @@ class DatabaseRoutes:
             self.collections.serve(exchange, identity, method, database, name)
         elif rest == "":
             self.collections.serve_database(exchange, identity, method, database)
+        elif rest == "status":
+            self._status.serve(exchange, identity, method, database)
         elif rest == "batch":
             self._batch(exchange, identity, method, database)
         elif rest == "query":
@@ -102,7 +106,7 @@ class DatabaseRoutes:
         )
 
     def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
-        path = names.split_document(name)
+        path = self._book.split(database, name)
         absent = TailraceError("not_found", f"there is no document {name!r}")
         collection = self._book.find(database, path.collection)
         if collection is None:

@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Final
 
 from tailrace.api.context import Context
+from tailrace.api.watch import metrics
 from tailrace.api.watch.access import Access
 from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.care import Care
 from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
+from tailrace.api.watch.jobs import JobRoutes
 from tailrace.api.watch.realtime import SSE_PATH, WS_PATH, RealtimeRoutes
 from tailrace.api.watch.routes import PREFIX, DatabaseRoutes
+from tailrace.api.watch.rxdb_service import ReplicationService
+from tailrace.api.watch.source_routes import SourceRoutes
+from tailrace.api.watch.sources import Sources
+from tailrace.api.watch.summaries import Summaries
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.net.http1 import Exchange
-from tailrace.telemetry import Telemetry
 from tailrace.watch.change import Change
+from tailrace.watch.names import PartitionPatterns
 
 FILE: Final = "watch.db"
 
@@ -25,53 +32,49 @@ class WatchService:
     """Documents and live queries of one server."""
 
     def __init__(self, context: Context, directory: Path, verifier: TokenVerifier | None) -> None:
-        self.book = Book(context.log, directory / FILE)
         limits = context.limits
-        self._writer = Writer(
-            self.book, document_bytes=limits.watch_document_bytes, partitions=limits.watch_partitions
-        )
+        patterns = PartitionPatterns(context.settings.watch_partition_patterns, limits.watch_partitions)
+        self.book = Book(context.log, directory / FILE, patterns)
+        self._writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
         access = Access()
         self.gateway = Gateway(context, self.book, access, verifier)
-        self._databases = DatabaseRoutes(context, self.book, self._writer, access)
-        self._databases.collections.on_rules = self.gateway.on_rules
+        self.care = Care(context, self.book, self.gateway.keys)
+        self.book.restore = self.care.views.restore
+        self._databases = DatabaseRoutes(context, self.gateway, self._writer)
+        self._databases.collections.on_rules = self._ruled
+        self._databases.collections.on_removed = self._removed
         self._realtime = RealtimeRoutes(self.gateway)
+        self._replication = ReplicationService(context, self.gateway, self._writer)
+        self._summaries = Summaries(context, self.gateway)
+        self._jobs = JobRoutes(context, self.book, self._writer, self._summaries)
+        self._sources = Sources(context, self.book, self.gateway)
+        self._sources.connect(context.telemetry)
+        self._sources.on_changed = self._replication.on_changed
+        self._source_routes = SourceRoutes(context, self._sources)
         self.book.on_applied = self._applied
 
-        self._connect(context.telemetry)
-
-    def _connect(self, telemetry: Telemetry) -> None:
-        """Metrics are read where they are counted, when somebody asks."""
-        gateway, book = self.gateway, self.book
-        telemetry.watch_changes.read = lambda: book.changes
-        telemetry.watch_match_candidates.read = lambda: gateway.totals()[0]
-        telemetry.watch_match_hits.read = lambda: gateway.totals()[1]
-        telemetry.watch_predicates.read = lambda: sum(len(one.matcher) for one in gateway.all_watched())
-        telemetry.watch_scan_predicates.read = lambda: sum(
-            len(one.matcher.index.scan) for one in gateway.all_watched()
-        )
-        telemetry.watch_connections.read = lambda: len(gateway.sessions)
-        telemetry.watch_subscriptions.each = gateway.states
-        telemetry.watch_deliveries.each = lambda: [([op], n) for op, n in gateway.deliveries.items()]
-        telemetry.watch_outbound_bytes.read = lambda: gateway.outbound_bytes
-        telemetry.watch_demotions.read = lambda: gateway.demotions
-        telemetry.watch_resync_required.each = lambda: [([why], n) for why, n in gateway.resyncs.items()]
-        telemetry.watch_resumes.each = lambda: [([result], n) for result, n in gateway.resumes.items()]
-        telemetry.watch_snapshots.read = lambda: gateway.replays.snapshots
-        telemetry.watch_snapshot_documents.read = lambda: gateway.replays.snapshot_documents
+        metrics.connect(context.telemetry, self.gateway, self.book, self.care)
 
     async def start(self) -> None:
         await self.book.start()
         self.gateway.start()
+        self.care.start()
+        self._summaries.start()
+        await self._sources.start()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
+        await self.care.stop()
+        self._sources.stop()
+        self._summaries.stop()
         self.book.close()
 
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
         self.gateway.end_all()
+        self._replication.end_all()
 
     def handles(self, path: bytes) -> bool:
-        return path.startswith(PREFIX) or path in (WS_PATH, SSE_PATH)
+        return path.startswith(PREFIX) or path in (WS_PATH, SSE_PATH) or self._replication.handles(path)
 
     def serve(
         self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
@@ -80,9 +83,29 @@ class WatchService:
             self._realtime.websocket(exchange, method, identify)
         elif path == SSE_PATH:
             self._realtime.events(exchange, method, identify)
+        elif self._replication.handles(path):
+            self._replication.serve(exchange, method, path, identify)
+        elif (asked := self._jobs.kind_of(path[len(PREFIX) :])) is not None:
+            self._jobs.serve(exchange, identify(exchange), method, *asked)
+        elif (source := self._source_routes.asked(path[len(PREFIX) :])) is not None:
+            self._source_routes.serve(exchange, identify(exchange), method, *source)
         else:
             self._databases.serve(exchange, identify(exchange), method, path[len(PREFIX) :])
+
+    def _ruled(self, collection: Collection) -> None:
+        """Other rules: what everybody has seen may be something else now."""
+        self.gateway.on_rules(collection)
+        self._replication.on_changed(collection)
+
+    def _removed(self, collection: Collection) -> None:
+        """A collection is gone: whoever watches it has to begin again, with nothing."""
+        self._writer.forget(collection)
+        self.care.removed(collection)
+        self.gateway.objectives.forget(collection)
+        self.gateway.invalidate_all(collection, "generation")
+        self._replication.on_changed(collection)
 
     def _applied(self, collection: Collection, change: Change) -> None:
         self._writer.on_applied(collection, change)
         self.gateway.on_applied(collection, change)
+        self._replication.on_changed(collection)

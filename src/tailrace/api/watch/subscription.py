@@ -10,8 +10,8 @@ from tailrace.watch.matcher import Interest
 from tailrace.watch.query import Query
 
 if TYPE_CHECKING:
-    from tailrace.api.watch.gateway import Watched
     from tailrace.api.watch.session import Session
+    from tailrace.api.watch.watched import Watched
 
 # live: told of every change as it happens. behind: reads from the log at its own pace. snapshot: is sent what
 # there is. paused: has as many events unacknowledged as it wants. invalid: has to be subscribed again.
@@ -40,6 +40,7 @@ class Subscription:
         "newer",
         "options",
         "own",
+        "principal",
         "query",
         "query_hash",
         "session",
@@ -73,6 +74,7 @@ class Subscription:
         self.told = -1  # sum of the positions at the last token
         self.unacked: deque[tuple[int, int]] = deque()
         self.task: asyncio.Task[None] | None = None
+        self.principal: str | None = None  # who it counts for
 
     @property
     def positions(self) -> list[int]:

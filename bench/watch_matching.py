@@ -1,0 +1,197 @@
+"""The matcher alone: changes per second with many subscriptions, beside evaluating every one of them.
+
+Documents have about twenty fields. The reference mix: 45 % equality on a field with many values, 25 % two
+equalities on fields with few values and a range, 12 % two ranges and an equality, 8 % prefix, 5 % `in`, 3 %
+with OR, 2 % ranges only. The broad one has few values, so that very many subscriptions match each change.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import tracemalloc
+from typing import Any
+
+from tailrace.watch.bloom import Bloom, key_of
+from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Prev
+from tailrace.watch.document import flat
+from tailrace.watch.matcher import Interest, Matcher
+from tailrace.watch.predicate import Part, Predicate, class_of
+from tailrace.watch.query import read_query
+from tailrace.watch.syntax import Call
+
+USERS = 100_000
+NAIVE_CHANGES = 10
+
+
+def _one(field: str, op: str, value: Any) -> dict[str, Any]:
+    return {"field": field, "op": op, "value": value}
+
+
+def filters(chance: random.Random, users: int) -> list[dict[str, Any]]:
+    kind = chance.random()
+    region, status = f"r{chance.randrange(20)}", f"s{chance.randrange(8)}"
+    user = f"u{chance.randrange(users)}"
+    if kind < 0.45:
+        more = [_one("status", "==", status), _one("amount", "<", 9_000)][: chance.randrange(3)]
+        return [_one("user", "==", user), *more]
+    if kind < 0.70:
+        low = chance.uniform(9_000, 10_000)
+        return [_one("region", "==", region), _one("status", "==", status), _one("amount", ">", low)]
+    if kind < 0.82:
+        low, other = chance.uniform(0, 9_950), chance.uniform(0, 990)
+        return [
+            _one("amount", ">=", low),
+            _one("amount", "<", low + 20),
+            _one("score", ">", other),
+            _one("score", "<", other + 10),
+            _one("region", "==", region),
+        ]
+    if kind < 0.93:
+        return [_one("user", "in", [f"u{chance.randrange(users)}" for _ in range(4)])]
+    low = chance.uniform(0, 9_999)
+    return [_one("amount", ">=", low), _one("amount", "<=", low + 1)]
+
+
+def parts(chance: random.Random, users: int) -> list[Part]:
+    """A query; prefixes and ORs are no filters, so their trees are put together here."""
+    kind = chance.random()
+    listed = filters(chance, users)
+    if kind < 0.08:
+        asked = [_one("sku", "==", f"k{chance.randrange(50_000)}")]
+        (part,) = read_query({"collection": "c", "filters": asked}, live=True).parts
+        node = part.node
+        assert isinstance(node, Call)
+        return [Part(Call("startsWith", node.args))]
+    if kind < 0.11:
+        user, sku = f"u{chance.randrange(users)}", f"k{chance.randrange(50_000)}"
+        asked = [_one("user", "==", user), _one("sku", "==", sku)]
+        one, other = read_query({"collection": "c", "filters": asked}, live=True).parts
+        return [Part(Call("_||_", (one.node, other.node)))]
+    return list(read_query({"collection": "c", "filters": listed}, live=True).parts)
+
+
+def document(chance: random.Random, users: int) -> dict[str, Any]:
+    found: dict[str, Any] = {f"field{number}": chance.randrange(100) for number in range(14)}
+    return found | {
+        "user": f"u{chance.randrange(users)}",
+        "region": f"r{chance.randrange(20)}",
+        "status": f"s{chance.randrange(8)}",
+        "amount": chance.uniform(0, 10_000),
+        "score": chance.uniform(0, 1_000),
+        "sku": f"k{chance.randrange(50_000)}",
+    }
+
+
+class Prepared(Change):
+    """A change whose images are at hand: reading them is not what is measured."""
+
+    __slots__ = ()
+
+    def __init__(self, before: dict[str, Any], after: dict[str, Any], seq: int) -> None:
+        entry = ChangeEntry(
+            database="d",
+            collection="c",
+            documentKey="k",
+            op="replace",
+            before=NULL,
+            after=NULL,
+            images=Images("full", "full"),
+            version=2,
+            createdAt=0,
+            prev=Prev(1, 0),
+            txn=None,
+            commitTime="",
+        )
+        super().__init__(entry, 0, seq, 0)
+        self._before = flat(before, "k", "c", 1, 0, 0)
+        self._after = flat(after, "k", "c", 2, 0, 0)
+
+
+def changes(chance: random.Random, users: int, count: int) -> list[Prepared]:
+    """Updates: most fields stay as they are."""
+    found: list[Prepared] = []
+    for seq in range(count):
+        before = document(chance, users)
+        other = document(chance, users)
+        changed = {name: other[name] for name in ("status", "amount", "score", "field1")}
+        found.append(Prepared(before, before | changed, seq))
+    return found
+
+
+def run(count: int, change_count: int, *, broad: bool, naive: bool) -> None:
+    chance = random.Random(7)
+    users = 400 if broad else USERS
+    matcher: Matcher[int] = Matcher(1000)
+    for _ in range(2000):
+        matcher.index.sample.add(document(chance, users))
+    gc.collect()
+    tracemalloc.start()
+    held = tracemalloc.get_traced_memory()[0]
+    interests: list[Interest] = []
+    for number in range(count):
+        interest = Interest(Predicate(parts(chance, users)), None)
+        interests.append(interest)
+        matcher.add(interest, number)
+    each_bytes = (tracemalloc.get_traced_memory()[0] - held) / count
+    tracemalloc.stop()
+    more = [Interest(Predicate(parts(chance, users)), None) for _ in range(2000)]
+    begun = time.perf_counter()
+    for number, interest in enumerate(more):
+        matcher.add(interest, count + number)
+    subscribing_s = (time.perf_counter() - begun) / len(more)
+    for number, interest in enumerate(more):
+        matcher.discard(interest, count + number)
+    prepared = changes(chance, users, change_count)
+    matcher.candidates = matcher.hits = 0
+    gc.collect()
+    gc.disable()
+    times: list[float] = []
+    for change in prepared:
+        begun = time.perf_counter()
+        for _ in matcher.matches(change, set()):
+            pass
+        times.append(time.perf_counter() - begun)
+    gc.enable()
+    total_s = sum(times)
+    times.sort()
+    p99_us = times[int(change_count * 0.99)] * 1e6
+    line = (
+        f"{count:>8,} subscriptions{' (broad)' if broad else ''}: {change_count / total_s:,.0f} changes/s, "
+        f"p99 {p99_us:,.0f} us, {matcher.candidates / change_count:.1f} candidates and "
+        f"{matcher.hits / change_count:.2f} matches per change; {each_bytes:,.0f} bytes per subscription; "
+        f"{1 / subscribing_s:,.0f} filed/s"
+    )
+    if naive:
+        begun = time.perf_counter()
+        for change in prepared[:NAIVE_CHANGES]:
+            for interest in interests:
+                interest.event(change)
+        naive_s = (time.perf_counter() - begun) / NAIVE_CHANGES
+        slower = naive_s * change_count / total_s
+        line += f"; all evaluated: {1 / naive_s:,.1f} changes/s, {slower:,.0f} times slower"
+    print(line)
+
+
+def bloom(keys: int, asked: int) -> None:
+    """What a filter in front of the exact lookup would save in one process."""
+    chance = random.Random(3)
+    exact: dict[tuple[tuple[str, ...], Any], int] = {}
+    filtered = Bloom(0.0)
+    for number in range(keys):
+        exact[("user",), class_of(f"u{number}")] = number
+        filtered.add(key_of(("user",), f"u{number}"))
+    probes = [f"u{chance.randrange(20 * keys)}" for _ in range(asked)]
+    begun = time.perf_counter()
+    hits = sum((("user",), class_of(value)) in exact for value in probes)
+    exact_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    found = sum(key_of(("user",), value) in filtered for value in probes)
+    bloom_s = time.perf_counter() - begun
+    wrong = (found - hits) / max(1, asked - hits)
+    print(
+        f"{keys:>8,} keys: exact lookup {exact_s / asked * 1e9:,.0f} ns, "
+        f"Bloom filter {bloom_s / asked * 1e9:,.0f} ns "
+        f"({filtered.size_bytes / 1024:,.0f} KiB, {wrong:.2%} found wrongly)"
+    )

@@ -1,0 +1,146 @@
+"""Resume: a subscription goes on exactly behind a token, or is told that it cannot; never at the head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from tailrace.api.watch import frames
+from tailrace.api.watch.messages import check_id, read_options, read_positions
+from tailrace.api.watch.subscribing import admit, keep, made
+from tailrace.api.watch.subscription import Options, Subscription
+from tailrace.auth import Action, authorise
+from tailrace.watch.query import Query, read_query
+from tailrace.watch.tokens import Position
+
+if TYPE_CHECKING:
+    from tailrace.api.watch.session import Session
+
+
+class _CannotResume(Exception):  # noqa: N818 - an answer like any other
+    """Why a client has to begin again; with the query it can be made to do so by the server."""
+
+    def __init__(self, reason: str, query: Query | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.query = query
+
+
+def resume(
+    session: Session, message_id: str | None, payload: dict[str, Any], *, flat_form: bool = False
+) -> None:
+    """`flat_form`: the older form of the message, whose answer repeats two members beside `payload`."""
+    assert session.identity is not None
+    assert session.database is not None
+    gateway = session.gateway
+    sub_id = check_id(payload.get("subId"), "the subId of resume")
+    authorise(session.identity, Action.WATCH, db=session.database)
+    options = read_options(payload, session.identity)
+    options.snapshot = False
+    admit(session, sub_id, options)
+    try:
+        subscription, given = _resumed(session, sub_id, payload, options)
+    except _CannotResume as failed:
+        _begin_again(session, message_id, sub_id, options, failed, flat_form)
+        return
+    keep(subscription)
+    gateway.remember(subscription.query_hash, given)
+    own, watched = subscription.own, subscription.watched
+    gateway.resumed(subscription)
+    acknowledged = {
+        "status": "ok",
+        "subId": sub_id,
+        "fromSeq": own[0] + 1 if len(own) == 1 else None,
+        "from": [seq + 1 for seq in own],
+        "generation": watched.generation,
+        "replaying": own != watched.applied,
+    }
+    beside = {"status": "ok", "fromSeq": acknowledged["fromSeq"]} if flat_form else {}
+    session.send(frames.reply("resume-ack", message_id, acknowledged, **beside))
+    gateway.replays.follow(subscription)
+
+
+def _resumed(
+    session: Session, sub_id: str, payload: dict[str, Any], options: Options
+) -> tuple[Subscription, object]:
+    """The checks in their order: signature, database, generation, query, then what the log still has."""
+    gateway = session.gateway
+    assert gateway.signer is not None
+    position = gateway.signer.read_position(payload.get("token"))
+    if position is None:
+        raise _CannotResume("token-invalid", _query_of(payload))
+    if position.database != session.database:
+        raise _CannotResume("database-mismatch")
+    given = payload.get("query")
+    if given is None:
+        kept = gateway.recent_query(position.query)
+        if kept is None:
+            raise _CannotResume("subscription-unknown")
+        given = orjson.loads(kept)
+    query = read_query(given, live=True)
+    subscription = made(session, sub_id, query, options)
+    if position.collection != query.collection:
+        raise _CannotResume("query-changed", query)
+    if position.generation != subscription.watched.generation:
+        raise _CannotResume("generation", query)
+    if position.query != subscription.query_hash:
+        raise _CannotResume("query-changed", query)
+    subscription.own = _within(subscription, position, payload, query)
+    return subscription, given
+
+
+def _query_of(payload: dict[str, Any]) -> Query | None:
+    """With the query, whoever asked for `autoResync` need not do anything."""
+    given = payload.get("query")
+    return None if given is None else read_query(given, live=True)
+
+
+def _within(
+    subscription: Subscription, position: Position, payload: dict[str, Any], query: Query
+) -> list[int]:
+    """Where to go on: the token's positions, moved to what was applied since, if the log has what follows."""
+    watched, limits = subscription.watched, subscription.session.gateway.limits
+    applied = watched.applied
+    if len(position.seqs) != len(applied):
+        raise _CannotResume("token-invalid", query)
+    given = payload.get("positions")
+    if given is None and "lastSeq" in payload and len(applied) == 1:
+        given = {"0": payload["lastSeq"]}
+    own = list(position.seqs)
+    for partition, seq in read_positions(given, len(applied)).items():
+        if seq < own[partition]:
+            raise _CannotResume("token-invalid", query)
+        own[partition] = seq
+    if any(map(int.__gt__, own, applied)):
+        raise _CannotResume("token-invalid", query)
+    if any(map(int.__lt__, own, watched.earliest)):
+        raise _CannotResume("retention", query)
+    if sum(applied) - sum(own) > limits.watch_resume_changes:
+        raise _CannotResume("too-far-behind", query)
+    return own
+
+
+def _begin_again(
+    session: Session,
+    message_id: str | None,
+    sub_id: str,
+    options: Options,
+    failed: _CannotResume,
+    flat_form: bool,
+) -> None:
+    assert session.database is not None
+    gateway, reason = session.gateway, failed.reason
+    about = None if failed.query is None else failed.query.collection
+    gateway.resume_failed(session, sub_id, reason, about)
+    answer = {"status": "resync-required", "subId": sub_id, "reason": reason}
+    beside = {"status": "resync-required", "fromSeq": None} if flat_form else {}
+    session.send(frames.reply("resume-ack", message_id, answer, **beside), "")
+    if failed.query is not None:
+        subscription = made(session, sub_id, failed.query, options)
+        keep(subscription)
+        session.invalidate(subscription, reason)
+        return
+    gateway.resynced(reason)
+    told = {"subId": sub_id, "reason": reason, "generation": None, "retryAfterMs": 0, "autoResync": False}
+    session.send(frames.about("resync-required", session.database, [sub_id], told), "")

@@ -1,0 +1,49 @@
+"""A collection that somebody watches; it need not exist yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.api.watch.book import Book, Collection
+from tailrace.watch.matcher import Matcher
+
+if TYPE_CHECKING:
+    from tailrace.api.watch.subscription import Subscription
+
+
+class Watched:
+    __slots__ = ("_book", "database", "matcher", "name", "subscriptions")
+
+    def __init__(self, book: Book, database: str, name: str, scan_max: int) -> None:
+        self._book = book
+        self.database = database
+        self.name = name
+        self.matcher: Matcher[Subscription] = Matcher(scan_max)
+        self.subscriptions: set[Subscription] = set()
+
+    @property
+    def collection(self) -> Collection | None:
+        return self._book.find(self.database, self.name)
+
+    @property
+    def applied(self) -> list[int]:
+        found = self.collection
+        return [0] * self._book.partitions_for(self.name) if found is None else found.applied
+
+    @property
+    def earliest(self) -> list[int]:
+        """What the log does not have any more, by partition."""
+        found = self.collection
+        return [0] * self._book.partitions_for(self.name) if found is None else self._book.earliest(found)
+
+    @property
+    def generation(self) -> int:
+        found = self.collection
+        if found is None:
+            return self._book.next_generation(self.database, self.name)
+        return self._book.generation(found)
+
+    @property
+    def state(self) -> str:
+        found = self.collection
+        return "live" if found is None or found.state == "lagging" else found.state

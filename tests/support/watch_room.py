@@ -1,0 +1,224 @@
+"""Watch in one process, on a real log: the test decides about the pace of clients, the clock and crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from support.log_harness import LogHarness
+from tailrace.api.context import Context
+from tailrace.api.watch.access import Access
+from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.collections import CollectionRoutes
+from tailrace.api.watch.documents import Result, Write, Writer
+from tailrace.api.watch.frames import Frame
+from tailrace.api.watch.gateway import Gateway
+from tailrace.api.watch.session import Session
+from tailrace.auth import ANONYMOUS, Identity
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.net.http1 import Exchange
+from tailrace.settings import Settings
+from tailrace.telemetry import Telemetry
+from tailrace.watch.change import Change
+from tailrace.watch.names import PartitionPatterns, split_document
+
+DATABASE = "default"
+PATIENCE_S = 30.0
+
+
+class PacedWire:
+    """The client's end of a connection: what was sent stays unsent until somebody reads it."""
+
+    name = "ws"
+    each_token = False
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.unsent_bytes = 0
+        self.closed: int | None = None
+
+    def send(self, frame: Frame, token: str | None) -> int:
+        self.frames.append(frame)
+        self.unsent_bytes += len(frame.body)
+        return len(frame.body)
+
+    def keep_alive(self) -> int:
+        return 0
+
+    def close(self, code: int, reason: str) -> None:
+        self.closed = code
+
+    def read(self, count: int) -> list[dict[str, Any]]:
+        taken, self.frames = self.frames[:count], self.frames[count:]
+        self.unsent_bytes -= sum(len(frame.body) for frame in taken)
+        return [json.loads(frame.body) for frame in taken]
+
+
+class Heard(NamedTuple):
+    """One change as it came out of the log."""
+
+    partition: int
+    seq: int
+    id: str
+    version: int
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+class _Asked:
+    """A request for the collection routes, and its answer."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.status = 0
+        self.answer = b""
+
+    def respond(self, status: int, _: bytes, body: bytes = b"") -> None:
+        self.status, self.answer = status, body
+
+
+class Room:
+    """The parts of watch that one server has."""
+
+    def __init__(self, directory: Path, **limits: int) -> None:
+        self.limits = Limits(**limits)
+        self.harness = LogHarness(directory, self.limits)
+        self.heard: dict[str, list[Heard]] = {}
+        self._open()
+
+    def _open(self) -> None:
+        harness = self.harness
+        settings = Settings(limits=self.limits)
+        self.telemetry = Telemetry()
+        self.context = Context(settings, harness.log, harness.clock, harness.loop, self.telemetry, "test")
+        self.book = Book(
+            harness.log, harness.directory / "watch.db", PartitionPatterns("", self.limits.watch_partitions)
+        )
+        self.writer = Writer(self.book, document_bytes=self.limits.watch_document_bytes)
+        self.access = Access()
+
+        async def made() -> Gateway:
+            gateway = Gateway(self.context, self.book, self.access, None)
+            self.book.on_applied = self._applied
+            self._gateway = gateway
+            await self.book.start()
+            gateway.start()
+            await harness.log.committer.drain()
+            return gateway
+
+        self.heard.clear()
+        self.gateway = harness.run(made())
+        self.routes = CollectionRoutes(self.context, self.book, self.access)
+        self.routes.on_rules = self.gateway.on_rules
+        self.routes.on_removed = self._removed
+
+    def _applied(self, collection: Collection, change: Change) -> None:
+        self.writer.on_applied(collection, change)
+        self._gateway.on_applied(collection, change)
+        entry = change.entry
+        one = Heard(
+            change.partition, change.seq, entry.documentKey, entry.version, change.before, change.after
+        )
+        self.heard.setdefault(self.life_of(collection.name), []).append(one)
+
+    def _removed(self, collection: Collection) -> None:
+        self.writer.forget(collection)
+        self.gateway.invalidate_all(collection, "generation")
+
+    # -- what happens ----------------------------------------------------------------------------------
+
+    def write(self, *writes: tuple[str, str, Any], atomic: bool = False) -> list[Result]:
+        """Operations, paths and data; all in one request."""
+        answers: list[list[Result]] = []
+
+        def answer(results: list[Result], error: TailraceError | None) -> None:
+            assert error is None
+            answers.append(results)
+
+        listed = [
+            Write(cast("Any", op), split_document(path), data if op != "delete" else None)
+            for op, path, data in writes
+        ]
+        self.harness.call(lambda: self.writer.write(DATABASE, listed, lambda *_: None, answer, atomic=atomic))
+        self.harness.settle()
+        (results,) = answers
+        return results
+
+    def configure(self, name: str, **given: Any) -> _Asked:
+        asked = _Asked(json.dumps(given).encode())
+        self.harness.call(
+            lambda: self.routes.serve(cast("Exchange", asked), ANONYMOUS, b"PUT", DATABASE, name)
+        )
+        self.harness.settle()
+        return asked
+
+    def remove(self, name: str) -> int:
+        asked = _Asked(b"")
+        self.harness.call(
+            lambda: self.routes.serve(cast("Exchange", asked), ANONYMOUS, b"DELETE", DATABASE, name)
+        )
+        self.harness.settle()
+        return asked.status
+
+    def connect(self, identity: Identity = ANONYMOUS) -> tuple[Session, PacedWire]:
+        wire = PacedWire()
+        session = self.harness.call(lambda: Session(self.gateway, wire, identity, DATABASE))
+        return session, wire
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.harness.run(asyncio.sleep(0))
+
+    def until(self, holds: Any) -> None:
+        """Lets the loop run until something is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline, "it does not come to that"
+            self.harness.run(asyncio.sleep(0.001))
+
+    def checkpoint(self) -> None:
+        self.harness.call(self.harness.log.move_on)
+        self.harness.settle()
+        self.harness.checkpoint(tell=True)
+
+    def crash(self, turns: int) -> None:
+        """A power cut: all connections are gone, and what was not durable with them."""
+        old = self.book
+        for session in tuple(self.gateway.sessions):
+            self.harness.call(session.gone)
+        self.turn(2)
+        self.harness.crash(turns=turns)
+        old.close()
+        self._open()
+
+    def close(self) -> None:
+        for session in tuple(self.gateway.sessions):
+            self.harness.call(session.gone)
+        self.harness.call(self.gateway.end_all)
+        self.turn(2)
+        self.book.close()
+        self.harness.close()
+
+    # -- what there is ---------------------------------------------------------------------------------
+    def life_of(self, name: str) -> str:
+        """A collection by its name and generation: another life is another collection."""
+        collection = self.book.find(DATABASE, name)
+        if collection is None:
+            return f"{name} {self.book.next_generation(DATABASE, name)}"
+        return f"{name} {self.book.generation(collection)}"
+
+    def rule_of(self, name: str) -> str | None:
+        collection = self.book.find(DATABASE, name)
+        return None if collection is None else collection.config.read_rule
+
+    def rows(self, name: str) -> dict[str, tuple[int, bytes]]:
+        """Living documents as the view has them."""
+        collection = self.book.find(DATABASE, name)
+        if collection is None:
+            return {}
+        found = self.book.view.now.documents_after(collection.number, "", 100_000)
+        return {row.id: (row.version, row.data) for row in found}

@@ -1,0 +1,141 @@
+"""Parts of watch that stand alone: patterns, samples, objectives' windows, published views, shapes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.api.watch.objectives import BUCKET_S, MINUTES, Window
+from tailrace.errors import TailraceError
+from tailrace.watch import view_files
+from tailrace.watch.cel import compile_text
+from tailrace.watch.index import Index
+from tailrace.watch.names import PartitionPatterns, partition_of
+from tailrace.watch.predicate import Predicate, conditions_of
+from tailrace.watch.query import read_query
+from tailrace.watch.sample import Sample
+from tailrace.watch.syntax import shape
+from tailrace.watch.view import Purged, Row, View, reading
+
+
+def predicate(*filters: tuple[str, str, Any]) -> Predicate:
+    listed = [{"field": field, "op": op, "value": value} for field, op, value in filters]
+    return Predicate(read_query({"collection": "c", "filters": listed}, live=True).parts)
+
+
+def test_w5_partitions_by_the_public_hash() -> None:
+    known = {"m3": 10, "alice": 0, "😀": 14, "order-1": 6}
+    assert {key: partition_of(key, 16) for key in known} == known
+
+
+def test_partitions_of_new_collections_by_their_path() -> None:
+    patterns = PartitionPatterns("rooms/*/messages=1, logs=64,rooms/*/*=3", 16)
+    assert [patterns(name) for name in ("rooms/a/messages", "logs", "rooms/a/users", "rooms")] == [
+        1,
+        64,
+        3,
+        16,
+    ]
+    for text in ("a", "a=0", "a=257", "a=x"):
+        with pytest.raises(TailraceError):
+            PartitionPatterns(text, 16)
+
+
+def test_shapes_hide_every_value() -> None:
+    node = compile_text("doc.a == 'secret' && doc.b in [1, 2] && doc.x.exists(e, e > 7)")[0]
+    said = shape(node)
+    assert "secret" not in said
+    assert not any(digit in said for digit in "127")
+    assert said.count("?") == 4
+
+
+def test_a_sample_tells_how_many_satisfy_a_conjunct() -> None:
+    sample = Sample()
+    chance = random.Random(1)
+    documents = [
+        {
+            "n": chance.randrange(100),
+            "s": chance.choice("ab") + str(chance.randrange(9)),
+            "l": [chance.randrange(4)],
+        }
+        for _ in range(1000)
+    ]
+    for document in documents:
+        sample.add(document)
+    for where in (
+        "doc.n == 5",
+        "doc.n > 89",
+        "doc.n >= 10 && doc.n < 20",
+        "doc.s.startsWith('a')",
+        "doc.s in ['a1', 'b2']",
+        "2 in doc.l",
+        "has(doc.n)",
+        "has(doc.none)",
+    ):
+        node, program = compile_text(where)
+        (condition,) = conditions_of(node)
+        really = sum(program.holds(doc=document) for document in documents) / len(documents)
+        assert abs(sample.share(condition) - really) < 0.03, where
+
+
+def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> None:
+    index = Index(10)
+    predicates = [predicate(("kind", "==", "same"), ("n", ">", float(number))) for number in range(200)]
+    for one in predicates:
+        index.add(one)
+    assert index.kinds["equal"] == 200, "an equality is the better guess"
+    for number in range(300):
+        index.sample.add({"kind": "same", "n": -number})
+    assert sum(index.refile(50) for _ in range(5)) == 200
+    assert (index.kinds["range"], index.kinds["equal"]) == (200, 0)
+    found: set[Predicate] = set()
+    index.probe({"kind": "same", "n": 10.5}, found)
+    assert {one for one in predicates if one.matches({"kind": "same", "n": 10.5})} <= found
+    assert len(found) < 20
+    assert index.refile(500) == 0
+    for one in predicates:
+        index.discard(one)
+    assert len(index) == 0
+    found.clear()
+    index.probe({"kind": "same", "n": 10.5}, found)
+    assert not found
+
+
+def test_windows_forget_what_is_old() -> None:
+    window = Window()
+    for _ in range(9):
+        window.add(0.0, bad=False)
+    window.add(1.0, bad=True)
+    assert window.share(2.0) == pytest.approx(0.1)
+    window.add(BUCKET_S * 2, bad=True)
+    assert window.share(BUCKET_S * 2) == pytest.approx(2 / 11)
+    assert window.share(BUCKET_S * (MINUTES + 1)) == 1.0, "the first minute is over"
+    assert window.share(BUCKET_S * 20) == 0.0
+
+
+def test_w8_a_published_view_is_the_view(tmp_path: Path) -> None:
+    view = View(tmp_path / "view.db")
+    number = view.number_of("default", "orders", 1)
+    chance = random.Random(2)
+    rows = [
+        Row(f"d{place:04}", place % 3, place + 1, 2, 5, 7, int(chance.random() < 0.2), b'{"n":%d}' % place)
+        for place in range(1200)
+    ]
+    with view.writing():
+        view.apply(number, rows, (), {0: 1198, 1: 1199, 2: 1200})
+        view.note_purged(number, 1, Purged(9, 44))
+        view.note_purged(number, 1, Purged(4, 50))
+    with reading(tmp_path / "view.db") as moment:
+        parts = [view_files.encode_part(part) for part in view_files.parts_of(moment, number)]
+        assert moment.positions(number, 3) == [1198, 1199, 1200]
+        assert moment.purged(number, 3)[1] == (9, 50)
+    back = [row for part in parts for row in view_files.decode_part(part)]
+    assert back == rows
+    with pytest.raises(view_files.BadViewError):
+        view_files.decode_part(parts[0][:100])
+    with pytest.raises(view_files.BadViewError):
+        view_files.decode_head(b"{}")
+    view.close()

@@ -1,0 +1,220 @@
+"""Watch in one process: sizes of snapshots, who is shed first, what is counted, what the view comes to."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.watch_room import DATABASE, PacedWire, Room
+from tailrace.api.watch.session import Session
+from tailrace.api.watch.subscribing import subscribe
+from tailrace.auth import ANONYMOUS
+
+
+def ask(room: Room, session: Session, name: str, **given: Any) -> None:
+    payload = {"query": {"collection": "c"}, **given}
+    room.harness.call(lambda: subscribe(session, name, payload))
+
+
+def fill(room: Room, count: int) -> None:
+    for begin in range(0, count, 2000):
+        writes = [
+            ("put", f"c/d{number:06}", {"n": number}) for number in range(begin, min(count, begin + 2000))
+        ]
+        room.write(*writes)
+
+
+def snapshot(room: Room, wire: PacedWire) -> tuple[list[str], dict[str, Any]]:
+    ids: list[str] = []
+    while True:
+        room.until(lambda: wire.frames)
+        for envelope in wire.read(1):
+            if envelope["type"] == "snapshot":
+                ids += [row["id"] for row in envelope["payload"]["documents"]]
+            elif envelope["type"] == "snapshot-end":
+                return ids, envelope["payload"]
+
+
+def complete(tmp_path: Path, count: int) -> None:
+    room = Room(tmp_path, watch_audit_retention_ms=0)
+    fill(room, count)
+    session, wire = room.connect()
+    ask(room, session, "s", sendSnapshot=True)
+    ids, end = snapshot(room, wire)
+    assert ids == [f"d{number:06}" for number in range(count)]
+    assert end["count"] == count
+    assert sum(end["positions"]) == count
+    room.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 499, 500, 501, 999, 1000, 1001])
+def test_w19_snapshots_of_every_size_are_complete(tmp_path: Path, count: int) -> None:
+    complete(tmp_path, count)
+
+
+@pytest.mark.nightly
+def test_w19_a_large_snapshot_is_complete(tmp_path: Path) -> None:
+    complete(tmp_path, 100_000)
+
+
+def test_w23_a_subscription_gets_what_comes_after_it_and_nothing_before(tmp_path: Path) -> None:
+    room = Room(tmp_path, watch_partitions=1, watch_audit_retention_ms=0)
+    session, wire = room.connect()
+    for number in range(30):
+        room.write(("put", "c/a", {"n": number}))
+        ask(room, session, f"s{number}")
+    acknowledged: dict[str, int] = {}
+    seen: dict[str, list[int]] = {}
+    for envelope in wire.read(10_000):
+        if envelope["type"] == "subscribe_ack":
+            acknowledged[envelope["id"]] = envelope["payload"]["positions"][0]
+        else:
+            for name in envelope["subIds"]:
+                seen.setdefault(name, []).append(envelope["seq"])
+    for name, position in acknowledged.items():
+        assert seen.get(name, []) == list(range(position + 1, 31))
+    room.close()
+
+
+def test_w33_what_can_wait_is_shed_first(tmp_path: Path) -> None:
+    """However full the gateway is: as long as one that can wait is live, no other steps back."""
+    room = Room(
+        tmp_path,
+        watch_outbound_bytes=1_000_000,
+        watch_outbound_total_bytes=100_000,
+        watch_audit_retention_ms=0,
+    )
+    gateway = room.gateway
+    pairs = [room.connect() for _ in range(4)]
+    for session, _ in pairs:
+        for priority in ("low", "normal", "high"):
+            ask(room, session, priority, priority=priority)
+    room.write(("put", "c/a", {"text": "x" * 5000}))
+
+    def states(priority: str) -> set[str]:
+        return {session.subscriptions[priority].state for session, _ in pairs}
+
+    room.harness.call(gateway._tick)  # pyright: ignore[reportPrivateUsage]
+    assert states("low") == states("normal") == states("high") == {"live"}
+    for turn in range(2):
+        room.write(("put", "c/a", {"text": "x" * 12_000, "turn": turn}))
+    assert sum(wire.unsent_bytes for _, wire in pairs) / 100_000 >= 0.7
+    gateway.level = 0.0
+    room.harness.call(gateway._tick)  # pyright: ignore[reportPrivateUsage]
+    assert states("low") == {"behind"}
+    if gateway.level < 0.9:
+        assert states("normal") == states("high") == {"live"}
+    session, _ = room.connect()
+    asked = {"query": {"collection": "c"}, "priority": "low"}
+    with pytest.raises(Exception, match="too much unsent"):
+        room.harness.call(lambda: subscribe(session, "late", asked))
+    for _, wire in pairs:
+        wire.read(10_000)
+    for session, _ in pairs:
+        room.harness.call(session.on_drain)
+    room.harness.call(gateway._tick)  # pyright: ignore[reportPrivateUsage]
+    assert not gateway.shedding
+    room.until(lambda: states("low") == {"live"})
+    room.close()
+
+
+def test_w49_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
+    room = Room(tmp_path, watch_partitions=2, watch_audit_retention_ms=0)
+    chance = random.Random(8)
+    pairs = [room.connect() for _ in range(3)]
+    for session, _ in pairs:
+        for number in range(3):
+            where = chance.choice(("doc.n > 5", "doc.n <= 5", "true"))
+            ask(room, session, f"s{number}", query={"collection": "c", "where": where})
+    for _ in range(120):
+        op = chance.choice(("put", "put", "patch", "delete"))
+        room.write((op, f"c/d{chance.randrange(9)}", {"n": chance.randrange(12)}))
+    sent = {"insert": 0, "update": 0, "delete": 0}
+    for _, wire in pairs:
+        for envelope in wire.read(100_000):
+            if envelope["type"] == "event":
+                sent[envelope["payload"]["delta"]["op"]] += len(envelope["subIds"])
+    assert room.gateway.deliveries == sent
+    heard = [one for life in room.heard.values() for one in life]
+    assert sum(room.book.changes.values()) == len(heard)
+    candidates, hits, _ = room.gateway.totals()
+    assert candidates >= hits > 0
+    assert sum(room.telemetry.watch_match_latency_seconds.counts) == len(heard)
+    room.close()
+
+
+def test_w8_the_view_is_the_fold_of_the_log_whatever_happens(tmp_path: Path) -> None:
+    room = Room(tmp_path, watch_partitions=3, watch_audit_retention_ms=0)
+    chance = random.Random(11)
+    model: dict[str, tuple[int, dict[str, Any]]] = {}
+    versions: dict[str, int] = {}
+    for step in range(200):
+        name = f"d{chance.randrange(12)}"
+        op = chance.choice(("put", "put", "delete"))
+        data = {"n": step, "text": "x" * chance.randrange(400)}
+        (result,) = room.write((op, f"c/{name}", data))
+        if result.error is None and (op == "put" or name in model):
+            versions[name] = versions.get(name, 0) + 1
+            assert result.version == versions[name]
+            if op == "put":
+                model[name] = (versions[name], data)
+            else:
+                del model[name]
+        if step % 23 == 22:
+            room.checkpoint()
+        if step % 41 == 40:
+            room.crash(chance.randrange(3))
+        if step % 61 == 60:
+            for path in room.harness.directory.glob("watch.db*"):
+                path.unlink()
+            room.crash(0)
+        if step % 10 == 9:
+            found = {key: (version, json.loads(raw)) for key, (version, raw) in room.rows("c").items()}
+            assert found == model, step
+    room.close()
+
+
+def test_w45_nobody_is_told_what_they_may_not_read(tmp_path: Path) -> None:
+    from tailrace.auth import Identity
+
+    room = Room(tmp_path, watch_partitions=1, watch_audit_retention_ms=0)
+    room.configure("c", readRule="doc.org == request.auth.claims.org")
+    pairs = {
+        org: room.connect(
+            Identity(
+                sub=org,
+                scopes=frozenset({"read"}),
+                dbs=(DATABASE,),
+                claims=json.dumps({"org": org}).encode(),
+            )
+        )
+        for org in ("one", "two")
+    }
+    nobody, silent = room.connect(ANONYMOUS)
+    ask(room, nobody, "s", query={"collection": "c"}, sendSnapshot=True)
+    for session, _ in pairs.values():
+        ask(room, session, "s", query={"collection": "c", "where": "doc.n > 3"}, sendSnapshot=True)
+        ask(room, session, "t", query={"collection": "c"}, includeData=True)
+    room.turn(20)
+    chance = random.Random(5)
+    for _ in range(150):
+        org = chance.choice(("one", "two"))
+        data = {"org": org, "n": chance.randrange(8), "secret": f"of {org}"}
+        room.write((chance.choice(("put", "put", "delete")), f"c/d{chance.randrange(5)}", data))
+    for org, (_, wire) in pairs.items():
+        other = "two" if org == "one" else "one"
+        frames = wire.frames
+        assert frames
+        assert not any(f"of {other}".encode() in frame.body for frame in frames)
+        reasons = {
+            envelope["payload"]["delta"]["reason"]
+            for envelope in wire.read(100_000)
+            if envelope["type"] == "event"
+        }
+        assert {"hidden", "visible"} <= reasons
+    assert not any(b"secret" in frame.body for frame in silent.frames), "a rule that cannot be decided denies"
+    room.close()
