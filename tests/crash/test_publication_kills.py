@@ -7,28 +7,14 @@ import http.client
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.calls import Caller, eventually
-from support.offers import FAMILIES, FakePipeline, configured, fill, plan, seal, uncovered
+from support.offers import FAMILIES, FakePipeline, configured, events, fill, plan, seal, uncovered
 from support.server import ServerProcess
 
 SEGMENTS = 3
-
-
-def follow(call: Caller) -> list[dict[str, Any]]:
-    """Everything that `__segments__` holds."""
-    found: list[dict[str, Any]] = []
-    offset = "-1"
-    while True:
-        reply = call("GET", f"__segments__?offset={offset}")
-        assert reply.status == 200
-        found += reply.body
-        if reply.headers.get("stream-up-to-date") == "true":
-            return found
-        offset = reply.headers["stream-next-offset"]
 
 
 def ordeal(server: ServerProcess) -> None:
@@ -87,7 +73,7 @@ def check(server: ServerProcess) -> None:
         entries = sorted(entries[1:] for entries in ranges if entries[0] == family)
         assert [first for first, _ in entries[1:]] == [last + 1 for _, last in entries[:-1]]
         assert (entries[0][0], entries[-1][1]) == (1, 4 * SEGMENTS)
-    told = [one for one in follow(call) if one["key"].startswith(shown["stream_id"])]
+    told = events(call, shown["stream_id"])
     segments = [one["value"] for one in told if one["type"] == "segment"]
     firsts = [one["first"] for one in segments]
     assert firsts == sorted(set(firsts))

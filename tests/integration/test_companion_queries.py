@@ -95,18 +95,18 @@ SEARCHES: list[dict[str, Any]] = [
 SUMS = {"rollup": "all", "from": 0, "to": 60_000, "interval": "1m", "group_by": ["who"]}
 
 
-def answers(call: Caller) -> list[Any]:
+def answers(call: Caller, name: str = "ev") -> list[Any]:
     """Everything that can be asked, without what the answers cost."""
     found: list[Any] = []
     for body in SEARCHES:
-        reply = call("POST", "ev/_search", body)
+        reply = call("POST", f"{name}/_search", body)
         assert reply.status == 200, reply.body
         assert reply.body["coverage"]["complete"]
         found.append((reply.body["total"], reply.body["hits"], reply.body["next_search_after"]))
-    found.append(call("POST", "ev/_aggregate", SUMS).body["buckets"])
-    found.append(call("GET", "ev?offset=-1&filter=who:w2").body)
-    found += [call("GET", f"ev?offset=-1&key=w{number}").body for number in range(4)]
-    found.append(call("GET", "ev/_routing_keys?limit=2").body["keys"])
+    found.append(call("POST", f"{name}/_aggregate", SUMS).body["buckets"])
+    found.append(call("GET", f"{name}?offset=-1&filter=who:w2").body)
+    found += [call("GET", f"{name}?offset=-1&key=w{number}").body for number in range(4)]
+    found.append(call("GET", f"{name}/_routing_keys?limit=2").body["keys"])
     return found
 
 
@@ -143,3 +143,43 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
         path.unlink() if place % 2 else path.write_bytes(b"\0" * path.stat().st_size)
     server.start()
     assert answers(Caller(server)) == before
+
+
+def test_p8_a_fork_is_answered_from_the_companions_of_its_source(server: ServerProcess) -> None:
+    call = Caller(server)
+    assert call("PUT", "ev", headers={"Content-Type": "application/json"}).status == 201
+    key = {"jsonPointer": "/who", "required": False}
+    body = {"schema": {"type": "object"}, "search": SEARCH, "routingKey": key}
+    assert call("POST", "ev/_schema", body).status == 200
+    offsets: list[str] = []
+    for number in range(3):
+        fill(call, "ev", ROWS, number * ROWS)
+        seal(call, "ev")
+        offsets.append(call("HEAD", "ev").headers["stream-next-offset"])
+    fill(call, "ev", 5, 3 * ROWS)
+    forks = {"all": call("HEAD", "ev").headers["stream-next-offset"], "two": offsets[1]}
+    for name, offset in forks.items():
+        headers = {"Stream-Forked-From": "/v1/stream/ev", "Stream-Fork-Offset": offset}
+        assert call("PUT", name, headers=headers).status == 201
+        fill(call, name, 7, 1000)
+    planned(call, "ev", 3)
+    before = {name: answers(call, name) for name in forks}
+
+    def used(name: str) -> tuple[list[str], bool]:
+        found = call("POST", f"{name}/_search", {"q": "word7 who:w1"}).body["coverage"]
+        sums = call("POST", f"{name}/_aggregate", SUMS).body["coverage"]
+        return found["index_families_used"], sums["used_rollups"]
+
+    assert used("all") == used("two") == ([], False)
+    Builder(call, server.data_dir).publish_all("ev")
+    assert eventually(lambda: plan(call, "ev"), lambda shown: not uncovered(shown))
+    assert {name: answers(call, name) for name in forks} == before
+    assert used("all") == used("two") == (["col", "exact", "fts"], True)
+    # One that asks for other things than its source is answered by what is left.
+    search = {**SEARCH, "fields": {**SEARCH["fields"]}}
+    search["fields"]["who"] = {**SEARCH["fields"]["who"], "normalizer": "lowercase_v1"}
+    assert call("POST", "two/_schema", {"search": search}).status == 200
+    assert answers(call, "two")[:-1] == before["two"][:-1]
+    assert "exact" not in used("two")[0]
+    assert call("DELETE", "ev").status == 204
+    assert answers(call, "all") == before["all"]

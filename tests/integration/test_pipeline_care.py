@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,9 @@ from support.offers import (
     SEARCH,
     FakePipeline,
     configured,
+    events,
     fill,
+    head_of,
     plan,
     planned,
     seal,
@@ -42,38 +43,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.start()
     yield process
     process.stop()
-
-
-@pytest.fixture
-def call(server: ServerProcess) -> Caller:
-    return Caller(server)
-
-
-@pytest.fixture
-def pipeline(server: ServerProcess, call: Caller) -> FakePipeline:
-    return FakePipeline(call, server.data_dir)
-
-
-@pytest.fixture
-def ev(request: pytest.FixtureRequest) -> str:
-    return f"ev/{request.node.name}"
-
-
-def head_of(pipeline: FakePipeline, shown: dict[str, Any]) -> dict[str, Any]:
-    return json.loads((pipeline.objects / shown["manifest"]["object"]).read_bytes())
-
-
-def events(call: Caller, folder: str) -> list[dict[str, Any]]:
-    """What `__segments__` tells of one stream."""
-    found: list[dict[str, Any]] = []
-    offset = "-1"
-    while True:
-        reply = call("GET", f"__segments__?offset={offset}")
-        assert reply.status == 200
-        found += reply.body
-        if reply.headers.get("stream-up-to-date") == "true":
-            return [one for one in found if one["key"].split("/")[0] == folder]
-        offset = reply.headers["stream-next-offset"]
 
 
 def operations(found: list[dict[str, Any]], kind: str) -> list[str]:

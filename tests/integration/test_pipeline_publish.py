@@ -36,28 +36,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def call(server: ServerProcess) -> Caller:
-    return Caller(server)
-
-
-@pytest.fixture
-def pipeline(server: ServerProcess, call: Caller) -> FakePipeline:
-    return FakePipeline(call, server.data_dir)
-
-
-@pytest.fixture
 def alone(tmp_path: Path) -> Iterator[FakePipeline]:
     """On a server that has no other streams."""
     process = ServerProcess(tmp_path / "data")
     process.start()
     yield FakePipeline(Caller(process), process.data_dir)
     process.stop()
-
-
-@pytest.fixture
-def ev(request: pytest.FixtureRequest) -> str:
-    """A stream of its own for each test."""
-    return f"ev/{request.node.name}"
 
 
 def test_a_plan_tells_all_that_is_needed_to_build(call: Caller, pipeline: FakePipeline, ev: str) -> None:

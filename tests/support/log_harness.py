@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ from support.log_model import Lifetime as ModelLifetime
 from tailrace.clock import FakeClock
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
+from tailrace.log.compaction import Intent
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.image import StoredStreams
@@ -24,12 +26,17 @@ from tailrace.log.model import Lifetime, Stream
 from tailrace.log.reader import Page
 from tailrace.log.records import Append, Recorded, Sealed
 from tailrace.log.transaction import Transaction
+from tailrace.pipeline.kernels.compact import compact
 from tailrace.protocol.content_types import DEFAULT, is_json
+from tailrace.settings import Settings
 from tailrace.store.cold import ColdReader
+from tailrace.store.directory import DataDirectory
 from tailrace.store.objects import open_objects
 from tailrace.store.ownership import Ownership
+from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.tier.bootstrap import bootstrap
 from tailrace.tier.checkpointer import checkpoint_file
-from tailrace.tier.seal_job import Job, Kind, Report, SealerSetup
+from tailrace.tier.seal_job import Job, Kind, Publication, Report, SealerSetup
 from tailrace.tier.sealer import Sealer
 
 CENTURY_NS = 100 * 365 * 86_400 * 10**9
@@ -142,6 +149,19 @@ class LogHarness:
         self.directory = copy
         self._open()
 
+    def bootstrap(self) -> None:
+        """The directory is lost; what the bucket has comes back, and belongs to a new owner."""
+        self._end()
+        shutil.rmtree(self.directory)
+        self._lives += 1
+        self.directory = self._root / f"life-{self._lives}"
+        directory = DataDirectory(self.directory)
+        settings = Settings(data_dir=self.directory, object_store=self._bucket, limits=self._limits)
+        self.run(bootstrap(settings, directory, self.clock))
+        directory.close()
+        self._fence = 0
+        self._open()
+
     def close(self) -> None:
         self._end()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
@@ -184,9 +204,29 @@ class LogHarness:
             self.call(self.log.record, Recorded(0, [], graves))
         self.settle()
 
-    def _ask(self, kind: Kind, numbers: list[int], sealed: int = 0) -> Report:
+    def compact(self, stream: Stream, inputs: list[SegmentInfo]) -> SegmentInfo:
+        """One segment in the place of several that follow each other, and these are deleted at once."""
+        identity = stream_id(stream.name, stream.incarnation)
+        place = self._root / "objects" / stream_prefix(identity)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "joined"
+            info = compact([(place / one.key).read_bytes() for one in inputs], path)
+            shutil.copyfile(path, place / info.key)
+        publication = Publication(stream_id=identity, segment=info, replaced=inputs)
+        report = self._ask("compact", [stream.number], publication=publication)
+        assert not report.refused, report.detail
+        done = Intent(info, tuple(inputs)).done(stream.number, report.generation, report.footers[0], 0)
+        self.call(self.log.record, done)
+        self.settle()
+        for one in inputs:
+            (place / one.key).unlink()
+        return info
+
+    def _ask(
+        self, kind: Kind, numbers: list[int], sealed: int = 0, publication: Publication | None = None
+    ) -> Report:
         if not self._fence:
-            self._fence = self.run(Ownership(open_objects(self._bucket)).claim("model"))
+            self._fence = self.run(Ownership(open_objects(self._bucket)).claim("model", take_over=True))
         if self._sealer is None:
             setup = SealerSetup(
                 data_dir=str(self.directory),
@@ -196,7 +236,7 @@ class LogHarness:
                 limits=self._limits,
             )
             self._sealer = Sealer(setup)
-        job = Job(id=1, kind=kind, numbers=numbers, sealed=sealed)
+        job = Job(id=1, kind=kind, numbers=numbers, sealed=sealed, publication=publication)
         report = self.run(self._sealer.do(job))
         assert not report.error, report.error
         return report

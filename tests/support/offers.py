@@ -6,10 +6,14 @@ Whoever publishes real companions is told apart from this one by nobody: the ser
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from support.calls import Caller, Reply, eventually
+from tailrace.pipeline.kernels.compact import compact
 from tailrace.store.companions import companion_name
 
 SEARCH: dict[str, Any] = {
@@ -71,6 +75,23 @@ def sealed(call: Caller, name: str, segments: int, rows: int = 3) -> dict[str, A
     return planned(call, name, segments)
 
 
+def head_of(pipeline: FakePipeline, shown: dict[str, Any]) -> dict[str, Any]:
+    return json.loads((pipeline.objects / shown["manifest"]["object"]).read_bytes())
+
+
+def events(call: Caller, folder: str) -> list[dict[str, Any]]:
+    """What `__segments__` tells of one stream."""
+    found: list[dict[str, Any]] = []
+    offset = "-1"
+    while True:
+        reply = call("GET", f"__segments__?offset={offset}")
+        assert reply.status == 200
+        found += reply.body
+        if reply.headers.get("stream-up-to-date") == "true":
+            return [one for one in found if one["key"].split("/")[0] == folder]
+        offset = reply.headers["stream-next-offset"]
+
+
 class FakePipeline:
     """Writes to a bucket that is a directory."""
 
@@ -128,6 +149,35 @@ class FakePipeline:
             "replace": work["inputs"],
         }
 
+    def join(self, shown: dict[str, Any], work: dict[str, Any], attempt: str = "") -> dict[str, Any]:
+        """One segment made of several by the real kernel, in the bucket, and how it is published."""
+        raws = [(self.objects / one["object"]).read_bytes() for one in work["segments"]]
+        prefix = shown["manifest"]["object"].removesuffix("manifest.json")
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "joined"
+            info = compact(raws, path, attempt)
+            shutil.copyfile(path, self.objects / (prefix + info.key))
+        stats = {"epoch": info.epoch, "raw_bytes": info.payload_bytes}
+        return {
+            "stream_id": shown["stream_id"],
+            "job": "compact",
+            "plan_hash": shown["plan"]["hash"],
+            "inputs": [{"object": one["object"], "sha256": one["sha256"]} for one in work["segments"]],
+            "add": [
+                {
+                    "family": "segment",
+                    "first": info.first,
+                    "last": info.last,
+                    "rows": info.rows,
+                    "object": prefix + info.key,
+                    "bytes": info.bytes,
+                    "sha256": info.sha256,
+                    "stats": {**stats, "first_ns": info.first_ns, "last_ns": info.last_ns},
+                }
+            ],
+            "replace": [one["object"] for one in work["segments"]],
+        }
+
     def publish(self, body: dict[str, Any]) -> Reply:
         return self.call("POST", "/v1/pipeline/publish", body)
 
@@ -135,9 +185,12 @@ class FakePipeline:
         """Everything there is to do for a stream."""
         while (shown := plan(self.call, name))["work"]:
             for work in shown["work"]:
-                body = (
-                    self.merge(shown, work)
-                    if work["job"] == "merge"
-                    else self.offer(shown, work["segments"][:4])
-                )
-                assert self.publish(body).status == 200
+                if work["job"] == "compact":
+                    body = self.join(shown, work)
+                elif work["job"] == "merge":
+                    body = self.merge(shown, work)
+                elif "replace" in work:
+                    body = {**self.offer(shown, work["segments"]), "replace": work["replace"]}
+                else:
+                    body = self.offer(shown, work["segments"][:4])
+                assert self.publish(body).status in (200, 409)

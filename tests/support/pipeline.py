@@ -17,7 +17,6 @@ from tailrace.pipeline.model import (
     HeartbeatAnswer,
     PlanAnswer,
     PlanRef,
-    Publication,
     Segment,
     StreamPlan,
 )
@@ -25,6 +24,7 @@ from tailrace.pipeline.owner import RefusedError
 from tailrace.query.index_plan import BuildPlan, store_plan
 from tailrace.store.companions import plan_name
 from tailrace.store.objects import open_objects
+from tailrace.store.offers import Offer
 from tailrace.store.segments import segment_name, stream_prefix
 
 PREFIX = stream_prefix(STREAM_ID)
@@ -76,7 +76,7 @@ class FakeOwner:
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
-        self.published: list[Publication] = []
+        self.published: list[Offer] = []
         self.covered: set[str] = set()
         self.heartbeats: list[Heartbeat] = []
         self.faults: list[Exception] = []
@@ -90,7 +90,7 @@ class FakeOwner:
         found = StreamPlan("s", STREAM_ID, 0, self.shelf.ref, work=work)
         return PlanAnswer(1, self.shelf.url, (found,) if work else ())
 
-    def publish(self, publication: Publication) -> str:
+    def publish(self, publication: Offer) -> str:
         if self.faults:
             raise self.faults.pop(0)
         if publication.plan_hash != self.shelf.ref.hash:

@@ -9,11 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from tailrace.pipeline.model import Publication
 from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
 from tailrace.pipeline.run import Tries
+from tailrace.store.offers import Offer
 
-PUBLICATION = Publication(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
+PUBLICATION = Offer(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
 
 
 class _Script(ThreadingHTTPServer):

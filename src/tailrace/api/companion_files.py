@@ -30,7 +30,7 @@ class CompanionFiles:
         cache_bytes = limits.search_companion_file_cache_max_bytes
         self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
         self.shelf = Shelf(self.parts, self._work)
-        self.library = Library(self.shelf, log.catalogue.of)
+        self.library = Library(self.shelf, log.catalogue.of, log.reader.levels)
         self.keys = KeyLibrary(self.library)
         log.reader.history.keys = self.keys
 

@@ -27,8 +27,9 @@ from tailrace.store.cold import ColdReader
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import ManifestError
 from tailrace.store.objects import ObjectsError
+from tailrace.store.offers import Offer
 from tailrace.store.segments import stream_id
-from tailrace.tier.publication import OBJECTS_MAX, Offer
+from tailrace.tier.publication import OBJECTS_MAX
 from tailrace.tier.publishing import Publishing
 from tailrace.tier.seal import Sealing
 from tailrace.tier.work import Work
@@ -61,6 +62,7 @@ class PipelineRoutes:
         self._log.open_outbox()
         self.work.on_stale = self._unlist
         self.work.start()
+        self.publishing.compacting.start()
         self._log.publisher.on_change.append(self.timing.changed)
 
     def connect(self, details: DetailsRoutes) -> None:
@@ -73,9 +75,8 @@ class PipelineRoutes:
         if found is None:
             return None
         plans = plans_of(stream)
-        updated_ns = self.work.published_ns.get(stream.number, 0)
         generation = 0 if plans.wanted is None else plans.wanted.generation
-        return Indexed(found.summary, generation, plans.keyed, updated_ns, self._context.clock.now_ns())
+        return Indexed(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
     async def _load_index(self, stream: Stream) -> None:
         found = await self.work.of(stream)
@@ -90,6 +91,7 @@ class PipelineRoutes:
         self._ending = True
         if self.child is not None:
             await self.child.stop()
+        await self.publishing.compacting.stop()
         await self.work.stop()
         for task in tuple(self._tasks):
             task.cancel()

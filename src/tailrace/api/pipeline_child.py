@@ -108,8 +108,10 @@ class PipelineChild:
             return False
         limits = self._context.limits
         _, raw_bytes, oldest_ms = self._state.backlog()
-        merges = any(work.merges for work in self._work.by_stream.values())
-        return raw_bytes >= limits.pipeline_start_bytes or oldest_ms >= limits.pipeline_start_after or merges
+        others = any(
+            work.merges or work.compactions or work.rewrites for work in self._work.by_stream.values()
+        )
+        return raw_bytes >= limits.pipeline_start_bytes or oldest_ms >= limits.pipeline_start_after or others
 
     async def _watch(self, child: asyncio.subprocess.Process, now_s: float) -> None:
         state = self._state

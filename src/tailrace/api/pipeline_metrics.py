@@ -52,6 +52,8 @@ def connect_pipeline(telemetry: Telemetry, routes: PipelineRoutes) -> None:
     telemetry.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
     telemetry.pipeline_publish.each = outcomes
     telemetry.pipeline_rows.reads[("companions",)] = lambda: publishing.rows
+    telemetry.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
+    telemetry.compacted_segments.read = lambda: publishing.compacting.segments
     telemetry.pipeline_rss_bytes.read = lambda: float(
         _number(None if state.beat is None else state.beat.rss_bytes)
     )

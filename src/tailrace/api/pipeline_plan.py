@@ -18,8 +18,9 @@ from tailrace.profiles.profile import read_profile
 from tailrace.query.index_plan import IndexPlan, index_plan, store_plan
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.store.companions import PlanEntry, plan_name
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
 from tailrace.tier.coverage import Merge, Uncovered
+from tailrace.tier.rollup_care import Rewrite
 from tailrace.tier.seal import Sealing
 from tailrace.tier.seal_job import Publication
 from tailrace.tier.work import StreamWork, Work
@@ -161,16 +162,43 @@ def _place(after: str) -> tuple[int, int]:
 
 def _work(work: StreamWork, prefix: str, jobs: Sequence[str]) -> list[Json]:
     found: list[Json] = []
-    if work.offered and "companions" in jobs:
-        segments = [_segment(one, prefix) for one in work.offered]
-        found.append({"job": "companions", "priority": PRIORITY, "segments": segments})
+    if "companions" in jobs:
+        if work.offered:
+            segments = [_segment(one, prefix) for one in work.offered]
+            found.append({"job": "companions", "priority": PRIORITY, "segments": segments})
+        found += [_rewrite(one, prefix) for one in work.rewrites]
     if "merge" in jobs:
         found += [_merge(one, prefix) for one in work.merges]
+    if "compact" in jobs:
+        found += [_compact(run, prefix) for run in work.compactions]
     return found
 
 
+def _rewrite(rewrite: Rewrite, prefix: str) -> Json:
+    """All of it is published at once, and takes the place of the merged file."""
+    families = [rewrite.merged.family]
+    return {
+        "job": "companions",
+        "priority": PRIORITY,
+        "segments": [{**_described(info, prefix), "families": families} for info in rewrite.segments],
+        "replace": [prefix + rewrite.merged.object],
+    }
+
+
 def _segment(one: Uncovered, prefix: str) -> Json:
-    info = one.info
+    return {**_described(one.info, prefix), "families": list(one.families)}
+
+
+def _compact(run: Sequence[SegmentInfo], prefix: str) -> Json:
+    return {
+        "job": "compact",
+        "first": run[0].first,
+        "last": run[-1].last,
+        "segments": [_described(info, prefix) for info in run],
+    }
+
+
+def _described(info: SegmentInfo, prefix: str) -> Json:
     return {
         "object": prefix + info.key,
         "epoch": info.epoch,
@@ -180,7 +208,6 @@ def _segment(one: Uncovered, prefix: str) -> Json:
         "bytes": info.bytes,
         "raw_bytes": info.payload_bytes,
         "sha256": info.sha256,
-        "families": list(one.families),
     }
 
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 from math import inf
 from urllib.parse import parse_qsl
 
-import msgspec
 import orjson
 
 from tailrace.api import answers
@@ -21,7 +20,7 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.log.records import Sealed
+from tailrace.log.segment_list import read_segments
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
 from tailrace.query.execute import Searcher
@@ -39,7 +38,6 @@ logger = logging.getLogger("tailrace.api")
 METHODS = "GET, HEAD, POST, OPTIONS"
 SEAL_EARLY_S = 60.0  # between two times that a stream is sealed for want of memory
 INDEXING_THREADS = 2
-_INFO = msgspec.msgpack.Decoder(SegmentInfo)
 
 
 @lru_cache(128)
@@ -112,10 +110,7 @@ class SearchRoutes:
     def _segments_of(self, number: int) -> list[SegmentInfo]:
         """On a thread. What the hot store has not heard of yet is in the journal."""
         fresh = tuple(self._log.streams.unfolded.get(number, ()))
-        found = {info.first: info for _, op in fresh if isinstance(op, Sealed) for info in op.segments}
-        stored = (_INFO.decode(info) for info in self._log.store.db.cold.infos_from(number, 1))
-        found |= {info.first: info for info in stored}
-        return sorted(found.values(), key=lambda info: info.first)
+        return read_segments(self._log.store, number, 0, fresh)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD", b"POST"):

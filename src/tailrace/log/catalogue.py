@@ -17,14 +17,14 @@ import msgspec
 
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
-from tailrace.log.records import Op, Published, Sealed, Trim
+from tailrace.log.records import Compacted, Op, Published, Sealed, Trim
 from tailrace.log.streams import Streams
 from tailrace.store.companions import Companion, PlanBook, Quarantine, in_order
 
 DOCUMENT: Final = "index"  # key of the stream's document with its plans
 CACHED_MAX: Final = 200_000  # companions held in memory, of all streams; each is about 500 bytes
 
-Unfolded = Sequence[tuple[int, Sealed | Published]]
+Unfolded = Sequence[tuple[int, Sealed | Published | Compacted]]
 
 
 class CompanionSet(msgspec.Struct, frozen=True):

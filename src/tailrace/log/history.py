@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tailrace.errors import TailraceError
+from tailrace.log.compaction import standing_for
 from tailrace.log.decide import gone
 from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Block, Stream
+from tailrace.log.streams import Streams
 from tailrace.store.cold import ColdReader
 from tailrace.store.cold_tables import SegmentRow
 from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
@@ -84,8 +86,9 @@ class KeyIndex(Protocol):
 class History:
     """Fetches blocks. `cold` is set by whoever knows the object store; without one nothing is ever sealed."""
 
-    def __init__(self, store: StoredStreams) -> None:
+    def __init__(self, store: StoredStreams, streams: Streams) -> None:
         self._store = store
+        self._streams = streams
         self._threads = ThreadPoolExecutor(THREADS, "read")
         self.cold: ColdReader | None = None
         self.keys: KeyIndex | None = None
@@ -134,7 +137,7 @@ class History:
             return found
         row = self._store.db.cold.segment_at(number, entry)
         if row is not None:
-            return self._segment(missing.owner, row)
+            return self.segment_of(missing.owner, row)
         if entry <= missing.owner.earliest:
             raise gone(missing.owner, missing.owner.earliest)
         raise AssertionError(f"entry {entry} of stream {number} is neither in memory nor stored")
@@ -148,7 +151,7 @@ class History:
         if row is not None and _INFO.decode(row.info).first_ns >= since_ns:
             return row.first
         if row is not None:
-            return self._segment(stream, row)
+            return self.segment_of(stream, row)
         found = self._store.db.first_entry_since(stream.number, since_ns)
         if found is None:
             return None
@@ -164,6 +167,10 @@ class History:
             raise TailraceError("unavailable", "this server has no object store to read from")
         return self.cold
 
-    def _segment(self, stream: Stream, row: SegmentRow) -> Segment:
+    def segment_of(self, stream: Stream, row: SegmentRow) -> Segment:
+        """The segment of a row; or the one that has taken its place, if the hot store has not heard of it."""
         prefix = stream_prefix(stream_id(stream.name, stream.incarnation))
+        joined = standing_for(self._streams, stream.number, row.first)
+        if joined is not None:
+            return Segment(prefix, joined.segment, joined.footer)
         return Segment(prefix, _INFO.decode(row.info), row.footer)

@@ -28,6 +28,7 @@ from tailrace.log.records import (
     UNREADABLE,
     Append,
     Bind,
+    Compacted,
     Create,
     Delete,
     Describe,
@@ -52,6 +53,7 @@ _KINDS: dict[type, str] = {
     Recorded: "recorded",
     Describe: "describe",
     Published: "published",
+    Compacted: "compacted",
 }
 
 
@@ -200,6 +202,8 @@ def _describe(op: Op) -> dict[str, object]:
         fields["value"] = None if op.value is None else f"{len(op.value)} bytes"
     elif isinstance(op, Sealed):
         fields["footers"] = [f"{len(footer)} bytes" for footer in op.footers]
+    elif isinstance(op, Compacted):
+        fields["footer"] = f"{len(op.footer)} bytes"
     described: dict[str, object] = {"kind": _KINDS[type(op)]}
     for name, value in fields.items():
         described[name] = msgspec.to_builtins(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -20,7 +20,8 @@ from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.store.cold import ColdReader
-from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.store.cold_tables import SegmentRow
+from tailrace.store.segments import stream_id, stream_prefix
 
 CACHE_BYTES_MAX = 16 << 20
 SEGMENT_KEY_BYTES_MAX = 4 << 20  # of one segment, to be kept
@@ -29,7 +30,6 @@ KEY_OVERHEAD_BYTES = 50
 SCANS_AT_ONCE = 2
 SCANS_WAITING_MAX = 32
 
-_INFO = msgspec.msgpack.Decoder(SegmentInfo)
 _KEYS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
@@ -152,7 +152,10 @@ class KeyListing:
         # Memory first: what leaves it meanwhile is in the hot store by then.
         recent = [run for level in levels for run in _in_memory(level)]
         smallest = Smallest(after, limit + 1)
-        segments = await loop.run_in_executor(None, _gather, self._log.store, levels, recent, smallest)
+        segment_of = self._log.reader.history.segment_of
+        segments = await loop.run_in_executor(
+            None, _gather, self._log.store, levels, recent, smallest, segment_of
+        )
         gathered_s = loop.time()
         lexicals = await self._from_lexicons(levels, smallest)
         left = [one for one in segments if not _is_spoken_for(one, lexicals)]
@@ -254,7 +257,11 @@ def _in_memory(level: Level) -> Iterator[Sequence[bytes | None]]:
 
 
 def _gather(
-    store: StoredStreams, levels: list[Level], recent: list[Sequence[bytes | None]], smallest: Smallest
+    store: StoredStreams,
+    levels: list[Level],
+    recent: list[Sequence[bytes | None]],
+    smallest: Smallest,
+    segment_of: Callable[[Stream, SegmentRow], Segment],
 ) -> list[tuple[Segment, int, int]]:
     """On a thread: memory and hot store into `smallest`; the segments that are left to be looked at."""
     for keys in recent:
@@ -262,11 +269,13 @@ def _gather(
     segments: list[tuple[Segment, int, int]] = []
     with store.snapshot():
         for owner, after, upto in levels:
-            prefix = stream_prefix(stream_id(owner.name, owner.incarnation))
             through = after
             for row in store.db.cold.segments_within(owner.number, after, upto):
-                segments.append((Segment(prefix, _INFO.decode(row.info), row.footer), after, upto))
+                segment = segment_of(owner, row)
                 through = row.last
+                # Several rows may have become one segment that the hot store has not heard of.
+                if not segments or segments[-1][0] != segment:
+                    segments.append((segment, after, upto))
             for first, raw in store.db.keys_within(owner.number, through, upto):
                 keys = _KEYS.decode(raw)
                 smallest.add(keys[max(0, through + 1 - first) : max(0, upto + 1 - first)])

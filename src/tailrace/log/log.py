@@ -12,7 +12,7 @@ import msgspec
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.log import outbox, outbox_events, registry
+from tailrace.log import compaction, outbox, outbox_events, registry
 from tailrace.log.catalogue import DOCUMENT, Catalogue, encode_plans, plans_in
 from tailrace.log.commit import Batch, Committer
 from tailrace.log.decide import (
@@ -34,6 +34,7 @@ from tailrace.log.reader import Reader
 from tailrace.log.records import (
     APPEND,
     Append,
+    Compacted,
     Describe,
     Meta,
     Published,
@@ -373,7 +374,7 @@ class Log:
         """`reply` comes when everything that was decided about the stream so far is durable."""
         self._after(Transaction(stream, reply, context))
 
-    def record(self, op: Sealed | Trim | Recorded | Published, reply: Reply = ignore) -> None:
+    def record(self, op: Sealed | Trim | Recorded | Published | Compacted, reply: Reply = ignore) -> None:
         """Writes down what was done on the object store, and tells of it in the same record."""
         if self.refusal is not None:
             raise self.refusal
@@ -386,6 +387,8 @@ class Log:
         self._deliver(transaction, events, now_ns)
         self._submit(transaction)
 
+        if isinstance(op, Compacted):
+            transaction.add(self.streams, Meta(compaction.fact_of(op.stream), None))  # what was begun is done
     def plan(self, stream: Stream, plans: PlanBook, reply: Reply = ignore) -> None:
         """Sets the stream's index plans; a new one is told of in the same record."""
         if self.refusal is not None:

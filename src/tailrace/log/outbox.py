@@ -67,12 +67,21 @@ def inserted(stream: Stream, segments: Sequence[SegmentInfo], generation: int, n
 
 
 def dropped(stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns: int) -> list[bytes]:
-    """Segments that the stream shows no more: `retention`, `compacted` or `deleted`."""
+    """Segments that the stream shows no more: `retention` or `deleted`."""
     folder = stream_id(stream.name, stream.incarnation)
     headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": reason}
     return [
         _message("segment", f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}", headers)
         for info in segments
+    ]
+
+
+def compacted(stream: Stream, epoch: int, ranges: Iterable[tuple[int, int]], now_ns: int) -> list[bytes]:
+    """Segments that have become part of a larger one."""
+    folder = stream_id(stream.name, stream.incarnation)
+    headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": "compacted"}
+    return [
+        _message("segment", f"{folder}/{epoch:010}-{first:020}-{last:020}", headers) for first, last in ranges
     ]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tailrace.log import outbox
 from tailrace.log.catalogue import plans_in
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
-from tailrace.log.records import Published, Recorded, Sealed, Trim
+from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
 from tailrace.log.streams import Streams
 from tailrace.store.segments import SegmentInfo
 
@@ -16,7 +18,10 @@ _DECODE = msgspec.msgpack.Decoder(SegmentInfo).decode
 
 
 def of(
-    op: Sealed | Trim | Recorded | Published, store: StoredStreams, streams: Streams, now_ns: int
+    op: Sealed | Trim | Recorded | Published | Compacted,
+    store: StoredStreams,
+    streams: Streams,
+    now_ns: int,
 ) -> list[bytes]:
     """What to tell, as long as the operation has not been applied."""
     if isinstance(op, Recorded):
@@ -30,8 +35,13 @@ def of(
         return outbox.inserted(stream, op.segments, 0 if wanted is None else wanted.generation, now_ns)
     if isinstance(op, Published):
         return outbox.published(stream, op)
+    if isinstance(op, Compacted):
+        wanted = plans_in(stream.documents).wanted
+        events = outbox.inserted(stream, [op.segment], 0 if wanted is None else wanted.generation, now_ns)
+        return [*outbox.compacted(stream, op.segment.epoch, op.replaced, now_ns), *events]
     found = store.db.cold.infos_within(stream.number, stream.earliest, op.earliest, outbox.EVENTS_MAX)
-    return outbox.dropped(stream, map(_DECODE, found), "retention", now_ns)
+    shown = _as_of_now(map(_DECODE, found), streams, stream, op.earliest)
+    return outbox.dropped(stream, shown, "retention", now_ns)
 
 
 def of_removal(
@@ -43,15 +53,24 @@ def of_removal(
     told = bool(stream.cold.segments) or bool(plans_in(stream.documents).plans)
     if not told:
         return []
-    found = [
-        _DECODE(info)
-        for info in store.db.cold.infos_within(
-            stream.number, stream.earliest, stream.sealed, outbox.EVENTS_MAX
-        )
+    found = store.db.cold.infos_within(stream.number, stream.earliest, stream.sealed, outbox.EVENTS_MAX)
+    shown = _as_of_now(map(_DECODE, found), streams, stream, stream.sealed)[: outbox.EVENTS_MAX]
+    return [
+        *outbox.dropped(stream, shown, reason, now_ns),
+        outbox.unplanned(stream, reason, now_ns),
     ]
-    known = {info.first for info in found}
+
+
+def _as_of_now(
+    stored: Iterable[SegmentInfo], streams: Streams, stream: Stream, upto: int
+) -> list[SegmentInfo]:
+    """Segments of the hot store with what the journal says beyond it, as far as they end by an entry."""
+    found = {info.first: info for info in stored}
     for _, op in streams.unfolded.get(stream.number, ()):
         if isinstance(op, Sealed):
-            found += [info for info in op.segments if info.first not in known]
-    events = outbox.dropped(stream, found[: outbox.EVENTS_MAX], reason, now_ns)
-    return [*events, outbox.unplanned(stream, reason, now_ns)]
+            found |= {info.first: info for info in op.segments if info.first not in found}
+        elif isinstance(op, Compacted):
+            for first, _ in op.replaced:
+                found.pop(first, None)
+            found[op.segment.first] = op.segment
+    return [found[first] for first in sorted(found) if stream.earliest < found[first].last <= upto]

@@ -157,7 +157,7 @@ class Reader:
 
     def __init__(self, streams: Streams, store: StoredStreams, cache_bytes: int) -> None:
         self._streams = streams
-        self.history = History(store)
+        self.history = History(store, streams)
         self.cache = BlockCache(cache_bytes)
         self.served: Traffic | None = None  # what pages had that were read for clients, if that is counted
 
@@ -272,7 +272,7 @@ class Reader:
 
         Raises NotAtHandError if a segment has to be opened for it: then `find_before` is the way.
         """
-        for owner, upto in self._levels(stream):
+        for owner, upto in self.levels(stream):
             found = self._own_entry_since(owner, since_ns)
             if isinstance(found, Segment):
                 raise NotAtHandError(Missing(owner, found.info.first))
@@ -282,7 +282,7 @@ class Reader:
 
     async def find_before(self, stream: Stream, since_ns: int) -> int:
         """As `entry_before`, from wherever the entries are."""
-        for owner, upto in self._levels(stream):
+        for owner, upto in self.levels(stream):
             found = self._own_entry_since(owner, since_ns)
             if isinstance(found, Segment):
                 found = await self.history.since_in(found, since_ns)
@@ -290,7 +290,7 @@ class Reader:
                 return found - 1
         return stream.visible
 
-    def _levels(self, stream: Stream) -> list[tuple[Stream, int]]:
+    def levels(self, stream: Stream) -> list[tuple[Stream, int]]:
         """A stream and its ancestors, oldest first, each with the last of its entries that is shown."""
         levels: list[tuple[Stream, int]] = [(stream, stream.visible)]
         while (owner := levels[-1][0]).parent and stream.earliest < owner.fork_entry:

@@ -17,7 +17,7 @@ from tailrace.store.companions import Companion, Quarantine
 from tailrace.store.segments import SegmentInfo
 
 APPEND, CREATE, DELETE, TOUCH, META, BIND, SEALED, TRIM, RECORDED, DESCRIBE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
-PUBLISHED = 11
+PUBLISHED, COMPACTED = 11, 12
 
 CLOSES, HAS_PRODUCER, HAS_SEQ, HAS_KEY, BINDS, HAS_LENGTHS, HAS_KEYS = 1, 2, 4, 8, 16, 32, 64
 
@@ -181,7 +181,19 @@ class Published(msgspec.Struct, array_like=True):
     at_ns: int = 0
 
 
-Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe | Published
+class Compacted(msgspec.Struct, array_like=True):
+    """A segment that has taken the place of several in the stream's manifest. It holds their very entries."""
+
+    stream: int
+    generation: int
+    segment: SegmentInfo
+    footer: bytes
+    replaced: list[tuple[int, int]]  # first and last entries of those that it stands for
+    replaced_bytes: int = 0  # of their files
+    at_ns: int = 0
+
+
+Small = Create | Delete | Touch | Meta | Bind | Sealed | Trim | Recorded | Describe | Published | Compacted
 Op = Append | Small
 
 _KIND: dict[type, int] = {
@@ -195,6 +207,7 @@ _KIND: dict[type, int] = {
     Recorded: RECORDED,
     Describe: DESCRIBE,
     Published: PUBLISHED,
+    Compacted: COMPACTED,
 }
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Small]] = {
     kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KIND.items()

@@ -16,6 +16,7 @@ from tailrace.log.model import NO_LIFETIME, AppendRecord, ColdSums, Producer, St
 from tailrace.log.records import (
     Append,
     Bind,
+    Compacted,
     Create,
     Delete,
     Describe,
@@ -66,7 +67,7 @@ class Streams:
         # Streams removed since the checkpoint, likewise: the hot store still has their rows.
         self.removed: dict[int, int] = {}
         # Segments and companions that the hot store has not heard of, by stream, with their journal files.
-        self.unfolded: dict[int, list[tuple[int, Sealed | Published]]] = {}
+        self.unfolded: dict[int, list[tuple[int, Sealed | Published | Compacted]]] = {}
         self.on_loaded: Callable[[Stream], None] | None = None
 
     # -- look-up ---------------------------------------------------------------------------------------
@@ -160,6 +161,8 @@ class Streams:
             stream.documents = described(stream.documents, op)
         elif isinstance(op, Sealed):
             _assign_sealed(op, stream)
+        elif isinstance(op, Compacted):
+            _assign_compacted(op, stream)
         elif isinstance(op, Published):
             generation = max(stream.cold.generation, op.generation)
             stream.cold = msgspec.structs.replace(stream.cold, generation=generation)
@@ -279,7 +282,7 @@ class Streams:
             self.document_bytes -= size_of(stream.visible_documents)
             stream.visible_documents = described(stream.visible_documents, op)
             self.document_bytes += size_of(stream.visible_documents)
-        elif isinstance(op, Sealed | Published):
+        elif isinstance(op, Sealed | Published | Compacted):
             self.unfolded.setdefault(stream.number, []).append((self.file, op))
         self.touch_file(stream)
 
@@ -366,6 +369,16 @@ def _assign_sealed(op: Sealed, stream: Stream) -> None:
         cold.segment_bytes + size_bytes,
         max(cold.generation, op.generation),
         op.at_ns if op.segments else cold.recorded_ns,
+    )
+
+
+def _assign_compacted(op: Compacted, stream: Stream) -> None:
+    cold = stream.cold
+    stream.cold = msgspec.structs.replace(
+        cold,
+        segments=max(0, cold.segments - len(op.replaced)) + 1,
+        segment_bytes=max(0, cold.segment_bytes - op.replaced_bytes) + op.segment.bytes,
+        generation=max(cold.generation, op.generation),
     )
 
 

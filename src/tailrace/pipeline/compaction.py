@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,30 @@ from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.compact import compact
 from tailrace.pipeline.kernels.parquet import WRITER
-from tailrace.pipeline.merge_worker import FILE, FILE_DDL
-from tailrace.pipeline.model import AddedObject, CompactWork, InputObject, Publication, StreamPlan
-from tailrace.pipeline.worker import stores
+from tailrace.pipeline.model import CompactWork, StreamPlan
+from tailrace.pipeline.worker import BUILT, UNDECODABLE, stores
+from tailrace.store.companions import SEGMENT
+from tailrace.store.offers import AddedObject, GivenUp, InputObject, Offer
+from tailrace.store.segment_check import footer_of, rows_of
 from tailrace.store.segments import CorruptSegmentError, stream_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-SEGMENT: Final = "segment"  # in the place of a family: what is added is a segment itself
+ROW_DDL: Final = (
+    "object string, rows bigint, bytes bigint, sha256 string, stats string, status string, error string"
+)
+ROW: Final = pa.schema(
+    [
+        pa.field("object", pa.string()),
+        pa.field("rows", pa.int64()),
+        pa.field("bytes", pa.int64()),
+        pa.field("sha256", pa.string()),
+        pa.field("stats", pa.string()),
+        pa.field("status", pa.string()),
+        pa.field("error", pa.string()),
+    ]
+)
 
 
 class CompactOrder(NamedTuple):
@@ -38,14 +54,24 @@ class Compact(NamedTuple):
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
-            yield pa.RecordBatch.from_pylist([self._joined()], schema=FILE)
+            yield pa.RecordBatch.from_pylist([self._row()], schema=ROW)
 
-    def _joined(self) -> dict[str, object]:
-        raws = [_fetched(self.order.store, *one) for one in self.order.inputs]
-        reached("after_fetch", "worker")
+    def _row(self) -> dict[str, object]:
+        """A segment that is not what was recorded is told apart: it is given up, the others are not."""
+        try:
+            raws = [_fetched(self.order.store, *one) for one in self.order.inputs]
+            reached("after_fetch", "worker")
+            return self._joined(raws)
+        except _BadInputError as error:
+            return _given_up(error.key, error)
+        except CorruptSegmentError as error:
+            # Each is sound, and they do not belong together: without the first one others may.
+            return _given_up(self.order.inputs[0][0], error)
+
+    def _joined(self, raws: list[bytes]) -> dict[str, object]:
         with tempfile.TemporaryDirectory(prefix="tailrace-compact-") as directory:
             path = Path(directory) / "segment.parquet"
-            info = compact(raws, path)
+            info = compact(raws, path, secrets.token_hex(8))
             reached("after_write", "worker")
             key = stream_prefix(self.order.stream_id) + info.key
             stores().put(self.order.store, key, path.read_bytes())
@@ -62,14 +88,39 @@ class Compact(NamedTuple):
             "bytes": info.bytes,
             "sha256": info.sha256,
             "stats": msgspec.json.encode(stats).decode(),
+            "status": BUILT,
+            "error": "",
         }
+
+
+class _BadInputError(Exception):
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 def _fetched(store: str, key: str, sha256: str) -> bytes:
     raw = stores().get(store, key)
     if hashlib.sha256(raw).hexdigest() != sha256:
-        raise CorruptSegmentError("the segment does not have its SHA-256")
+        raise _BadInputError(key, "the segment does not have its SHA-256")
+    try:
+        for _ in rows_of(raw, footer_of(raw)):
+            pass  # every page has its checksum
+    except CorruptSegmentError as error:
+        raise _BadInputError(key, str(error)) from None
     return raw
+
+
+def _given_up(key: str, error: Exception) -> dict[str, object]:
+    return {
+        "object": key,
+        "rows": 0,
+        "bytes": 0,
+        "sha256": "",
+        "stats": "{}",
+        "status": UNDECODABLE,
+        "error": str(error),
+    }
 
 
 class CompactJob:
@@ -77,26 +128,34 @@ class CompactJob:
         self._spark: Any = spark
         self._store = store
 
-    def run(self, stream: StreamPlan, work: CompactWork) -> Publication:
+    def run(self, stream: StreamPlan, work: CompactWork) -> Offer:
         """Joins the segments; the result is in the store, and not yet listed."""
         inputs = tuple((one.object, one.sha256) for one in work.segments)
         order = CompactOrder(self._store, stream.stream_id, inputs)
         frame = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-        (row,) = frame.mapInArrow(Compact(order), FILE_DDL).collect()
+        (row,) = frame.mapInArrow(Compact(order), ROW_DDL).collect()
         return publication_of(stream, work, row)
 
 
-def publication_of(stream: StreamPlan, work: CompactWork, row: Any) -> Publication:
-    stats = msgspec.json.decode(row["stats"], type=dict[str, int])
-    added = AddedObject(
-        SEGMENT, work.first, work.last, row["rows"], row["object"], row["bytes"], row["sha256"], stats
-    )
-    return Publication(
+def publication_of(stream: StreamPlan, work: CompactWork, row: Any) -> Offer:
+    """The joined segment in the place of the others; or which of them cannot be joined."""
+    added: list[AddedObject] = []
+    given_up: list[GivenUp] = []
+    if row["status"] == BUILT:
+        stats = msgspec.json.decode(row["stats"], type=dict[str, int])
+        sha256, size = row["sha256"], row["bytes"]
+        added.append(
+            AddedObject(SEGMENT, work.first, work.last, row["rows"], row["object"], size, sha256, stats)
+        )
+    else:
+        given_up.append(GivenUp(row["object"], row["status"], row["error"]))
+    return Offer(
         stream_id=stream.stream_id,
         job="compact",
         plan_hash=stream.plan.hash,
         writer=WRITER,
         inputs=[InputObject(one.object, one.sha256) for one in work.segments],
-        add=[added],
-        replace=[one.object for one in work.segments],
+        add=added,
+        replace=[one.object for one in work.segments] if added else [],
+        quarantine=given_up,
     )

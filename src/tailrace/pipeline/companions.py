@@ -11,7 +11,7 @@ import msgspec
 from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.kernels.segment import MEMORY_BYTES
-from tailrace.pipeline.model import PlanRef, Segment, StreamPlan
+from tailrace.pipeline.model import CompanionsWork, PlanRef, Segment, StreamPlan
 from tailrace.pipeline.worker import (
     BUILT,
     DESCRIPTOR,
@@ -41,6 +41,8 @@ class SegmentWork(NamedTuple):
     stream_id: str
     plan: PlanRef
     segment: Segment
+    replace: tuple[str, ...] = ()  # what it takes the place of, together with others
+    together: int = 0  # how many these are: they are published at once
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -69,8 +71,12 @@ class Outcome(NamedTuple):
     error: str
 
 
-def segment_works(plan: StreamPlan, segments: Sequence[Segment]) -> list[SegmentWork]:
-    return [SegmentWork(plan.stream, plan.stream_id, plan.plan, segment) for segment in segments]
+def segment_works(plan: StreamPlan, work: CompanionsWork) -> list[SegmentWork]:
+    together = len(work.segments) if work.replace else 0
+    return [
+        SegmentWork(plan.stream, plan.stream_id, plan.plan, segment, work.replace, together)
+        for segment in work.segments
+    ]
 
 
 class CompanionJob:

@@ -16,9 +16,10 @@ from tailrace.pipeline.merge_worker import (
     WriteRun,
     read_companions,
 )
-from tailrace.pipeline.model import AddedObject, InputObject, MergeWork, Publication, StreamPlan
+from tailrace.pipeline.model import MergeWork, StreamPlan
 from tailrace.pipeline.transforms import agg, exact, keys
 from tailrace.query.family_format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
+from tailrace.store.offers import AddedObject, InputObject, Offer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,7 +38,7 @@ class MergeJob:
         self._spark: Any = spark
         self._store = store
 
-    def run(self, stream: StreamPlan, work: MergeWork) -> Publication:
+    def run(self, stream: StreamPlan, work: MergeWork) -> Offer:
         """Builds the merged companion; it is in the store, and not yet listed."""
         if work.family not in MERGED:
             raise ValueError(f"companions of {work.family} are never merged")
@@ -84,12 +85,12 @@ def _order(family: str) -> Sequence[Any]:
     return orders[family]
 
 
-def publication_of(stream: StreamPlan, work: MergeWork, row: Any) -> Publication:
+def publication_of(stream: StreamPlan, work: MergeWork, row: Any) -> Offer:
     stats = msgspec.json.decode(row["stats"], type=dict[str, int])
     added = AddedObject(
         work.family, work.first, work.last, row["rows"], row["object"], row["bytes"], row["sha256"], stats
     )
-    return Publication(
+    return Offer(
         stream_id=stream.stream_id,
         job="merge",
         plan_hash=stream.plan.hash,

@@ -31,6 +31,7 @@ class Segment(msgspec.Struct, frozen=True):
 class CompanionsWork(msgspec.Struct, frozen=True, tag_field="job", tag="companions"):
     segments: tuple[Segment, ...]
     priority: int = 0
+    replace: tuple[str, ...] = ()  # objects whose place is taken by all that is built, at once
 
 
 class MergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
@@ -40,7 +41,6 @@ class MergeWork(msgspec.Struct, frozen=True, tag_field="job", tag="merge"):
     last: int
     inputs: tuple[str, ...]
     input_sha256: tuple[str, ...] = ()
-    rewrite: bool = False  # entries below `earliest` are left out, and nothing is joined
 
 
 class CompactWork(msgspec.Struct, frozen=True, tag_field="job", tag="compact"):
@@ -68,41 +68,6 @@ class PlanAnswer(msgspec.Struct, frozen=True):
     store: str
     streams: tuple[StreamPlan, ...]
     next_after: str | None = None
-
-
-class InputObject(msgspec.Struct, frozen=True):
-    object: str
-    sha256: str
-
-
-class AddedObject(msgspec.Struct, frozen=True):
-    family: str
-    first: int
-    last: int
-    rows: int
-    object: str
-    bytes: int
-    sha256: str
-    stats: dict[str, int]
-
-
-class GivenUp(msgspec.Struct, frozen=True):
-    object: str
-    code: str
-    message: str
-
-
-class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent again and again, always the same bytes, until there is an answer."""
-
-    stream_id: str
-    job: Literal["companions", "merge", "compact"]
-    plan_hash: str
-    writer: str
-    inputs: list[InputObject]
-    add: list[AddedObject] = []
-    replace: list[str] = []
-    quarantine: list[GivenUp] = []
 
 
 class Running(msgspec.Struct, frozen=True):

@@ -14,7 +14,8 @@ from typing import Final, TypeVar
 import httpx2
 import msgspec
 
-from tailrace.pipeline.model import Heartbeat, HeartbeatAnswer, PlanAnswer, Publication
+from tailrace.pipeline.model import Heartbeat, HeartbeatAnswer, PlanAnswer
+from tailrace.store.offers import Offer
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Owner:
             parameters["live"] = "long-poll"
         return self._ask("GET", "/v1/pipeline/plan", PlanAnswer, parameters)
 
-    def publish(self, publication: Publication) -> str:
+    def publish(self, publication: Offer) -> str:
         """`published` or `already_published`."""
         return self._ask("POST", "/v1/pipeline/publish", _Published, {}, publication).result
 

@@ -9,10 +9,10 @@ from typing import Final
 from tailrace.pipeline.companions import Outcome
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.parquet import WRITER
-from tailrace.pipeline.model import AddedObject, GivenUp, InputObject, Publication
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.status import Status
 from tailrace.pipeline.worker import BUILT, FAILED, UNDECODABLE
+from tailrace.store.offers import AddedObject, GivenUp, InputObject, Offer
 
 logger = logging.getLogger("tailrace.pipeline")
 
@@ -21,6 +21,7 @@ OUTDATED: Final = frozenset(
     {"plan_superseded", "inputs_changed", "range_conflict", "object_missing", "not_found", "stream_gone"}
 )
 _HOPELESS: Final = frozenset({UNDECODABLE, FAILED})
+_Group = tuple[str, str, tuple[str, ...]]  # stream, plan, and what is replaced
 
 
 class Publisher:
@@ -30,23 +31,28 @@ class Publisher:
         self._owner = owner
         self._status = status
         self._group_segments = group_segments
-        self._waiting: dict[tuple[str, str], list[Outcome]] = {}
+        self._waiting: dict[_Group, list[Outcome]] = {}
         self.put_off: list[Outcome] = []  # segments that could not be had this time
 
     def add(self, outcome: Outcome) -> None:
-        if outcome.status != BUILT and outcome.status not in _HOPELESS:
+        work = outcome.work
+        # Of segments that are published together, one that fails leaves everything as it is.
+        good = outcome.status == BUILT or (outcome.status in _HOPELESS and not work.together)
+        if not good:
             self.put_off.append(outcome)
             self._status.failed(f"{outcome.status}: {outcome.error}")
             return
-        key = (outcome.work.stream_id, outcome.work.plan.hash)
+        key = (work.stream_id, work.plan.hash, work.replace)
         waiting = self._waiting.setdefault(key, [])
         waiting.append(outcome)
-        if len(waiting) >= self._group_segments:
+        if len(waiting) >= (work.together or self._group_segments):
             self._publish(self._waiting.pop(key))
 
     def flush(self) -> None:
         while self._waiting:
-            self._publish(self._waiting.pop(next(iter(self._waiting))))
+            key, outcomes = self._waiting.popitem()
+            if not key[2]:
+                self._publish(outcomes)
 
     def _publish(self, outcomes: Sequence[Outcome]) -> None:
         send(self._owner, self._status, publication_of(outcomes))
@@ -54,7 +60,7 @@ class Publisher:
             self._status.built(outcome)
 
 
-def send(owner: Owner, status: Status, publication: Publication) -> str | None:
+def send(owner: Owner, status: Status, publication: Offer) -> str | None:
     """The result; None if what was built is not wanted any more."""
     reached("before_publish", "driver")
     try:
@@ -70,17 +76,18 @@ def send(owner: Owner, status: Status, publication: Publication) -> str | None:
     return result
 
 
-def publication_of(outcomes: Sequence[Outcome]) -> Publication:
+def publication_of(outcomes: Sequence[Outcome]) -> Offer:
     """Segments of one stream and plan. The same outcomes give the same bytes."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.work.segment.first)
     work = ordered[0].work
-    return Publication(
+    return Offer(
         stream_id=work.stream_id,
         job="companions",
         plan_hash=work.plan.hash,
         writer=WRITER,
         inputs=[InputObject(one.work.segment.object, one.work.segment.sha256) for one in ordered],
         add=[added for outcome in ordered for added in _added(outcome)],
+        replace=list(work.replace),
         quarantine=[
             GivenUp(one.work.segment.object, one.status, one.error) for one in ordered if one.status != BUILT
         ],

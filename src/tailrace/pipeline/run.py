@@ -139,20 +139,26 @@ class Pipeline:
     def _batch(self, answer: PlanAnswer) -> Batch:
         """As much as one job takes, streams in turn as the server lists them."""
         batch = Batch([], [])
+        taken: set[str] = set()
         raw_bytes = 0
         for stream in answer.streams:
             for work in stream.work:
                 if isinstance(work, MergeWork | CompactWork):
-                    if len(batch.merges) < MERGES_MAX and self._tries.may(_named(work), stream.plan.hash):
+                    name = _named(stream, work)
+                    if len(batch.merges) < MERGES_MAX and self._tries.may(name, stream.plan.hash):
                         batch.merges.append((stream, work))
                     continue
-                for one in segment_works(stream, work.segments):
-                    full = len(batch.segments) >= self._options.batch_segments
-                    if full or raw_bytes >= self._options.batch_bytes:
+                for group in _inseparable(segment_works(stream, work)):
+                    if batch.segments and (
+                        len(batch.segments) + len(group) > self._options.batch_segments
+                        or raw_bytes >= self._options.batch_bytes
+                    ):
                         return batch
-                    if self._tries.may(one.segment.object, one.plan.hash):
-                        batch.segments.append(one)
-                        raw_bytes += one.segment.raw_bytes
+                    may = all(self._tries.may(one.segment.object, one.plan.hash) for one in group)
+                    if may and taken.isdisjoint(one.segment.object for one in group):
+                        batch.segments.extend(group)
+                        taken.update(one.segment.object for one in group)
+                        raw_bytes += sum(one.segment.raw_bytes for one in group)
         return batch
 
     def _work(self, store: str, batch: Batch) -> None:
@@ -189,7 +195,7 @@ class Pipeline:
         for stream, work in merges:
             if self._stopping.is_set():
                 return
-            name = _named(work)
+            name = _named(stream, work)
             self.status.to("running", [Running(name.split()[0], stream.stream, _inputs(work), now())])
             self._tries.tried(name, stream.plan.hash)
             try:
@@ -231,10 +237,15 @@ class Batch(NamedTuple):
         return not self.segments and not self.merges
 
 
-def _named(work: MergeWork | CompactWork) -> str:
+def _inseparable(works: list[SegmentWork]) -> list[list[SegmentWork]]:
+    """Segments by themselves; those that take the place of something together stay together."""
+    return [works] if works and works[0].together else [[one] for one in works]
+
+
+def _named(stream: StreamPlan, work: MergeWork | CompactWork) -> str:
     if isinstance(work, CompactWork):
-        return f"compact {work.first} {work.last}"
-    return f"merge {work.family} {work.level} {work.first} {work.last}"
+        return f"compact {stream.stream_id} {work.first} {work.last}"
+    return f"merge {stream.stream_id} {work.family} {work.level} {work.first} {work.last}"
 
 
 def _inputs(work: MergeWork | CompactWork) -> int:

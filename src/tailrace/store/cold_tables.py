@@ -134,6 +134,19 @@ class ColdTables:
         )
         return [cast("bytes", row[0]) for row in rows]
 
+    def crowded_after(self, number: int, count: int, limit: int) -> list[int]:
+        """Streams with at least so many segments, by number."""
+        if not self.exist():
+            return []
+        rows = self._db.rows(
+            "SELECT number FROM segments WHERE number>? GROUP BY number HAVING count(*)>=? "
+            "ORDER BY number LIMIT ?",
+            number,
+            count,
+            limit,
+        )
+        return [cast("int", row[0]) for row in rows]
+
     def stale_heads(self, after: int, limit: int) -> list[tuple[int, int]]:
         """Streams whose manifest is behind, by number, with the journal file of the last change.
 
@@ -231,6 +244,13 @@ class ColdTables:
             "INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?, ?, ?)",
             (number, row.first, row.last, last_ns, row.info, row.footer),
         )
+
+    def join_segments(self, number: int, row: SegmentRow, last_ns: int) -> None:
+        """One segment in the place of all that lie within its range."""
+        self._db.execute(
+            "DELETE FROM segments WHERE number=? AND first>=? AND last<=?", (number, row.first, row.last)
+        )
+        self.put_segment(number, row, last_ns)
 
     def drop_segments(self, number: int, behind: int, upto: int) -> int:
         """Segments that lie between two entries; how many there were."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 NAME_HASH_DIGITS = 16
+SEGMENT = "segment"  # in the place of a family: what a publication adds is a segment itself
 _NAME = re.compile(
     r"companions/(?P<plan>[0-9a-f]{16})/(?P<family>[a-z_]{1,32})/"
     r"(?P<first>\d{20})-(?P<last>\d{20})\.(?P<hash>[0-9a-f]{16})\.(?P<ext>[a-z0-9]{1,16})"
@@ -33,6 +34,7 @@ class Companion(msgspec.Struct, frozen=True, array_like=True):
     plan_hash: str  # of the plan it was built by
     level: int = 0  # how many times it was merged
     fingerprint: str = ""  # of its family in that plan: equal means built alike
+    at_ns: int = 0  # when it was published
 
 
 class Quarantine(msgspec.Struct, frozen=True, array_like=True):

@@ -88,5 +88,11 @@ def versions_within(document: bytes, first: int, last: int) -> str:
     return msgspec.json.encode([(first, version), *within]).decode()
 
 
+def version_cuts(document: bytes) -> list[int]:
+    """Entries of which the next one begins another schema version."""
+    boundaries = msgspec.json.decode(document, type=_Boundaries).boundaries
+    return [boundary["offset"] for boundary in boundaries]  # numbers count from 0, entries from 1
+
+
 class _Boundaries(msgspec.Struct):
     boundaries: list[dict[str, int]]

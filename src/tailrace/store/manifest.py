@@ -21,6 +21,7 @@ from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store import manifest_pages
 from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all, holds_only
+from tailrace.store.compaction import compact_head
 from tailrace.store.companion_change import change_companions, retire
 from tailrace.store.companion_pages import CompanionPages, ListedCompanions
 from tailrace.store.companions import Companion
@@ -222,6 +223,22 @@ class Manifests:
             return Change(changed.head, changed.superseded)
 
         return await self._change(stream_id, plan), new
+
+    async def compact(
+        self, stream_id: str, joined: SegmentInfo, replaced: Sequence[SegmentInfo], grace_ns: int
+    ) -> Head:
+        """List one segment in the place of several, in one step. Their objects stay for the grace time.
+
+        If it is listed already, nothing changes. ManifestConflictError if others than these are listed.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            if current is None:
+                raise ManifestConflictError(stream_id, "there is no head that could list segments")
+            now_ns, pages = self._clock.now_ns(), self.pages(stream_id)
+            return Change(*await compact_head(pages, current, joined, replaced, now_ns, grace_ns))
+
+        return await self._change(stream_id, plan)
 
     def hold(self, stream_id: str) -> AbstractAsyncContextManager[None]:
         """Keeps everybody else of this process from changing the manifest of a stream."""

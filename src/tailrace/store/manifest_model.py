@@ -167,6 +167,14 @@ class Retired(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int
 
 
+class Replaced(msgspec.Struct, frozen=True, array_like=True):
+    """Entries whose segments became one. The old objects stay a while for those who know their names."""
+
+    first: int
+    last: int
+    at_ns: int
+
+
 class Producers(msgspec.Struct, frozen=True, kw_only=True):
     """The last epoch and sequence of each idempotent producer, as of `uploaded_through`."""
 
@@ -191,6 +199,7 @@ class Head(Facts, frozen=True, kw_only=True):
     companion_pages: tuple[CompanionPageRef, ...] = ()
     companions: tuple[Companion, ...] = ()
     retired: tuple[Retired, ...] = ()
+    replaced: tuple[Replaced, ...] = ()
 
     @property
     def epoch(self) -> int:

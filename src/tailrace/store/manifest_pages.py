@@ -110,6 +110,44 @@ class Pages:
         segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
         return Cut(Listed(pages, segments), superseded)
 
+    async def within(self, listed: Listed, first: int, last: int) -> list[SegmentInfo]:
+        """The segments with some of these entries, oldest first."""
+        found: list[SegmentInfo] = []
+        async for info in self.walk(listed, first):
+            if info.first > last:
+                break
+            found.append(info)
+        return found
+
+    async def join(self, listed: Listed, joined: SegmentInfo) -> Cut:
+        """One segment in the place of all that lie within its range, which is theirs together."""
+        superseded: list[str] = []
+        pages, placed = await self._join_pages(listed.pages, joined, superseded, placed=False)
+        segments = _with_joined(listed.segments, joined, placed=placed)
+        return Cut(Listed(pages, segments), superseded)
+
+    async def _join_pages(
+        self, refs: tuple[PageRef, ...], joined: SegmentInfo, superseded: list[str], *, placed: bool
+    ) -> tuple[tuple[PageRef, ...], bool]:
+        """The pages afterwards, and whether the segment has found its place: where the first one was."""
+        remaining: list[PageRef] = []
+        for ref in refs:
+            if ref.last < joined.first or joined.last < ref.first:
+                remaining.append(ref)
+                continue
+            page = await self.load(ref)
+            pages, _ = await self._join_pages(page.pages, joined, superseded, placed=placed)
+            segments = _with_joined(page.segments, joined, placed=placed)
+            if (pages, segments) == (page.pages, page.segments):
+                remaining.append(ref)
+                continue
+            placed = True
+            superseded.append(ref.key)
+            if pages or segments:
+                shorter = Page(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+                remaining.append(await self._store(shorter))
+        return tuple(remaining), placed
+
     async def _cut_pages(
         self, refs: tuple[PageRef, ...], kept: Kept, superseded: list[str]
     ) -> tuple[PageRef, ...]:
@@ -154,6 +192,19 @@ class Pages:
             if ref.level:
                 async for inner in self.walk_pages((await self.load(ref)).pages):
                     yield inner
+
+
+def _with_joined(
+    segments: tuple[SegmentInfo, ...], joined: SegmentInfo, *, placed: bool
+) -> tuple[SegmentInfo, ...]:
+    inside = [
+        index
+        for index, info in enumerate(segments)
+        if joined.first <= info.first and info.last <= joined.last
+    ]
+    if not inside:
+        return segments
+    return (*segments[: inside[0]], *(() if placed else (joined,)), *segments[inside[-1] + 1 :])
 
 
 def _reference(page: Page, key: str, sha256: str) -> PageRef:

@@ -78,6 +78,7 @@ def tombstone(facts: Facts, current: Head | None, fence: int, at_ns: int, reason
         companion_pages=(),
         companions=(),
         retired=(),
+        replaced=(),
     )
 
 

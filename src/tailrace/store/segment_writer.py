@@ -43,6 +43,7 @@ def write_segment(
     json: bool,
     content_type: str | None = None,
     schema_versions: str = "",
+    attempt: str = "",
 ) -> SegmentFile:
     """Write consecutive rows of one stream to a new file. When it returns, the bytes are on disk."""
     if "\x18" in name + (content_type or ""):
@@ -50,6 +51,8 @@ def write_segment(
     facts = {"name": name, "stream_id": stream_id, "epoch": str(epoch), "content_type": content_type or ""}
     if schema_versions:
         facts["schema_versions"] = schema_versions
+    if attempt:
+        facts["attempt"] = attempt  # nobody makes the same file twice: one left behind is never wanted again
     with path.open("wb", buffering=0) as file:
         sink = _Sink(file.fileno())
         with _Writer(sink, json) as writer:

@@ -6,7 +6,19 @@ import msgspec
 
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
-from tailrace.log.records import Append, Bind, Create, Delete, Describe, Op, Published, Recorded, Sealed, Trim
+from tailrace.log.records import (
+    Append,
+    Bind,
+    Compacted,
+    Create,
+    Delete,
+    Describe,
+    Op,
+    Published,
+    Recorded,
+    Sealed,
+    Trim,
+)
 from tailrace.store.cold_tables import Grave, SegmentRow
 from tailrace.store.hot import HotDb
 from tailrace.store.kept import Kept
@@ -25,6 +37,7 @@ class ColdChanges:
         self._changed: dict[int, None] = {}  # streams whose manifest has to be written again
         self._sealed: list[Sealed] = []
         self._published: list[Published] = []
+        self._compacted: list[Compacted] = []
         self._trimmed: dict[int, None] = {}  # streams that show less than before, or less than their source
         self._left: dict[int, None] = {}  # streams that lost a fork
         self._recorded: list[Recorded] = []
@@ -54,6 +67,8 @@ class ColdChanges:
             self._sealed.append(op)
         elif isinstance(op, Published):
             self._published.append(op)
+        elif isinstance(op, Compacted):
+            self._compacted.append(op)
         elif isinstance(op, Trim):
             self._trimmed[op.stream] = None
         elif isinstance(op, Recorded):
@@ -86,6 +101,7 @@ class ColdChanges:
             if op.segments:
                 cold.drop_blocks(op.stream, op.segments[-1].last)
             cold.head_recorded(op.stream, op.as_of_file, op.generation)
+        self._join_segments(store.db, removed)
         self._write_companions(store.db, removed)
         for recorded in self._recorded:
             for number, generation in recorded.heads:
@@ -98,6 +114,13 @@ class ColdChanges:
         for number in self._changed:
             if number not in removed:
                 cold.head_changed(number, self._file)
+
+    def _join_segments(self, db: HotDb, removed: set[int]) -> None:
+        for op in self._compacted:
+            if op.stream not in removed:
+                row = SegmentRow(op.segment.first, op.segment.last, _ENCODER.encode(op.segment), op.footer)
+                db.cold.join_segments(op.stream, row, op.segment.last_ns)
+                db.cold.head_recorded(op.stream, 0, op.generation)
 
     def _write_companions(self, db: HotDb, removed: set[int]) -> None:
         for op in self._published:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from tailrace.store.companions import Companion, PlanEntry
@@ -12,6 +12,7 @@ from tailrace.store.segments import SegmentInfo
 NEWEST_FIRST: Final = 8  # so many of the newest segments come before the old ones
 MERGED: Final = ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts")
 FTS_ROWS_MAX: Final = 1_000_000
+SUMS: Final = "agg"
 
 Range = tuple[int, int]
 
@@ -109,16 +110,27 @@ def stale(plan: PlanEntry, companions: Iterable[Companion], coverage: Coverage) 
     ]
 
 
-def merges(plan: PlanEntry, companions: Iterable[Companion], rule: MergeRule) -> list[Merge]:
-    """At most one merge of each family and level: the oldest that is due."""
+def merges(
+    plan: PlanEntry,
+    companions: Iterable[Companion],
+    rule: MergeRule,
+    part_of: Callable[[Companion], int | None] = lambda _: 0,
+) -> list[Merge]:
+    """At most one merge of each family and level: the oldest that is due.
+
+    Sums are merged only with those of the same `part_of` time; None: with nobody.
+    """
     found: list[Merge] = []
-    groups: dict[tuple[str, int], dict[Range, list[Companion]]] = {}
+    groups: dict[tuple[str, int, int], dict[Range, list[Companion]]] = {}
     for one in companions:
         if one.family in MERGED and plan.families.get(one.family) == one.fingerprint:
-            group = groups.setdefault((one.family, one.level), {})
+            part = part_of(one) if one.family == SUMS else 0
+            if part is None:
+                continue
+            group = groups.setdefault((one.family, one.level, part), {})
             group.setdefault((one.first, one.last), []).append(one)
-    for (family, level), by_range in sorted(groups.items()):
-        if level >= rule.level_max:
+    for (family, level, _), by_range in sorted(groups.items()):
+        if level >= rule.level_max or any((one.family, one.level) == (family, level + 1) for one in found):
             continue
         wanted = rule.span if level == 0 else rule.fan_out
         inputs = _adjacent(by_range, wanted, FTS_ROWS_MAX if family == "fts" else None)

@@ -22,6 +22,7 @@ class FamilySummary(msgspec.Struct, frozen=True):
     bytes: int = 0
     stale_segments: int = 0
     stale_objects: int = 0
+    updated_ns: int = 0  # when the newest was published
 
 
 class IndexSummary(msgspec.Struct, frozen=True):
@@ -63,7 +64,10 @@ def _family(
             oldest_ns = oldest_ns or info.last_ns
             stale_segments += any(one.first <= info.first and info.last <= one.last for one in stale)
     size = sum(one.bytes for one in current)
-    return FamilySummary(covered, contiguous, oldest_ns, len(current), size, stale_segments, len(stale))
+    updated_ns = max((one.at_ns for one in current), default=0)
+    return FamilySummary(
+        covered, contiguous, oldest_ns, len(current), size, stale_segments, len(stale), updated_ns
+    )
 
 
 def _stale_fields(plan: PlanEntry, known: CompanionSet) -> frozenset[str]:

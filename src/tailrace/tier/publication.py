@@ -6,53 +6,19 @@ The condition is that inputs and plan are still those it was built from, not tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.log.catalogue import CompanionSet
 from tailrace.store.companions import Companion, PlanEntry, Quarantine, is_named_well
+from tailrace.store.offers import AddedObject, Offer
 from tailrace.store.segments import SegmentInfo, stream_prefix
 from tailrace.tier.coverage import Coverage, stale
 
 OBJECTS_MAX: Final = 4096
 TEXT_MAX: Final = 500
-
-
-class InputObject(msgspec.Struct, frozen=True):
-    object: str
-    sha256: str
-
-
-class AddedObject(msgspec.Struct, frozen=True):
-    family: str
-    first: int
-    last: int
-    rows: int
-    object: str
-    bytes: int
-    sha256: str
-    stats: dict[str, msgspec.Raw] = {}
-
-
-class GivenUp(msgspec.Struct, frozen=True):
-    object: str
-    code: str
-    message: str
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """The body of a publication."""
-
-    stream_id: str
-    job: Literal["companions", "merge"]
-    plan_hash: str
-    inputs: list[InputObject]
-    writer: str = ""
-    add: list[AddedObject] = []
-    replace: list[str] = []
-    quarantine: list[GivenUp] = []
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -69,14 +35,22 @@ def decide(
     """`segments` are those that the stream shows, by key, as far as the inputs name them."""
     if offer.plan_hash != plan.hash:
         raise TailraceError("plan_superseded", "another plan is wanted now; read the plan again")
-    added = [_companion(offer, one, plan) for one in offer.add]
+    added = [_companion(offer, one, plan, now_ns) for one in offer.add]
     if offer.job == "merge":
         return _merge(offer, added, plan, known)
     inputs = _input_segments(offer, segments)
     given_up = _given_up(offer, inputs, now_ns)
     for one in added:
         _check_tiled(one, inputs)
-    return _publish(added, given_up, inputs, plan, known)
+    replaced = {relative(key, offer.stream_id) for key in offer.replace}
+    return _publish(added, given_up, inputs, plan, known, replaced)
+
+
+def give_up(offer: Offer, known: CompanionSet, segments: Mapping[str, SegmentInfo], now_ns: int) -> Accepted:
+    """Segments that cannot be joined: they are not what was recorded."""
+    given_up = _given_up(offer, _input_segments(offer, segments), now_ns)
+    told = {one.object for one in known.quarantined}
+    return Accepted(quarantined=tuple(one for one in given_up if one.object not in told))
 
 
 def relative(key: str, stream_id: str) -> str:
@@ -84,11 +58,10 @@ def relative(key: str, stream_id: str) -> str:
     return key.removeprefix(stream_prefix(stream_id))
 
 
-def _companion(offer: Offer, one: AddedObject, plan: PlanEntry) -> Companion:
+def _companion(offer: Offer, one: AddedObject, plan: PlanEntry, now_ns: int) -> Companion:
     fingerprint = plan.families.get(one.family)
     if fingerprint is None:
         raise TailraceError("invalid_request", f"the plan has no family {one.family[:TEXT_MAX]!r}")
-    stats = {name: msgspec.json.decode(value) for name, value in one.stats.items()}
     made = Companion(
         one.family,
         one.first,
@@ -97,10 +70,11 @@ def _companion(offer: Offer, one: AddedObject, plan: PlanEntry) -> Companion:
         relative(one.object, offer.stream_id),
         one.bytes,
         one.sha256,
-        stats,
+        one.stats,
         offer.plan_hash,
         0,
         fingerprint,
+        now_ns,
     )
     sound = 0 < one.first <= one.last and one.rows >= 0 and one.bytes > 0
     if not sound or not is_named_well(made):
@@ -161,23 +135,36 @@ def _publish(
     inputs: Mapping[str, SegmentInfo],
     plan: PlanEntry,
     known: CompanionSet,
+    replaced: set[str],
 ) -> Accepted:
-    new = _unlisted(added, known.companions, set())
-    coverage = Coverage(plan, [*known.companions, *new])
+    rest = [one for one in known.companions if one.object not in replaced]
+    new = _unlisted(added, rest, set())
+    coverage = Coverage(plan, [*rest, *new])
     stuck = {one.object for one in given_up}
     for key, info in inputs.items():
         missing = coverage.missing(info.first, info.last)
         if missing and key not in stuck:
             message = f"entries {info.first} to {info.last} would have no {', '.join(missing)}"
             raise TailraceError("range_conflict", message)
+    gone = [one for one in known.companions if one.object in replaced]
+    _check_replaced(gone, plan, coverage)
     told = {(one.object, one.plan_hash, one.code) for one in known.quarantined}
     fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in told]
     if not new:
         return Accepted(quarantined=tuple(fresh))
     # Segments that could be built after all, and companions of older plans that these make needless.
     healed = [one.object for one in known.quarantined if one.object in inputs and one.object not in stuck]
-    removed = [*stale(plan, known.companions, coverage), *healed]
+    removed = [*stale(plan, rest, coverage), *healed, *(one.object for one in gone)]
     return Accepted(tuple(new), tuple(removed), tuple(fresh))
+
+
+def _check_replaced(gone: Sequence[Companion], plan: PlanEntry, coverage: Coverage) -> None:
+    """What is taken out has to be said by the others."""
+    for one in gone:
+        wanted = plan.families.get(one.family) == one.fingerprint
+        if wanted and not coverage.covers(one.family, one.first, one.last):
+            message = f"entries {one.first} to {one.last} would not all have {one.family}"
+            raise TailraceError("range_conflict", message)
 
 
 def _unlisted(added: Iterable[Companion], listed: Iterable[Companion], replaced: set[str]) -> list[Companion]:

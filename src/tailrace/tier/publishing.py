@@ -12,17 +12,20 @@ from typing import Literal, NamedTuple
 
 from tailrace import failpoints
 from tailrace.errors import TailraceError
-from tailrace.log.catalogue import plans_of
+from tailrace.log.catalogue import CompanionSet, plans_of
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Published
-from tailrace.store.companions import Companion
+from tailrace.log.segment_list import read_segments
+from tailrace.store.companions import Companion, PlanEntry
+from tailrace.store.offers import Offer
 from tailrace.store.segments import SegmentInfo, stream_id
 from tailrace.store.stream_locks import StreamLocks
-from tailrace.tier.publication import Accepted, Offer, decide
+from tailrace.tier.compacting import Compacting
+from tailrace.tier.compaction import decide_compaction
+from tailrace.tier.publication import Accepted, decide, give_up
 from tailrace.tier.seal import Sealing
 from tailrace.tier.seal_job import Publication
-from tailrace.tier.work import read_segments
 
 PUBLICATIONS_MAX = 64  # under way or waiting; more are told to come back
 
@@ -38,9 +41,9 @@ class Publishing:
     def __init__(self, log: Log, sealing: Sealing, loop: asyncio.AbstractEventLoop) -> None:
         self._log = log
         self._sealing = sealing
-        self._loop = loop
         self._locks = StreamLocks()
         self._under_way = 0
+        self.compacting = Compacting(log, sealing, self._locks, loop)
         self.outcomes: Counter[tuple[str, str]] = Counter()  # by job and result
         self.segments = self.rows = self.bytes_in = self.bytes_out = 0
         self.last_ns = 0
@@ -68,16 +71,38 @@ class Publishing:
     async def _publish(self, stream: Stream, offer: Offer) -> Outcome:
         self._check_there(stream)
         plan = plans_of(stream).wanted
+        if offer.job == "compact":
+            return await self._compact(stream, offer, plan)
         if plan is None:
             raise TailraceError("plan_superseded", "no companions are wanted of this stream")
         known = await self._log.catalogue.of(stream)
         segments = await self._segments(stream)
-        now_ns = self._log.clock.now_ns()
-        accepted = decide(offer, plan, known, segments, now_ns)
+        accepted = decide(offer, plan, known, segments, self._log.clock.now_ns())
+        return await self._accept(stream, offer, accepted, segments)
+
+    async def _accept(
+        self, stream: Stream, offer: Offer, accepted: Accepted, segments: dict[str, SegmentInfo]
+    ) -> Outcome:
         if accepted == Accepted():
             return Outcome("already_published", stream.cold.generation)
         generation = await self._record(stream, accepted)
         self._count(offer, accepted, segments)
+        return Outcome("published", generation)
+
+    async def _compact(self, stream: Stream, offer: Offer, plan: PlanEntry | None) -> Outcome:
+        """The condition is that the segments are still those that were joined, whatever the plan is."""
+        await self.compacting.finish(stream)
+        known: CompanionSet = await self._log.catalogue.of(stream)
+        segments = await self._segments(stream)
+        if offer.quarantine:
+            accepted = give_up(offer, known, segments, self._log.clock.now_ns())
+            return await self._accept(stream, offer, accepted, segments)
+        intent = decide_compaction(offer, plan, known.companions, segments)
+        if intent is None:
+            return Outcome("already_published", stream.cold.generation)
+        generation = await self.compacting.begin(stream, intent)
+        self.last_ns = self._log.clock.now_ns()
+        self.bytes_out += intent.segment.bytes
         return Outcome("published", generation)
 
     async def unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from tailrace.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.records import Published, Recorded, Sealed, Trim
+from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
 from tailrace.log.transaction import Transaction
 from tailrace.settings import Settings
 from tailrace.store.cold_tables import ColdTables
@@ -429,7 +429,7 @@ class Sealing:
             self._paused_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._pause_s_max)
 
-    async def journal(self, op: Sealed | Trim | Recorded | Published) -> None:
+    async def journal(self, op: Sealed | Trim | Recorded | Published | Compacted) -> None:
         """Returns when the operation is durable."""
         settled: asyncio.Future[None] = self._loop.create_future()
 
@@ -468,6 +468,11 @@ class Sealing:
 
     def stream(self, number: int) -> Stream | None:
         return self._log.streams.get(number)
+
+    @property
+    def owned(self) -> bool:
+        """Whether the bucket is ours, as far as we know."""
+        return bool(self._owner.fence) and not self.fenced
 
     @property
     def journal_file(self) -> int:

@@ -12,7 +12,7 @@ from tailrace.store.object_book import Count, RecordedHead, Timing
 from tailrace.store.segments import SegmentInfo
 from tailrace.tier.sweep import Swept
 
-Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan"]
+Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan", "compact"]
 
 # Where the sealer finds the one setting that is no argument.
 RECOVERY_KEY = "TAILRACE_RECOVERY_KEY"
@@ -35,13 +35,16 @@ class Publication(msgspec.Struct, kw_only=True, omit_defaults=True):
     added: list[Companion] = []
     removed: list[str] = []
     objects: dict[str, bytes] = {}  # by their names in the folder of the stream
+    segment: SegmentInfo | None = None  # of a `compact`: what takes the place of `replaced`
+    replaced: list[SegmentInfo] = []
 
 
 class Job(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`seal`: one stream, from the entry behind `sealed`. `heads`, `bury`, `trim`: several streams at once.
 
     `meta`: facts of the server that changed after the journal file `sealed`. `sweep`: one turn of the sweep,
-    behind the key `after`. `publish`, `plan`: one stream, and what belongs into its folder or manifest.
+    behind the key `after`. `publish`, `plan`, `compact`: one stream, and what belongs into its folder or
+    manifest.
     """
 
     id: int
@@ -81,7 +84,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     swept: Swept = msgspec.field(default_factory=Swept)
     keyed: bool = False  # of a `seal`: some entries have keys
     added: list[Companion] = []  # of a `publish`: those that the manifest did not list before
-    refused: str = ""  # of a `publish`: why nothing was changed: `missing`, `buried`
+    refused: str = ""  # of a `publish` or `compact`, why nothing was changed: `missing`, `changed`, `buried`
     detail: str = ""
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""

@@ -38,6 +38,7 @@ from tailrace.store.object_book import BookedObjects, ObjectBook
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
+from tailrace.tier.compact_seal import CompactSealing
 from tailrace.tier.companion_seal import CompanionSealing
 from tailrace.tier.cut import Portion, part_of, portions
 from tailrace.tier.facts import decode_buried, facts_of
@@ -93,6 +94,9 @@ class Sealer:
         self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
         self._companions = CompanionSealing(self._store, self._objects, self._manifests, self._threads)
+        self._compact = CompactSealing(
+            self._store, self._objects, self._manifests, self._threads, setup.limits
+        )
         self._confirmed_s = 0.0
 
     async def close(self) -> None:
@@ -110,6 +114,8 @@ class Sealer:
                 report.as_of = await self._meta.record(job.sealed)
             elif job.kind == "sweep":
                 await self._sweep(job, report)
+            elif job.kind == "compact":
+                await self._compact.do(job, report)
             elif job.kind in ("publish", "plan"):
                 await self._companions.do(job, report)
             else:
@@ -345,6 +351,7 @@ class Sealer:
             owner=self._manifests,
             grace_ns=self._limits.sweep_age_ms * MS_NS,
             tombstone_ns=self._limits.tombstone_ms * MS_NS,
+            segment_grace_ns=self._limits.gc_segment_grace * MS_NS,
         )
         report.after = await sweeper.turn(job.after) or ""
         report.swept = sweeper.seen

@@ -10,7 +10,7 @@ from tailrace.log.image import decode_stream, encode_stream
 from tailrace.log.model import Lifetime, Stream
 from tailrace.protocol.durations import INSTANT_NS_MAX
 from tailrace.store.hot import HotDb
-from tailrace.store.kept import Run
+from tailrace.store.kept import FOREVER, Run
 from tailrace.store.segments import SegmentInfo
 from tailrace.store.trim_tables import ForkRow
 from tailrace.tier.retention import Decision, Shown, decide, has_bounds, over_at_ns, reached
@@ -109,3 +109,17 @@ def shown_segments(db: HotDb, stream: Stream, count_max: int | None = None) -> I
 def reached_by_forks(db: HotDb, stream: Stream) -> list[Run]:
     """Entries of the stream, and of its ancestors, that its forks show."""
     return reached(stream.number, stream.forks, db.trims.forks_of)
+
+
+def fork_points(db: HotDb, number: int) -> set[int]:
+    """The last entries of a stream that its forks show, and the forks of those, and so on."""
+    points: set[int] = set()
+    open_streams = [(number, FOREVER)]
+    while open_streams:
+        source, upto = open_streams.pop()
+        for fork in db.trims.forks_of(source):
+            shared = min(upto, fork.fork_entry)
+            points.add(shared)
+            if fork.forks:
+                open_streams.append((fork.number, shared))
+    return points

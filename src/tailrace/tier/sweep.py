@@ -4,7 +4,8 @@ It may run beside a server, and be killed at any moment. An object goes only if 
 again, whoever is writing:
 
 - a segment, if its entries are recorded in other segments or its epoch is over: what follows the last
-  recorded entry may be an upload that is under way, or one that is about to be repeated;
+  recorded entry may be an upload that is under way, or one that is about to be repeated. One that became
+  part of another stays for a day after that;
 - a companion that is not listed, a day later, if nobody can publish it meanwhile;
 - a page or producers object, if the head does not name it and it is old: every attempt to change a head makes
   its own, and is over long before the grace time;
@@ -25,6 +26,7 @@ import msgspec
 from tailrace import failpoints
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.store.bucket import LIST_PAGE, STREAMS, delete_all, epoch_of, range_of, stream_of
+from tailrace.store.compaction import is_in_grace
 from tailrace.store.companions import range_in
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import HEAD_KEY, Deleted, Head, ManifestCorruptError
@@ -41,6 +43,8 @@ GRACE_NS = 3600 * SECOND_NS
 # A pipeline may take this long from its first object to the publication of all.
 COMPANION_NS = 24 * 3600 * SECOND_NS
 OLD_LIFE_NS = 24 * 3600 * SECOND_NS
+# Readers may be at segments that became part of another one, and queries elsewhere hold their names.
+SEGMENT_NS = 24 * 3600 * SECOND_NS
 LOOKS_MAX = 5
 
 
@@ -82,6 +86,7 @@ class Sweeper:
         owner: Manifests | None = None,
         grace_ns: int = GRACE_NS,
         tombstone_ns: int,
+        segment_grace_ns: int = SEGMENT_NS,
         dry_run: bool = False,
         offline: bool = False,
         clock: Clock = SYSTEM_CLOCK,
@@ -92,6 +97,7 @@ class Sweeper:
         self._report = report
         self._grace_ns = grace_ns
         self._tombstone_ns = tombstone_ns
+        self._segment_grace_ns = segment_grace_ns
         self._old_life_ns = min(OLD_LIFE_NS, tombstone_ns)
         self._dry_run = dry_run
         self._offline = offline
@@ -212,9 +218,14 @@ class Sweeper:
                 continue
             if kind != "segments":
                 orphans.append(_orphan(info, "the manifest does not name it"))
-            elif _is_over(key, head):
+            elif _is_over(key, head) and not self._is_in_grace(key, head):
                 orphans.append(_orphan(info, "other segments are recorded in its place"))
         return orphans
+
+    def _is_in_grace(self, key: str, head: Head) -> bool:
+        entries = range_of(key)
+        after_ns = self._clock.now_ns() - self._segment_grace_ns
+        return entries is not None and is_in_grace(head, *entries, after_ns)
 
     async def _named(self, old: list[ObjectInfo], head: Head) -> set[str]:
         """The keys that the head names, as far as the objects of this page of the listing are concerned."""

@@ -17,6 +17,7 @@ from tailrace.store.companions import Companion, is_named_well
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_lookup import find_heads
 from tailrace.store.manifest_model import HEAD_KEY, Head, ManifestCorruptError
+from tailrace.store.manifest_pages import Listed
 from tailrace.store.objects import ObjectMissingError
 from tailrace.store.segments import CorruptSegmentError, SegmentInfo, segment_name, stream_prefix
 from tailrace.store.segments import stream_id as stream_id_of
@@ -167,7 +168,7 @@ class Verifier:
             raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + info.key)
             problems = await asyncio.to_thread(_problems, raw, info, head)
         except ObjectMissingError:
-            if await self._trimmed(head, info):
+            if await self._unlisted(head, info):
                 return
             problems = ["it is not there"]
         finally:
@@ -200,9 +201,17 @@ class Verifier:
         if problem:
             self._find(head.name, head.stream_id, companion.object, problem)
 
-    async def _trimmed(self, head: Head, info: SegmentInfo) -> bool:
+    async def _unlisted(self, head: Head, info: SegmentInfo) -> bool:
+        """Whether it is not listed any more: retention took it, or it became part of another one."""
         stored = await self._manifests.load(head.stream_id)
-        return stored is None or stored.head.deleted is not None or info.last <= stored.head.earliest
+        if stored is None or stored.head.deleted is not None or info.last <= stored.head.earliest:
+            return True
+        if stored.head.generation == head.generation:
+            return False
+        found = await self._manifests.pages(head.stream_id).within(
+            Listed(stored.head.pages, stored.head.segments), info.first, info.last
+        )
+        return info not in found
 
     def _find(self, stream: str, stream_id: str, key: str, problem: str) -> None:
         self.seen.findings += 1

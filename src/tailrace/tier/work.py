@@ -12,23 +12,27 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, ParamSpec, Protocol, TypeVar
+from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.log import outbox
-from tailrace.log.catalogue import Unfolded, plans_in, plans_of, read_companions
+from tailrace.log.catalogue import NO_PLANS, Unfolded, plans_in, plans_of, read_companions
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
-from tailrace.log.model import Stream
-from tailrace.log.publish import wake
-from tailrace.log.records import Delete, Describe, Op, Published, Sealed, Trim
+from tailrace.log.model import Lifetime, Stream
+from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
+from tailrace.log.segment_list import read_segments
 from tailrace.log.transaction import Transaction
 from tailrace.store.companions import PlanBook, PlanEntry
+from tailrace.store.document_objects import version_cuts
 from tailrace.store.segments import SegmentInfo
+from tailrace.tier.compaction import CompactRule, borders_of, due
 from tailrace.tier.coverage import Coverage, Merge, MergeRule, Uncovered, in_turn, merges, stale, uncovered
 from tailrace.tier.index_summary import NOTHING, IndexSummary, summarise
+from tailrace.tier.rollup_care import Rewrite, RollupCare
+from tailrace.tier.stored import fork_points
 
 logger = logging.getLogger("tailrace.pipeline")
 
@@ -37,9 +41,9 @@ SUMMARIES_MAX: Final = 10_000
 PLANS_MAX: Final = 8  # that are remembered of a stream
 START_PAGE: Final = 256
 PAUSE_S: Final = 5.0
+TIMERS_MAX: Final = 100_000  # streams that are looked at again later; others when something happens to them
 P = ParamSpec("P")
 T = TypeVar("T")
-_INFO = msgspec.msgpack.Decoder(SegmentInfo).decode
 
 
 class Wanted(Protocol):
@@ -60,16 +64,30 @@ class StreamWork(msgspec.Struct, frozen=True):
     plan: PlanEntry
     offered: tuple[Uncovered, ...] = ()
     merges: tuple[Merge, ...] = ()
+    compactions: tuple[tuple[SegmentInfo, ...], ...] = ()  # segments that should become one, each
+    rewrites: tuple[Rewrite, ...] = ()
     segments: int = 0  # all that lack companions, those given up included
     raw_bytes: int = 0
     oldest_ns: int = 0  # last append time of the oldest of those that are not given up
     given_up: int = 0
     stale: tuple[str, ...] = ()  # objects of older plans that may go
     summary: IndexSummary = NOTHING
+    look_at_ns: int | None = None  # when there will be more to do without anything new
 
     @property
     def pending(self) -> bool:
-        return bool(self.offered or self.merges)
+        return bool(self.offered or self.merges or self.compactions or self.rewrites)
+
+
+class Scope(NamedTuple):
+    """What the work of one stream depends on, besides what is listed."""
+
+    merge: MergeRule
+    compact: CompactRule
+    lifetime: Lifetime
+    shown_bytes: int
+    schema: bytes | None
+    now_ns: int
 
 
 class Work:
@@ -82,10 +100,12 @@ class Work:
         self._wanted = wanted
         self._loop = loop
         limits = log.limits
-        self._rule = MergeRule(limits.index_l0_span, limits.index_compaction_fanout, limits.index_max_level)
+        self._merge = MergeRule(limits.index_l0_span, limits.index_compaction_fanout, limits.index_max_level)
+        age_ns = limits.compact_age_ms * 1_000_000
+        self._compact = CompactRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         self.by_stream: dict[int, StreamWork] = {}  # those with something to do
         self.summaries: OrderedDict[int, StreamWork] = OrderedDict()  # of streams that were looked at lately
-        self.published_ns: OrderedDict[int, int] = OrderedDict()  # when something was, since the start
         self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -111,14 +131,12 @@ class Work:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for timer in self._timers.values():
+            timer.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _on_change(self, op: Op, stream: Stream) -> None:
-        if isinstance(op, Published):
-            self.published_ns[stream.number] = op.at_ns
-            if len(self.published_ns) > SUMMARIES_MAX:
-                self.published_ns.popitem(last=False)
-        if isinstance(op, Sealed | Published | Trim | Describe | Delete):
+        if isinstance(op, Sealed | Published | Compacted | Trim | Describe | Delete):
             self.look_at(stream.number)
 
     def look_at(self, number: int) -> None:
@@ -162,15 +180,16 @@ class Work:
         changed.set()
 
     async def _find_described(self) -> None:
-        """Every stream that has documents an index plan is made of, once."""
-        after = 0
-        store = self._log.store
-        while True:
-            found = await self._on_thread(_described_after, store, after)
-            self._dirty.update(dict.fromkeys(found))
-            if len(found) < START_PAGE:
-                break
-            after = found[-1]
+        """Once: every stream that has documents an index plan is made of, or many segments."""
+        store, count = self._log.store, self._compact.segments_min
+        for find in (_described_after, partial(_crowded_after, count=count)):
+            after = 0
+            while True:
+                found = await self._on_thread(find, store, after)
+                self._dirty.update(dict.fromkeys(found))
+                if len(found) < START_PAGE:
+                    break
+                after = found[-1]
         self._scanned = True
         self._wake.set()
 
@@ -179,26 +198,37 @@ class Work:
 
     async def _look(self, number: int) -> None:
         stream = self._log.streams.get(number)
-        if stream is None or stream.removed or stream.gone or not outbox.is_indexed(stream.name):
+        if stream is None or stream.removed or stream.gone:
             self._set(number, None)
             return
-        if await self._plan(stream) is None:
+        planned = outbox.is_indexed(stream.name) and await self._plan(stream) is not None
+        if not planned and stream.cold.segments < self._compact.segments_min:
             self._set(number, None)
             return
-        unfolded = tuple(self._log.streams.unfolded.get(number, ()))
-        work = await self._on_thread(
-            find_work,
-            self._log.store,
-            number,
-            stream.earliest,
-            unfolded,
-            plans_in(stream.documents),
-            self._rule,
-        )
+        work = await self._find(stream, plans_in(stream.documents) if planned else NO_PLANS)
         self._set(number, work)
-        wake(stream)  # whoever watches how far its indexes are
+        if planned:
+            self._log.publisher.waker.wake(stream)  # whoever watches how far its indexes are
         if work.stale and self.on_stale is not None:
             self.on_stale(stream, work.stale)
+
+    async def _find(self, stream: Stream, plans: PlanBook) -> StreamWork:
+        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        schema = None if stream.documents is None else stream.documents.get("schema")
+        scope = Scope(
+            self._merge, self._compact, stream.lifetime, stream.size_bytes, schema, self._log.clock.now_ns()
+        )
+        return await self._on_thread(
+            find_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
+        )
+
+    def _look_later(self, number: int, at_ns: int | None) -> None:
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        if at_ns is not None and len(self._timers) < TIMERS_MAX:
+            delay_s = max(0, at_ns - self._log.clock.now_ns()) / 1e9
+            self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
 
     async def _plan(self, stream: Stream) -> PlanEntry | None:
         """The plan that holds now. One that was not known before is written down first."""
@@ -222,6 +252,7 @@ class Work:
         return entry
 
     def _set(self, number: int, work: StreamWork | None) -> None:
+        self._look_later(number, None if work is None else work.look_at_ns)
         self.summaries.pop(number, None)
         if work is not None:
             self.summaries[number] = work
@@ -248,17 +279,10 @@ class Work:
         """What is to be done for one stream right now."""
         known = plans_of(stream)
         if not known.plans or not outbox.is_indexed(stream.name):
+            known = NO_PLANS
+        if known is NO_PLANS and stream.cold.segments < self._compact.segments_min:
             return StreamWork(stream.number, NO_PLAN)
-        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
-        return await self._on_thread(
-            find_work,
-            self._log.store,
-            stream.number,
-            stream.earliest,
-            unfolded,
-            known,
-            self._rule,
-        )
+        return await self._find(stream, known)
 
     def after(self, place: tuple[int, int], limit: int) -> list[StreamWork]:
         """Streams with work, those that wait longest first, behind a place in that order."""
@@ -289,36 +313,45 @@ def _described_after(store: StoredStreams, number: int) -> list[int]:
     return store.db.companions.described_after(number, START_PAGE)
 
 
+def _crowded_after(store: StoredStreams, number: int, count: int) -> list[int]:
+    return store.db.cold.crowded_after(number, count, START_PAGE)
+
+
 def find_work(
-    store: StoredStreams, number: int, earliest: int, unfolded: Unfolded, plans: PlanBook, rule: MergeRule
+    store: StoredStreams, number: int, earliest: int, unfolded: Unfolded, plans: PlanBook, scope: Scope
 ) -> StreamWork:
     """On a thread: one look at everything that is known of a stream's segments and companions."""
-    plan = plans.wanted
-    assert plan is not None, "only streams with plans are looked at"
+    plan = plans.wanted or NO_PLAN
     with store.snapshot():
         segments = read_segments(store, number, earliest, unfolded)
         known = msgspec.structs.replace(read_companions(store, number, earliest, unfolded), plans=plans)
+        cuts = fork_points(store.db, number)
     coverage = Coverage(plan, known.companions)
     given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}
     found, stuck = uncovered(segments, coverage, given_up)
+    if scope.schema is not None:
+        cuts.update(version_cuts(scope.schema))
+    unsound = {one.object for one in known.quarantined}
+    care = RollupCare(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
+
+    def is_settled(info: SegmentInfo) -> bool:
+        stays = info.first > max(earliest, care.soon) and info.key not in unsound
+        return stays and not coverage.missing(info.first, info.last)
+
+    small = due(segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns)
+    rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage)
     return StreamWork(
         number,
         plan,
         tuple(in_turn(found)[:OFFERED_MAX]),
-        tuple(merges(plan, known.companions, rule)),
+        tuple(merges(plan, known.companions, scope.merge, care.part)),
+        small.runs,
+        tuple(rewrites),
         len(found) + len(stuck),
         sum(one.info.payload_bytes for one in found),
         found[0].info.last_ns if found else 0,
         len(stuck),
         tuple(stale(plan, known.companions, coverage)),
         summarise(plan, segments, known, coverage),
+        min((at_ns for at_ns in (small.next_ns, rewrite_ns) if at_ns is not None), default=None),
     )
-
-
-def read_segments(store: StoredStreams, number: int, earliest: int, unfolded: Unfolded) -> list[SegmentInfo]:
-    """The segments that a stream shows, oldest first, those that only the journal knows included."""
-    found = {info.first: info for info in map(_INFO, store.db.cold.infos_from(number, earliest + 1))}
-    for _, op in unfolded:
-        if isinstance(op, Sealed):
-            found.update((info.first, info) for info in op.segments)
-    return [found[first] for first in sorted(found) if found[first].last > earliest]

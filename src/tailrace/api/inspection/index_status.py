@@ -24,7 +24,6 @@ class Indexed(NamedTuple):
     summary: IndexSummary = NOTHING
     generation: int = 0  # of the wanted plan
     keyed: bool = False
-    updated_ns: int = 0
     now_ns: int = 0
 
 
@@ -140,7 +139,7 @@ class _Status:
         }
 
     def _updated(self, found: FamilySummary) -> str | None:
-        return instant(self._indexed.updated_ns) if found.objects else None
+        return instant(found.updated_ns)
 
     def _exact(self) -> list[Json]:
         """The fields share the files of their family."""

@@ -25,23 +25,25 @@ TAG: Final = "pipeline"
 _ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
 _SHA256: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _FAMILY: Final[Json] = {"enum": list(FAMILIES)}
+_ADDED: Final[Json] = {"enum": [*FAMILIES, "segment"]}
 _TEXT_OR_NULL: Final[Json] = {"type": ["string", "null"]}
 _RANGE: Final[dict[str, Json]] = {"first": COUNT, "last": COUNT}
-_SEGMENT: Final[Json] = obj(
-    {
-        "object": STRING,
-        **_RANGE,
-        "epoch": COUNT,
-        "rows": COUNT,
-        "bytes": COUNT,
-        "raw_bytes": COUNT,
-        "sha256": _SHA256,
-        "families": array(_FAMILY),
-    }
-)
+_DESCRIBED: Final[dict[str, Json]] = {
+    "object": STRING,
+    **_RANGE,
+    "epoch": COUNT,
+    "rows": COUNT,
+    "bytes": COUNT,
+    "raw_bytes": COUNT,
+    "sha256": _SHA256,
+}
+_SEGMENT: Final[Json] = obj({**_DESCRIBED, "families": array(_FAMILY)})
 _WORK: Final[Json] = {
     "oneOf": [
-        obj({"job": {"const": "companions"}, "priority": COUNT, "segments": array(_SEGMENT)}),
+        obj(
+            {"job": {"const": "companions"}, "priority": COUNT, "segments": array(_SEGMENT)},
+            {"replace": array(STRING)},
+        ),
         obj(
             {
                 "job": {"const": "merge"},
@@ -52,6 +54,7 @@ _WORK: Final[Json] = {
                 "input_sha256": array(_SHA256),
             }
         ),
+        obj({"job": {"const": "compact"}, **_RANGE, "segments": array(obj(_DESCRIBED))}),
     ]
 }
 SCHEMAS: Final[Json] = {
@@ -87,7 +90,7 @@ SCHEMAS: Final[Json] = {
     "Publication": obj(
         {
             "stream_id": _ID,
-            "job": {"enum": ["companions", "merge"]},
+            "job": {"enum": ["companions", "merge", "compact"]},
             "plan_hash": STRING,
             "inputs": array(obj({"object": STRING, "sha256": _SHA256})),
         },
@@ -95,7 +98,7 @@ SCHEMAS: Final[Json] = {
             "writer": STRING,
             "add": array(
                 obj(
-                    {"family": _FAMILY, **_RANGE, "rows": COUNT, "object": STRING, "bytes": COUNT}
+                    {"family": _ADDED, **_RANGE, "rows": COUNT, "object": STRING, "bytes": COUNT}
                     | {"sha256": _SHA256},
                     {"stats": {"type": "object"}},
                 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import xxhash
 
 from tailrace.store.segment_check import footer_of, rows_of
@@ -13,10 +14,10 @@ from tailrace.store.segment_reader import Footer
 from tailrace.store.segment_writer import write_segment
 from tailrace.store.segments import CorruptSegmentError, SegmentInfo, SegmentRows
 
-RAW_BYTES_MAX: Final = 64 << 20
+RAW_BYTES_MAX: Final = 256 << 20  # unpacked, all columns; whoever plans keeps well below
 
 # What has to be the same in all segments that are joined, and is the same in the joined one.
-_FACTS: Final = ("name", "stream_id", "epoch", "content_type", "schema_versions")
+_FACTS: Final = ("name", "stream_id", "epoch", "content_type")
 _MODULUS: Final = 1 << 128
 
 
@@ -55,7 +56,7 @@ def checksum_of(raw: bytes) -> Checksum:
     return found
 
 
-def compact(raws: Sequence[bytes], path: Path) -> SegmentInfo:
+def compact(raws: Sequence[bytes], path: Path, attempt: str = "") -> SegmentInfo:
     """Adjacent segments of one epoch and schema version, oldest first, as one file at `path`.
 
     CorruptSegmentError if they are not that, or if the file does not hold exactly what went in.
@@ -73,7 +74,8 @@ def compact(raws: Sequence[bytes], path: Path) -> SegmentInfo:
         epoch=footers[0].epoch,
         json=footers[0].json,
         content_type=facts["content_type"] or None,
-        schema_versions=facts["schema_versions"],
+        schema_versions=_versions(footers),
+        attempt=attempt,
     )
     if checksum_of(path.read_bytes()) != seen[0]:
         raise CorruptSegmentError("the joined segment does not hold the entries of its inputs")
@@ -85,11 +87,35 @@ def _common_facts(footers: Sequence[Footer]) -> dict[str, str]:
     following = footers[0].first
     for footer in footers:
         if any(footer.facts.get(name, "") != value for name, value in facts.items()):
-            raise CorruptSegmentError("segments of different streams, epochs or schemas are never joined")
+            raise CorruptSegmentError("segments of different streams or epochs are never joined")
         if footer.first != following or footer.json != footers[0].json:
             raise CorruptSegmentError(f"entry {following} is missing between two segments")
         following = footer.last + 1
     return facts
+
+
+def _versions(footers: Sequence[Footer]) -> str:
+    """Where schema versions begin in the joined segment: with its first entry, and nowhere else.
+
+    Segments from before there was a schema say nothing; later ones say that version 0 goes on.
+    """
+    said = [footer.facts.get("schema_versions", "") for footer in footers]
+    if not any(said):
+        return ""
+    found = {_version(one) for one in said}
+    if len(found) != 1:
+        raise CorruptSegmentError("segments of different schema versions are never joined")
+    return msgspec.json.encode([(footers[0].first, *found)]).decode()
+
+
+def _version(said: str) -> int:
+    try:
+        pairs = msgspec.json.decode(said, type=list[tuple[int, int]]) if said else [(0, 0)]
+    except msgspec.MsgspecError as error:
+        raise CorruptSegmentError(f"its schema versions cannot be read: {error}") from None
+    if len(pairs) != 1:
+        raise CorruptSegmentError("a segment with several schema versions is never joined")
+    return pairs[0][1]
 
 
 def _raw_bytes(footer: Footer) -> int:
