@@ -18,7 +18,7 @@ from support.calls import Caller
 from support.postgres import PostgresServer
 from support.server import ServerProcess
 from support.sources import QUICK, add_source, changes, check_log, documents, rows, wait_phase, wait_until
-from support.watch_client import Follower
+from support.watch_client import Follower, Live
 
 SMALL = {**QUICK, "TAILRACE_WATCH_PARTITIONS": "2", "TAILRACE_JOURNAL_FILE_BYTES": "200000"}
 TABLES = ("orders", "lines")
@@ -71,7 +71,7 @@ class Writer:
         chance = self._random
         if chance.random() < 0.03:
             table = chance.choice(TABLES)
-            gone = f"WITH gone AS (DELETE FROM {table} RETURNING id)"
+            gone = f"WITH gone AS (DELETE FROM {table} WHERE id < 1000 RETURNING id)"
             noted = f"INSERT INTO done(tab, op, id) SELECT '{table}', 'delete', id FROM gone"
             connection.execute(f"{gone} {noted}".encode())
             return
@@ -170,6 +170,41 @@ def settle(call: Caller, postgres: PostgresServer, followers: list[Follower]) ->
 
 def test_nothing_is_lost_and_nothing_is_there_twice(tmp_path: Path) -> None:
     undergo(tmp_path, 1, 5)
+
+
+def test_a_copy_races_with_writes(tmp_path: Path) -> None:
+    """Copied while it changes, and killed meanwhile; nobody is told anything before it is live."""
+    postgres = PostgresServer().start()
+    server = ServerProcess(tmp_path / "data", env={**SMALL, "PG_DSN": postgres.dsn})
+    try:
+        with postgres.connect() as connection:
+            connection.execute(SCHEMA.encode())
+            connection.execute("INSERT INTO orders SELECT n, n, 'x' FROM generate_series(1000, 2999) n")
+        writer = Writer(postgres, 3)
+        wait_until(lambda: (writer.committed, writer.failure), lambda seen: seen[0] >= 20 or seen[1])
+        call = Caller(server.start())
+        tables = {f"public.{name}": {"collection": name} for name in TABLES}
+        slowly = {"eventsPerSecond": 2000}
+        add_source(call, "pg", tables, batch={"maxChanges": 50}, limits=slowly)
+        wait_until(lambda: len(documents(call, "orders")), lambda seen: seen > 100)
+        server.restart(kill=True)
+        live = Live(server)
+        live.send("subscribe", "s", query={"collection": "orders"}, sendSnapshot=True)
+        assert live.take()["payload"]["state"] == "loading"
+        first = live.take_until("snapshot-end")
+        assert first[0]["type"] == "snapshot"
+        assert first[-1]["payload"]["count"] >= 2000, "whole, or not at all"
+        live.close()
+        wait_phase(call, "pg", "live")
+        writer.end()
+        for table in TABLES:
+            wanted = rows(postgres, table)
+            wait_until(lambda table=table: documents(call, table), lambda seen, wanted=wanted: seen == wanted)
+            check_log(changes(call, table, 2))
+    finally:
+        if server.running:
+            server.stop()
+        postgres.stop()
 
 
 @pytest.mark.nightly

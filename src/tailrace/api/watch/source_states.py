@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tailrace.api.watch.book import Book, Collection, config_entry, control_entry
 from tailrace.api.watch.collection import CollectionState
@@ -28,9 +28,11 @@ class SourceStates:
         config: SourceConfig,
         collections: Mapping[str, Collection],
         document_bytes: int,
+        on_changed: Callable[[Collection], None],
     ) -> None:
         self._book = book
         self._gateway = gateway
+        self._on_changed = on_changed
         self._database = database
         self._config = config
         self._document_bytes = document_bytes
@@ -167,3 +169,4 @@ class SourceStates:
         for collection in self.collections.values():
             collection.state = state
             self._gateway.on_state(collection, reason)
+            self._on_changed(collection)

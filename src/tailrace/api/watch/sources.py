@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -86,6 +86,8 @@ class Sources:
         self._limits = context.limits
         self._found: dict[tuple[str, str], Source] = {}
         self._lock = asyncio.Lock()  # one thing at a time is changed about sources
+        # Told when the state of a collection is another one.
+        self.on_changed: Callable[[Collection], None] = lambda _: None
         self._past: Counter[str] = Counter()  # of those that are no more
         book.follows = lambda collection: self._owner(collection) is not None
 
@@ -279,11 +281,20 @@ class Sources:
 
     def _made(self, database: str, config: SourceConfig, collections: dict[str, Collection]) -> Source:
         states = SourceStates(
-            self._book, self._gateway, database, config, collections, self._limits.watch_document_bytes
+            self._book,
+            self._gateway,
+            database,
+            config,
+            collections,
+            self._limits.watch_document_bytes,
+            self._changed,
         )
         source = Source(database, config, states, SourceStatus(clock=self._context.clock))
         self._found[database, config.name] = source
         return source
+
+    def _changed(self, collection: Collection) -> None:
+        self.on_changed(collection)
 
     def _begin(self, source: Source, lost: str | None = None) -> None:
         async def work() -> None:
