@@ -23,7 +23,7 @@ class Desk:
         self._loop = loop
         self.journal.on_prepared = self._prepared
         # A slow disk: several syncs are kept in flight.
-        self.committer.sync_s = 1.0
+        self.committer.overlap.sync_s, self.committer.overlap.permitted = 1.0, 4
         self.submitted = 0
         self.acknowledged: list[object] = []
         self._file: JournalFile | None = None

@@ -1,8 +1,8 @@
 """Group commit: one write and one sync for everything that arrived during the last one.
 
 There is no timer on the path. A batch is whatever was submitted while the previous batch was syncing. Syncs
-run on threads, so a slow disk never stops the loop; while the disk is slow several are kept in flight.
-Batches are acknowledged strictly in log order.
+run on threads, so a slow disk never stops the loop; while the disk is slow several are kept in flight, if
+that helps. Batches are acknowledged strictly in log order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from collections.abc import Callable
 
 from tailrace.errors import TailraceError
 from tailrace.log.journal import FRAME, FRAME_BYTES, JournalFile, crc32c_extend, encode_header, mark
-
-# Above this a sync is slow enough that waiting for it to end before writing the next batch costs throughput.
-SLOW_SYNC_S = 0.0015
+from tailrace.log.overlap import Overlap
 
 Settled = Callable[[TailraceError | None], None]
 
@@ -39,6 +37,7 @@ class Batch:
         "size",
         "sync_s",
         "synced",
+        "under_way",
         "waiting",
     )
 
@@ -54,6 +53,7 @@ class Batch:
         self.synced = False
         self.error: OSError | None = None
         self.sync_s = 0.0
+        self.under_way = 0  # syncs when its own began, that one included
 
 
 class Committer:
@@ -71,7 +71,7 @@ class Committer:
         self._reserve = reserve
         self._acknowledge = acknowledge
         self._fail = fail
-        self._in_flight_max = syncs_in_flight
+        self.overlap = Overlap(syncs_in_flight)
         self._open = Batch()
         self._flush_scheduled = False
         self._in_flight: deque[Batch] = deque()
@@ -80,7 +80,6 @@ class Committer:
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self.queued_bytes = 0
-        self.sync_s = 0.0  # smoothed duration of a sync
         self.syncs = 0
         self.observe_sync: Callable[[float, int], None] | None = None
 
@@ -98,7 +97,9 @@ class Committer:
         size = len(payload) + FRAME_BYTES
         batch.size += size
         self.queued_bytes += size
-        if not self._flush_scheduled and (not self._in_flight or len(self._in_flight) < self._allowed()):
+        if not self._flush_scheduled and (
+            not self._in_flight or len(self._in_flight) < self.overlap.permitted
+        ):
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
         return batch
@@ -121,8 +122,8 @@ class Committer:
 
     @property
     def syncs_allowed(self) -> int:
-        """At once, with a disk as fast as it has been lately."""
-        return self._allowed()
+        """At once, with a disk as it has been lately."""
+        return self.overlap.permitted
 
     @property
     def in_flight(self) -> int:
@@ -148,12 +149,13 @@ class Committer:
 
     def go_on(self) -> None:
         """Writes what had to wait for a file."""
-        if self._open.payloads and not self._flush_scheduled and len(self._in_flight) < self._allowed():
+        if (
+            self._open.payloads
+            and not self._flush_scheduled
+            and len(self._in_flight) < self.overlap.permitted
+        ):
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
-
-    def _allowed(self) -> int:
-        return self._in_flight_max if self.sync_s > SLOW_SYNC_S else 1
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -179,6 +181,7 @@ class Committer:
         assert len(batch.data) == batch.size + len(head)
         file.end += len(batch.data)
         self._in_flight.append(batch)
+        batch.under_way = len(self._in_flight)
         if len(self._threads) < len(self._in_flight):
             name = f"commit-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
@@ -202,13 +205,13 @@ class Committer:
             if batch.error is not None:
                 self._break(batch)
                 return
-            self.sync_s += (batch.sync_s - self.sync_s) * 0.1
+            self.overlap.note(batch.sync_s, batch.under_way)
             self.syncs += 1
             if self.observe_sync is not None:
                 self.observe_sync(batch.sync_s, len(batch.items))
             self._acknowledge(batch)
         if self._open.payloads:
-            if not self._flush_scheduled and len(in_flight) < self._allowed():
+            if not self._flush_scheduled and len(in_flight) < self.overlap.permitted:
                 self._flush_scheduled = True
                 self._loop.call_soon(self._flush)
         elif not in_flight:
