@@ -15,6 +15,7 @@ from tailrace.api.openapi import (
     inspection,
     pipeline,
     registry,
+    replication,
     search,
     server,
     shared,
@@ -40,6 +41,7 @@ _PARTS: Final = (
     subscriptions,
     server,
     watch,
+    replication,
     hub,
     pipeline,
 )
@@ -61,6 +63,7 @@ def build() -> Json:
         **subscriptions.subscription_paths(),
         **server.server_paths(),
         **watch.watch_paths(),
+        **replication.replication_paths(),
         **hub.hub_paths(),
         **pipeline.pipeline_paths(),
     }
@@ -107,6 +110,7 @@ _TAGS: Final = {
     "server": "Health, metrics, memory, sealing.",
     "pipeline": "What is to be built beside the server, and its publication.",
     "watch": "Documents in collections, and queries that stay true.",
+    "replication": "Clients that hold documents themselves, such as RxDB.",
     "hub": "Actors that find each other, send, publish and keep mailboxes.",
 }
 
