@@ -26,7 +26,7 @@ READ_OPTIONS = (
     *("stream", "streamPattern", "path", "startingOffsets", "endingOffsets"),
     *("startingTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
     *("minPartitions", "failOnDataLoss", "key", "valueFormat", "includeHeaders", "pushdown"),
-    *("store", "sealedEntriesMin"),
+    *("store", "sealedEntriesMin", "wholeStreams"),
 )
 Positions = str | dict[str, str]
 
@@ -74,6 +74,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     pushdown: bool = False
     store: str | None = None
     sealed_entries_min: int = SEALED_ENTRIES_MIN
+    whole_streams: bool = False
 
 
 class Options:
@@ -161,6 +162,9 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
         refuse("maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other")
     if not streaming and (rows or size):
         refuse("maxOffsetsPerTrigger and maxBytesPerTrigger are for streaming queries")
+    whole = options.flag("wholeStreams")
+    if whole and options.count("minPartitions"):
+        refuse("wholeStreams and minPartitions exclude each other")
     for positions in (starting, ending):
         if isinstance(positions, dict) and streams and (strange := set(positions) - set(streams)):
             refuse(f"offsets are given for {', '.join(sorted(strange))}, which is not read")
@@ -184,6 +188,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
         sealed_entries_min=(
             SEALED_ENTRIES_MIN if (least := options.count("sealedEntriesMin", 0)) is None else least
         ),
+        whole_streams=whole,
     )
 
 

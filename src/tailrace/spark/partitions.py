@@ -67,11 +67,20 @@ class StreamPartition(InputPartition):
 class Planner:
     """Makes partitions of ranges. `sealed_min` is how long a range has to be for a look at its segments."""
 
-    def __init__(self, catalogue: Catalogue, *, sealed_min: int, partitions_min: int, keyed: bool) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        sealed_min: int,
+        partitions_min: int,
+        keyed: bool,
+        whole_streams: bool = False,
+    ) -> None:
         self._catalogue = catalogue
         self._sealed_min = sealed_min
         self._partitions_min = partitions_min
         self._keyed = keyed
+        self._whole_streams = whole_streams
 
     def partitions(self, ranges: Sequence[Range], *, with_versions: bool = False) -> list[StreamPartition]:
         planned: list[StreamPartition] = []
@@ -93,7 +102,7 @@ class Planner:
             sealed = [] if store is None else self._catalogue.segments(state.name, one.after, one.upto)
         versions = self._catalogue.versions(state) if sealed or with_versions else Versions()
         pieces = pieces_of(one, store or "", sealed)
-        groups = _packed(pieces)
+        groups = [pieces] if self._whole_streams else _packed(pieces)
         if len(groups) < partitions_min and not self._keyed:
             groups = [[piece] for piece in _split(pieces, partitions_min)]
         about = About(state.name, state.content_type, versions.firsts)

@@ -44,6 +44,7 @@ class BatchReader(DataSourceReader):
             sealed_min=options.sealed_entries_min,
             partitions_min=options.partitions_min,
             keyed=options.key is not None,
+            whole_streams=options.whole_streams,
         )
         return planner.partitions(ranges, with_versions="headers" in self._schema.fieldNames())
 

@@ -101,6 +101,7 @@ class _Planning:
             sealed_min=options.sealed_entries_min,
             partitions_min=options.partitions_min,
             keyed=options.key is not None,
+            whole_streams=options.whole_streams,
         )
         self._initial: Offsets | None = None
         self._frozen: dict[str, StreamState] | None = None
