@@ -152,6 +152,15 @@ def test_system_streams_are_written_with_system_only(name: str) -> None:
             assert refusal(who, action, stream=name) == "read_only_stream"
 
 
+def test_deliveries_are_appended_where_nobody_has_a_token() -> None:
+    name = "__deliveries__/g"
+    assert refusal(ANONYMOUS, Action.WRITE_STREAM, stream=name) == ""
+    assert refusal(identity("system"), Action.WRITE_STREAM, stream=name) == ""
+    assert refusal(identity("read", "write", "manage"), Action.WRITE_STREAM, stream=name) == "read_only_stream"
+    for action in (Action.DELETE_STREAM, Action.CONFIGURE_STREAM):
+        assert refusal(ANONYMOUS, action, stream=name) == "read_only_stream"
+
+
 def test_a_read_only_stream_says_what_it_allows() -> None:
     with pytest.raises(TailraceError) as caught:
         authorise(ANONYMOUS, Action.WRITE_STREAM, stream="__registry__")

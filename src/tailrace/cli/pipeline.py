@@ -21,6 +21,8 @@ _HELP: Final = """Look after the pipeline, which builds the indexes of sealed hi
 
     tailrace pipeline run --once
 
+    tailrace pipeline rescan --collection orders
+
 A server starts one of its own when there is work; `run` is for another machine, a cluster or cron.
 """
 _DETAILS: Final = "/v1/server/_details"
@@ -29,6 +31,14 @@ _POLL_S: Final = 0.5
 
 command = App(name="pipeline", help=_HELP, help_format="markdown")
 command.command("tailrace.cli.pipeline_run:command", name="run", help="Run a pipeline, here and now.")
+for _name, _summary in (
+    ("match", "Match a range of changes with the subscriptions of the moment."),
+    ("rescan", "Compare the view of a collection with its log, and put it right."),
+    ("stats", "Fields, selectivity and skew of collections."),
+    ("capture", "Keep changes and subscriptions, with some values masked."),
+    ("shadow", "Compare two versions of the matcher."),
+):
+    command.command(f"tailrace.cli.pipeline_watch:{_name}_command", name=_name, help=_summary)
 
 
 @command.command

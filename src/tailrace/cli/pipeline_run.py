@@ -85,7 +85,7 @@ def run(
     supervised: Annotated[int | None, Parameter(show=False)] = None,
 ) -> int:
     """Run the pipeline."""
-    _check_java()
+    check_java()
     from tailrace.pipeline.run import Options
     from tailrace.pipeline.session import extra_settings
 
@@ -187,7 +187,7 @@ def _token_from(token: str | None, file: Path | None) -> Callable[[], str | None
     return lambda: file.read_text().strip()
 
 
-def _check_java() -> None:
+def check_java() -> None:
     """Say what is missing before Spark says it in its own way."""
     import os
     import shutil

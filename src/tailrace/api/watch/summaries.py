@@ -1,0 +1,195 @@
+"""`__subs__/<gateway>`: what is being watched, written down for matchers outside this process.
+
+Nobody pays for it as long as nobody asks: summaries are written while a job has said that it needs them, and
+for a while after it was last heard of, or always if that is set. One entry in each round keeps all of them
+alive; without it they are over after their time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import msgspec
+import orjson
+
+from tailrace.api.context import Context
+from tailrace.api.watch.gateway import Gateway
+from tailrace.api.watch.subscription import Subscription
+from tailrace.auth import Identity
+from tailrace.errors import TailraceError
+from tailrace.log.together import append_together
+from tailrace.log.transaction import Transaction
+from tailrace.protocol.durations import format_instant
+from tailrace.watch.deliveries import DELIVERIES
+from tailrace.watch.summary import SUBS, TTL_MS, Summary, form_of
+
+logger = logging.getLogger("tailrace.watch")
+
+REFRESH_S: Final = 30.0
+LEASE_S_MAX: Final = 3600
+PAGE_BYTES: Final = 1024 * 1024
+PAGE_ENTRIES: Final = 500
+
+Json = dict[str, Any]
+
+
+class Summaries:
+    """Owned by the loop thread."""
+
+    def __init__(self, context: Context, gateway: Gateway) -> None:
+        self._context = context
+        self._log = context.log
+        self._gateway = gateway
+        self.name = f"g_{hashlib.sha256(context.deployment.encode()).hexdigest()[:12]}"
+        self.stream = SUBS + self.name
+        self.deliveries = DELIVERIES + self.name
+        self._written: dict[str, int] = {}  # by key: what was written last, as a hash
+        self._begun = False
+        self._until_s = 0.0
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._context.settings.watch_summaries:
+            self._keep(0)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    @property
+    def _wanted(self) -> bool:
+        always = self._context.settings.watch_summaries
+        return always or self._context.loop.time() < self._until_s
+
+    async def announce(self, seconds: int) -> Json:
+        """Somebody needs summaries for so long: where they are, and up to where they are complete now.
+
+        0 says that nobody does any more.
+        """
+        loop = self._context.loop
+        self._until_s = max(self._until_s, loop.time() + seconds) if seconds else 0.0
+        if seconds:
+            await self._write()
+            self._keep(REFRESH_S)
+        stream = self._log.find(self.stream)
+        verifier = self._gateway.verifier if seconds else None
+        # Good for appending deliveries, and for as long as the job was announced.
+        who = Identity(sub="watch-job", scopes=frozenset({"manage", "system"}))
+        return {
+            "gateway": self.name,
+            "stream": self.stream,
+            "deliveries": self.deliveries,
+            "offset": "" if stream is None else stream.offset(stream.visible),
+            "subscriptions": len(self._written),
+            "expires": self._now_ms() + seconds * 1000,
+            "token": None if verifier is None else verifier.grant(who, seconds),
+        }
+
+    def _keep(self, pause_s: float) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._context.loop.create_task(self._refresh(pause_s))
+
+    async def _refresh(self, pause_s: float) -> None:
+        """Again and again, until nobody needs them."""
+        await asyncio.sleep(pause_s)
+        while self._wanted:
+            try:
+                await self._write()
+            except TailraceError as error:
+                logger.warning("summaries of subscriptions cannot be written: %s", error.message)
+            await asyncio.sleep(REFRESH_S)
+
+    def _now_ms(self) -> int:
+        return self._context.clock.now_ns() // 1_000_000
+
+    # -- one round -------------------------------------------------------------------------------------
+
+    async def _write(self) -> None:
+        """What has changed since the last round; in the first one everything, behind a mark."""
+        async with self._lock:
+            page: list[bytes] = []
+            # A round that is broken off is followed by one that begins anew.
+            begun, self._begun = self._begun, False
+            if not begun:
+                self._written.clear()
+                page.append(self._entry("reset", None, None))
+                if self._log.find(self.deliveries) is None:
+                    begin = orjson.dumps({"v": 1, "kind": "control", "control": "begin"})
+                    await self._append(self.deliveries, [begin])
+            async for entry in self._changes():
+                page.append(entry)
+                if len(page) >= PAGE_ENTRIES or sum(map(len, page)) >= PAGE_BYTES:
+                    await self._append(self.stream, page)
+                    page = []
+            page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + TTL_MS}))
+            await self._append(self.stream, page)
+            self._begun = True
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        current: dict[str, int] = {}
+        known, self._written = self._written, current
+        for watched in self._gateway.all_watched():
+            for place, subscription in enumerate(tuple(watched.subscriptions)):
+                if place % 200 == 199:
+                    await asyncio.sleep(0)  # others have something to do, too
+                if subscription.state == "invalid":
+                    continue
+                key = f"{subscription.session.id}/{subscription.id}"
+                value = self._value(subscription)
+                current[key] = hash((value["predicateHash"], value["priority"]))
+                before = known.pop(key, None)
+                if before != current[key]:
+                    yield self._entry("sub", key, value, "insert" if before is None else "update")
+        for key in known:
+            yield self._entry("sub", key, None, "delete")
+
+    def _value(self, subscription: Subscription) -> Json:
+        query, whole = subscription.query, subscription.interest.whole
+        identity = subscription.session.identity
+        assert identity is not None
+        watched = subscription.watched
+        rule = self._gateway.access.read_part(identity, watched.collection)
+        summary = Summary(
+            database=watched.database,
+            collection=watched.name,
+            predicate=whole.text,
+            predicateHash=whole.hash.hex(),
+            parts=[form_of(part) for part in query.parts],
+            ruleInputs=None if rule is None else form_of(rule),
+            documents=None if query.documents is None else sorted(query.documents),
+            priority=subscription.options.priority,
+            position=list(subscription.positions),
+            expires=self._now_ms() + TTL_MS,
+        )
+        return msgspec.to_builtins(summary)
+
+    def _entry(self, kind: str, key: str | None, value: Json | None, operation: str = "update") -> bytes:
+        """A state message; `reset` says that what was there before is over."""
+        timestamp = format_instant(self._context.clock.now_ns())
+        if kind == "reset":
+            return orjson.dumps({"headers": {"control": "reset", "timestamp": timestamp}})
+        message: Json = {"type": kind, "key": key}
+        if value is not None:
+            message["value"] = value
+        message["headers"] = {"operation": operation, "timestamp": timestamp}
+        return orjson.dumps(message)
+
+    async def _append(self, name: str, entries: list[bytes]) -> None:
+        done: asyncio.Future[None] = self._context.loop.create_future()
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        append_together(self._log, [(name, entries)], self._context.clock.now_ns(), reply, None)
+        await done

@@ -1,0 +1,299 @@
+"""``tailrace pipeline match``, ``rescan``, ``stats``, ``capture`` and ``shadow``: watch on Spark."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import App, Group, Parameter
+
+from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+
+if TYPE_CHECKING:
+    from tailrace.pipeline.watch.place import Bound, Place
+
+_GROUP: Final = Group("Spark", sort_key=8)
+FAILED: Final = 3
+ERROR: Final = 2
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Flags of all commands that run a job."""
+
+    master: Annotated[
+        str, Parameter(env_var="TAILRACE_PIPELINE_MASTER", group=_GROUP, help="Where Spark runs.")
+    ] = "local[*]"
+    store: Annotated[
+        str | None, Parameter(group=_GROUP, help="Object store as executors see it; else the server's.")
+    ] = None
+
+
+ENGINE: Final = Engine()
+Database = Annotated[str, Parameter(help="The database.")]
+From = Annotated[
+    str,
+    Parameter(
+        name="--from", help="Where changes begin: earliest, an instant, or positions as in [118,0,97]."
+    ),
+]
+To = Annotated[str, Parameter(name="--to", help="Where they end: latest, an instant, or positions.")]
+
+match_command = App(
+    name="match",
+    help_format="markdown",
+    help="""Match a range of changes with the subscriptions of the moment, and write deliveries.
+
+    tailrace pipeline match --database default --from 2026-01-01T00:00:00Z --checkpoint /var/lib/match-1
+
+With a checkpoint, a run that was killed is repeated exactly: nothing is delivered twice.
+""",
+)
+rescan_command = App(
+    name="rescan",
+    help_format="markdown",
+    help="""Make the view of a collection again from its log, and compare it with the server's.
+
+    tailrace pipeline rescan --database default --collection orders
+
+    tailrace pipeline rescan --database default --collection orders --apply
+
+Exit code 3 if there are differences that were not put right.
+""",
+)
+stats_command = App(
+    name="stats",
+    help_format="markdown",
+    help="""Fields, selectivity, Bloom filters and skew of collections; published in the object store.
+
+    tailrace pipeline stats --database default --collection orders
+""",
+)
+capture_command = App(
+    name="capture",
+    help_format="markdown",
+    help="""Keep a range of changes and the subscriptions of the moment, with some values masked.
+
+    tailrace pipeline capture --changes default/orders --mask email,card.number --sample 0.01 --out ./orders-1
+""",
+)
+shadow_command = App(
+    name="shadow",
+    help_format="markdown",
+    help="""Compare two versions of the matcher on the same changes and subscriptions.
+
+    tailrace pipeline shadow --capture ./orders-1 --baseline installed --candidate tailrace-1.1.whl
+
+A version is a wheel, a directory that holds the package, a version number, or `installed`. The exit code is 0
+if both say the same and the candidate is not slower than allowed, 3 if not, 2 if it could not be found out.
+""",
+)
+
+
+@match_command.default
+def match(
+    *,
+    database: Database = "default",
+    collections: Annotated[str, Parameter(help="A glob: * is one part of a name, ** any number.")] = "**",
+    start: From = "earliest",
+    end: To = "latest",
+    checkpoint: Annotated[str | None, Parameter(help="Where the choice of the run is kept.")] = None,
+    engine: Engine = ENGINE,
+    session: Session = DEFAULT,
+) -> None:
+    with _running(session, engine) as (spark, place):
+        from tailrace.pipeline.watch.match import MatchOptions, run_match
+
+        options = MatchOptions(database, collections, _bound(start), _bound(end), engine.store, checkpoint)
+        _show(run_match(spark, place, options), session)
+
+
+@rescan_command.default
+def rescan(
+    *,
+    collection: Annotated[str, Parameter(help="The collection.")],
+    database: Database = "default",
+    source: Annotated[
+        str,
+        Parameter(name="--from", help="What is believed: log. The source of native collections is the log."),
+    ] = "log",
+    publish_view: Annotated[
+        bool, Parameter(negative="", help="Put the view that was made into the object store.")
+    ] = False,
+    apply: Annotated[bool, Parameter(negative="", help="Have the server put differences right.")] = False,
+    engine: Engine = ENGINE,
+    session: Session = DEFAULT,
+) -> int:
+    if source not in ("log", "source"):
+        raise UsageError("--from is log or source")
+    with _running(session, engine) as (spark, place):
+        from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
+
+        options = RescanOptions(database, collection, source == "source", publish_view, apply, engine.store)
+        report = run_rescan(spark, place, options)
+        _show(report, session)
+    left = report.missing + report.extra + report.differs - report.applied
+    return FAILED if left or report.broken else 0
+
+
+@stats_command.default
+def stats(
+    *,
+    database: Database = "default",
+    collection: Annotated[str | None, Parameter(help="Only this one.")] = None,
+    start: From = "earliest",
+    end: To = "latest",
+    engine: Engine = ENGINE,
+    session: Session = DEFAULT,
+) -> None:
+    with _running(session, engine) as (spark, place):
+        from tailrace.pipeline.watch.stats import StatsOptions, run_stats
+
+        options = StatsOptions(database, collection, _bound(start), _bound(end), engine.store)
+        for one in run_stats(spark, place, options):
+            _show(one, session)
+
+
+@capture_command.default
+def capture(
+    *,
+    changes: Annotated[str, Parameter(help="Database and collection, as in default/orders.")],
+    out: Annotated[str, Parameter(help="A new directory, or the URL of a place in a bucket.")],
+    start: From = "earliest",
+    end: To = "latest",
+    sample: Annotated[float, Parameter(help="The share of documents whose changes are kept.")] = 1.0,
+    mask: Annotated[str, Parameter(help="Fields whose values are masked, by comma.")] = "",
+    engine: Engine = ENGINE,
+    session: Session = DEFAULT,
+) -> None:
+    if not 0 < sample <= 1:
+        raise UsageError("--sample is more than 0 and at most 1")
+    database, collection = _split(changes)
+    fields = tuple(field.strip() for field in mask.split(",") if field.strip())
+    with _running(session, engine) as (spark, place):
+        from tailrace.pipeline.watch.capture import CaptureOptions, run_capture
+
+        options = CaptureOptions(database, collection, out, _bound(start), _bound(end), sample, fields)
+        _show(run_capture(spark, place, options), session)
+
+
+@shadow_command.default
+def shadow(
+    *,
+    baseline: Annotated[str, Parameter(help="The version that is believed.")] = "installed",
+    candidate: Annotated[str, Parameter(help="The version that is tried.")],
+    capture: Annotated[str | None, Parameter(help="A capture; without it, --changes.")] = None,
+    changes: Annotated[str | None, Parameter(help="Database and collection, as in default/orders.")] = None,
+    start: From = "earliest",
+    end: To = "latest",
+    max_divergence: Annotated[float, Parameter(help="Share of matches that may differ.")] = 0.0,
+    max_latency_ratio: Annotated[float, Parameter(help="How much slower the p99 may be.")] = 1.2,
+    report: Annotated[Path, Parameter(help="A directory for the report.")] = Path("shadow-report"),
+    engine: Engine = ENGINE,
+    session: Session = DEFAULT,
+) -> int:
+    try:
+        if (capture is None) == (changes is None):
+            raise UsageError("what is compared is --capture or --changes")
+        database, collection = ("", "") if changes is None else _split(changes)
+        with _running(session, engine) as (spark, place):
+            from tailrace.pipeline.watch.report import write_report
+            from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
+
+            options = ShadowOptions(
+                baseline,
+                candidate,
+                capture,
+                database,
+                collection,
+                _bound(start),
+                _bound(end),
+                engine.store,
+                max_divergence,
+                max_latency_ratio,
+            )
+            verdict = run_shadow(spark, place if capture is None else None, options)
+            write_report(verdict, report)
+            _show(verdict.report(), session)
+            print(f"the report is in {report}", file=sys.stderr)
+    except (RefusedError, UnreachableError, UsageError) as error:
+        # 3 would say that the two differ.
+        print(f"tailrace: {error}", file=sys.stderr)
+        return ERROR
+    return 0 if verdict.verdict == "pass" else FAILED
+
+
+@contextmanager
+def _running(session: Session, engine: Engine) -> Generator[tuple[Any, Place]]:
+    """A Spark session and a server; what goes wrong becomes what every command says of it."""
+    from tailrace.cli.pipeline_run import check_java
+
+    check_java()
+    from pyspark.errors import PySparkException
+
+    from tailrace.client.error import ClientError
+    from tailrace.pipeline.session import master_of, open_session
+    from tailrace.pipeline.watch.capture import CaptureExistsError
+    from tailrace.pipeline.watch.compiled import OtherMatcherError
+    from tailrace.pipeline.watch.place import BoundError, Place
+    from tailrace.pipeline.watch.rescan import NoBaseError, NotHereError
+    from tailrace.pipeline.watch.versions import VersionError
+    from tailrace.pipeline.watch.views import PublicationError
+    from tailrace.spark.options import OptionError
+    from tailrace.store.objects import ObjectsError
+
+    given = {"endpoint": session.url} | ({"token": session.token} if session.token else {})
+    print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="tailrace-watch-") as directory:
+        spark = open_session(master_of(engine.master), Path(directory))
+        try:
+            yield spark, Place(given)
+        except PySparkException as error:
+            raise RefusedError(first_line(error)) from None
+        except ClientError as error:
+            if error.code in ("connect_failed", "connection_lost"):
+                raise UnreachableError(f"no server answers at {session.url}") from None
+            raise RefusedError(error.message) from None
+        except (BoundError, OptionError, VersionError, CaptureExistsError, NotHereError) as error:
+            raise UsageError(str(error)) from None
+        except (ObjectsError, OtherMatcherError, NoBaseError, PublicationError) as error:
+            raise RefusedError(str(error)) from None
+        finally:
+            spark.stop()
+
+
+def first_line(error: Exception) -> str:
+    """What was wrong, without the stack of the machine behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _bound(text: str) -> Bound:
+    from tailrace.pipeline.watch.place import Bound
+
+    return Bound.parse(text)
+
+
+def _split(text: str) -> tuple[str, str]:
+    database, slash, collection = text.partition("/")
+    if not slash or not database or not collection:
+        raise UsageError("a collection is named as database/collection")
+    return database, collection
+
+
+def _show(found: Any, session: Session) -> None:
+    import msgspec
+
+    plain = msgspec.to_builtins(found)
+    if session.json:
+        put_json(plain)
+    else:
+        put(msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n")
+    flush()

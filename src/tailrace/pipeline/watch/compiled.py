@@ -1,0 +1,72 @@
+"""Subscriptions as matchers. Nothing here needs Spark, a server or a store."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from tailrace.watch.change import Change
+from tailrace.watch.deliveries import Told
+from tailrace.watch.matcher import Matcher
+from tailrace.watch.summary import Summary, interest_of
+
+SCAN_MAX: Final = 1 << 30  # the gateway has refused what is too much for it
+
+
+class OtherMatcherError(RuntimeError):
+    """The subscriptions mean something else here than on the server: the versions differ."""
+
+
+class SubscriptionSet(msgspec.Struct, frozen=True):
+    """Subscriptions by key: `<connection>/<subscription>`."""
+
+    subs: dict[str, Summary]
+    v: int = 1
+
+    def encode(self) -> bytes:
+        """The same for the same subscriptions, wherever they have got to meanwhile."""
+        settled = {
+            key: msgspec.structs.replace(self.subs[key], position=[], expires=0) for key in sorted(self.subs)
+        }
+        return msgspec.json.encode(SubscriptionSet(settled))
+
+
+def decode_set(data: bytes) -> SubscriptionSet:
+    return msgspec.json.decode(data, type=SubscriptionSet)
+
+
+class Compiled:
+    """A set as matchers, one for each collection."""
+
+    def __init__(self, subscriptions: SubscriptionSet, *, strict: bool = True) -> None:
+        self.subscriptions = subscriptions
+        self.matchers: dict[str, Matcher[str]] = {}
+        for key, summary in subscriptions.subs.items():
+            interest = interest_of(summary)
+            if strict and interest.whole.hash.hex() != summary.predicateHash:
+                raise OtherMatcherError(
+                    "a subscription means something else here than on the server; "
+                    "driver, executors and server need the same version of this package"
+                )
+            matcher = self.matchers.get(summary.collection)
+            if matcher is None:
+                matcher = self.matchers[summary.collection] = Matcher(SCAN_MAX)
+            matcher.add(interest, key)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def told_of(matcher: Matcher[str] | None, change: Change) -> list[Told]:
+    """What a change is to whom, in the order of their keys."""
+    if matcher is None:
+        return []
+    costly: set[str] = set()
+    found = [
+        Told(key, op, reason)
+        for subscribers, op, reason in matcher.matches(change, costly)
+        for key in subscribers
+    ]
+    found += [Told(key, "resync", "cost-exceeded") for key in costly]
+    return sorted(found, key=lambda told: told.key)

@@ -1,0 +1,264 @@
+"""Watch on a real Spark: matching, captures, rescans, statistics, shadow validation of a real log."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tailrace
+from support.calls import Caller
+from support.server import ServerProcess
+from support.watch_jobs import BASE, QUERIES, Tuple, Watching, change, deliveries, place_of, tuples, watch
+from tailrace.pipeline.watch.capture import (
+    HEAD,
+    SUBSCRIPTIONS,
+    Capture,
+    CaptureExistsError,
+    CaptureOptions,
+    run_capture,
+)
+from tailrace.pipeline.watch.match import MatchOptions, MatchReport, run_match
+from tailrace.pipeline.watch.place import Bound, Place
+from tailrace.pipeline.watch.report import PAGE, PICTURE, REPORT, write_report
+from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
+from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
+from tailrace.pipeline.watch.stats import StatsOptions, run_stats
+from tailrace.spark.server import SERVERS
+from tailrace.watch.deliveries import Batch, Contiguity, Event
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+STEPS = 160
+FAST_ENOUGH = 1e9  # a loaded machine says nothing about time
+
+
+class Told:
+    """A server that has told a client of everything that happened to a collection."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.call = Caller(server)
+        body = {"partitions": 3, "readRule": "!has(doc.hidden)"}
+        assert self.call("PUT", f"{BASE}/collections/things", body).status == 201
+        self.watching: Watching = watch(server, "things", QUERIES)
+        change(self.call, "things", STEPS)
+        self.events: set[Tuple] = self.watching.events()
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.server)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    server = ServerProcess(tmp_path_factory.mktemp("watch") / "data").start()
+    found = Told(server)
+    yield found
+    found.watching.live.close()
+    SERVERS.close()
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def captured(
+    told: Told, spark_session: SparkSession, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Capture]:
+    out = str(tmp_path_factory.mktemp("capture") / "one")
+    options = CaptureOptions("default", "things", out, mask=("email",))
+    return out, run_capture(spark_session, told.place, options)
+
+
+# -- match -------------------------------------------------------------------------------------------------
+
+
+def test_spark_finds_what_the_server_found(told: Told, spark: SparkSession, tmp_path: Path) -> None:
+    options = MatchOptions("default", "*", checkpoint=str(tmp_path / "checkpoint"))
+    report = run_match(spark, told.place, options)
+    assert report.subscriptions == len(QUERIES)
+    assert report.collections == ["things"]
+    batches = _own(told, report)
+    found = tuples(batches)
+    assert len(set(found)) == len(found)
+    assert set(found) == told.events
+    assert {reason for *_, reason in found} >= {"created", "changed", "deleted", "entered", "left", "visible"}
+    _check_ranges(batches, report.changes)
+    # Once more, as after a crash: the same run, so nothing new.
+    assert run_match(spark, told.place, options) == report
+    assert _own(told, report) == batches
+
+
+def _own(told: Told, report: MatchReport) -> list[Batch]:
+    """What one run has delivered."""
+    return [one for one in deliveries(told.call, report.deliveries) if one.owner == report.owner]
+
+
+def _check_ranges(batches: list[Batch], changes: int) -> None:
+    """Ranges of a partition follow each other, in the order of the log."""
+    reached: dict[int, int] = {}
+    for batch in batches:
+        assert batch.first == reached.get(batch.partition, 0) + 1
+        assert all(batch.first <= item.seq <= batch.last for item in batch.items)
+        reached[batch.partition] = batch.last
+    assert sum(reached.values()) == changes
+
+
+def test_the_gateway_makes_the_same_of_batches_in_any_order(told: Told, spark: SparkSession) -> None:
+    report = run_match(spark, told.place, MatchOptions("default", "things", end=Bound(seqs=(20, 20, 20))))
+    batches = _own(told, report)
+    sent: list[tuple[int, int, str, str, str]] = []
+    check = Contiguity(batches[0].generation)
+    for name in QUERIES:
+        check.include(f"{told.watching.connection}/{name}", [0, 0, 0])
+    for batch in [*batches, *reversed(batches)]:
+        for step in check.take(batch):
+            assert isinstance(step, Event), "no hole: every range was examined"
+            sent.append((step.partition, step.item.seq, step.key, step.told.op, step.told.reason))
+    assert len(set(sent)) == len(sent)
+    assert set(sent) == {one for one in told.events if one[1] <= 20}
+
+
+# -- capture and shadow ------------------------------------------------------------------------------------
+
+
+def test_masked_values_are_nowhere_in_a_capture(
+    told: Told, spark: SparkSession, captured: tuple[str, Capture]
+) -> None:
+    import pyarrow.parquet as pq
+
+    out, capture = captured
+    names = [HEAD, SUBSCRIPTIONS, *(part.object for part in capture.parts)]
+    files = [Path(out) / name for name in names]
+    values: list[bytes] = []
+    for path in files:
+        raw = path.read_bytes()
+        if path.suffix == ".parquet":
+            values += pq.read_table(path).column("value").to_pylist()
+        else:
+            values.append(raw)
+        assert b"secret-" not in raw
+    text = b"\n".join(values)
+    assert b"secret-" not in text
+    assert b"@example.com" not in text
+    assert capture.leftOut == 1, "who looks for the beginning of a masked value cannot be kept"
+    assert text.count(b'"kind":"change"') == capture.changes <= changes_of(told)
+    assert capture.changes > STEPS / 2
+    with pytest.raises(CaptureExistsError):
+        run_capture(spark, told.place, CaptureOptions("default", "things", out))
+
+
+def changes_of(told: Told) -> int:
+    return sum(told.call("GET", f"{BASE}/collections/things").body["positions"])
+
+
+def _version(tmp_path: Path, name: str, more: str) -> str:
+    """A copy of the package with something appended to a module of the matcher."""
+    directory = tmp_path / name.replace(".", "-")
+    package = Path(tailrace.__file__).parent
+    shutil.copytree(package, directory / "tailrace", ignore=shutil.ignore_patterns("__pycache__"))
+    with (directory / "tailrace" / "watch" / name).open("a") as module:
+        module.write(more)
+    return str(directory)
+
+
+def test_shadow_passes_a_refactoring_and_finds_a_fault(
+    spark: SparkSession, captured: tuple[str, Capture], tmp_path: Path
+) -> None:
+    out, capture = captured
+    refactored = _version(tmp_path, "index.py", "\nBUCKET_MAX = 2\n")
+    options = ShadowOptions("installed", refactored, capture=out, max_latency_ratio=FAST_ENOUGH)
+    same = run_shadow(spark, None, options)
+    assert (same.verdict, same.missing, same.extra, same.opDiffers) == ("pass", 0, 0, 0)
+    assert same.changes == capture.changes
+    assert same.matches.baseline == same.matches.candidate > 0
+    faulty = _version(tmp_path, "lower.py", '\n_COMPARE["_>=_"] = _COMPARE["_>_"]\n')
+    wrong = run_shadow(spark, None, options._replace(candidate=faulty))
+    assert wrong.verdict == "fail"
+    assert wrong.missing + wrong.extra + wrong.opDiffers > 0
+    assert {one["subscription"].rpartition("/")[2] for one in wrong.examples} == {"between"}
+    write_report(wrong, tmp_path / "report")
+    written = json.loads((tmp_path / "report" / REPORT).read_bytes())
+    assert written["divergence"] > 0
+    assert written["verdict"] == "fail"
+    assert len(written["examples"]) <= 100
+    assert "fail" in (tmp_path / "report" / PAGE).read_text()
+    assert (tmp_path / "report" / PICTURE).read_text().startswith("<svg")
+
+
+# -- stats -------------------------------------------------------------------------------------------------
+
+
+def test_statistics(told: Told, spark: SparkSession) -> None:
+    (found,) = run_stats(spark, told.place, StatsOptions("default", "things"))
+    assert STEPS / 2 < found["changes"] <= changes_of(told)
+    assert found["subscriptions"] == len(QUERIES)
+    kind = next(one for one in found["fields"] if one["field"] == "kind")
+    assert (kind["distinct"], kind["kinds"]) == (3, ["string"])
+    assert 1 / 3 <= kind["commonest"] < 1
+    assert sum(found["partitions"]["changes"].values()) == found["changes"]
+    assert found["partitions"]["skew"] >= 1
+    assert found["candidatesPerChange"] > 0
+    assert found["bloom"]["keys"] > 0
+    assert 0 <= found["bloom"]["falsePositives"] <= 1
+    assert "example.com" not in json.dumps(found)
+
+
+# -- rescan ------------------------------------------------------------------------------------------------
+
+
+def test_a_rescan_finds_and_mends_what_is_wrong(spark: SparkSession, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "data").start()
+    try:
+        call = Caller(server)
+        call("PUT", f"{BASE}/collections/things", {"partitions": 2})
+        change(call, "things", 40, seed=3)
+        assert call("DELETE", f"{BASE}/docs/things/d0").status in (204, 404)
+        options = RescanOptions("default", "things", publish_view=True)
+        before = run_rescan(spark, place_of(server), options)
+        assert (before.missing, before.extra, before.differs, before.broken, before.moving) == (0, 0, 0, 0, 0)
+        assert before.published is not None
+        shown = _shown(call)
+        server.stop()
+        _damage(server.data_dir / "watch.db")
+        server.start()
+        assert _shown(call) != shown
+        SERVERS.close()
+        found = run_rescan(spark, place_of(server), options._replace(publish_view=False))
+        assert (found.missing, found.extra, found.differs) == (1, 1, 1)
+        mended = run_rescan(spark, place_of(server), options._replace(publish_view=False, apply=True))
+        assert (mended.applied, mended.refused) == (3, 0)
+        assert _shown(call) == shown
+        after = run_rescan(spark, place_of(server), options._replace(publish_view=False))
+        assert (after.missing, after.extra, after.differs) == (0, 0, 0)
+    finally:
+        SERVERS.close()
+        if server.running:
+            server.stop()
+
+
+def _shown(call: Caller) -> dict[str, Any]:
+    found = call("POST", f"{BASE}/query", {"collection": "things", "limit": 1000})
+    return {one["id"]: one["data"] for one in found.body["documents"]}
+
+
+def _damage(path: Path) -> None:
+    """One row says something else, one is lost, one is there that never was."""
+    connection = sqlite3.connect(path)
+    with connection:
+        living = [
+            row[0]
+            for row in connection.execute("SELECT id FROM documents WHERE deleted=0 ORDER BY id LIMIT 2")
+        ]
+        connection.execute("UPDATE documents SET data=? WHERE id=?", (b'{"n":-1}', living[0]))
+        connection.execute("DELETE FROM documents WHERE id=?", (living[1],))
+        connection.execute(
+            "INSERT INTO documents(collection, id, partition, seq, version, created_ms, updated_ms, deleted,"
+            " data) SELECT collection, 'never', partition, seq, 1, 1, 1, 0, data FROM documents LIMIT 1"
+        )
+    connection.close()
