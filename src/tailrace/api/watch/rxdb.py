@@ -7,6 +7,7 @@ All of it is about the view: a document that changed ten times is sent once, as 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final, NamedTuple
 
@@ -18,18 +19,21 @@ from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.rxdb_feed import Feed, Wire
-from tailrace.api.watch.rxdb_pages import Pages, Shape
+from tailrace.api.watch.rxdb_pages import Batch, Pages, Shape
 from tailrace.api.watch.rxdb_push import Pushes
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
+from tailrace.log.transaction import Transaction
 from tailrace.watch import checkpoint as checkpoints
 from tailrace.watch.checkpoint import LATE_MS, Checkpoint, Walk
-from tailrace.watch.tokens import Signer
+from tailrace.watch.tokens import KEY_BYTES, Key, KeyRing, Signer
 
 LIMIT_DEFAULT: Final = 100
 LIMIT_MAX: Final = 1000
 TICK_S: Final = 1.0
 SOFT: Final = 0.7
+KEY: Final = "secret/replication-key"
+BATCHES_KEPT: Final = 8
 
 
 class Pull(NamedTuple):
@@ -68,15 +72,33 @@ class Replication:
         self.held_bytes = 0  # said by clients that have not said who they are
         self.pulls = 0
         self.resyncs = 0
+        self._signer: Signer | None = None
+        self._batches: dict[tuple[object, ...], Batch] = {}
 
     # -- walks -----------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """One key for good: clients may be away longer than keys of tokens last, and a checkpoint opens
+        nothing."""
+        log = self.book.log
+        secret = log.streams.meta.get(KEY)
+        if secret is not None:
+            self._signer = _signer(secret)
+        elif log.refusal is None:
+            fresh = secrets.token_bytes(KEY_BYTES)
+
+            def durable(_: Transaction, error: TailraceError | None) -> None:
+                if error is None:
+                    self._signer = _signer(fresh)
+
+            log.put_meta(KEY, fresh, durable)
+
     @property
     def signer(self) -> Signer:
-        found = self.gateway.signer
-        if found is None:
+        if self._signer is None:
+            self.start()
             raise TailraceError("unavailable", "the server cannot sign checkpoints yet")
-        return found
+        return self._signer
 
     def find(self, database: str, name: str) -> Collection | None:
         """The collection, once it has come into being."""
@@ -152,6 +174,21 @@ class Replication:
         end = b',"checkpoint":%b}' % orjson.dumps(checkpoint)
         return Pulled(pages.pieces(listed, head + b'{"documents":', end + tail), listed.walk)
 
+    async def batch(
+        self, identity: Identity, collection: Collection, shape: Shape, walk: Walk, limit: int
+    ) -> Batch:
+        """What comes next on a feed. Many stand at one place and may read the same: made once for all."""
+        key = _place(collection, walk, shape, limit)
+        found = self._batches.get(key)
+        if found is None:
+            pages = self.pages(identity, collection, shape)
+            found = await pages.batch(walk, limit, self.limits.watch_snapshot_bytes)
+            if not walk.began and not walk.held and key == _place(collection, walk, shape, limit):
+                self._batches[key] = found
+                while len(self._batches) > BATCHES_KEPT:
+                    del self._batches[next(iter(self._batches))]
+        return found
+
     # -- feeds and wires -------------------------------------------------------------------------------
 
     def check_room(self) -> None:
@@ -224,3 +261,13 @@ class Replication:
 
 async def _whole(body: bytes) -> AsyncIterator[bytes]:
     yield body
+
+
+def _signer(secret: bytes) -> Signer:
+    return Signer(KeyRing((Key(0, secret, 0),)), 0, lambda: 0)
+
+
+def _place(collection: Collection, walk: Walk, shape: Shape, limit: int) -> tuple[object, ...]:
+    """Feeds of which this is the same are sent the same, as long as nothing happens."""
+    about = (collection, walk.generation, walk.digest, collection.config.rule_version, shape, limit)
+    return (*about, tuple(walk.began), tuple(walk.held), tuple(walk.seqs), tuple(collection.applied))

@@ -177,8 +177,7 @@ class Feed:
             self._since = list(self.walk.seqs)
             await self._resync()
             return True
-        pages = replication.pages(identity, collection, self._shape)
-        documents, listed = await pages.batch(self.walk, self._limit, replication.limits.watch_snapshot_bytes)
+        documents, listed = await replication.batch(identity, collection, self._shape, self.walk, self._limit)
         self.walk = listed.walk
         if not documents:
             return bool(listed.keys)

@@ -25,6 +25,9 @@ class ReplicationService:
         gateway.on_stream = Streams(self._replication).start
         self._connect(context.telemetry)
 
+    def start(self) -> None:
+        self._replication.start()
+
     def handles(self, path: bytes) -> bool:
         return path.startswith(PREFIX) or path == PATH
 

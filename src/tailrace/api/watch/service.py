@@ -58,6 +58,7 @@ class WatchService:
     async def start(self) -> None:
         await self.book.start()
         self.gateway.start()
+        self._replication.start()
         self.care.start()
         self._summaries.start()
         await self._sources.start()
