@@ -235,6 +235,31 @@ def test_a_column_more_is_followed(call: Caller, postgres: PostgresServer, name:
     wait_until(lambda: documents(call, name), lambda seen: seen == {"1": {"id": 1, "n": 2, "more": 5}})
 
 
+def test_what_is_published_is_followed_and_no_more(call: Caller, postgres: PostgresServer, name: str) -> None:
+    do(
+        postgres,
+        f"CREATE TABLE {name} (id int PRIMARY KEY, n int, secret text)",
+        f"CREATE TABLE {name}_f (id int PRIMARY KEY, n int)",
+        f"ALTER TABLE {name}_f REPLICA IDENTITY FULL",
+        f"CREATE PUBLICATION {name} FOR TABLE {name} (id, n), {name}_f WHERE (n > 5)",
+        f"INSERT INTO {name} VALUES (1, 1, 'x')",
+        f"INSERT INTO {name}_f VALUES (1, 1), (2, 10)",
+    )
+    tables = {f"public.{one}": {"collection": one} for one in (name, f"{name}_f")}
+    add_source(call, name, tables)
+    wait_phase(call, name, "live")
+    assert documents(call, name) == {"1": {"id": 1, "n": 1}}
+    assert list(documents(call, f"{name}_f")) == ["2"]
+    do(
+        postgres,
+        f"INSERT INTO {name} VALUES (2, 2, 'y')",
+        f"UPDATE {name}_f SET n = 11 - n",
+        f"INSERT INTO {name}_f VALUES (3, 6)",
+    )
+    wait_until(lambda: sorted(documents(call, f"{name}_f")), lambda seen: seen == ["1", "3"])
+    wait_until(lambda: documents(call, name).get("2"), lambda seen: seen == {"id": 2, "n": 2})
+
+
 def test_another_primary_key_begins_another_generation(
     call: Caller, postgres: PostgresServer, name: str
 ) -> None:

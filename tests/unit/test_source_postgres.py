@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tailrace.watch.sources.config import SourceConfig, read_config
 from tailrace.watch.sources.model import GapError, Position, SourceError, read_token
 from tailrace.watch.sources.pgdecode import Decoder, Wanted, instant_us, key_of
 from tailrace.watch.sources.pgtypes import Types, dump
+from tailrace.watch.sources.postgres import Postgres, import_driver
 
 INT4, TEXT, INT4S, JSONB, MOOD = 23, 25, 1007, 3802, 90001
 TYPES = Types({INT4S: INT4, 1009: TEXT}, {MOOD: INT4})
@@ -283,3 +285,16 @@ def test_secrets_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_pa
     place = tmp_path / "dsn"
     place.write_text("host=there\n")
     assert dsn_of(read_config("app", "pg1", {**GIVEN, "dsn": {"file": str(place)}})) == "host=there"
+
+
+def test_without_the_driver_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(SourceError, match=r"pip install 'tailrace\[postgres\]'"):
+        import_driver()
+
+
+def test_a_connection_string_that_cannot_be_read_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PG_DSN", "something secret")
+    with pytest.raises(SourceError) as refused:
+        Postgres(read_config("app", "pg1", GIVEN)).open()
+    assert "secret" not in str(refused.value)

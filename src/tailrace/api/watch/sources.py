@@ -38,6 +38,7 @@ logger = logging.getLogger("tailrace.watch")
 PAGE_BYTES: Final = 4 * 1024 * 1024
 PAGE_ENTRIES: Final = 2000
 DROP_S_MAX: Final = 15.0
+HALT_S_MAX: Final = 5.0
 STATES: Final = ("new", "loading", "live", "stale")
 
 Json = dict[str, Any]
@@ -59,8 +60,8 @@ class Source:
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            # A database that does not answer must not keep us: its thread ends when the connection does.
+            await asyncio.wait([task], timeout=HALT_S_MAX)
 
     def shown(self) -> Json:
         progress = self.states.progress
@@ -216,13 +217,17 @@ class Sources:
         async with self._lock:
             source = self.find(database, name)
             await source.halt()
-            await source.states.settled()
             has_slot = source.config.kind == "postgres" and not keep_slot
+            try:
+                await source.states.settled()
+                await source.states.lose("the source was removed", rescan=False)
+                now_ns = self._context.clock.now_ns()
+                entry = source_entry(source.config, "delete", now_ns)
+                await self._submit(database, [entry], now_ns, [(fact_of(database, name), None)])
+            except TailraceError:
+                self._begin(source)  # it is still there
+                raise
             dropped, reason = await self._drop_slot(source) if has_slot else (False, None)
-            await source.states.lose("the source was removed", rescan=False)
-            now_ns = self._context.clock.now_ns()
-            entry = source_entry(source.config, "delete", now_ns)
-            await self._submit(database, [entry], now_ns, [(fact_of(database, name), None)])
             self._count_past(source)
             del self._found[database, name]
             slot = source.config.slot if has_slot else None

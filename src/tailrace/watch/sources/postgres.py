@@ -24,6 +24,15 @@ FETCH_ROWS: Final = 500
 FETCH_ROWS_FIRST: Final = 50
 FETCH_BYTES: Final = 1024 * 1024
 VERSION_MIN: Final = 130_000
+# A peer that is gone is noticed within a minute.
+_CONNECTION: Final = {
+    "application_name": "tailrace",
+    "connect_timeout": CONNECT_S,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 _SESSION: Final = (
     # What is printed must not depend on anybody's settings.
     "SET client_encoding = 'UTF8'",
@@ -128,9 +137,7 @@ class Postgres:
         try:
             from psycopg.conninfo import make_conninfo
 
-            whole = make_conninfo(
-                dsn, application_name="tailrace", connect_timeout=CONNECT_S, keepalives_idle=30
-            )
+            whole = make_conninfo(dsn, **_CONNECTION)
         except psycopg.ProgrammingError:
             # The message would repeat what it could not read, which may be a secret.
             raise SourceError("the connection string cannot be read") from None
