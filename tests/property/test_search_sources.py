@@ -54,7 +54,7 @@ def straight_chunk(payloads: list[bytes], entries: list[int], *, lists: bool) ->
     decoder = Decoder(VIEW, NAMES)
     return Chunk(
         entries,
-        columns_from(VIEW.config, decoder, decoder.all_members(entries, payloads), lists=lists),
+        columns_from(VIEW.config, decoder.gets, decoder.all_members(entries, payloads), lists=lists),
     )
 
 

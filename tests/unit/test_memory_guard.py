@@ -93,3 +93,22 @@ def test_without_a_limit_nothing_is_refused(harness: LogHarness) -> None:
 def test_the_size_of_this_process() -> None:
     assert 5 * MIB < resident_bytes() < 1 << 45
     assert limit_of(Limits(memory_limit_bytes=7)) == 7
+
+
+def test_freed_memory_goes_back_even_without_a_limit(harness: LogHarness) -> None:
+    process, given = Process(), list[int]()
+    guard = MemoryGuard(
+        harness.log, harness.clock, harness.loop, 0, process.read, lambda: given.append(process.rss)
+    )
+
+    def look(rss: int) -> int:
+        process.rss = rss
+        harness.call(guard.look)
+        if guard.giving is not None:
+            harness.run(guard.giving)
+        return len(given)
+
+    assert look(50 * MIB) == 0
+    assert look(80 * MIB) == 0, "not worth it"
+    assert look(200 * MIB) == 1
+    assert look(210 * MIB) == 1, "not twice in a row"

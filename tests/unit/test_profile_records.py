@@ -10,7 +10,7 @@ from tailrace.errors import TailraceError
 from tailrace.profiles import metrics, state_protocol
 from tailrace.profiles.evlog import Evlog, default_key
 from tailrace.profiles.evlog_config import EvlogConfig
-from tailrace.profiles.redaction import PATHS_MAX
+from tailrace.profiles.redaction import KEYS_KNOWN_MAX, PATHS_MAX, REDACTED, SecretKeys, redact
 
 NOW_MS = 1_763_244_775_603
 NOW = "2025-11-15T22:12:55.603Z"
@@ -232,3 +232,14 @@ def test_inserts_and_updates_need_a_value() -> None:
         with pytest.raises(TailraceError) as refusal:
             state_protocol.check(record | {"headers": {"operation": operation}})
         assert refusal.value.message == f"state-protocol {operation} records must include value"
+
+
+def test_keys_are_remembered_within_bounds_and_secrets_found_beyond_them() -> None:
+    secrets = SecretKeys(frozenset({"token"}))
+    for number in range(KEYS_KNOWN_MAX + 10):
+        assert redact({f"key {number}": "x"}, secrets) == []
+    assert len(secrets.harmless) == KEYS_KNOWN_MAX
+    record: dict[str, object] = {"deep": [{"ToKeN": "x"}], "x" * 500: {"token": 1}}
+    assert redact(record, secrets) == ["deep.0.ToKeN", "x" * 500 + ".token"]
+    assert len(secrets.harmless) == KEYS_KNOWN_MAX
+    assert record == {"deep": [{"ToKeN": REDACTED}], "x" * 500: {"token": REDACTED}}

@@ -59,16 +59,20 @@ class Guard:
         valid = contract is None or self._writes_valid(profile, contract)
         rule = contract is not None and contract.has_rule
         default = not rule and request.key is None
+        judged = contract if rule or not valid else None
         now_ms = self._clock.now_ns() // 1_000_000
+        accept, default_key = profile.accept, profile.default_key
         payloads: list[bytes] = []
         keys: list[bytes | None] = []
         size = 0
         for index, payload in enumerate(cut(request)):
-            where = "" if request.lengths is None else f"record {index}: "
-            record = _accepted(profile, payload, now_ms, where)
-            key = None if contract is None else contract.judge(record, where, valid=valid)
+            try:
+                record = accept(load_record(payload), now_ms)
+            except (UnusableRecordError, TailraceError) as error:
+                raise _refusal(error, _where(request, index)) from None
+            key = None if judged is None else judged.judge(record, _where(request, index), valid=valid)
             if default:
-                key = self._key(profile.default_key(record), where)
+                key = self._key(default_key(record), request, index)
             keys.append(key)
             if profile.reencodes:
                 stored = dump_record(record)
@@ -84,19 +88,23 @@ class Guard:
         return keys if rule or default else None
 
     def check_normal(
-        self, request: AppendRequest, profile: Profile, records: Sequence[object], stream: Stream
+        self, request: AppendRequest, profile: Profile, defaults: Sequence[str | None], stream: Stream
     ) -> Sequence[bytes | None] | None:
-        """As `check`, for entries that are what this profile made of them already."""
+        """As `check`, for entries that are what this profile made of them already.
+
+        `defaults` are the keys that the profile gives them. The records themselves are only looked at where
+        the stream's own registry has something to say.
+        """
         if self.profiles.of(stream.documents) is not profile:
             return self.check(request, stream)  # it was changed meanwhile: they are looked at again
         contract = self._contracts.of(stream.documents)
-        rule = contract is not None and contract.has_rule
-        valid = contract is None or self._writes_valid(profile, contract)
+        if contract is None or (not contract.has_rule and self._writes_valid(profile, contract)):
+            return [self._key(key, request, index) for index, key in enumerate(defaults)]
+        valid = self._writes_valid(profile, contract)
         keys: list[bytes | None] = []
-        for index, record in enumerate(records):
-            where = f"record {index}: "
-            key = None if contract is None else contract.judge(record, where, valid=valid)
-            keys.append(key if rule else self._key(profile.default_key(record), where))
+        for index, (payload, default) in enumerate(zip(cut(request), defaults, strict=True)):
+            key = contract.judge(load_record(payload), _where(request, index), valid=valid)
+            keys.append(key if contract.has_rule else self._key(default, request, index))
         return keys
 
     def _writes_valid(self, profile: Profile, contract: Contract) -> bool:
@@ -108,7 +116,7 @@ class Guard:
         self._canonical[contract] = profile
         return True
 
-    def _key(self, text: str | None, where: str) -> bytes | None:
+    def _key(self, text: str | None, request: AppendRequest, index: int) -> bytes | None:
         if not text:
             return None
         try:
@@ -116,18 +124,17 @@ class Guard:
         except UnicodeEncodeError:
             return None  # half a character finds nothing anyway
         if len(key) > self._key_bytes_max:
-            raise TailraceError(
-                "invalid_request", f"{where}routing key must have at most {self._key_bytes_max} bytes"
-            )
+            message = f"{_where(request, index)}routing key must have at most {self._key_bytes_max} bytes"
+            raise TailraceError("invalid_request", message)
         return key
 
 
-def _accepted(profile: Profile, payload: bytes, now_ms: int, where: str) -> object:
-    try:
-        return profile.accept(load_record(payload), now_ms)
-    except UnusableRecordError as error:
-        raise TailraceError("invalid_request", f"{where}(root) {error}") from None
-    except TailraceError as refusal:
-        if not where:
-            raise
-        raise TailraceError(refusal.code, where + refusal.message) from None
+def _where(request: AppendRequest, index: int) -> str:
+    """Which entry of a batch a message is about."""
+    return "" if request.lengths is None else f"record {index}: "
+
+
+def _refusal(error: UnusableRecordError | TailraceError, where: str) -> TailraceError:
+    if isinstance(error, UnusableRecordError):
+        return TailraceError("invalid_request", f"{where}(root) {error}")
+    return TailraceError(error.code, where + error.message) if where else error

@@ -2,13 +2,13 @@
 
 Twice a second the resident size is read, one line of a file that the kernel makes up. Above the limit caches
 are shed and large work is told to come back; well above it nothing that grows the log is taken in, while
-reads and deletes go on.
+reads and deletes go on. Limit or not, memory that was freed is given back to the system now and then: the C
+library keeps it otherwise, since what was freed lies between what was not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import apsw
 
+from tailrace.allocator import give_back
 from tailrace.auto_tune import group_limit_bytes
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
@@ -32,6 +33,8 @@ RELIEF_SHARE = 0.9  # pressure ends below this share of the limit, not right und
 REFUSE_SHARE = 1.15  # from here on nothing is taken in
 MOVE_BYTES = 1 << 20  # of recent entries: less is not worth a checkpoint
 COLLECT_S = 10.0  # full collections and trims take a while: no more often than this
+RETURN_BYTES = 48 << 20  # that were taken, or that entries let go of, before it is worth to give some back
+RETURNS = 3  # tries after which memory that is still there is taken to be in use
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = Path("/proc/self/statm")
 
@@ -65,6 +68,7 @@ class MemoryGuard:
         loop: asyncio.AbstractEventLoop,
         limit_bytes: int,
         read: Callable[[], int] = resident_bytes,
+        give: Callable[[], None] = give_back,
     ) -> None:
         self._log = log
         self._clock = clock
@@ -72,6 +76,12 @@ class MemoryGuard:
         self._read = read
         self._timer: asyncio.TimerHandle | None = None
         self._collected_s = -COLLECT_S
+        self._give = give
+        self.giving: asyncio.Future[None] | None = None  # memory that is going back right now
+        self._given_s = -COLLECT_S
+        self._given = 0  # tries since memory was last as small as it should be
+        self._least_bytes = 0  # resident, of late
+        self._most_held_bytes = 0  # by recent entries, since memory was last given back
         self.limit_bytes = limit_bytes
         self.rss_bytes = 0
         self.active = False
@@ -105,6 +115,7 @@ class MemoryGuard:
             known = self.high_water.get(name)
             if known is None or value > known.value:
                 self.high_water[name] = Mark(value, now_ns)
+        self._return_freed()
         if self.limit_bytes:
             self._compare()
         for tick in self.ticks:
@@ -114,6 +125,25 @@ class MemoryGuard:
     def max_rss_bytes(self) -> int:
         """As the kernel remembers it, so that peaks between two looks count."""
         return max(self.rss_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def _return_freed(self) -> None:
+        """What was let go of goes back to the system, on a thread: that takes some milliseconds."""
+        rss, held = self.rss_bytes, self._log.streams.memory_bytes
+        self._most_held_bytes = max(self._most_held_bytes, held)
+        if not self._least_bytes or rss < self._least_bytes + RETURN_BYTES:
+            self._given = 0
+            self._least_bytes = min(rss, self._least_bytes or rss)
+            if self._most_held_bytes - held < RETURN_BYTES:
+                return
+        now_s = self._loop.time()
+        if now_s - self._given_s < COLLECT_S or (self.giving is not None and not self.giving.done()):
+            return
+        self._given_s = now_s
+        self._most_held_bytes = held
+        self._given += 1
+        if self._given >= RETURNS:
+            self._given, self._least_bytes = 0, rss
+        self.giving = self._loop.run_in_executor(None, self._give)
 
     def _compare(self) -> None:
         rss, limit = self.rss_bytes, self.limit_bytes
@@ -145,11 +175,4 @@ class MemoryGuard:
         if now_s - self._collected_s >= COLLECT_S:
             self._collected_s = now_s
             gc.collect()
-            give_back()
-
-
-def give_back() -> None:
-    """Memory that was freed goes back to the system, as far as the C library knows how."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+            self._give()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
@@ -21,7 +20,7 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.net.http1 import Exchange
 from tailrace.profiles.otel.config import OtlpLimits
-from tailrace.profiles.otel.export import JSON, PROTOBUF, Export
+from tailrace.profiles.otel.export import JSON, PROTOBUF, Export, Record, UnusableSpanError
 from tailrace.profiles.otel.otlp_json import read_json
 from tailrace.profiles.otel.otlp_protobuf import read_protobuf
 from tailrace.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
@@ -40,11 +39,32 @@ APPEND_SPANS: Final = 500
 APPEND_BYTES: Final = 1024 * 1024
 
 
-class Batch(NamedTuple):
-    """Spans of one append, normalised and encoded."""
+# Of one export, once its spans are normalised: what a resource says once becomes part of each of them.
+EXPORT_BYTES: Final = 256 * 1024 * 1024
 
-    records: list[object]
-    payloads: list[bytes]
+
+class Batch:
+    """Spans of one append, normalised and encoded, and the key that each has by itself."""
+
+    __slots__ = ("_pieces", "keys", "lengths", "size")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self.lengths: list[int] = []
+        self.keys: list[str | None] = []
+        self.size = 0
+
+    def add(self, payload: bytes, key: str | None) -> None:
+        self._pieces.append(payload)
+        self.lengths.append(len(payload))
+        self.keys.append(key)
+        self.size += len(payload)
+
+    def body(self) -> bytes:
+        """The spans as one piece: many small ones take more room than they have bytes."""
+        if len(self._pieces) > 1:
+            self._pieces = [b",".join(self._pieces)]
+        return self._pieces[0]
 
 
 class OtlpRoutes:
@@ -153,9 +173,9 @@ class OtlpRoutes:
         stream = self._log.existing(name)
         offset = stream.offset(max(stream.visible, 0))
         for batch in batches:
-            lengths = None if len(batch.payloads) == 1 else [len(payload) for payload in batch.payloads]
-            request = AppendRequest(b",".join(batch.payloads), JSON, lengths)
-            request.check = partial(self._guard.check_normal, request, profile, batch.records)
+            lengths = None if len(batch.lengths) == 1 else batch.lengths
+            request = AppendRequest(batch.body(), JSON, lengths)
+            request.check = partial(self._guard.check_normal, request, profile, batch.keys)
             offset = await self._append(name, request)
         return export, offset
 
@@ -209,28 +229,38 @@ def _decode(
     data = unzipped(body, limits) if gzipped else body
     if len(data) > limits.max_decoded_bytes:
         raise too_large(limits.max_decoded_bytes)
-    export = Export(limits)
+    batches = Batches(profile, now_ms)
+    export = Export(limits, batches.add)
     (read_protobuf if media == PROTOBUF else read_json)(data, export)
-    return export, list(_batches(export, profile, now_ms))
+    return export, batches.all
 
 
-def _batches(export: Export, profile: OtelTracesProfile, now_ms: int) -> Iterator[Batch]:
-    batch, size = Batch([], []), 0
-    for span in export.spans:
+class Batches:
+    """Normalises and encodes spans as they are read: all of them as objects would be far too large."""
+
+    def __init__(self, profile: OtelTracesProfile, now_ms: int) -> None:
+        self._profile = profile
+        self._now_ms = now_ms
+        self._size = 0
+        self.all: list[Batch] = []
+
+    def add(self, span: Record) -> None:
         try:
-            record = profile.accept(span, now_ms)
+            record = self._profile.accept(span, self._now_ms)
         except TailraceError as refusal:
-            export.reject(refusal.message)
-            continue
+            raise UnusableSpanError(refusal.message) from None
         payload = dump_record(record)
-        if batch.payloads and (len(batch.payloads) >= APPEND_SPANS or size + len(payload) > APPEND_BYTES):
-            yield batch
-            batch, size = Batch([], []), 0
-        batch.records.append(record)
-        batch.payloads.append(payload)
-        size += len(payload)
-    if batch.payloads:
-        yield batch
+        size = len(payload)
+        if self._size + size > EXPORT_BYTES:
+            raise UnusableSpanError(f"an export may take {EXPORT_BYTES} bytes once it is normalised")
+        batch = self.all[-1] if self.all else None
+        if batch is None or len(batch.lengths) >= APPEND_SPANS or batch.size + size > APPEND_BYTES:
+            if batch is not None:
+                batch.body()
+            batch = Batch()
+            self.all.append(batch)
+        batch.add(payload, self._profile.default_key(record))
+        self._size += size
 
 
 def unzipped(body: bytes, limits: OtlpLimits) -> bytes:

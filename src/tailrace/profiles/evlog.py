@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Final, cast
 
 from tailrace.profiles.evlog_config import CONTEXT, KEYS, EvlogConfig
-from tailrace.profiles.redaction import REDACTED, redact
+from tailrace.profiles.redaction import REDACTED, SecretKeys, redact
 from tailrace.profiles.values import integer, number, trimmed
 from tailrace.schema.body import invalid
 from tailrace.schema.instants import FIRST_MS, LAST_MS, from_unix_ms, is_date_time
@@ -31,7 +31,7 @@ class Evlog:
 
     def __init__(self, config: EvlogConfig) -> None:
         self.config = config
-        self._secrets = SECRETS | set(config.redact_keys)
+        self._secrets = SecretKeys(SECRETS | set(config.redact_keys))
         self._request_paths = None if config.request_id_fields is None else _paths(config.request_id_fields)
         configured = config.trace_context_fields or ()
         self._trace_paths = _paths([path for path in configured if path.endswith(".traceId")])

@@ -8,32 +8,59 @@ from typing import Final, cast
 REDACTED: Final = "[REDACTED]"
 PATHS_MAX: Final = 1000  # listed; what is beyond is replaced all the same
 PATH_CHARACTERS_MAX: Final = 1000
+KEYS_KNOWN_MAX: Final = 4096
+KEY_CHARACTERS_KNOWN: Final = 100
+
+_CONTAINERS: Final = frozenset({dict, list})
 
 Place = tuple["Place | None", str]  # the place around it, and its own key
 
 
-def redact(value: dict[str, object] | list[object], secrets: AbstractSet[str], prefix: str = "") -> list[str]:
+class SecretKeys:
+    """Which keys name secrets, in any case; `names` are in lower case. Records have the same few keys."""
+
+    __slots__ = ("harmless", "names")
+
+    def __init__(self, names: AbstractSet[str]) -> None:
+        self.names = names
+        self.harmless: set[str] = set()  # keys that were seen and name no secret
+
+    def __contains__(self, key: str) -> bool:
+        if key.lower() in self.names:
+            return True
+        if len(self.harmless) < KEYS_KNOWN_MAX and len(key) <= KEY_CHARACTERS_KNOWN:
+            self.harmless.add(key)
+        return False
+
+
+def redact(value: dict[str, object] | list[object], secrets: SecretKeys, prefix: str = "") -> list[str]:
     """Replaces the values of secret keys at any depth, in place; the dotted paths of what was replaced.
 
-    `secrets` are in lower case. Nesting is as deep as a client likes, so this does not call itself.
+    Nesting is as deep as a client likes, so this does not call itself.
     """
     found: list[str] = []
     open_: list[tuple[object, Place | None]] = [(value, (None, prefix) if prefix else None)]
     while open_:
         container, place = open_.pop()
         if type(container) is list:
-            for index, item in enumerate(cast("list[object]", container)):
-                if type(item) is dict or type(item) is list:
-                    open_.append((cast("object", item), (place, str(index))))
+            items = cast("list[object]", container)
+            if not _CONTAINERS.isdisjoint(map(type, items)):
+                for index, item in enumerate(items):
+                    if type(item) in _CONTAINERS:
+                        open_.append((item, (place, str(index))))
             continue
         members = cast("dict[str, object]", container)
-        for key, item in members.items():
-            if key.lower() in secrets:
-                members[key] = REDACTED
-                if len(found) < PATHS_MAX:
-                    found.append(_path((place, key)))
-            elif type(item) is dict or type(item) is list:
-                open_.append((cast("object", item), (place, key)))
+        # Nearly always all keys are known and all values are plain: both are told without a loop here.
+        if not secrets.harmless.issuperset(members):
+            for key in members:
+                if key in secrets:
+                    members[key] = REDACTED
+                    if len(found) < PATHS_MAX:
+                        found.append(_path((place, key)))
+        if not _CONTAINERS.isdisjoint(map(type, members.values())):
+            for key, item in members.items():
+                if type(item) in _CONTAINERS:
+                    open_.append((item, (place, key)))
     if len(found) > 1:
         found.sort()
     return found

@@ -35,13 +35,14 @@ Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the val
 class Group:
     """What is known of one group. Numbers wait here until a stretch of rows is through."""
 
-    __slots__ = ("counts", "parts", "summaries", "waiting")
+    __slots__ = ("bytes", "counts", "parts", "summaries", "waiting")
 
     def __init__(self, counts: int, summaries: Mapping[str, Callable[[], Summary]]) -> None:
         self.counts = [0] * counts
         self.summaries = {name: make() for name, make in summaries.items()}
         self.waiting: dict[str, list[Number]] = {}
         self.parts: list[tuple[str, Parts]] = []
+        self.bytes = 0  # of its summaries, as they were last counted
 
 
 class Groups:
@@ -54,10 +55,8 @@ class Groups:
             for name, measure in request.measures.items()
             if measure.kind != "count"
         }
+        self._view = view
         self._request = request
-        self._with_method = {
-            name for name, measure in request.measures.items() if measure.kind == "summary_parts"
-        }
         self.groups: dict[Key, Group] = {}
         self._touched: dict[Key, Group] = {}
         self._held_bytes = 0
@@ -68,71 +67,104 @@ class Groups:
             return group
         group = self.groups.get(key)
         if group is None:
-            if len(self.groups) >= GROUPS_MAX:
-                raise invalid(
-                    f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by"
-                )
-            group = self.groups[key] = Group(len(self.counted), self._makes)
-            self._held_bytes += _GROUP_BYTES + _bytes_of(group)
+            group = Group(len(self.counted), self._makes)
+            self._add(key, group)
         self._touched[key] = group
         return group
+
+    def _add(self, key: Key, group: Group) -> None:
+        if len(self.groups) >= GROUPS_MAX:
+            raise invalid(f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by")
+        self.groups[key] = group
+        group.bytes = 0
+        self._held_bytes += _GROUP_BYTES
+        self._measure(group)
+
+    def _measure(self, group: Group) -> None:
+        size = sum([summary.memory_bytes for summary in group.summaries.values()])
+        self._held_bytes += size - group.bytes
+        group.bytes = size
 
     def merge(self, key: Key, name: str, summary: Summary) -> None:
         """A summary that was made elsewhere goes into a group."""
         group = self.at(key)
-        before = _bytes_of(group)
         group.summaries[name].merge(summary)
-        self._held_bytes += _bytes_of(group) - before
+        self._measure(group)
+
+    def fresh(self) -> Groups:
+        """The same without any group: for what is taken in as a whole, or not at all."""
+        return Groups(self._view, self._request)
+
+    def absorb(self, others: Groups) -> None:
+        """Takes in groups that are settled; they are used up."""
+        for key, its in others.groups.items():
+            mine = self.groups.get(key)
+            if mine is None:
+                self._add(key, its)
+                continue
+            mine.counts = [one + other for one, other in zip(mine.counts, its.counts, strict=True)]
+            for name, summary in its.summaries.items():
+                mine.summaries[name].merge(summary)
+            self._measure(mine)
+        self._check_bytes()
 
     def settle(self) -> None:
         """The numbers that wait go into their summaries."""
         for group in self._touched.values():
             if not group.waiting and not group.parts:
                 continue
-            before = _bytes_of(group)
             for name, numbers in group.waiting.items():
                 group.summaries[name].add_all(numbers)
             for name, parts in group.parts:
                 group.summaries[name].add_parts(parts)
             group.waiting.clear()
             group.parts.clear()
-            self._held_bytes += _bytes_of(group) - before
+            self._measure(group)
         self._touched.clear()
+        self._check_bytes()
+
+    def _check_bytes(self) -> None:
         if self._held_bytes > HELD_BYTES_MAX:
             raise invalid("aggregate result takes too much memory; narrow the range, q, group_by or measures")
 
-    def shown(self, deadline: float) -> list[tuple[int, list[orjson.Fragment]]]:
-        """By window, the groups in the order of the JSON text of their keys.
+    def shown(self, deadline: float) -> list[tuple[int, orjson.Fragment]]:
+        """By window, all of its groups as one piece of JSON.
 
-        Each is JSON already: tens of thousands of them would be a hundred megabytes as objects.
+        As objects tens of thousands of groups would be a hundred megabytes, and as many small pieces of JSON
+        twice that: each is written into a buffer of some kilobytes, most of which stays unused behind it.
         """
-        windows: dict[int, list[tuple[bytes, bytes]]] = {}
-        for index, ((start_ms, values), group) in enumerate(self.groups.items()):
-            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
-                raise too_late()
-            key = dict(zip(self._request.group_by, values, strict=True))
-            shown = orjson.dumps(self._shown_group(key, group))
-            windows.setdefault(start_ms, []).append((orjson.dumps(key), shown))
+        windows: dict[int, list[Key]] = {}
+        for key in self.groups:
+            windows.setdefault(key[0], []).append(key)
         return [
-            (start_ms, [orjson.Fragment(shown) for _, shown in sorted(found)])
-            for start_ms, found in sorted(windows.items())
+            (start_ms, orjson.Fragment(self._shown_window(windows[start_ms], deadline)))
+            for start_ms in sorted(windows)
         ]
 
-    def _shown_group(self, key: dict[str, str | None], group: Group) -> Json:
-        measures: Json = {
-            name: {"count": count} for name, count in zip(self.counted, group.counts, strict=True)
+    def _shown_window(self, keys: Sequence[Key], deadline: float) -> bytes:
+        """Groups in the order of the JSON text of their keys."""
+        listed: list[tuple[bytes, bytes]] = []
+        for index, key in enumerate(keys):
+            if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
+                raise too_late()
+            name = orjson.dumps(dict(zip(self._request.group_by, key[1], strict=True)))
+            measures = orjson.dumps(self._shown_measures(self.groups[key]))
+            listed.append((name, b'{"key":%b,"measures":%b}' % (name, measures)))
+        return b"[%b]" % b",".join([shown for _, shown in sorted(listed)])
+
+    def _shown_measures(self, group: Group) -> Json:
+        """In the order of their names, as the request has them."""
+        counts, summaries = iter(group.counts), group.summaries
+        return {
+            name: {"count": next(counts)}
+            if measure.kind == "count"
+            else summaries[name].shown(method=measure.kind == "summary_parts")
+            for name, measure in self._request.measures.items()
         }
-        for name, summary in group.summaries.items():
-            measures[name] = summary.shown(method=name in self._with_method)
-        return {"key": key, "measures": {name: measures[name] for name in sorted(measures)}}
 
 
 def too_late() -> TailraceError:
     return TailraceError("request_timeout", "request timed out")
-
-
-def _bytes_of(group: Group) -> int:
-    return sum([summary.memory_bytes for summary in group.summaries.values()])
 
 
 def _maker(view: View, request: AggregateRequest, name: str) -> Callable[[], Summary]:

@@ -170,7 +170,7 @@ class ColumnScanner:
 
     def _chunk(self, decoder: Decoder, entries: Sequence[int], payloads: Sequence[Payload]) -> Chunk:
         members = decoder.all_members(entries, payloads)
-        return Chunk(entries, columns_from(self._view.config, decoder, members, lists=False))
+        return Chunk(entries, columns_from(self._view.config, decoder.gets, members, lists=False))
 
 
 def _first_ranks(column: Column, rows: Sequence[int]) -> Sequence[int]:

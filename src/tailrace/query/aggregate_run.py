@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack
+from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
 
 import orjson
 
@@ -20,7 +20,7 @@ from tailrace.query.aggregate_spans import (
     Window,
     add_states,
     built_ranges,
-    chunk_of_span,
+    chunks_of_span,
     columns_wanted,
     edges_in,
     files_for_rows,
@@ -194,7 +194,7 @@ class _Run:
         begun = time.monotonic()
         file = await library.open(built.served)
         try:
-            states, left = await self._on_thread(_add_states, file, request, self._groups)
+            states, left = await self._on_thread(_add_states, file, request, self._groups, self._deadline)
         except UnusableFileError:
             await self._add_rows(built.first, built.last, self._part)
             return
@@ -229,11 +229,10 @@ class _Run:
                 return False
             begun = time.monotonic()
             try:
-                chunk = await self._on_thread(_chunk, span, self._view, opened, self._wanted)
+                primary = await self._on_thread(self._add_columns, span, opened, self._wanted, part)
             except UnusableFileError:
                 return False
-            await self._on_thread(part.columns.add, chunk)
-            self._see_primary(part.columns.primary_max(chunk), span.last)
+            self._see_primary(primary, span.last)
             self._counters.indexed_s += time.monotonic() - begun
         else:
             self._see_primary(None if span.primary is None else span.primary[1], span.last)
@@ -243,6 +242,22 @@ class _Run:
             self._look_at_clock()
             await self._scan(stretch, part)
         return True
+
+    def _add_columns(
+        self, span: Span, opened: Mapping[str, Opened], wanted: Sequence[str], part: _Part
+    ) -> int | None:
+        """On a thread. Answers the largest primary timestamp of a span, all of which is still there."""
+        from tailrace.query.families.source import SpanSource  # brings Arrow, which is large
+
+        view = self._view
+        source = SpanSource(span, view.config, opened)
+        if not all(source.has_column(name) for name in wanted):
+            raise UnusableFileError("it lacks a column")
+        bounds = None if view.primary is None else source.bounds(view.primary)
+        for chunk in chunks_of_span(source, view, part.request, wanted):
+            self._look_at_clock()
+            part.columns.add(chunk)
+        return None if bounds is None else cast("int", bounds[1])
 
     # -- scans -------------------------------------------------------------------------------------------
 
@@ -337,9 +352,9 @@ class _Run:
 
     async def _coverage(self) -> dict[str, object]:
         undecided = self._undecided
-        segments: list[SegmentInfo] = []
+        segments: Sequence[SegmentInfo] = ()
         if self._stream.sealed and (self._scanned or undecided or self._indexed):
-            segments = await self._on_thread(self._searcher.segments_of, self._stream.number)
+            segments = await self._searcher.segments(self._stream)
         ranges = [(info.first, info.last) for info in segments]
         self._counters.scanned_segments = touched(ranges, self._scanned)
         self._counters.indexed_segments = touched(ranges, self._indexed)
@@ -365,20 +380,13 @@ class _Run:
         return {**{name: coverage[name] for name in SHOWN}, "used_rollups": self._used_rollups}
 
 
-def _add_states(file: Opened | None, request: AggregateRequest, groups: Groups) -> tuple[int, list[Window]]:
+def _add_states(
+    file: Opened | None, request: AggregateRequest, groups: Groups, deadline: float
+) -> tuple[int, list[Window]]:
     """How many states were added, and the edges of time that are left."""
     from tailrace.query.families.agg_file import AggFile
 
     if not isinstance(file, AggFile):
         raise UnusableFileError("it could not be opened")
     left = edges_in(file, request)
-    return add_states(file, request, groups), left
-
-
-def _chunk(span: Span, view: View, opened: Mapping[str, Opened], wanted: Sequence[str]) -> Chunk:
-    from tailrace.query.families.source import SpanSource
-
-    source = SpanSource(span, view.config, opened)
-    if not all(source.has_column(name) for name in wanted):
-        raise UnusableFileError("it lacks a column")
-    return chunk_of_span(source, view, wanted)
+    return add_states(file, request, groups, deadline), left

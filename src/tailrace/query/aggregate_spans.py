@@ -6,10 +6,11 @@ entries, the edges of the time that is asked for, is added up from its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from tailrace.query.aggregate import Groups
+from tailrace.query.aggregate import Groups, too_late
 from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.bind import All, Bound, Equals
 from tailrace.query.chunk import Chunk
@@ -21,8 +22,10 @@ from tailrace.query.view import View
 from tailrace.schema.convert import text_of
 
 if TYPE_CHECKING:
-    from tailrace.query.families.agg_file import AggFile
+    from tailrace.query.families.agg_file import AggFile, Wanted
     from tailrace.query.families.source import SpanSource
+
+ROWS_AT_ONCE = 8192  # of a span that are objects at the same time; a span may be of a million
 
 
 class Built(NamedTuple):
@@ -118,33 +121,44 @@ def _primary_max(spans: Sequence[Span], first: int, last: int) -> int | None:
     return largest if at > last else None
 
 
-def add_states(file: AggFile, request: AggregateRequest, groups: Groups) -> int:
+def add_states(file: AggFile, request: AggregateRequest, groups: Groups, deadline: float) -> int:
     """Adds the whole windows of a file to groups; answers how many states that were."""
-    window, wanted = whole_windows(request), wanted_dimensions(request)
-    assert wanted is not None
-    dimensions = request.rollup.dimensions
-    places = [dimensions.index(name) for name in request.group_by]
-    asked = [(dimensions.index(name), text) for name, text in wanted.items()]
     counted = {name: index for index, name in enumerate(groups.counted)}
     # All of the file first: if something in it is broken, nothing of it must have been added.
-    found = [
-        (
-            state,
-            None if state.measure in counted or state.measure not in request.measures else state.summary(),
-        )
-        for state in file.states(request.rollup_name, request.interval_ms, *window)
-        if all(state.dimensions[place] == text for place, text in asked)
-    ]
-    for state, summary in found:
-        key = (state.start_ms, tuple([state.dimensions[place] for place in places]))
-        if summary is not None:
-            groups.merge(key, state.measure, summary)
-            continue
-        group = groups.at(key)
-        if state.measure in counted:
-            group.counts[counted[state.measure]] += state.size
-    groups.settle()
-    return len(found)
+    found, states = groups.fresh(), 0
+    for part in file.parts(_states_wanted(request)):
+        if time.monotonic() >= deadline:
+            raise too_late()
+        states += part.states
+        for key, measure, size in part.counts:
+            group = found.at(key)
+            if measure in counted:
+                group.counts[counted[measure]] += size
+        for key, measure, numbers in part.numbers:
+            found.at(key).waiting.setdefault(measure, []).extend(numbers)
+        for key, measure, summary in part.summaries:
+            found.merge(key, measure, summary)
+        found.settle()
+    groups.absorb(found)
+    return states
+
+
+def _states_wanted(request: AggregateRequest) -> Wanted:
+    from tailrace.query.families.agg_file import Wanted  # brings Arrow, which is large
+
+    having = wanted_dimensions(request)
+    assert having is not None
+    dimensions = request.rollup.dimensions
+    kinds = {name: measure.kind for name, measure in request.measures.items()}
+    return Wanted(
+        request.rollup_name,
+        request.interval_ms,
+        *whole_windows(request),
+        [dimensions.index(name) for name in request.group_by],
+        [(dimensions.index(name), text) for name, text in having.items()],
+        [name for name, kind in kinds.items() if kind == "summary"],
+        [name for name, kind in kinds.items() if kind == "summary_parts"],
+    )
 
 
 def edges_in(file: AggFile, request: AggregateRequest) -> list[Window]:
@@ -197,8 +211,20 @@ def reaches(span: Span, view: View, request: AggregateRequest) -> bool:
     return span.primary[0] < request.to_ms and span.primary[1] >= request.from_ms
 
 
-def chunk_of_span(source: SpanSource, view: View, wanted: Sequence[str]) -> Chunk:
-    """The rows of a span as a chunk, with nothing but these fields."""
-    fields = view.config.fields
-    columns = {name: column_from(fields[name], source.leaves(name), lists=False) for name in wanted}
-    return Chunk(source.entries, columns)
+def chunks_of_span(
+    source: SpanSource, view: View, request: AggregateRequest, wanted: Sequence[str]
+) -> Iterator[Chunk]:
+    """The rows of a span that may lie in the time that is asked for, as chunks of nothing but these fields.
+
+    Everything that may be broken is decoded before the first of them is made.
+    """
+    fields, field = view.config.fields, request.timestamp_field
+    for name in wanted:
+        source.missing(name)
+    inside = source.within(field, ">=", request.from_ms) & source.within(field, "<", request.to_ms)
+    for begin in range(0, source.rows.count, ROWS_AT_ONCE):
+        end = min(begin + ROWS_AT_ONCE, source.rows.count)
+        if inside >> begin & ((1 << (end - begin)) - 1):
+            leaves = {name: source.leaves(name, begin, end) for name in wanted}
+            columns = {name: column_from(fields[name], found, lists=False) for name, found in leaves.items()}
+            yield Chunk(source.entries[begin:end], columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,11 +24,11 @@ from tailrace.query.bind import (
 from tailrace.query.chunk_score import add_statistics, chunk_scores, heavy_rows
 from tailrace.query.column import Column
 from tailrace.query.column_build import column_from, column_of, joined
-from tailrace.query.members import column_of_raw
+from tailrace.query.members import Get, column_of_raw
 from tailrace.query.packed import WordTerms, rows_of
 from tailrace.query.score import Scorer, Statistics
 from tailrace.query.values import Value
-from tailrace.query.view import Decoder, Row
+from tailrace.query.view import Row
 from tailrace.schema.search_config import SearchConfig
 
 
@@ -166,15 +166,15 @@ def chunk_of(config: SearchConfig, entries: Sequence[int], rows: Sequence[Row]) 
 
 
 def columns_from(
-    config: SearchConfig, decoder: Decoder, members: Sequence[Any], *, lists: bool = True
+    config: SearchConfig, gets: Mapping[str, Get | None], members: Sequence[Any], *, lists: bool = True
 ) -> dict[str, Column]:
-    """The columns of the decoder's fields over decoded records."""
+    """The columns of some fields over decoded records, each with what gets it out of them."""
     nothing: list[object] = [None] * len(members)
     return {
         name: column_from(
             config.fields[name], nothing if get is None else column_of_raw(members, get), lists=lists
         )
-        for name, get in decoder.gets.items()
+        for name, get in gets.items()
     }
 
 

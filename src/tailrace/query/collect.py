@@ -259,11 +259,16 @@ class Collector:
         in_order = self.request.sort[0].kind == "offset" and not self.weighs
         return in_order and self.top.full and self.matches >= self._total_exact_max
 
+    @property
+    def weighs_last(self) -> bool:
+        """Whether the hits still have to be weighed: they are in an order of their own."""
+        return self.weighs and not self.request.by_score
+
     def hits(self) -> list[Hit]:
         """The best, in order; one more than a page if others follow."""
         self.counters.peak_hits = self.top.peak
         self.counters.decoded += self.scanner.decoded
-        if not self.weighs or self.request.by_score:
+        if not self.weighs_last:
             return self.top.hits
         scorer = Scorer(self._view.config, self.statistics)
         return [hit._replace(score=self._weigh(hit, scorer)) for hit in self.top.hits]

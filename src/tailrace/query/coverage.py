@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from tailrace.query.plan import Stretch
@@ -88,8 +90,11 @@ def omitted(undecided: Sequence[Stretch], sealed: int, segments: Sequence[tuple[
 
 def touched(segments: Sequence[tuple[int, int]], stretches: Sequence[Stretch]) -> int:
     """How many segments have a row in some of the stretches."""
-    return sum(
-        1
-        for first, last in segments
-        if any(stretch.first <= last and first <= stretch.last for stretch in stretches)
-    )
+    ordered = sorted(stretches)
+    firsts = [stretch.first for stretch in ordered]
+    reach = list(accumulate((stretch.last for stretch in ordered), max))  # of a stretch and those before it
+    count = 0
+    for first, last in segments:
+        before = bisect_right(firsts, last)
+        count += bool(before) and reach[before - 1] >= first
+    return count

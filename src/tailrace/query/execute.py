@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar, TypeVarTuple, Unpack
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 20
 AT_ONCE = 8  # spans whose files are held open by one search
 WEIGHING_PART = 0.2  # of the time for a search that is kept for scores, when scans have been counted
+STREAMS_KEPT = 64  # whose segments are known without asking the hot store, if they are not too many
+SEGMENTS_KEPT = 2000
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -75,6 +78,25 @@ class Searcher:
         self.facts = FactsCache()
         self.scan_rows = SCAN_ROWS
         self.scans = True  # without them, what is not indexed is left out
+        self._segments: OrderedDict[int, tuple[object, Sequence[SegmentInfo]]] = OrderedDict()
+
+    async def segments(self, stream: Stream) -> Sequence[SegmentInfo]:
+        """The segments of a stream. They are read once for as long as they stay the same."""
+        mark = (stream.sealed, stream.earliest, stream.cold)
+        kept = self._segments.get(stream.number)
+        if kept is not None and kept[0] == mark:
+            self._segments.move_to_end(stream.number)
+            return kept[1]
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self.threads, self.segments_of, stream.number)
+        # What is not durable yet counts already, and is not found yet.
+        whole = bool(found) and found[-1].last == stream.sealed and len(found) == stream.cold.segments
+        if whole and mark == (stream.sealed, stream.earliest, stream.cold) and len(found) <= SEGMENTS_KEPT:
+            self._segments[stream.number] = mark, found
+            self._segments.move_to_end(stream.number)
+            if len(self._segments) > STREAMS_KEPT:
+                self._segments.popitem(last=False)
+        return found
 
     async def search(self, stream: Stream, view: View, request: SearchRequest, deadline: float) -> Outcome:
         """`deadline` is a time of the monotonic clock."""
@@ -416,16 +438,16 @@ class _Run:
     async def outcome(self) -> Outcome:
         collector = self._collector
         undecided = collector.undecided
-        segments: list[SegmentInfo] = []
+        segments: Sequence[SegmentInfo] = ()
         if self._stream.sealed and (self._scanned or undecided or self._spans is not None):
-            segments = await self._on_thread(self._searcher.segments_of, self._stream.number)
+            segments = await self._searcher.segments(self._stream)
         ranges = [(info.first, info.last) for info in segments]
         collector.counters.scanned_segments = touched(ranges, self._scanned)
         used = [] if self._spans is None else self._spans.used
         collector.counters.indexed_segments = touched(ranges, [Stretch(s.first, s.last) for s in used])
         left = omitted(undecided, self._stream.sealed, ranges)
         await self._explain()
-        hits = await self._on_thread(collector.hits)
+        hits = await self._on_thread(collector.hits) if collector.weighs_last else collector.hits()
         through = visible_through(self._first, self._last, undecided)
         return Outcome(
             hits,

@@ -139,8 +139,9 @@ class TailIndex:
         index.stream = stream
         self._uses += 1
         index.used = self._uses
-        if covered is not None:
+        if covered is not None and covered != index.covered:
             index.covered = covered
+            index.too_large = False  # there is less to hold
         while index.chunks and index.chunks[0].last <= index.floor:
             del index.chunks[0]
             index.measure()
@@ -302,4 +303,4 @@ class TailIndex:
 def _make(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
     entries = range(first, first + len(payloads))
     members = index.decoder.all_members(entries, payloads)
-    return Chunk(entries, columns_from(index.view.config, index.decoder, members))
+    return Chunk(entries, columns_from(index.view.config, index.decoder.gets, members))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from typing import Final, cast
@@ -144,6 +144,20 @@ def dates_of(distinct: Collection[object]) -> dict[object, Value | None]:
         if len(texts) == len(distinct):
             return found
     return found | {leaf: to_date(leaf) for leaf in distinct if leaf not in found}
+
+
+def earliest_and_latest(found: Sequence[object]) -> tuple[int, int] | None:
+    """The bounds of times that are written as nearly every program does: such texts sort as their times do.
+
+    None if that is not so of all of them.
+    """
+    if set(map(type, found)) != {str}:
+        return None
+    texts = cast("Sequence[str]", found)
+    if not _USUAL_LINES.fullmatch("\n".join(texts)):
+        return None
+    earliest, latest = _instant_ms(min(texts)), _instant_ms(max(texts))
+    return None if earliest is None or latest is None else (earliest, latest)
 
 
 def to_bool(leaf: object) -> bool | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import orjson
 
-from tailrace import auto_tune
+from tailrace import allocator, auto_tune
 from tailrace.api import answers
 from tailrace.api.inspection import memory
 from tailrace.api.inspection.memory import Node
@@ -39,6 +39,7 @@ class ServerRoutes:
         node.memory.ticks.append(self.top.look)
         node.memory.sheds.append(node.live.contracts.clear)
         node.memory.bound_sqlite()
+        allocator.bound_arenas()
         log = node.context.log
         node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
         node.memory.gauges["tail_index_bytes"] = lambda: node.search.tail.bytes

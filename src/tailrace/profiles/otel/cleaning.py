@@ -7,7 +7,6 @@ does not turn up in another.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Final, cast
 
 from tailrace.profiles.otel.config import OtelConfig
@@ -24,6 +23,9 @@ QUERIES: Final = frozenset({"url.query", "url.fragment"})
 TARGETS: Final = frozenset({"http.target", "url.path", "url.original", "http.path", "http.url", "url.full"})
 DEPTH_MAX: Final = 32  # of a value inside a value
 KEY_CHARACTERS_CACHED: Final = 100
+KEYS_CACHED_MAX: Final = 4096
+
+PLAIN, TARGET, SECRET, DROPPED = range(4)  # what becomes of an attribute, by its key
 
 _URL_END = re.compile(r"[\s\"'<>]")
 _QUERY = re.compile(r"[?#]")
@@ -34,14 +36,13 @@ Attributes = dict[str, object]
 class Cleaner:
     """Cleans the parts of one span after the other, and remembers where it took secrets away."""
 
-    __slots__ = ("_bytes_max", "_count_max", "_drops_queries", "_drops_statements", "_secrets", "found")
+    __slots__ = ("_bytes_max", "_count_max", "_drops_queries", "_fates", "found")
 
-    def __init__(self, config: OtelConfig, secrets: frozenset[str]) -> None:
-        self._secrets = secrets
+    def __init__(self, config: OtelConfig, fates: Fates) -> None:
+        self._fates = fates
         self._bytes_max = config.attribute_limits.max_attribute_value_bytes
         self._count_max = config.attribute_limits.max_attributes_per_span
-        self._drops_statements = config.db_statement_mode == "drop"
-        self._drops_queries = config.url_mode == "drop_query"
+        self._drops_queries = fates.drops_queries
         self.found: set[str] = set()
 
     def attributes(self, value: object, place: str) -> tuple[Attributes, int]:
@@ -50,60 +51,96 @@ class Cleaner:
             return {}, 0
         given = cast("Attributes", value)
         kept: Attributes = {}
+        fate_of = self._fates.of
         cut = 0
         for key, item in given.items():
             if item is None or not key:
                 continue
             if len(kept) >= self._count_max:
                 cut += 1
-            elif not self.is_dropped(key):
-                kept[key] = self._value(key, item, place, 0)
+                continue
+            fate = fate_of(key)
+            if fate == PLAIN and type(item) is str:
+                kept[key] = self._plain(item)
+            elif fate != DROPPED:
+                kept[key] = self._value(key, fate, item, place, 0)
         return kept, cut
 
     def text(self, value: object) -> str | None:
         """Text of a span that is no attribute."""
         if type(value) is not str:
             return None
-        return self._shortened(without_queries(value) if self._drops_queries else value) or None
+        return self._plain(value) or None
 
-    def is_dropped(self, key: str) -> bool:
-        name = key.lower()
-        if self._drops_statements and (name in STATEMENTS or name.startswith(_PARAMETER)):
-            return True
-        return self._drops_queries and name in QUERIES
+    def _plain(self, text: str) -> str:
+        if self._drops_queries and "://" in text:
+            text = without_queries(text)
+        return text if len(text) * 4 <= self._bytes_max else shortened(text, self._bytes_max)
 
     def target(self, text: str | None) -> str | None:
         """A path or a URL, without what follows its path."""
         return _QUERY.split(text, 1)[0] if text is not None and self._drops_queries else text
 
-    def _value(self, key: str, item: object, place: str, depth: int) -> object:
-        if is_secret(key, self._secrets):
+    def _value(self, key: str, fate: int, item: object, place: str, depth: int) -> object:
+        if fate == SECRET:
             if len(self.found) < PATHS_MAX:
                 self.found.add(f"{place}.{key}"[:PATH_CHARACTERS_MAX])
             return REDACTED
-        return self._cleaned(key, item, f"{place}.{key}", depth)
+        return self._cleaned(fate, item, f"{place}.{key}", depth)
 
-    def _cleaned(self, key: str, item: object, place: str, depth: int) -> object:
+    def _cleaned(self, fate: int, item: object, place: str, depth: int) -> object:
         if type(item) is str:
-            if self._drops_queries:
-                item = self.target(item) if key.lower() in TARGETS else without_queries(item)
-            return self._shortened(item or "")
+            if fate == TARGET:
+                return shortened(self.target(item) or "", self._bytes_max)
+            return self._plain(item)
         if type(item) is list:
             items = cast("list[object]", item)
-            return None if depth > DEPTH_MAX else [self._cleaned(key, one, place, depth + 1) for one in items]
+            if depth > DEPTH_MAX:
+                return None
+            return [self._cleaned(fate, one, place, depth + 1) for one in items]
         if type(item) is dict:
             members = cast("Attributes", item)
             if depth > DEPTH_MAX:
                 return None
+            fates = ((name, self._fates.of(name), one) for name, one in members.items())
             return {
-                name: self._value(name, one, place[:PATH_CHARACTERS_MAX], depth + 1)
-                for name, one in members.items()
-                if not self.is_dropped(name)
+                name: self._value(name, inner, one, place[:PATH_CHARACTERS_MAX], depth + 1)
+                for name, inner, one in fates
+                if inner != DROPPED
             }
         return item
 
-    def _shortened(self, text: str) -> str:
-        return shortened(text, self._bytes_max)
+
+class Fates:
+    """What becomes of attributes, by their keys. Spans of one service have the same few keys."""
+
+    __slots__ = ("_drops_statements", "_known", "_secrets", "drops_queries")
+
+    def __init__(self, config: OtelConfig) -> None:
+        self._secrets = secrets_of(config)
+        self._drops_statements = config.db_statement_mode == "drop"
+        self.drops_queries = config.url_mode == "drop_query"
+        self._known: dict[str, int] = {}
+
+    def of(self, key: str) -> int:
+        fate = self._known.get(key)
+        if fate is None:
+            fate = self._fate(key)
+            if len(key) <= KEY_CHARACTERS_CACHED:
+                if len(self._known) >= KEYS_CACHED_MAX:
+                    self._known.clear()
+                self._known[key] = fate
+        return fate
+
+    def _fate(self, key: str) -> int:
+        name = key.lower()
+        if self._drops_statements and (name in STATEMENTS or name.startswith(_PARAMETER)):
+            return DROPPED
+        if self.drops_queries and name in QUERIES:
+            return DROPPED
+        if is_secret(key, self._secrets):
+            return SECRET
+        return TARGET if self.drops_queries and name in TARGETS else PLAIN
 
 
 def secrets_of(config: OtelConfig) -> frozenset[str]:
@@ -112,16 +149,6 @@ def secrets_of(config: OtelConfig) -> frozenset[str]:
 
 def is_secret(key: str, secrets: frozenset[str]) -> bool:
     """Whether a name, or what follows its last dot, dash or underscore, is one of a secret."""
-    return _known_secret(key, secrets) if len(key) <= KEY_CHARACTERS_CACHED else _is_secret(key, secrets)
-
-
-@lru_cache(maxsize=4096)
-def _known_secret(key: str, secrets: frozenset[str]) -> bool:
-    """Spans of one service have the same few names."""
-    return _is_secret(key, secrets)
-
-
-def _is_secret(key: str, secrets: frozenset[str]) -> bool:
     name = key.lower()
     plain = name.replace("-", "_")
     if plain in secrets or plain.rpartition(".")[2] in secrets:

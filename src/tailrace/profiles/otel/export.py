@@ -23,11 +23,13 @@ class UnusableSpanError(ValueError):
 
 
 class Export:
-    """Gathers the spans of one export, within its limits."""
+    """Gathers the spans of one export, within its limits, or hands each on as soon as it is read."""
 
-    def __init__(self, limits: OtlpLimits) -> None:
+    def __init__(self, limits: OtlpLimits, keep: Callable[[Record], None] | None = None) -> None:
         self.limits = limits
-        self.spans: list[Record] = []
+        self.spans: list[Record] = []  # unless somebody else keeps them
+        self._keep = keep or self.spans.append
+        self._read = 0
         self.rejected = 0
         self.reason = ""
         self._resources = 0
@@ -45,11 +47,13 @@ class Export:
 
     def take(self, build: Callable[[], Record]) -> None:
         """One more span, made only if there is room for it."""
-        if len(self.spans) >= self.limits.max_spans:
+        if self._read >= self.limits.max_spans:
             self.reject(f"an export may have {self.limits.max_spans} spans")
             return
         try:
-            self.spans.append(build())
+            span = build()
+            self._read += 1
+            self._keep(span)
         except UnusableSpanError as error:
             self.reject(str(error))
 

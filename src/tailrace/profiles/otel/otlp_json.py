@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
+from msgspec import Raw, Struct
 
 from tailrace.profiles.otel.export import Export, Record, UnusableSpanError, Values, number_or_text
 from tailrace.schema.body import invalid
@@ -19,26 +20,83 @@ _DROPPED: Final = {
 }
 
 
+class _Group(Struct, rename="camel"):
+    scope: Any = None
+    schema_url: Any = None
+    spans: list[Raw] = []
+
+
+class _Around(Struct, rename="camel"):
+    resource: Any = None
+    schema_url: Any = None
+    scope_spans: list[_Group] = []
+
+
+class _Outline(Struct, rename="camel"):
+    """An export with its spans not decoded yet: as objects, all of them at once would be far too large."""
+
+    resource_spans: list[_Around] = []
+
+
+_OUTLINE: Final = msgspec.json.Decoder(_Outline)
+
+
 def read_json(body: bytes, export: Export) -> None:
     try:
-        document = cast("object", msgspec.json.decode(body))
+        _read_outline(_outline(body), export)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"OTLP body is not valid JSON: {error}") from None
+
+
+def _outline(body: bytes) -> _Outline:
+    try:
+        return _OUTLINE.decode(body)
+    except msgspec.ValidationError:
+        return _checked_outline(body)
+
+
+def _checked_outline(body: bytes) -> _Outline:
+    """Of an export that is not quite as it should be: what is wrong is refused, by its name."""
+    document = cast("object", msgspec.json.decode(body))
     if not isinstance(document, dict):
         raise invalid("OTLP body must be an object")
+    return _Outline(
+        [
+            _Around(
+                around.get("resource"),
+                around.get("schemaUrl"),
+                [
+                    _Group(
+                        group.get("scope"),
+                        group.get("schemaUrl"),
+                        [Raw(msgspec.json.encode(span)) for span in _objects(group, "spans")],
+                    )
+                    for group in _objects(around, "scopeSpans")
+                ],
+            )
+            for around in _objects(cast("object", document), "resourceSpans")
+        ]
+    )
+
+
+def _read_outline(outline: _Outline, export: Export) -> None:
     values = Values(export.limits)
-    for around in _objects(cast("object", document), "resourceSpans"):
+    for around in outline.resource_spans:
         export.begin_resource()
-        resource, complaint = _shared(_object(around.get("resource")), values)
-        resource["schemaUrl"] = around.get("schemaUrl")
-        for group in _objects(around, "scopeSpans"):
+        resource, complaint = _shared(_object(around.resource), values)
+        resource["schemaUrl"] = around.schema_url
+        for group in around.scope_spans:
             export.begin_scope()
-            given = _object(group.get("scope"))
+            given = _object(group.scope)
             scope, scope_complaint = _shared(given, values)
             scope |= {"name": given.get("name"), "version": given.get("version")}
-            scope["schemaUrl"] = group.get("schemaUrl")
-            for span in _objects(group, "spans"):
-                export.take(partial(_span, span, resource, scope, complaint or scope_complaint, values))
+            scope["schemaUrl"] = group.schema_url
+            for raw in group.spans:
+                span: object = msgspec.json.decode(raw)
+                if not isinstance(span, dict):
+                    raise invalid("OTLP spans must be an array of objects")
+                found = cast("Record", span)
+                export.take(partial(_span, found, resource, scope, complaint or scope_complaint, values))
 
 
 def _shared(holder: Record, values: Values) -> tuple[Record, str]:

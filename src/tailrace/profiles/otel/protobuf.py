@@ -6,6 +6,8 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
+Data = bytes | memoryview
+
 VARINT: Final = 0
 FIXED64: Final = 1
 BYTES: Final = 2
@@ -19,23 +21,31 @@ class MalformedError(ValueError):
     """The bytes are no message."""
 
 
-def fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
+def fields(data: Data) -> Iterator[tuple[int, int, int | Data]]:
     """Number, wire type and value of each field, in the order of the message."""
     at, end = 0, len(data)
     while at < end:
-        tag, at = _varint(data, at)
+        # Nearly all tags and lengths are one byte: those are not worth a call.
+        tag = data[at]
+        if tag < 0x80:
+            at += 1
+        else:
+            tag, at = _varint(data, at)
         number, kind = tag >> 3, tag & 7
         if number == 0:
             raise MalformedError("a field has no number")
-        if kind == VARINT:
-            value, at = _varint(data, at)
-            yield number, kind, value
-        elif kind == BYTES:
-            size, at = _varint(data, at)
+        if kind == BYTES:
+            if at < end and (size := data[at]) < 0x80:
+                at += 1
+            else:
+                size, at = _varint(data, at)
             if size > end - at:
                 raise MalformedError("a field is longer than its message")
             yield number, kind, data[at : at + size]
             at += size
+        elif kind == VARINT:
+            value, at = _varint(data, at)
+            yield number, kind, value
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
             if size > end - at:
@@ -46,7 +56,7 @@ def fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
             raise MalformedError("a field has an unknown type")
 
 
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
+def _varint(data: Data, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 70:
         if at >= len(data):

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple, cast
 
 from tailrace.profiles.otel import semantics
-from tailrace.profiles.otel.cleaning import Cleaner, secrets_of, shortened
+from tailrace.profiles.otel.cleaning import Cleaner, Fates, shortened
 from tailrace.profiles.otel.config import OtelConfig
 from tailrace.profiles.redaction import PATH_CHARACTERS_MAX, PATHS_MAX
 from tailrace.profiles.values import integer, number, trimmed
@@ -40,11 +40,11 @@ Record = dict[str, object]
 class OtelTraces:
     """Spans of one stream, by its configuration."""
 
-    __slots__ = ("_request_ids", "_secrets", "_shared", "config")
+    __slots__ = ("_fates", "_request_ids", "_shared", "config")
 
     def __init__(self, config: OtelConfig) -> None:
         self.config = config
-        self._secrets = secrets_of(config)
+        self._fates = Fates(config)
         configured = config.request_id_attributes
         self._request_ids = semantics.REQUEST_IDS if configured is None else configured
         self._shared: dict[str, Shared] = {}  # the resource and the scope that were seen last
@@ -53,7 +53,7 @@ class OtelTraces:
         """The canonical span. A span brings its own times, so the server's is not asked for."""
         if type(record) is not dict:
             raise invalid("otel-traces record must be an object")
-        given, cleaner = cast("Record", record), Cleaner(self.config, self._secrets)
+        given, cleaner = cast("Record", record), Cleaner(self.config, self._fates)
         resource = self._cleaned(_object(given.get("resource")), "resource.attributes", cleaner)
         scope = self._cleaned(
             _object(given.get("instrumentationScope")), "instrumentationScope.attributes", cleaner
@@ -67,7 +67,7 @@ class OtelTraces:
         if last is not None and last.given is attributes:
             cleaner.found |= last.found
             return last.attributes
-        own = Cleaner(self.config, self._secrets)
+        own = Cleaner(self.config, self._fates)
         kept, _ = own.attributes(attributes, place)
         cleaner.found |= own.found
         if attributes:
@@ -305,7 +305,7 @@ class _Span:
         return links, cut
 
     def _text(self, value: object) -> str | None:
-        return trimmed(self.clean.text(trimmed(value)))
+        return None if value is None else trimmed(self.clean.text(trimmed(value)))
 
 
 def _instant(ns: int) -> str:

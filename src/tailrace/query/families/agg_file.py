@@ -1,62 +1,49 @@
-"""`agg`: partial states of rollups, by window and group."""
+"""`agg`: partial states of rollups, by window and group.
+
+A file has a state for every combination of all dimensions, many more than anybody asks for. So a row group is
+added up by the dimensions that are wanted while it is still Arrow's, and only what is left becomes objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from tailrace.query import family_format as names
-from tailrace.query.families.parquet_file import ParquetFile
+from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.shelf import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Summary
 from tailrace.query.sketch import sketch_of
 from tailrace.store.arrow import pa, pc
 
-_COLUMNS = (
-    names.ROLLUP,
-    names.INTERVAL_MS,
-    names.WINDOW_START,
-    names.DIMENSIONS,
-    names.MEASURE,
-    names.COUNT,
-    names.SUM_EXACT,
-    names.MIN,
-    names.MAX,
-    names.MIN_WHOLE,
-    names.MAX_WHOLE,
-    names.HISTOGRAM,
-    names.UNPLACED,
-    names.SKETCH,
-)
+# What tells which states are wanted, and of a state of one number all there is to know.
+_LIGHT = (names.WINDOW_START, names.DIMENSIONS, names.MEASURE, names.COUNT, names.MIN, names.MIN_WHOLE)
+_WHOSE = (names.ROLLUP, names.INTERVAL_MS)  # the same in nearly every row of a row group
+_HEAVY = (names.SUM_EXACT, names.MAX, names.MAX_WHOLE, names.HISTOGRAM, names.UNPLACED, names.SKETCH)
+
+Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of some dimensions
 
 
-class State(NamedTuple):
-    """One measure of one group."""
+class Wanted(NamedTuple):
+    """What an aggregate wants of a file: windows that begin at or behind `from_ms` and before `to_ms`."""
 
-    start_ms: int
-    dimensions: tuple[str | None, ...]
-    measure: str
-    size: int  # how many records or numbers it tells of
-    row: dict[str, Any]
+    rollup: str
+    interval_ms: int
+    from_ms: int
+    to_ms: int
+    grouped: Sequence[int] = ()  # places of the dimensions that tell groups apart
+    having: Sequence[tuple[int, str]] = ()  # places of dimensions, and the value that each has to have
+    numbers: Sequence[str] = ()  # measures of numbers: of one number, the number is the state
+    others: Sequence[str] = ()  # measures whose states are merged, whatever they are of
 
-    def summary(self) -> Summary:
-        """For measures that are no counts."""
-        row = self.row
-        histogram = cast("list[tuple[int, int]] | None", row[names.HISTOGRAM])
-        sketch = sketch_of(row[names.SKETCH] or b"")
-        if sketch is None:
-            raise UnusableFileError("it has a sketch that is none")
-        summary = Summary(histogram=histogram is not None, whole=False)
-        summary.count = self.size
-        summary.total = names.sum_of(row[names.SUM_EXACT] or b"")
-        summary.smallest = _number(row[names.MIN], row[names.MIN_WHOLE])
-        summary.largest = _number(row[names.MAX], row[names.MAX_WHOLE])
-        summary.unplaced = row[names.UNPLACED] or 0
-        summary.sketch = sketch
-        if histogram is not None:
-            summary.histogram = Histogram()
-            summary.histogram.counts = dict(histogram)
-        return summary
+
+class Part(NamedTuple):
+    """The wanted states of one row group. `counts` has every group and every measure, wanted or not."""
+
+    states: int
+    counts: list[tuple[Key, str, int]]
+    numbers: list[tuple[Key, str, list[Number]]]
+    summaries: list[tuple[Key, str, Summary]]
 
 
 class AggFile:
@@ -67,50 +54,159 @@ class AggFile:
     def memory_bytes(self) -> int:
         return self._file.memory_bytes
 
-    def states(self, rollup: str, interval_ms: int, from_ms: int, to_ms: int) -> Iterator[State]:
-        """All measures of the windows that begin at or behind `from_ms` and before `to_ms`, in order."""
-        for table in self._tables(rollup, interval_ms, from_ms, to_ms):
-            for row in table.to_pylist():
-                yield State(
-                    row[names.WINDOW_START],
-                    tuple(row[names.DIMENSIONS]),
-                    row[names.MEASURE],
-                    row[names.COUNT],
-                    row,
-                )
+    def parts(self, wanted: Wanted) -> Iterator[Part]:
+        """What is wanted, by row group."""
+        try:
+            for group, table, marks in self._chosen(wanted):
+                yield self._part(group, table, marks, wanted)
+        except pa.ArrowException as error:
+            raise UnusableFileError(f"it is not what it should be: {error}") from error
 
     def has_window(self, rollup: str, interval_ms: int, start_ms: int) -> bool:
         """Whether any record lies in a window."""
-        return any(
-            table.num_rows for table in self._tables(rollup, interval_ms, start_ms, start_ms + interval_ms)
-        )
+        window = Wanted(rollup, interval_ms, start_ms, start_ms + interval_ms)
+        return any(pc.any(marks).as_py() for _, _, marks in self._chosen(window))
 
-    def _tables(self, rollup: str, interval_ms: int, from_ms: int, to_ms: int) -> Iterator[Any]:
+    def _chosen(self, wanted: Wanted) -> Iterator[tuple[int, Any, Any]]:
+        """Row groups that may have what is wanted, and the rows of each that are."""
         for group in range(self._file.groups):
-            if not self._may_have(group, rollup, interval_ms, from_ms, to_ms):
+            if not self._may_have(group, wanted):
                 continue
-            table = self._file.group(group, _COLUMNS)
-            starts = table.column(names.WINDOW_START)
-            marks = [
-                pc.equal(table.column(names.ROLLUP), rollup),
-                pc.equal(table.column(names.INTERVAL_MS), pa.scalar(interval_ms)),
-                pc.greater_equal(starts, pa.scalar(from_ms)),
-                pc.less(starts, pa.scalar(to_ms)),
-            ]
-            chosen = marks[0]
-            for mark in marks[1:]:
-                chosen = pc.and_(chosen, mark)
-            yield table.filter(chosen)
+            whose = () if self._is_all_of(group, wanted) else _WHOSE
+            table = self._file.group(group, (*_LIGHT, *whose))
+            starts = array_in(table, names.WINDOW_START)
+            marks = pc.and_(
+                pc.greater_equal(starts, pa.scalar(wanted.from_ms)), pc.less(starts, pa.scalar(wanted.to_ms))
+            )
+            if whose:
+                marks = pc.and_(marks, pc.equal(array_in(table, names.ROLLUP), wanted.rollup))
+                spans = array_in(table, names.INTERVAL_MS)
+                marks = pc.and_(marks, pc.equal(spans, pa.scalar(wanted.interval_ms)))
+            for place, text in wanted.having:
+                has = pc.equal(pc.list_element(array_in(table, names.DIMENSIONS), place), text)
+                marks = pc.and_(marks, pc.fill_null(has, False))
+            yield group, table, marks
 
-    def _may_have(self, group: int, rollup: str, interval_ms: int, from_ms: int, to_ms: int) -> bool:
+    def _may_have(self, group: int, wanted: Wanted) -> bool:
         rollups = self._file.statistics(group, names.ROLLUP)
         intervals = self._file.statistics(group, names.INTERVAL_MS)
         starts = self._file.statistics(group, names.WINDOW_START)
-        if rollups is not None and not rollups[0] <= rollup <= rollups[1]:
+        if rollups is not None and not rollups[0] <= wanted.rollup <= rollups[1]:
             return False
-        if intervals is not None and not intervals[0] <= interval_ms <= intervals[1]:
+        if intervals is not None and not intervals[0] <= wanted.interval_ms <= intervals[1]:
             return False
-        return starts is None or (starts[0] < to_ms and starts[1] >= from_ms)
+        return starts is None or (starts[0] < wanted.to_ms and starts[1] >= wanted.from_ms)
+
+    def _is_all_of(self, group: int, wanted: Wanted) -> bool:
+        """Whether the whole row group is of the wanted rollup and interval."""
+        one = self._file.statistics(group, names.ROLLUP) == (wanted.rollup, wanted.rollup)
+        span = (wanted.interval_ms, wanted.interval_ms)
+        return one and self._file.statistics(group, names.INTERVAL_MS) == span
+
+    def _part(self, group: int, table: Any, marks: Any, wanted: Wanted) -> Part:
+        measures = array_in(table, names.MEASURE)
+        single = pc.equal(array_in(table, names.COUNT), pa.scalar(1))
+        numbers = pc.and_(marks, pc.and_(single, _is_one_of(measures, wanted.numbers)))
+        summed = pc.and_(marks, _is_one_of(measures, (*wanted.numbers, *wanted.others)))
+        summed = pc.and_not(summed, numbers)
+        counts = _rows(table, marks, wanted)
+        return Part(
+            counts.num_rows,
+            _counts(counts, len(wanted.grouped)),
+            _numbers(_rows(table, numbers, wanted), len(wanted.grouped)),
+            self._summaries(group, _rows(table, summed, wanted), summed, len(wanted.grouped)),
+        )
+
+    def _summaries(
+        self, group: int, rows: Any, marks: Any, dimensions: int
+    ) -> list[tuple[Key, str, Summary]]:
+        """States that have to be merged, of more than one number or made by others."""
+        if not rows.num_rows:
+            return []
+        heavy = self._file.read_group(group, _HEAVY).filter(marks)
+        columns = {name: rows.column(name).to_pylist() for name in (names.COUNT, names.MIN, names.MIN_WHOLE)}
+        columns |= {name: heavy.column(name).to_pylist() for name in _HEAVY}
+        keyed = zip(_keys(rows, dimensions), rows.column(names.MEASURE).to_pylist(), strict=True)
+        states = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return [(key, measure, _summary(state)) for (key, measure), state in zip(keyed, states, strict=True)]
+
+
+def _is_one_of(measures: Any, wanted: Sequence[str]) -> Any:
+    return pc.is_in(measures, value_set=pa.array(wanted, measures.type))
+
+
+def _rows(table: Any, marks: Any, wanted: Wanted) -> Any:
+    """The marked rows, with a column for each dimension that is wanted."""
+    light = (names.WINDOW_START, names.MEASURE, names.COUNT, names.MIN, names.MIN_WHOLE)
+    found = {name: array_in(table, name).filter(marks) for name in light}
+    dimensions = array_in(table, names.DIMENSIONS).filter(marks)
+    for column, place in enumerate(wanted.grouped):
+        found[_dimension(column)] = pc.list_element(dimensions, place)
+    return pa.table(found)
+
+
+def _dimension(column: int) -> str:
+    return f"dimension {column}"
+
+
+def _added_up(rows: Any, dimensions: int, sums: Sequence[tuple[str, str]]) -> Any:
+    by = [names.WINDOW_START, *map(_dimension, range(dimensions)), names.MEASURE]
+    return rows.group_by(by, use_threads=False).aggregate(list(sums))
+
+
+def _keys(rows: Any, dimensions: int) -> list[Key]:
+    starts: list[int] = rows.column(names.WINDOW_START).to_pylist()
+    columns = [rows.column(_dimension(column)).to_pylist() for column in range(dimensions)]
+    values = list(zip(*columns, strict=True)) if columns else [()] * len(starts)
+    return list(zip(starts, values, strict=True))
+
+
+def _counts(rows: Any, dimensions: int) -> list[tuple[Key, str, int]]:
+    if not rows.num_rows:
+        return []
+    found = _added_up(rows, dimensions, [(names.COUNT, "sum")])
+    measures: list[str] = found.column(names.MEASURE).to_pylist()
+    sizes: list[int] = found.column(f"{names.COUNT}_sum").to_pylist()
+    return list(zip(_keys(found, dimensions), measures, sizes, strict=True))
+
+
+def _numbers(rows: Any, dimensions: int) -> list[tuple[Key, str, list[Number]]]:
+    if not rows.num_rows:
+        return []
+    found = _added_up(rows, dimensions, [(names.MIN, "list"), (names.MIN_WHOLE, "list")])
+    measures: list[str] = found.column(names.MEASURE).to_pylist()
+    doubles: list[list[float | None]] = found.column(f"{names.MIN}_list").to_pylist()
+    wholes: list[list[int | None]] = found.column(f"{names.MIN_WHOLE}_list").to_pylist()
+    numbers = map(_chosen_numbers, doubles, wholes)
+    return list(zip(_keys(found, dimensions), measures, numbers, strict=True))
+
+
+def _chosen_numbers(doubles: list[float | None], wholes: list[int | None]) -> list[Number]:
+    if wholes.count(None) == len(wholes):
+        numbers: list[Number | None] = list(doubles)
+    else:
+        numbers = [_number(double, whole) for double, whole in zip(doubles, wholes, strict=True)]
+    if None in numbers:
+        raise UnusableFileError("it has a state of one number without the number")
+    return cast("list[Number]", numbers)
+
+
+def _summary(state: dict[str, Any]) -> Summary:
+    histogram = cast("list[tuple[int, int]] | None", state[names.HISTOGRAM])
+    sketch = sketch_of(state[names.SKETCH] or b"")
+    if sketch is None:
+        raise UnusableFileError("it has a sketch that is none")
+    summary = Summary(histogram=histogram is not None, whole=False)
+    summary.count = state[names.COUNT]
+    summary.total = names.sum_of(state[names.SUM_EXACT] or b"")
+    summary.smallest = _number(state[names.MIN], state[names.MIN_WHOLE])
+    summary.largest = _number(state[names.MAX], state[names.MAX_WHOLE])
+    summary.unplaced = state[names.UNPLACED] or 0
+    summary.sketch = sketch
+    if histogram is not None:
+        summary.histogram = Histogram()
+        summary.histogram.counts = dict(histogram)
+    return summary
 
 
 def _number(double: float | None, whole: int | None) -> Number | None:

@@ -15,6 +15,7 @@ from tailrace.store.arrow import pa, pc
 
 _COMPARE = {"=": "equal", ">": "greater", ">=": "greater_equal", "<": "less", "<=": "less_equal"}
 _OVERHEAD_BYTES = 1000  # of the objects around the buffers
+_WORDS_SHARED_MAX = 4096
 
 
 def bits_in(marks: Any) -> int:
@@ -133,14 +134,24 @@ class FieldColumn:
         found = pc.min_max(self._words if self._is_words else self._flat).as_py()
         return None if found["min"] is None else (found["min"], found["max"])
 
-    def leaves(self) -> list[object]:
-        """For every row its value, a list of several, or None."""
-        flat: list[object] = self._flat.to_pylist()
-        if self._is_words:
-            words: list[str] = self._words.to_pylist()
-            flat = [None if place is None else words[cast("int", place)] for place in flat]
+    def leaves(self, begin: int, end: int) -> list[object]:
+        """For each of some rows its value, a list of several, or None."""
         if self._parents is None:
-            return flat
-        starts: list[int] = self._starts.to_pylist()
-        lists = [flat[begin:end] for begin, end in pairwise(starts)]
+            return self._listed(begin, end)
+        starts: list[int] = self._starts[begin : end + 1].to_pylist()
+        flat = self._listed(starts[0], starts[-1])
+        lists = [flat[first - starts[0] : last - starts[0]] for first, last in pairwise(starts)]
         return [None if not found else found[0] if len(found) == 1 else found for found in lists]
+
+    def _listed(self, begin: int, end: int) -> list[object]:
+        """Some of all values, one after the other."""
+        flat = self._flat[begin:end]
+        if not self._is_words:
+            return flat.to_pylist()
+        if len(self._words) > _WORDS_SHARED_MAX:
+            return self._words.take(flat).to_pylist()
+        # One object for all rows that have the same word.
+        words: list[str] = self._words.to_pylist()
+        return [
+            None if place is None else words[place] for place in cast("list[int | None]", flat.to_pylist())
+        ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import struct
 import tempfile
 import weakref
 import zipfile
@@ -32,6 +33,8 @@ _KEPT_MAX = 16
 _KEPT_ROW_BYTES = 24  # of what is kept, for each row, roughly
 _OVERHEAD_BYTES = 4096
 _TERMS_MAX = 4096  # that the text engine is asked for at once
+_LENGTHS_AT = 26  # in the header of a member: those of its name and of what else the header has
+_LENGTHS = struct.Struct("<HH")
 
 T = TypeVar("T")
 
@@ -53,6 +56,15 @@ class Postings(NamedTuple):
     frequencies: Any
 
 
+def _stored(raw: bytes, member: zipfile.ZipInfo) -> memoryview:
+    """A member of a zip where it lies, without a copy. All of the zip has been checked against its hash."""
+    name_bytes, extra_bytes = _LENGTHS.unpack_from(raw, member.header_offset + _LENGTHS_AT)
+    begin = member.header_offset + _LENGTHS_AT + _LENGTHS.size + name_bytes + extra_bytes
+    if member.compress_type != zipfile.ZIP_STORED or begin + member.file_size > len(raw):
+        raise zipfile.BadZipFile(f"{member.filename} is not stored as it is")
+    return memoryview(raw)[begin : begin + member.file_size]
+
+
 class FtsFile:
     def __init__(self, raw: bytes, stream_id: str, first: int, last: int) -> None:
         self._raw = raw
@@ -62,13 +74,14 @@ class FtsFile:
             facts = {names.FACT_PREFIX + key: str(value) for key, value in split.items()}
             texts = msgspec.convert(split["text"], list[TextFacts])
             self.keywords = frozenset(msgspec.convert(split["keyword"], list[str]))
-            terms = self._zip.read(names.SPLIT_TERMS)
-        except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
+            terms = _stored(raw, self._zip.getinfo(names.SPLIT_TERMS))
+        except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError, struct.error) as error:
             raise UnusableFileError(f"it is no split: {error}") from error
         check_facts(facts, names.FTS, stream_id, first, last)
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
+        self._terms_bytes = len(terms)
         self._found: OrderedDict[tuple[str, str], Postings] = OrderedDict()
         self._found_bytes = 0
         self._lengths: dict[str, Any] = {}
@@ -79,9 +92,8 @@ class FtsFile:
     def memory_bytes(self) -> int:
         lengths = sum(found.nbytes for found in list(self._lengths.values()))
         kept = len(self._kept) * _KEPT_ROW_BYTES * (self.last - self.first + 1)
-        return (
-            len(self._raw) + self._terms.memory_bytes + self._found_bytes + lengths + kept + _OVERHEAD_BYTES
-        )
+        rest = len(self._raw) - self._terms_bytes  # the table of terms lies in it, and counts as a file
+        return self._terms.memory_bytes + rest + self._found_bytes + lengths + kept + _OVERHEAD_BYTES
 
     def kept(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """Something that was made of this file for one span; the next search may want it again."""

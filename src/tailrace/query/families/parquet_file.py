@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
@@ -11,6 +12,7 @@ from tailrace.query.families.shelf import UnusableFileError
 from tailrace.store.arrow import pa, pq
 
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
+DECODED_BYTES_MAX = 32 << 20  # of one file: the row groups that were not asked for longest go first
 
 
 def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
@@ -32,7 +34,7 @@ def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, 
 
 
 class ParquetFile:
-    """Row groups of one file. What was decoded stays, and counts as memory."""
+    """Row groups of one file. What was decoded last stays, and counts as memory."""
 
     def __init__(self, raw: bytes | memoryview) -> None:
         try:
@@ -45,8 +47,9 @@ class ParquetFile:
         self._raw_bytes = len(raw)
         schema = self.metadata.schema
         self._leaves: dict[str, int] = {schema.column(at).path: at for at in range(len(schema))}
-        self._decoded: dict[tuple[int, tuple[str, ...]], Any] = {}
+        self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
         self._decoded_bytes = 0
+        self._bounds: dict[tuple[int, str], tuple[Any, Any] | None] = {}  # that were asked for
         self._lock = Lock()  # searches on several threads share the file, and the library has one reader
 
     @property
@@ -63,8 +66,11 @@ class ParquetFile:
 
     def statistics(self, group: int, column: str) -> tuple[Any, Any] | None:
         """The smallest and largest value of a plain column in a row group; None if that is not known."""
-        found = self.metadata.row_group(group).column(self._leaves[column]).statistics
-        return (found.min, found.max) if found is not None and found.has_min_max else None
+        key = (group, column)
+        if key not in self._bounds:
+            found: Any = self.metadata.row_group(group).column(self._leaves[column]).statistics
+            self._bounds[key] = (found.min, found.max) if found is not None and found.has_min_max else None
+        return self._bounds[key]
 
     def has_nulls(self, group: int, column: str) -> bool:
         found = self.metadata.row_group(group).column(self._leaves[column]).statistics
@@ -76,13 +82,25 @@ class ParquetFile:
         with self._lock:
             table = self._decoded.get(key)
             if table is None:
-                try:
-                    table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-                except (pa.ArrowException, OSError) as error:
-                    raise UnusableFileError(f"row group {group} cannot be decoded: {error}") from error
-                table = self._decoded[key] = table.combine_chunks()
+                table = self._decoded[key] = self._read_group(group, columns)
                 self._decoded_bytes += table.nbytes
+                while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
+                    self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
+            else:
+                self._decoded.move_to_end(key)
         return table
+
+    def read_group(self, group: int, columns: Sequence[str]) -> Any:
+        """As `group`, for what is not worth keeping."""
+        with self._lock:
+            return self._read_group(group, columns)
+
+    def _read_group(self, group: int, columns: Sequence[str]) -> Any:
+        try:
+            found = self._file.read_row_group(group, columns=list(columns), use_threads=False)
+            return found.combine_chunks()
+        except (pa.ArrowException, OSError) as error:
+            raise UnusableFileError(f"row group {group} cannot be decoded: {error}") from error
 
     def read(self, columns: Sequence[str]) -> Any:
         """Whole columns; they are not kept."""

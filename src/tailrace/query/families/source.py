@@ -105,10 +105,10 @@ class SpanSource:
 
     # -- columns -------------------------------------------------------------------------------------------
 
-    def leaves(self, name: str) -> list[object]:
-        """The values of a field in each row: one, a list of several, or None."""
+    def leaves(self, name: str, begin: int, end: int) -> list[object]:
+        """The values of a field in each of some rows: one, a list of several, or None."""
         column, shift = self._column(name)
-        return column.leaves()[shift : shift + self.rows.count]
+        return column.leaves(begin + shift, end + shift)
 
     def has_column(self, name: str) -> bool:
         found = self._file(COL, name)
