@@ -90,7 +90,7 @@ class Log:
         )
         self.journal.on_prepared = self._file_prepared
         self.expiry = Expiry(self)
-        self.publisher = Publisher(self.streams)
+        self.publisher = Publisher(self.streams, loop)
         self.catalogue = Catalogue(self.streams, self.store, loop)
         self.publisher.on_change.append(self.catalogue.changed)
         self.refusal: TailraceError | None = None  # why nothing can be written now
@@ -304,13 +304,17 @@ class Log:
         """Deletes a stream; with living forks only its name goes."""
         if self.refusal is not None:
             raise self.refusal
-        now_ns = self.clock.now_ns()
+        transaction = Transaction(stream, reply, context)
+        self.add_removal(transaction, stream, reason, self.clock.now_ns())
+        self._submit(transaction)
+
+    def add_removal(self, transaction: Transaction, stream: Stream, reason: str, now_ns: int) -> None:
+        """The deletion of a stream as part of a larger change."""
         ancestors: list[Stream] = []
         owner = stream
         while owner.parent:
             owner = self.streams.parent_of(owner)
             ancestors.append(owner)
-        transaction = Transaction(stream, reply, context)
         for op in decide_delete(stream, reason, now_ns, ancestors):
             removed = transaction.add(self.streams, op)
             assert removed is not None
@@ -319,7 +323,6 @@ class Log:
                 transaction.add(self.streams, event)
             events = outbox_events.of_removal(self.store, self.streams, removed, reason, now_ns)
             self._deliver(transaction, events, now_ns)
-        self._submit(transaction)
 
     def confirm_deleted(self, name: str, reply: Reply, context: object) -> bool:
         """Whether the name was deleted before. If so, `reply` comes when that is durable."""
@@ -384,11 +387,11 @@ class Log:
         stream = transaction.add(self.streams, op)
         if stream is not None and isinstance(op, Sealed) and op.keyed:
             self._note_keys(transaction, stream)
+        if isinstance(op, Compacted):
+            transaction.add(self.streams, Meta(compaction.fact_of(op.stream), None))  # what was begun is done
         self._deliver(transaction, events, now_ns)
         self._submit(transaction)
 
-        if isinstance(op, Compacted):
-            transaction.add(self.streams, Meta(compaction.fact_of(op.stream), None))  # what was begun is done
     def plan(self, stream: Stream, plans: PlanBook, reply: Reply = ignore) -> None:
         """Sets the stream's index plans; a new one is told of in the same record."""
         if self.refusal is not None:
