@@ -116,7 +116,7 @@ export class Hub {
     await this.#untilOpen(to)
     const payload = { to, type, data, ack, durable }
     const request = { type: "hub:send", payload, metadata, ttl, correlationId, from: sender }
-    if (ack === undefined) return this.#session.tell(request)
+    if (ack === undefined) return { messageId: await this.#session.tell(request), status: "sent" }
     return (await this.#session.ask(request, { timeoutMs })).payload
   }
 
@@ -132,13 +132,13 @@ export class Hub {
   }
 
   /** Answer a message that wants a reply. All but the last answer have `final: false`. */
-  reply(message, data = null, { final = true } = {}) {
-    return this.#reply(message, { ok: true, data, final })
+  async reply(message, data = null, { final = true } = {}) {
+    await this.#reply(message, { ok: true, data, final })
   }
 
   /** Say that it cannot be answered. The asker gets an error with this code. */
-  replyError(message, code, text) {
-    return this.#reply(message, { ok: false, error: { code, message: text }, final: true })
+  async replyError(message, code, text) {
+    await this.#reply(message, { ok: false, error: { code, message: text }, final: true })
   }
 
   /** Send to everybody who is registered now, or to those who match. */

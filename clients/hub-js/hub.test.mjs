@@ -33,8 +33,9 @@ test("addresses of other runtimes", () => {
 
 test("tells, with and without an acknowledgement", async (t) => {
   const [one, other] = [await actor(t), await actor(t)]
-  await one.send(other.identity, "greeting", { text: "hello" })
+  const sent = await one.send(other.identity, "greeting", { text: "hello" })
   const message = await other.nextMessage()
+  assert.deepEqual(sent, { messageId: message.metadata.originalMessageId, status: "sent" })
   assert.equal(message.type, "greeting")
   assert.equal(message.from, one.identity)
   assert.deepEqual(message.payload, { text: "hello" })

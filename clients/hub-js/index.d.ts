@@ -85,11 +85,11 @@ export interface Actor {
 
 export interface Ack {
   messageId: string
-  status: "delivered" | "queued" | "accepted" | "processed"
-  level: string
-  stream: string | null
-  offset: string | null
-  duplicate: boolean
+  status: "sent" | "delivered" | "queued" | "accepted" | "processed"
+  level?: string
+  stream?: string | null
+  offset?: string | null
+  duplicate?: boolean
 }
 
 export interface Subscription {
@@ -168,7 +168,7 @@ export class Hub {
       metadata?: Record<string, unknown>
       timeoutMs?: number
     },
-  ): Promise<Ack | undefined>
+  ): Promise<Ack>
   ask<Data = unknown>(
     to: string,
     type: string,

@@ -66,7 +66,7 @@ export class Session {
     })
   }
 
-  /** Send, once. While there is no connection it waits for one. */
+  /** Send, once, and give its id. While there is no connection it waits for one. */
   async tell(request) {
     if (this.#ended) throw this.#ended
     const late = settled()
@@ -76,9 +76,9 @@ export class Session {
     } finally {
       clearTimeout(timer)
     }
-    if (!this.#write({ id: crypto.randomUUID(), pattern: "tell", ...request })) {
-      throw lost("the connection to the hub was lost")
-    }
+    const id = crypto.randomUUID()
+    if (!this.#write({ id, pattern: "tell", ...request })) throw lost("the connection to the hub was lost")
+    return id
   }
 
   /** Say goodbye, and end. */

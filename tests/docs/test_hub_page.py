@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from support.pages import PageRun, blocks_of
-from support.server import ServerProcess
+from support.server import ServerProcess, free_port
 from tailrace.client.hub import Hub
 from tailrace.hub.errors import HUB_CODES
 
@@ -19,7 +19,13 @@ PRINTED_URL = "http://127.0.0.1:4437"
 
 
 def test_the_page_about_the_hub(server: ServerProcess, tmp_path: Path) -> None:
-    blocks = list(blocks_of(PAGE, {PRINTED_URL: server.base_url}))
+    port = str(free_port())
+    replaced = {
+        PRINTED_URL: server.base_url,
+        "127.0.0.1:4438": f"127.0.0.1:{port}",
+        "--port 4438": f"--port {port}",
+    }
+    blocks = list(blocks_of(PAGE, replaced))
     assert [block.kind for block in blocks].count("sh page") > 10
     with PageRun(tmp_path, {"TAILRACE_ENDPOINT": server.base_url}) as run:
         for block in blocks:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.calls import eventually
-from support.hub_clients import WAIT_S, OpenHub, fresh_address, next_of, open_hub
+from support.hub_clients import QUICK, WAIT_S, OpenHub, fresh_address, next_of, open_hub
 from support.server import ServerProcess
 from tailrace.client import ClientError
 from tailrace.client.hub import Hub, Message, Timeouts
@@ -38,8 +38,9 @@ def _soon(hub: Any, work: Callable[[], Any]) -> None:
 
 def test_a_message_arrives_with_its_verified_sender(pair: tuple[Any, Any]) -> None:
     one, other = pair
-    assert one.send(other.identity, "greeting", {"text": "hello"}) is None
+    sent = one.send(other.identity, "greeting", {"text": "hello"})
     message = next_of(other)
+    assert (sent.status, sent.message_id) == ("sent", message.metadata["originalMessageId"])
     assert (message.type, message.sender, message.to) == ("greeting", one.identity, other.identity)
     assert message.data == {"text": "hello"}
     assert message.metadata["originalFrom"] == one.identity
@@ -187,20 +188,24 @@ def test_a_lost_connection_comes_back_with_everything(pair: tuple[Any, Any]) -> 
     assert other.session_id == before
 
 
-def test_a_restart_of_the_server_is_survived(start_server: Any, open_hub: OpenHub) -> None:
+def test_a_restart_of_the_server_is_survived(start_server: Any) -> None:
     server: ServerProcess = start_server()
-    one, other = open_hub(server.base_url), open_hub(server.base_url)
-    one.register()
-    other.register()
-    topic = "restart"
-    other.subscribe(topic)
-    server.kill()
-    server.start()
-    # Each comes back when it does; the one that is sent to may be the later.
-    eventually(lambda: [actor.online for actor in one.discover(other.identity)], lambda seen: seen == [True])
-    assert one.send(other.identity, "hello", 1, ack="delivered").status == "delivered"
-    assert next_of(other).data == 1
-    eventually(lambda: one.publish(topic, "t", 1, timeout_s=WAIT_S).subscriber_count == 1, bool)
+    with (
+        Hub(server.base_url, address=fresh_address(), retries=QUICK) as one,
+        Hub(server.base_url, address=fresh_address(), retries=QUICK) as other,
+    ):
+        one.register()
+        other.register()
+        other.subscribe("restart")
+        server.kill()
+        server.start()
+        # Each comes back when it does; the one that is sent to may be the later.
+        eventually(
+            lambda: [actor.online for actor in one.discover(other.identity)], lambda seen: seen == [True]
+        )
+        assert one.send(other.identity, "hello", 1, ack="delivered").status == "delivered"
+        assert next_of(other).data == 1
+        eventually(lambda: one.publish("restart", "t", 2).subscriber_count, lambda count: count == 1)
 
 
 def test_the_later_of_two_with_one_address_wins(server: ServerProcess, open_hub: OpenHub) -> None:

@@ -125,7 +125,6 @@ def send(
 
     with join(session, sender) as hub:
         found = hub.send(to, kind, json_of(data), ack=ack, ttl_ms=ttl, timeout_s=timeout)
-    assert found is not None
     if session.json:
         put_json(msgspec.structs.asdict(found))
     else:

@@ -182,7 +182,6 @@ def _send_again(hub: Hub, message: dict[str, Any], to: str, origin: dict[str, st
 
     metadata = {"replayedFrom": {"messageId": message.get("id"), "from": message.get("from"), **origin}}
     ack = hub.send(to, str(message.get("type")), message.get("payload"), ack="accepted", metadata=metadata)
-    assert ack is not None
     if session.json:
         put_json(msgspec.structs.asdict(ack))
     else:

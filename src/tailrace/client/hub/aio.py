@@ -191,8 +191,8 @@ class AsyncHub(AsyncClosing):
         metadata: Mapping[str, Any] | None = None,
         ttl_ms: int | None = None,
         timeout_s: float | None = None,
-    ) -> Ack | None:
-        """Tell somebody something. With `ack` it returns when the message has come so far."""
+    ) -> Ack:
+        """Tell somebody something. With `ack` it returns when it has come so far, else once it is sent."""
         await self._place.until_open(to)
         options: dict[str, Any] = {
             "metadata": _metadata(metadata, priority, producer),
@@ -202,8 +202,7 @@ class AsyncHub(AsyncClosing):
         }
         payload = {"to": to, "type": type, "data": wire.data_of(data), **given(ack=ack, durable=durable)}
         if ack is None:
-            await self._place.tell("hub:send", payload, **options)
-            return None
+            return Ack(await self._place.tell("hub:send", payload, **options), "sent")
         return read_answer(await self._place.ask("hub:send", payload, timeout_s=timeout_s, **options), Ack)
 
     async def ask(

@@ -111,7 +111,7 @@ class Message:
 
 
 class Ack(msgspec.Struct, frozen=True, rename="camel"):
-    """How far a message has come. `accepted` is on disk, `processed` was committed by its recipient."""
+    """How far a message has come: `sent`, `delivered` or `queued`, `accepted` (on disk), `processed`."""
 
     message_id: str
     status: str

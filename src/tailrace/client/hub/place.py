@@ -71,8 +71,11 @@ class Place:
         request = _request(kind, payload, ask=is_ask, **options)
         return await self.session.ask(request, wait_s, urgent=urgent, on_part=on_part)
 
-    async def tell(self, kind: str, payload: Mapping[str, Any], **options: Any) -> None:
-        await self.session.tell(_request(kind, payload, ask=False, **options))
+    async def tell(self, kind: str, payload: Mapping[str, Any], **options: Any) -> str:
+        """Send, and give the id of what was sent."""
+        request = _request(kind, payload, ask=False, **options)
+        await self.session.tell(request)
+        return request.id
 
     async def until_open(self, target: str) -> None:
         """The hub asks for a pause when a recipient cannot keep up."""

@@ -114,7 +114,7 @@ class Hub(Closing):
         """All actors that match, sorted by address. The options are those of `AsyncHub.discover`."""
         return self._iterate(self._hub.discover(pattern, **options))
 
-    def send(self, to: str, type: str, data: Any = None, **options: Any) -> Ack | None:  # noqa: A002
+    def send(self, to: str, type: str, data: Any = None, **options: Any) -> Ack:  # noqa: A002
         """Tell somebody something. The options are those of `AsyncHub.send`, such as `ack`."""
         return self._run(self._hub.send(to, type, data, **options))
 
