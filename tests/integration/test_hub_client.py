@@ -246,3 +246,36 @@ def test_an_address_is_renewed_before_it_expires(server: ServerProcess, open_hub
     )
     (actor,) = hub.discover(hub.identity)
     assert actor.expires_at >= first.expires_at
+
+
+def test_a_durable_subscription_goes_on_where_it_was(server: ServerProcess, open_hub: OpenHub) -> None:
+    publisher, address = open_hub(server.base_url), fresh_address("reader")
+    topic = f"durable/{address.removeprefix('@(').removesuffix(')')}"
+
+    def joined() -> Any:
+        reader = open_hub(server.base_url, address=address)
+        reader.register(durable=True, commit="manual")
+        assert reader.subscribe(f"{topic}/#", durable=True, name="all").durable
+        return reader
+
+    first = joined()
+    published = [publisher.publish(f"{topic}/a", "t", number) for number in range(2)]
+    assert {one.stream for one in published} == {f"hub/topic/{topic}/a"}
+    messages = [next_of(first) for _ in range(2)]
+    assert [message.data for message in messages] == [0, 1]
+    first.commit(messages[0])
+    first.close()
+    publisher.publish(f"{topic}/a", "t", 2)
+    again = joined()
+    missed = [next_of(again) for _ in range(2)]
+    assert [(message.data, message.redelivered) for message in missed] == [(1, True), (2, False)]
+    assert missed[1].offset > published[1].offset
+
+
+def test_what_could_not_be_delivered_is_noticed(server: ServerProcess, open_hub: OpenHub) -> None:
+    notices: list[Message] = []
+    hub = open_hub(server.base_url, on_notice=notices.append)
+    sent = hub.send("@(nobody)", "x")
+    eventually(lambda: [notice.type for notice in notices], lambda seen: seen == ["hub:undeliverable"])
+    assert notices[0].data["messageId"] == sent.message_id
+    assert notices[0].data["reason"] == "unknown_actor"
