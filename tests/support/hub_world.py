@@ -23,6 +23,7 @@ from tailrace.hub.effects import (
     Turn,
 )
 from tailrace.hub.policy import Policy
+from tailrace.hub.restoring import Restoring
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub, Options
 from tailrace.limits import Limits
@@ -241,6 +242,24 @@ class World:
         while self.now < end:
             self.now = min(end, self.now + 1000)
             self.run(decide.tick(self.hub, self.now))
+
+    def crash(self) -> None:
+        """The process is killed and started again: only what was durable is left."""
+        self.held = None
+        self._queue.clear()
+        self.hub = self._fresh()
+        for name in self.streams.entries:
+            if name.startswith("hub/topic/"):
+                self.hub.topics.kept.add(name.removeprefix("hub/topic/"))
+        restoring = Restoring(self.hub)
+        for name, take in (
+            ("hub/registry", restoring.registry),
+            ("hub/subscriptions", restoring.subscription),
+            ("hub/cursors/0", restoring.cursor),
+        ):
+            for _, body in self.streams.entries.get(name, ()):
+                take(body)
+        restoring.finish(self.now)
 
     def shut_down(self) -> None:
         connecting.shut_down(self.hub, {}, self.now)

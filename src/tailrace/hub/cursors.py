@@ -23,6 +23,8 @@ class Cursor(msgspec.Struct, eq=False):
     committed: int = 0
     delivered: int = 0  # the last that was handed over; after a restart those up to it are redelivered
     read_upto: int = 0  # by the actor itself; memory only
+    # Entries up to here may have been handed over by a process that died before it could write that down.
+    unsure_upto: int = 0
 
 
 class CursorRecord(msgspec.Struct):

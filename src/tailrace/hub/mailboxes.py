@@ -72,6 +72,9 @@ class Mailboxes:
             cursor = self.cursors.of(box.path, stream)
             if cursor is None:
                 cursor = Cursor(begin, begin)
+                if kind == MAILBOX:
+                    # Whatever is in it already was appended by an earlier process.
+                    cursor.unsure_upto = self._hub.streams.tail(stream) or 0
                 self.cursors.put(box.path, stream, cursor)
                 if begin:
                     self.cursors.moved(box.path, stream)
@@ -297,7 +300,7 @@ class Mailboxes:
         if feed.subscription_id is not None:
             more += b',"subscriptionId":"%b"' % feed.subscription_id.encode()
         more += b"}"
-        if before or entry <= feed.handed_before:
+        if before or entry <= max(feed.handed_before, feed.cursor.unsure_upto):
             more += b',"redelivered":true,"deliveryCount":%d' % (before + 1)
         frame = copy.frame(more)
         if hub.flow.offer(box.session, frame, now_ms) != SENT:

@@ -139,6 +139,7 @@ class Topics:
 
         def start(position: int | None) -> None:
             self._begin_cursors(subscription, begin, position)
+            hub.mailboxes.cursors.flush()  # where it begins is durable before the subscription is
 
             def then(settled: Settled, now_ms: int) -> None:
                 if settled.error is not None:
