@@ -127,7 +127,7 @@ def undergo(directory: Path, seed: int, kills: int) -> None:
             follower.open()
         writer = Writer(postgres, seed)
         for number in range(kills):
-            goal = writer.committed + chance.randrange(10, 60)
+            goal = writer.committed + chance.randrange(10, 40)
             wait_until(
                 lambda: (writer.committed, writer.failure), lambda seen, goal=goal: seen[0] >= goal or seen[1]
             )
@@ -169,7 +169,7 @@ def settle(call: Caller, postgres: PostgresServer, followers: list[Follower]) ->
 
 
 def test_nothing_is_lost_and_nothing_is_there_twice(tmp_path: Path) -> None:
-    undergo(tmp_path, 1, 5)
+    undergo(tmp_path, 1, 4)
 
 
 def test_a_copy_races_with_writes(tmp_path: Path) -> None:

@@ -325,19 +325,27 @@ def test_a_slot_that_somebody_else_moves_is_a_gap(call: Caller, postgres: Postgr
     assert "somebody else has moved" in wait_phase(call, name, "stale")["reason"]
 
 
-def test_what_is_missing_is_named(call: Caller, postgres: PostgresServer, name: str) -> None:
-    do(postgres, f"CREATE TABLE {name} (id int, n int)")
+def test_what_is_missing_is_named(call: Caller, postgres: PostgresServer, name: str, tmp_path: Path) -> None:
+    """As somebody who may do nothing but what is asked for."""
+    do(postgres, f"CREATE TABLE {name} (id int, n int)", f"CREATE ROLE role_{name} LOGIN REPLICATION")
+    postgres.run("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", f"slot_{name}")
+    place = tmp_path / "dsn"
+    place.write_text(f"{postgres.dsn} user=role_{name}")
     tables = {f"public.{name}": {"collection": name, "key": ["id"]}}
-    add_source(call, name, tables)
+    add_source(call, name, tables, dsn={"file": str(place)}, slot=f"slot_{name}")
     for wanted, statement in (
         ("run: CREATE PUBLICATION", f"CREATE PUBLICATION {name}"),
+        ("run: GRANT SELECT", f"GRANT SELECT ON {name} TO role_{name}"),
         ("run: ALTER PUBLICATION", f"ALTER PUBLICATION {name} ADD TABLE {name}"),
         ("run: ALTER TABLE", f"ALTER TABLE {name} REPLICA IDENTITY FULL"),
+        ("there is a slot", f"SELECT pg_drop_replication_slot('slot_{name}')"),
     ):
         wait_until(lambda: status(call, name)["error"] or "", lambda seen, wanted=wanted: wanted in seen)
         do(postgres, statement)
     wait_phase(call, name, "live")
     assert status(call, name)["error"] is None
+    do(postgres, f"INSERT INTO {name} VALUES (1, 1)")
+    wait_until(lambda: documents(call, name), lambda seen: seen == rows(postgres, name))
 
 
 def test_a_huge_transaction_spans_many_commits(call: Caller, postgres: PostgresServer, name: str) -> None:
@@ -408,15 +416,17 @@ def test_nothing_is_told_of_where_the_database_is(following: ServerProcess, post
     assert f"port={postgres.port}" not in listed
 
 
-def test_a_log_that_the_database_has_thrown_away_is_a_gap(tmp_path: Path) -> None:
+def test_a_lost_log_and_another_database_are_gaps(postgres: PostgresServer, tmp_path: Path) -> None:
     """With a database of its own, which keeps next to nothing for those who are away."""
+    other, place = postgres, tmp_path / "dsn"
     postgres = PostgresServer(max_slot_wal_keep_size="1MB", min_wal_size="32MB", max_wal_size="64MB").start()
-    server = ServerProcess(tmp_path / "data", env={**QUICK, "PG_DSN": postgres.dsn})
+    place.write_text(postgres.dsn)
+    server = ServerProcess(tmp_path / "data", env=QUICK)
     try:
         call = Caller(server.start())
         make(postgres, "t")
         do(postgres, "INSERT INTO t VALUES (1, 1, 'before')")
-        follow(call, "t", initial="now")
+        follow(call, "t", initial="now", dsn={"file": str(place)})
         do(postgres, "INSERT INTO t VALUES (2, 2, 'after')")
         wait_until(lambda: documents(call, "t"), lambda seen: list(seen) == ["2"])
         live = Live(server)
@@ -439,6 +449,14 @@ def test_a_log_that_the_database_has_thrown_away_is_a_gap(tmp_path: Path) -> Non
         do(postgres, "DELETE FROM t WHERE id = 1")
         wait_until(lambda: documents(call, "t"), lambda seen: sorted(seen) == ["2", "3"])
         check_log(changes(call, "t"))
+        make(other, "t")
+        do(other, "INSERT INTO t VALUES (2, 2, 'elsewhere')")
+        place.write_text(other.dsn)
+        server.restart(kill=True)
+        wait_until(lambda: documents(call, "t"), lambda seen: seen == rows(other, "t"))
+        wait_phase(call, "t", "live")
+        do(other, "INSERT INTO t VALUES (4, 4, 'there')")
+        wait_until(lambda: sorted(documents(call, "t")), lambda seen: seen == ["2", "4"])
     finally:
         if server.running:
             server.stop()

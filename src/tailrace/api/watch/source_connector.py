@@ -85,7 +85,6 @@ class Connector:
             with suppress(TailraceError):
                 await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
             status.error = gap.reason
-            self._worked()
         except (SourceError, TailraceError) as error:
             status.error = str(error)
             logger.warning("the source %s: %s", self._config.name, error)
@@ -135,20 +134,15 @@ class Connector:
         adapter, states = self._adapter, self._states
         progress = ingest.progress
         if progress.phase != "loading":
-            slot = await self._call(adapter.slot)
-            if slot is not None and (progress.phase != "new" or slot.wal_status == "lost"):
-                await self._call(adapter.drop_slot)
-                slot = None
-            if slot is not None and (slot.plugin != "pgoutput" or not slot.here):
-                raise SourceError(f"the slot {self._config.slot} belongs to somebody else: name another one")
-            start = await self._call(adapter.create_slot) if slot is None else slot.confirmed or 0
-            system = await self._call(adapter.system)
-            position = progress.position
-            if start > position.lsn:
-                position = Position(start, -1, -1)
+            start = await self._fresh_slot(ingest)
             self._status.confirmed = start
-            known = progress.at(position).replaced(
-                safe=start, system=system, keys=primary_keys(self._tables), reason=None, rescan=False
+            known = progress.at(Position(start, -1, -1)).replaced(
+                safe=start,
+                system=await self._call(adapter.system),
+                keys=primary_keys(self._tables),
+                reason=None,
+                rescan=False,
+                making=False,
             )
             if self._config.initial == "now" and progress.phase == "new":
                 await states.begin_now(ingest, known)
@@ -160,6 +154,17 @@ class Connector:
         until = await self._call(adapter.mark)
         await self._follow(ingest, until)
         await states.end_load(ingest)
+
+    async def _fresh_slot(self, ingest: Ingest) -> int:
+        """A slot that begins now. One that exists is ours only if we have said so, or have read from it."""
+        adapter, progress, name = self._adapter, ingest.progress, self._config.slot
+        if await self._call(adapter.slot) is not None:
+            known = any(any(one.applied) for one in self._states.collections.values())
+            if progress.phase == "new" and not progress.making and not known:
+                raise SourceError(f"there is a slot {name} already: name another one, or drop it")
+            await self._call(adapter.drop_slot)
+        await ingest.note(progress.replaced(making=True))
+        return await self._call(adapter.create_slot)
 
     async def _load(self, ingest: Ingest) -> None:
         """Copies every table, and writes down what differs from what there is."""

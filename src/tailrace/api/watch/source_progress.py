@@ -31,6 +31,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None  # why it is stale
     rescan: bool = False  # a stale source is to be loaded again
     again: int = 0  # of a stream: the entry where a snapshot begins that has not ended
+    making: bool = False  # of PostgreSQL: the slot may be there, and then it is ours
 
     @property
     def position(self) -> Position:
