@@ -109,7 +109,7 @@ class Bench:
 
     def __init__(self, cpus: frozenset[int] | None, connections: int) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="watch-bench-", dir=os.environ.get("BENCH_DIR")))
-        bound = str(connections + 100)
+        bound = str(max(20_000, connections + 100))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, connections + 500)), hard))
         port = free_port()

@@ -37,7 +37,7 @@ def filters(chance: random.Random, users: int) -> list[dict[str, Any]]:
         more = [_one("status", "==", status), _one("amount", "<", 9_000)][: chance.randrange(3)]
         return [_one("user", "==", user), *more]
     if kind < 0.70:
-        low = chance.uniform(9_000, 10_000)
+        low = chance.uniform(9_800, 10_000)
         return [_one("region", "==", region), _one("status", "==", status), _one("amount", ">", low)]
     if kind < 0.82:
         low, other = chance.uniform(0, 9_950), chance.uniform(0, 990)

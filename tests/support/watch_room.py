@@ -101,24 +101,22 @@ class Room:
         self.writer = Writer(self.book, document_bytes=self.limits.watch_document_bytes)
         self.access = Access()
 
-        async def made() -> Gateway:
-            gateway = Gateway(self.context, self.book, self.access, None)
+        async def started(gateway: Gateway) -> None:
             self.book.on_applied = self._applied
-            self._gateway = gateway
             await self.book.start()
             gateway.start()
             await harness.log.committer.drain()
-            return gateway
 
         self.heard.clear()
-        self.gateway = harness.run(made())
+        self.gateway = harness.call(lambda: Gateway(self.context, self.book, self.access, None))
+        harness.run(started(self.gateway))
         self.routes = CollectionRoutes(self.context, self.book, self.access)
         self.routes.on_rules = self.gateway.on_rules
         self.routes.on_removed = self._removed
 
     def _applied(self, collection: Collection, change: Change) -> None:
         self.writer.on_applied(collection, change)
-        self._gateway.on_applied(collection, change)
+        self.gateway.on_applied(collection, change)
         entry = change.entry
         one = Heard(
             change.partition, change.seq, entry.documentKey, entry.version, change.before, change.after

@@ -98,13 +98,13 @@ def test_w33_what_can_wait_is_shed_first(tmp_path: Path) -> None:
     def states(priority: str) -> set[str]:
         return {session.subscriptions[priority].state for session, _ in pairs}
 
-    room.harness.call(gateway._tick)  # pyright: ignore[reportPrivateUsage]
+    room.harness.call(gateway._tick)
     assert states("low") == states("normal") == states("high") == {"live"}
     for turn in range(2):
         room.write(("put", "c/a", {"text": "x" * 12_000, "turn": turn}))
     assert sum(wire.unsent_bytes for _, wire in pairs) / 100_000 >= 0.7
     gateway.level = 0.0
-    room.harness.call(gateway._tick)  # pyright: ignore[reportPrivateUsage]
+    room.harness.call(gateway._tick)
     assert states("low") == {"behind"}
     if gateway.level < 0.9:
         assert states("normal") == states("high") == {"live"}
@@ -116,7 +116,7 @@ def test_w33_what_can_wait_is_shed_first(tmp_path: Path) -> None:
         wire.read(10_000)
     for session, _ in pairs:
         room.harness.call(session.on_drain)
-    room.harness.call(gateway._tick)  # pyright: ignore[reportPrivateUsage]
+    room.harness.call(gateway._tick)
     assert not gateway.shedding
     room.until(lambda: states("low") == {"live"})
     room.close()

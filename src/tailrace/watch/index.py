@@ -20,8 +20,9 @@ BUCKET_MAX: Final = 8
 DEPTH_MAX: Final = 4
 MISJUDGED: Final = 4  # times that another conjunct has to be better for a predicate to be moved
 
-# What is filed under an interval is not divided further, so that has to be worth it.
-_WEIGHTS: Final = {"range": 10}
+# What is filed under an interval is not divided further; a bucket is divided by the next conjunct, which
+# may be that very interval.
+_WEIGHTS: Final = {"range": 50}
 
 Get = Callable[[Any], Any]
 

@@ -68,7 +68,7 @@ def truth(node: Node) -> Truth:
         return lambda _: holds
     if isinstance(node, Call):
         if node.function == "_&&_":
-            return _all_of([truth(part) for part in flatten(node, "_&&_")])
+            return conjunction([truth(part) for part in flatten(node, "_&&_")])
         if node.function == "_||_":
             return _any_of([truth(part) for part in flatten(node, "_||_")])
         special = _comparison_truth(node)
@@ -85,13 +85,20 @@ def truth(node: Node) -> Truth:
     return holds_on
 
 
-def _all_of(parts: list[Truth]) -> Truth:
+def conjunction(parts: list[Truth]) -> Truth:
+    """All of them; written out for as many as most have, since this runs for every candidate."""
+    if not parts:
+        return lambda _: True
     if len(parts) == 1:
         return parts[0]
     if len(parts) == 2:
         first, second = parts
         return lambda doc: first(doc) and second(doc)
-    return lambda doc: all(part(doc) for part in parts)
+    if len(parts) == 3:
+        one, two, three = parts
+        return lambda doc: one(doc) and two(doc) and three(doc)
+    begin, rest = conjunction(parts[:3]), conjunction(parts[3:])
+    return lambda doc: begin(doc) and rest(doc)
 
 
 def _any_of(parts: list[Truth]) -> Truth:
@@ -134,6 +141,9 @@ def _comparison_truth(node: Call) -> Truth | None:
     get = getter(path)
     wanted: Any = literal.value
     if function == "_==_":
+        if type(wanted) is str and len(path) == 1:
+            name = path[0]
+            return lambda doc: doc.get(name) == wanted  # a field that is not there is no text either
         return _equality(get, wanted)
     if function in _COMPARE and type(wanted) in (int, float, str):
         return _ordering(get, wanted, _COMPARE[function])

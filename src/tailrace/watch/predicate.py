@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from tailrace.watch.cel import Program
-from tailrace.watch.lower import NotLoweredError, Truth, guards, truth
+from tailrace.watch.lower import NotLoweredError, Truth, conjunction, guards, truth
 from tailrace.watch.syntax import Call, Const, Node, Select, both, constant, flatten, path_of, text
 from tailrace.watch.values import CostError, EvaluationError
 
@@ -153,7 +153,7 @@ class Predicate:
                 self.fallback = True
                 holds = _by_library(part)
             truths.append(holds if part.variables is None else _denying(holds))
-        self.matches: Truth = _all(truths)
+        self.matches: Truth = conjunction(truths)
         self.branches = self._branches(nodes, documents)
 
     def _branches(self, nodes: list[Node], documents: frozenset[str] | None) -> list[list[Condition]]:
@@ -196,14 +196,3 @@ def _by_library(part: Part) -> Truth:
         return program.holds(doc=doc, **variables)
 
     return holds
-
-
-def _all(truths: list[Truth]) -> Truth:
-    if not truths:
-        return lambda _: True
-    if len(truths) == 1:
-        return truths[0]
-    if len(truths) == 2:
-        first, second = truths
-        return lambda doc: first(doc) and second(doc)
-    return lambda doc: all(part(doc) for part in truths)
