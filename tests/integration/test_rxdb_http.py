@@ -13,6 +13,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.replica import Replica, Stream
 from support.server import ServerProcess
+from support.sources import QUICK, wait_phase
 from tailrace.auth import create_token
 
 BASE = "/v1/databases/default"
@@ -389,3 +390,43 @@ def test_who_may_do_what(start_server: StartServer) -> None:
     renewed = of(sub="u", scope="read write", db=["app"], org="x", iat=7)
     _, checkpoint = mine.walk()
     assert renewed.pull(checkpoint) == ([], checkpoint), "a new token of the same person goes on"
+
+
+def test_a_collection_that_follows_a_source(start_server: StartServer) -> None:
+    """It is replicated to clients, and not written by them."""
+    server = start_server(env=QUICK)
+    call = Caller(server)
+    assert call("PUT", "orders", headers={"Content-Type": "application/json"}).status == 201
+    assert call("POST", "orders/_profile", {"profile": {"kind": "state-protocol"}}).status == 200
+
+    def say(*records: dict[str, Any]) -> None:
+        assert call("POST", "orders", list(records)).status in (200, 204)
+
+    def order(key: str, value: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "order", "key": key, "value": value, "headers": {"operation": "insert"}}
+
+    say(order("a", {"n": 1, "version": "x", "_rev": "y"}), order("b/ü", {"n": 2}))
+    source = {"kind": "stream", "stream": "orders", "collections": {"order": {"collection": "orders"}}}
+    assert call("PUT", f"{BASE}/sources/orders", source).status == 201
+    wait_phase(call, "orders", "live")
+    replica = Replica(call, "orders")
+    documents, checkpoint = eventually(replica.walk, lambda found: len(found[0]) == 2)
+    found = {one["id"]: content(one) for one in documents}
+    assert found == {"a": {"n": 1, "src_version": "x", "src__rev": "y"}, "b/ü": {"n": 2}}
+    stream = Stream(server, "orders")
+    stream.begin()
+    say(order("a", {"n": 3}))
+    assert [content(one) for one in stream.take()["documents"]] == [{"n": 3}]
+    refused = replica.send(({"id": "a", "n": 4}, {"id": "a", "n": 3}))
+    assert (refused.status, refused.code) == (405, "read_only_collection")
+    say({"headers": {"control": "reset"}}, order("z", {"n": 26}))
+    assert stream.take() == "RESYNC"
+    assert replica.ask(checkpoint).code in ("checkpoint_expired", "unavailable")
+
+    def living() -> list[str]:
+        answer = replica.ask()
+        documents = answer.body["documents"] if answer.status == 200 else []
+        return [one["id"] for one in documents if not one["_deleted"]]
+
+    eventually(living, lambda found: found == ["z"])
+    stream.close()

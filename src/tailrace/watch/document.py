@@ -84,7 +84,7 @@ def flat(
     """The document as predicates see it. A field that has a name of the server's becomes `src_...`."""
     found: Document = {}
     for name, value in data.items():
-        found[f"src_{name}" if name in RESERVED else name] = value
+        found[f"src_{name}" if name in RESERVED or name.startswith("_") else name] = value
     found["id"] = document_id
     found["collection"] = collection
     found["version"] = version

@@ -18,7 +18,7 @@ from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
-from tailrace.api.watch.rxdb_feed import Feed, Wire
+from tailrace.api.watch.rxdb_feed import SERVED, Feed, Wire
 from tailrace.api.watch.rxdb_pages import Batch, Pages, Shape
 from tailrace.api.watch.rxdb_push import Pushes
 from tailrace.auth import Identity
@@ -167,6 +167,8 @@ class Replication:
                 raise checkpoints.expired("the collection is gone")
             empty = orjson.dumps({"documents": [], "checkpoint": asked.given})
             return Pulled(_whole(head + empty + tail), None)
+        if collection.state not in SERVED:
+            raise TailraceError("unavailable", "the collection is being loaded, or in doubt")
         pages = self.pages(identity, collection, asked.shape)
         listed = await pages.listed(self.walk(identity, collection, asked.checkpoint), asked.limit)
         # Nothing new: what the client has stays good.

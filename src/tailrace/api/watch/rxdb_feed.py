@@ -28,6 +28,8 @@ logger = logging.getLogger("tailrace.watch")
 RECOVER: Final = 0.6
 POLL_S: Final = 0.25
 RESYNC: Final = b'"RESYNC"'
+# States of a collection in which what there is is right: not while a source loads, or cannot go on.
+SERVED: Final = frozenset({"live", "lagging"})
 
 
 class Listener(Protocol):
@@ -165,6 +167,8 @@ class Feed:
         collection = replication.find(self.database, self.name)
         if collection is None:
             return await self._vanished()
+        if collection.state not in SERVED:
+            return False  # it is told when that changes
         identity = self._listener.identity
         if self.walk is None:
             # It came into being while we waited: everything in it is news.

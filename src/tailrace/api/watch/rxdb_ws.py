@@ -74,6 +74,7 @@ class Socket(Wire):
         self._database = database
         self._shape = shape
         self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
         self._held_bytes = 0
         self._worker: asyncio.Task[None] | None = None
         self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
@@ -120,6 +121,7 @@ class Socket(Wire):
             self._waiting.appendleft(data)  # everything else waits for it
         else:
             self._waiting.append(data)
+        self._waiting_bytes += len(data)
         self._work_on()
 
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
@@ -140,7 +142,12 @@ class Socket(Wire):
             return False
         self._held_bytes += len(data)
         self.replication.held_bytes += len(data)
-        if self.replication.held_bytes > HELD_BYTES_MAX or len(self._waiting) >= WAITING_MAX:
+        self._waiting_bytes += len(data)
+        if (
+            len(self._waiting) >= WAITING_MAX
+            or self._held_bytes > self.replication.limits.watch_push_bytes + AUTH_BYTES_MAX
+            or self.replication.held_bytes > HELD_BYTES_MAX
+        ):
             self.close(4401, "say who you are first: auth")
         else:
             self._waiting.append(data)
@@ -154,7 +161,8 @@ class Socket(Wire):
 
     def _work_on(self) -> None:
         assert self.connection is not None
-        if len(self._waiting) >= WAITING_MAX:
+        bytes_max = self.replication.limits.watch_push_bytes
+        if len(self._waiting) >= WAITING_MAX or self._waiting_bytes >= bytes_max:
             self.connection.pause_reading()
         if self._worker is None:
             self._worker = self.replication.spawn(self._work())
@@ -162,7 +170,9 @@ class Socket(Wire):
     async def _work(self) -> None:
         try:
             while self._waiting and not self.ended:
-                await self._handle(self._read(self._waiting.popleft()))
+                data = self._waiting.popleft()
+                self._waiting_bytes -= len(data)
+                await self._handle(self._read(data))
                 if self.known is None:
                     break
         except TailraceError as refusal:
