@@ -104,8 +104,11 @@ class Care:
 
     async def _publish(self, collection: Collection, now_ms: int) -> None:
         """A view is worth publishing when changes are to go, and there are some that the last one lacks."""
-        if collection.config.retention_s(self._limits) is None or collection.state != "live":
+        retention_s = collection.config.retention_s(self._limits)
+        if retention_s is None or collection.state != "live":
             return
+        if collection.base is None and not self._is_old(collection, now_ms - retention_s * 1000):
+            return  # nothing can go yet
         try:
             await self.views.look(collection)
             due = now_ms - collection.published_ms >= self._limits.watch_view_ms
@@ -115,6 +118,11 @@ class Care:
                 self._sealing.trims.look_again()
         except (ObjectsError, OSError, TailraceError) as error:
             logger.warning("the view of %s cannot be published: %s", collection.name, error)
+
+    def _is_old(self, collection: Collection, before_ms: int) -> bool:
+        """Whether some of its changes may be from before; a stream is as old as its first entry."""
+        streams = map(self._book.log.find, collection.streams())
+        return any(stream is not None and stream.created_ns // 1_000_000 < before_ms for stream in streams)
 
     def _bounds(self) -> list[Bound]:
         """Changes that may go by their age, if a published view has them."""
