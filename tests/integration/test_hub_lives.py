@@ -38,7 +38,8 @@ def test_mailboxes_registrations_and_subscriptions_outlive_a_crash(tmp_path: Pat
         sender.ask(
             "hub:send", {"to": "@(k/a)", "type": "t", "data": "once", "ack": "accepted"}, metadata=producer
         )
-        sender.ask("hub:publish", {"topic": "k/1", "type": "p", "data": 2})
+        news = {"topic": "k/1", "type": "p", "data": 2}
+        sender.ask("hub:publish", news, id="news-2")
         versions = {
             one["address"]: one["version"]
             for one in sender.ask("hub:discover", {"pattern": "@(k/*)"})["payload"]["actors"]
@@ -54,6 +55,8 @@ def test_mailboxes_registrations_and_subscriptions_outlive_a_crash(tmp_path: Pat
             "hub:send", {"to": "@(k/a)", "type": "t", "data": "once", "ack": "accepted"}, metadata=producer
         )
         assert again["payload"]["duplicate"] is True, "the sender is who it was, by its identity"
+        assert sender.ask("hub:publish", news, id="news-2")["type"] == "hub:published"
+        assert len(Caller(server)("GET", "hub/topic/k/1?offset=-1").body) == 2, "a repeat is known as one"
         back = Actor(server, "@(k/a)", words=["mailbox"])
         version = back.register(durable=True, commit="manual")["payload"]["version"]
         assert version > versions["@(k/a)"]
@@ -125,9 +128,16 @@ def test_tokens_and_rules_on_a_guarded_server(guarded: ServerProcess) -> None:
         server.stop()
 
 
-def test_a_stopping_server_says_goodbye(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "data").start()
-    actor = registered(server, "@(stop/a)")
+def test_older_clients_find_the_hub_at_the_root_and_a_stopping_server_says_goodbye(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "data", env={"TAILRACE_HUB_ROOT": "yes"}).start()
+    call = Caller(server)
+    assert call("GET", "/health").body["service"] == "signal-hub"
+    assert call("GET", "/").status == 404
+    other = Actor(server, "@(stop/b)", path="/ws")
+    assert other.connected["type"] == "hub:connected"
+    other.close()
+    actor = Actor(server, "@(stop/a)", path="/")
+    actor.register()
     server.stop()
     assert actor.closed() == 1001
     told = actor.of("hub:disconnect")["payload"]

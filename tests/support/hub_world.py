@@ -23,7 +23,7 @@ from tailrace.hub.effects import (
     Turn,
 )
 from tailrace.hub.policy import Policy
-from tailrace.hub.restoring import Restoring
+from tailrace.hub.restoring import MESSAGES, Restoring
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub, Options
 from tailrace.limits import Limits
@@ -260,6 +260,11 @@ class World:
             for _, body in self.streams.entries.get(name, ()):
                 take(body)
         restoring.finish(self.now)
+        since_ns = (self.now - self.limits.hub_seen_ttl_ms) * 1_000_000
+        for name, entries in self.streams.entries.items():
+            for place, (time_ns, body) in enumerate(entries if name.startswith(MESSAGES) else ()):
+                if time_ns >= since_ns:
+                    restoring.message(name, place + 1, time_ns, body)
 
     def shut_down(self) -> None:
         connecting.shut_down(self.hub, {}, self.now)

@@ -282,6 +282,27 @@ def test_unregistering_may_end_the_mailbox() -> None:
     assert world.ask(sender, "hub:send", {"to": B, "type": "t"})["type"] == "hub:unknown_actor"
 
 
+def test_a_repeat_is_known_as_one_after_a_crash() -> None:
+    world = World()
+    sender, receiver = world.actor(A), world.actor(B, durable=True)
+    world.lose(receiver)
+    first = world.ask(sender, "hub:send", {"to": B, "type": "t", "data": 1, "ack": "accepted"}, id="same")
+    world.ask(sender, "hub:publish", {"topic": "kept", "type": "p", "durable": True}, id="news")
+    world.crash()
+    world.now += 10_000
+    sender = world.actor(A)
+    again = world.ask(sender, "hub:send", {"to": B, "type": "t", "data": 1, "ack": "accepted"}, id="same")
+    assert again["payload"]["offset"] == first["payload"]["offset"]
+    assert again["payload"]["duplicate"] is True
+    assert (
+        world.ask(sender, "hub:publish", {"topic": "kept", "type": "p"}, id="news")["type"] == "hub:published"
+    )
+    assert len(world.streams.entries[BOX]) == len(world.streams.entries["hub/topic/kept"]) == 1
+    world.now += 60_000
+    world.ask(sender, "hub:send", {"to": B, "type": "t", "data": 1, "ack": "accepted"}, id="same")
+    assert len(world.streams.entries[BOX]) == 2
+
+
 # -- topics ----------------------------------------------------------------------------------------------
 
 

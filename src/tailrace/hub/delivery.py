@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 NULL: Final = Raw(b"null")
 PRODUCER_BYTES_MAX: Final = 128
+PLAIN: Final = frozenset(("to", "type", "data"))
+# Metadata that asks for more than delivery.
+SPECIAL: Final = frozenset(("ack", "requireAck", "expectReply", "producer"))
 
 
 class Wanted(NamedTuple):
@@ -70,6 +73,9 @@ def read_send(hub: Hub, request: Request) -> Wanted:
         raise field_error("to", "the message has no target")
     target = parse_address(to, "to")
     kind, data = typed_data(payload)
+    if payload.raw.keys() <= PLAIN and SPECIAL.isdisjoint(request.metadata.raw):
+        # The way of most messages.
+        return Wanted(target, kind, data, ["delivered"] if request.is_ask else [], False, None, None)
     asked = request.is_ask or request.truth("requireAck") is True
     expects_reply = request.truth("expectReply") is True
     levels = _levels(request, asked=asked, expects_reply=expects_reply)
@@ -128,13 +134,20 @@ def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple
             raise HubError("replay_detected", "nobody can say whether this message came before")
         return known, known.add(request.id, now_ms, request.envelope.timestamp)
     hub.count("duplicates", "seen")
-    for answer in found.answers:
+    for answer in found.answers if _wants_answer(request) else ():
         hub.control(session, answer)
     if not found.finished:
         known.join(found, session)
     elif not found.answers and session.answer is not None:
         session.answer(b"")
     return None
+
+
+def _wants_answer(request: Request) -> bool:
+    """A plain tell gets none, even if the log could tell what became of it."""
+    if request.envelope.type != "hub:send" or request.is_ask:
+        return True
+    return not (SPECIAL.isdisjoint(request.payload.raw) and SPECIAL.isdisjoint(request.metadata.raw))
 
 
 def finish(seen: tuple[SeenSet, Seen]) -> None:

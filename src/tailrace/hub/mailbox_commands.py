@@ -72,7 +72,8 @@ def _resolved(hub: Hub, stream: str, text: str) -> int:
 def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     """Reading moves nothing, but what was read may be committed."""
     path = owned(hub, session, request, "mailbox_read", now_ms)
-    _, feed = _feed(hub, path, request)
+    box, feed = _feed(hub, path, request)
+    hub.mailboxes.let_go(box)
     limit = request.payload.integer("limit")
     entries_max = max(1, min(LIMIT_DEFAULT if limit is None else limit, LIMIT_DEFAULT))
     asked = request.payload.integer("maxBytes")
@@ -204,6 +205,7 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
 
     hub.mailboxes.cursors.commit(path, feed.stream, then)
     hub.mailboxes.pump(box, now_ms)
+    hub.mailboxes.let_go(box)
 
 
 def _within(hub: Hub, feed: Feed, text: str, bound: int) -> int:

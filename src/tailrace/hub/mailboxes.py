@@ -133,9 +133,10 @@ class Mailboxes:
             session.boxes.discard(path)
             for stream in [stream for stream, feed in box.feeds.items() if feed.kind == TOPIC]:
                 del box.feeds[stream]
-            self._let_go(box)
+            self.let_go(box)
 
-    def _let_go(self, box: Box) -> None:
+    def let_go(self, box: Box) -> None:
+        """Nobody is here, and nothing is on its way: the cursors remember enough."""
         waits = box.session is not None or box.appends or any(feed.deliveries for feed in box.feeds.values())
         if not waits and self.boxes.get(box.path) is box:
             del self.boxes[box.path]
@@ -150,7 +151,7 @@ class Mailboxes:
         tail = self._hub.streams.tail(stream) or 0
         size = self._hub.streams.size_bytes(stream) * waiting // tail if tail else 0
         if waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes:
-            self._let_go(box)
+            self.let_go(box)
             raise HubError("mailbox_full", "the recipient's mailbox is full", {"actorAddress": f"@({path})"})
 
     def store(
@@ -185,7 +186,7 @@ class Mailboxes:
                         ask.seen[0].forget(ask.request_id)  # it may be sent again
                 elif refused is not None:
                     refused(error, now_ms)
-                self._let_go(box)
+                self.let_go(box)
                 return
             if ask is not None:
                 ask.duplicate = settled.duplicate
@@ -198,7 +199,7 @@ class Mailboxes:
                 accepted(settled, now_ms)
             if not settled.duplicate:
                 self.arrived(box, feed, settled.entry, copy, now_ms)
-            self._let_go(box)
+            self.let_go(box)
 
         hub.append(Append(feed.stream, copy.frame(), then, key=copy.sender.encode(), producer=producer))
 

@@ -80,6 +80,7 @@ class Policy:
         self._topics_open = topics_open
         self._actors = [(Pattern(rule.match), rule) for rule in found.actors]
         self._topics = [(TopicFilter(rule.topic), rule) for rule in found.topics]
+        self.has_rules = bool(self._actors)
         self._patterns: dict[str, Pattern] = {}
         for rule in found.actors:
             self._learn(rule.send.allow, rule.send.deny, rule.register)

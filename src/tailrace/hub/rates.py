@@ -54,7 +54,7 @@ class Rates:
             self.take(identity, "bytes", size, now_ms)
 
     def take(self, identity: str, kind: str, count: int, now_ms: int) -> None:
-        own = self.policy.rates(identity).get(kind)
+        own = self.policy.rates(identity).get(kind) if self.policy.has_rules else None
         rate = self._rates[kind] if own is None else Rate(max(1, int(own)), max(1, int(2 * own)))
         wait_ms = self._buckets.take(identity, kind, now_ms * 1_000_000, count, rate=rate)
         if wait_ms:

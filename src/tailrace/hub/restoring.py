@@ -7,11 +7,20 @@ from typing import Final
 import msgspec
 
 from tailrace.errors import TailraceError
+from tailrace.hub import copies
+from tailrace.hub.boxes import BROADCASTS
+from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor, CursorRecord
 from tailrace.hub.discovery import read_event
+from tailrace.hub.mailboxes import STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.message import encode, new_id, parse
 from tailrace.hub.registry import Registration
 from tailrace.hub.state import Hub
 from tailrace.hub.subscription import Record
+
+TOPICS: Final = "hub/topic/"
+# Streams whose entries are messages that somebody may repeat.
+MESSAGES: Final = ("hub/mbox/", TOPICS, BROADCASTS)
 
 
 class SubscriptionMessage(msgspec.Struct):
@@ -51,6 +60,54 @@ class Restoring:
     def cursor(self, body: bytes) -> None:
         message = _cursors.decode(body)
         self._positions[message.key] = message.value
+
+    def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
+        """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
+        hub = self._hub
+        recipients: list[str] = []
+        if stream == BROADCASTS:
+            stored = msgspec.json.decode(body, type=BroadcastEntry)
+            recipients, body = stored.recipients, bytes(stored.message)
+        copy = copies.stored(parse(body, STORED_BYTES_MAX))
+        original = copies.metadata_of(copy).get("originalMessageId")
+        request_id = copy.correlation_id if original is None else msgspec.json.decode(original, type=str)
+        if request_id is None or copy.type == "hub:reply":
+            return
+        sender = copy.sender[2:-1]
+        known = hub.registry.by_path.get(sender)
+        seen = hub.seen_of(sender if known is None else known.owner)
+        at_ms = time_ns // 1_000_000
+        if seen.get(request_id, at_ms) is None:
+            answer = self._answer(stream, entry, request_id, copy, recipients, at_ms)
+            seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
+
+    def _answer(
+        self, stream: str, entry: int, request_id: str, copy: Copy, recipients: list[str], at_ms: int
+    ) -> bytes:
+        """What is known of a message whose own answer died with its process."""
+        offset = self._hub.streams.offset(stream, entry)
+        payload: dict[str, object]
+        if stream == BROADCASTS:
+            kind = "hub:broadcast_ack"
+            payload = {"messageId": request_id, "deliveredCount": 0, "queuedCount": len(recipients)}
+            payload |= {"failedCount": 0, "total": len(recipients), "offset": offset}
+        elif stream.startswith(TOPICS):
+            kind = "hub:published"
+            payload = {"topic": stream.removeprefix(TOPICS), "subscriberCount": 0, "queuedCount": 0}
+            payload |= {"stream": stream, "offset": offset}
+        else:
+            kind = "hub:delivery_ack"
+            payload = {"messageId": request_id, "deliveredAt": at_ms, "status": "accepted"}
+            payload |= {"level": "accepted", "stream": stream, "offset": offset, "duplicate": True}
+        return encode(
+            id=new_id(at_ms),
+            from_=self._hub.options.address,
+            to=copy.sender,
+            type=kind,
+            payload=msgspec.json.encode(payload),
+            timestamp=at_ms,
+            correlation_id=request_id,
+        )
 
     def finish(self, now_ms: int) -> None:
         """Nobody is online yet: every registration has one whole TTL to be taken back."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.hub.storage import LogStreams
+from tailrace.api.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
 from tailrace.hub.cursors import STREAM as CURSORS
 from tailrace.hub.presence import REGISTRY
-from tailrace.hub.restoring import Restoring
+from tailrace.hub.restoring import MESSAGES, TOPICS, Restoring
 from tailrace.hub.state import Hub
 from tailrace.hub.topics import STREAM as SUBSCRIPTIONS
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 
-TOPICS: Final = "hub/topic/"
 NAMES_AT_ONCE: Final = 1000
 
 
@@ -28,6 +27,25 @@ async def restore(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
         async for body in streams.all_of(name):
             take(body)
     restoring.finish(now_ms)
+    await _messages(restoring, streams, log, (now_ms - hub.limits.hub_seen_ttl_ms) * 1_000_000)
+
+
+async def _messages(restoring: Restoring, streams: LogStreams, log: Log, since_ns: int) -> None:
+    """What was accepted a moment ago is in the journal, so its streams are in memory."""
+    recent = [
+        stream
+        for name, stream in list(log.streams.by_name.items())
+        if name.startswith(MESSAGES) and stream.last_ns >= since_ns and stream.visible > 0
+    ]
+    for stream in recent:
+        after, since = stream.earliest, since_ns
+        while after < stream.visible:
+            found = await streams.read(stream, after, PAGE_ENTRIES, PAGE_BYTES, since or None)
+            if found.error is not None or not found.entries:
+                break
+            for number, time_ns, body in found.entries:
+                restoring.message(stream.name, number, time_ns, body)
+            after, since = found.next_entry, 0
 
 
 def _topics(hub: Hub, log: Log) -> None:
