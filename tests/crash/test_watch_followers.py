@@ -143,11 +143,11 @@ def undergo(directory: Path, seed: int, steps: int) -> None:
         ordeal.end()
 
 
-def test_nobody_misses_anything(tmp_path: Path) -> None:
+def test_w1_w27_nobody_misses_anything(tmp_path: Path) -> None:
     undergo(tmp_path, 1, 120)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_nobody_misses_anything_for_long(tmp_path: Path, seed: int) -> None:
+def test_w1_w27_nobody_misses_anything_for_long(tmp_path: Path, seed: int) -> None:
     undergo(tmp_path, seed, 1500)

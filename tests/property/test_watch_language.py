@@ -18,7 +18,8 @@ from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import value
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.query import read_query
-from tailrace.watch.values import EvaluationError
+from tailrace.watch.rules import Rule
+from tailrace.watch.values import CostError, EvaluationError
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=")
 
@@ -48,12 +49,12 @@ def compared(seeds: range, documents: int) -> int:
     return pairs
 
 
-def test_closures_equal_the_library() -> None:
+def test_w14_closures_equal_the_library() -> None:
     assert compared(range(1, 1100), 6) > 4000
 
 
 @pytest.mark.nightly
-def test_closures_equal_the_library_on_many() -> None:
+def test_w14_closures_equal_the_library_on_many() -> None:
     assert compared(range(10_000, 40_000), 4) > 60_000
 
 
@@ -83,7 +84,7 @@ def test_what_is_not_lowered_is_left_to_the_library(source: str) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_filters_are_the_expressions_they_stand_for(seed: int) -> None:
+def test_w17_filters_are_the_expressions_they_stand_for(seed: int) -> None:
     maker = Maker(seed)
     pick = maker.random.choice
     wanted: Any = maker.value(0)
@@ -102,7 +103,7 @@ def test_filters_are_the_expressions_they_stand_for(seed: int) -> None:
         assert predicate.matches(document) is program.holds(doc=document), (filters, document)
 
 
-def test_hostile_names_and_values_stay_what_they_are() -> None:
+def test_w16_hostile_names_and_values_stay_what_they_are() -> None:
     for text in (*TEXTS, "' || true || '", '" || true', "\\", "`", "\n", "doc.a"):
         filters = [{"fieldPath": [text or "x"], "op": "==", "value": text}]
         predicate = Predicate(read_query({"collection": "c", "filters": filters}, live=True).parts)
@@ -117,7 +118,7 @@ def test_hostile_names_and_values_stay_what_they_are() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_text_is_a_predicate_or_is_refused(raw: bytes) -> None:
+def test_w16_any_text_is_a_predicate_or_is_refused(raw: bytes) -> None:
     code = None
     try:
         compile_text(raw.decode("latin-1"))
@@ -149,10 +150,45 @@ def test_any_text_is_a_predicate_or_is_refused(raw: bytes) -> None:
         ({"collection": "a", "documents": ["x"] * 101}, "query_too_complex"),
     ],
 )
-def test_queries_that_are_refused(query: dict[str, Any], code: str) -> None:
+def test_w48_queries_over_a_limit_are_refused(query: dict[str, Any], code: str) -> None:
     with pytest.raises(TailraceError) as refused:
         read_query(query, live=True)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"where": "doc.a == '" + "x" * 1024 + "'"},
+        {"where": "true //" + "x" * (4096 - len("true //"))},
+        {"where": "doc.a in [" + ",".join(map(str, range(1000))) + "]"},
+        {"where": "(" * 20 + "doc.a" + ")" * 20},
+        {"where": "!" * 18 + "doc.a"},
+        {"filters": [{"field": "a", "op": "==", "value": 1}] * 32},
+        {"filters": [{"field": "a", "op": "in", "value": list(range(1000))}]},
+        {"filters": [{"field": ".".join("a" * 20), "op": "==", "value": "x" * 1024}]},
+        {"documents": [f"d{number}" for number in range(100)]},
+        {"orderBy": [{"field": "a"}] * 8},
+    ],
+)
+def test_w48_queries_at_a_limit_are_taken(query: dict[str, Any]) -> None:
+    found = read_query({"collection": "a", **query}, live=True)
+    Predicate(found.parts, found.documents).matches({"id": "d1", "a": 1})
+
+
+def test_w48_what_takes_too_many_steps_is_not_decided() -> None:
+    large = {"l": list(range(10_001)), "id": "d"}
+    fits = {"l": list(range(10_000)), "id": "d"}
+    for where in ("-1 in doc.l", "doc.l == doc.l", "doc.l.exists(x, x < 0)", "doc.l.exists(x, x == 90000u)"):
+        predicate = Predicate([Part(*compile_text(where))])
+        with pytest.raises(CostError):
+            predicate.matches(large)
+    assert not Predicate([Part(*compile_text("-1 in doc.l"))]).matches(fits)
+    assert Predicate([Part(*compile_text("doc.l == doc.l"))]).matches(fits)
+    denied = Rule("!(-1 in doc.l)", "readRule")
+    assert denied.allows({}, "read", fits)
+    assert not denied.allows({}, "read", large), "a rule that cannot be decided denies"
+    assert not Predicate([denied.part_for({}, "read")]).matches(large)
 
 
 def test_without_the_library_only_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +232,7 @@ def indexable(maker: Maker) -> str:
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
-def test_the_index_finds_what_evaluating_everything_finds(seed: int) -> None:
+def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None:
     maker = Maker(seed)
     index = Index(10_000)
     predicates: dict[bytes, Predicate] = {}
