@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
+from tailrace.client.error import CONNECTION_LOST, ClientError
 from tailrace.client.handles import AsyncClosing
 from tailrace.client.hub import wire
 from tailrace.client.hub.inbox import Inbox
@@ -376,7 +377,12 @@ class AsyncHub(AsyncClosing):
         await self.register(address, capabilities=capabilities, durable=True, commit="manual", **registering)
         async for message in self.messages():
             yield message
-            await self.commit(message, wait=False)
+            try:
+                await self.commit(message, wait=False)
+            except ClientError as error:
+                # A commit that is lost with its connection only means that the message comes again.
+                if error.code != CONNECTION_LOST:
+                    raise
 
     async def _reply(self, message: Message, payload: dict[str, Any]) -> None:
         await self._place.tell("hub:reply", payload, correlation_id=message.id, sender=message.to or None)
