@@ -48,26 +48,26 @@ class SourceRoutes:
         if not rest:
             if not reading:
                 raise answers.not_allowed("GET, HEAD, OPTIONS")
-            found = [one.shown() for one in self._sources.listed(database)]
-            exchange.respond(200, _HEAD, orjson.dumps({"sources": found}))
+            listed = [one.shown() for one in self._sources.listed(database)]
+            exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
             return
-        check_name(name)
         if verb == "resync":
             if method != b"POST":
                 raise answers.not_allowed("POST, OPTIONS")
-            self._spawn(exchange, self._resync(database, name))
+            self._spawn(exchange, self._resync(database, check_name(name)))
         elif verb:
             raise TailraceError("not_found", "there is nothing at this path")
         elif reading:
-            exchange.respond(200, _HEAD, orjson.dumps(self._sources.find(database, name).shown()))
+            found = self._sources.find(database, check_name(name))
+            exchange.respond(200, _HEAD, orjson.dumps(found.shown()))
         elif method == b"PUT":
             given = document.load(exchange.body, BODY_BYTES)
             if isinstance(stream := given.get("stream"), str):
                 authorise(identity, Action.READ_STREAM, stream=stream)
-            self._spawn(exchange, self._put(database, name, given))
+            self._spawn(exchange, self._put(database, check_name(name), given))
         elif method == b"DELETE":
             keep = parse_query(exchange.query).get("keepSlot") == "1"
-            self._spawn(exchange, self._remove(database, name, keep))
+            self._spawn(exchange, self._remove(database, check_name(name), keep))
         else:
             raise answers.not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
 
