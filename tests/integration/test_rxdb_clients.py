@@ -12,7 +12,7 @@ import pytest
 
 from conftest import StartServer
 from support.calls import Caller, eventually
-from support.cutting_proxy import CuttingProxy
+from support.cutting_proxy import CuttingProxy, at_random
 from support.replica import Replica
 from support.rxdb import Clients
 from support.server import ServerProcess
@@ -208,6 +208,21 @@ def test_a_push_whose_answer_is_lost_has_one_effect(clients: Clients, server: Se
         assert party.conflicts() == 0
         documents, _ = Replica(party.call, party.collection).walk()
         assert {one["version"] for one in documents} == {1}
+        party.leave()
+
+
+def test_connections_that_break_at_any_moment(clients: Clients, server: ServerProcess) -> None:
+    """Over HTTP RxDB repeats what was cut off, before or after the server obeyed it."""
+    party = Party(clients, server)
+    with CuttingProxy(server.port, at_random(11, 0.1)) as proxy:
+        one, other = party.join("http", proxy.base_url), party.join("http", proxy.base_url)
+        for edit, i in itertools.product(range(4), range(8)):
+            party.put(one, f"a{i}", edit)
+            party.put(other, f"b{i}", edit)
+        eventually(lambda: proxy.cuts, lambda count: count > 5)
+        proxy.decide = _pass
+        party.agree({f"{who}{i}": 3 for who in "ab" for i in range(8)})
+        assert party.conflicts() == 0
         party.leave()
 
 

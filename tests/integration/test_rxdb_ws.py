@@ -241,7 +241,7 @@ def _auth(frames: Frames, token: str, name: str = "authorization") -> None:
 
 
 def test_who_may_come_in(start_server: StartServer) -> None:
-    server = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_WATCH_AUTH_MS": "1500"})
+    server = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_WATCH_AUTH_MS": "4000"})
     manage = Caller(server, _token(sub="m", scope="manage"))
     assert manage("PUT", "/v1/databases/app").status == 201
     good = _token(sub="u", scope="read write", db=["app"])

@@ -73,21 +73,23 @@ class Replication:
         self.pulls = 0
         self.resyncs = 0
         self._signer: Signer | None = None
+        self._making_key = False
         self._batches: dict[tuple[object, ...], Batch] = {}
 
     # -- walks -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """One key for good: clients may be away longer than keys of tokens last, and a checkpoint opens
-        nothing."""
+        """One key for good: clients are away longer than keys of tokens last, and it opens nothing."""
         log = self.book.log
         secret = log.streams.meta.get(KEY)
         if secret is not None:
             self._signer = _signer(secret)
-        elif log.refusal is None:
+        elif log.refusal is None and not self._making_key:
+            self._making_key = True
             fresh = secrets.token_bytes(KEY_BYTES)
 
             def durable(_: Transaction, error: TailraceError | None) -> None:
+                self._making_key = False
                 if error is None:
                     self._signer = _signer(fresh)
 
@@ -97,6 +99,7 @@ class Replication:
     def signer(self) -> Signer:
         if self._signer is None:
             self.start()
+        if self._signer is None:
             raise TailraceError("unavailable", "the server cannot sign checkpoints yet")
         return self._signer
 
