@@ -143,3 +143,31 @@ def test_older_clients_find_the_hub_at_the_root_and_a_stopping_server_says_goodb
     told = actor.of("hub:disconnect")["payload"]
     assert told["reason"] == "server_shutdown"
     assert 0 <= told["reconnectAfter"] <= 30_000
+
+
+def test_whoever_does_not_read_for_a_while_misses_nothing_that_is_kept(tmp_path: Path) -> None:
+    """More than any buffer on the way holds; others are served meanwhile."""
+    server = ServerProcess(tmp_path / "data", env={"TAILRACE_HUB_BYTES_PER_S": "1GiB"}).start()
+    try:
+        kept, plain = registered(server, "@(slow/kept)", durable=True), registered(server, "@(slow/plain)")
+        sender, other = registered(server, "@(slow/s)"), registered(server, "@(slow/other)")
+        for number in range(50):
+            data = {"n": number, "x": "x" * 500_000}
+            sender.write("hub:send", {"to": "@(slow/kept)", "type": "t", "data": data})
+            sender.write("hub:send", {"to": "@(slow/plain)", "type": "t", "data": data})
+        told = [frame["type"] for frame in sender.quiet()]
+        assert "hub:pause" in told
+        assert other.ask("hub:send", {"to": "@(slow/s)", "type": "hello"})["type"] == "hub:delivery_ack"
+        assert [kept.of("t")["payload"]["n"] for _ in range(50)] == list(range(50))
+        heard = 0
+        dropped = None
+        while dropped is None:
+            frame = plain.take()
+            heard += frame["type"] == "t"
+            dropped = frame["payload"]["details"] if frame["type"] == "hub:error" else None
+        refused = sum(kind == "hub:error" for kind in told)  # it went on although it was told to pause
+        assert heard + dropped["count"] + refused == 50
+        for client in (kept, plain, sender, other):
+            client.close()
+    finally:
+        server.stop()

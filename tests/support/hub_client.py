@@ -42,6 +42,7 @@ class Actor:
         self.socket: ClientConnection = connect(
             f"ws://127.0.0.1:{server.port}{path}",
             max_size=None,
+            max_queue=2,  # what is not taken stays in the socket
             open_timeout=WAIT_S,
             ping_interval=None,
             compression=None,
