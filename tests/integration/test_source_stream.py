@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from conftest import StartServer
 from support.calls import Caller
 from support.server import ServerProcess
 from support.sources import BASE, QUICK, changes, check_log, documents, status, wait_phase, wait_until
 from support.watch_client import Live
+from tailrace.auth import create_token
 
+SECRET = "a secret that is long enough for the server to accept it"
 _numbers = itertools.count(1)
 
 
@@ -135,3 +138,27 @@ def test_a_stream_that_is_not_of_the_protocol(call: Caller, name: str) -> None:
     assert call("DELETE", f"{BASE}/sources/{name}").body["slot"] is None
     system = {**given, "stream": "__registry__"}
     assert call("PUT", f"{BASE}/sources/{name}", system).code == "invalid_request"
+
+
+def test_sources_are_for_managers(start_server: StartServer) -> None:
+    process = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET})
+    admin = Caller(process, create_token(SECRET, sub="root", scopes=("manage",)))
+    assert admin("PUT", "/v1/databases/app").status == 201
+    given = {"kind": "stream", "stream": "orders/state", "collections": {"order": {"collection": "orders"}}}
+    path = "/v1/databases/app/sources/one"
+    assert Caller(process)("GET", path).status == 401
+    writer = Caller(process, create_token(SECRET, sub="ada", scopes=("read", "write"), dbs=["app"]))
+    elsewhere = Caller(process, create_token(SECRET, sub="eve", scopes=("manage",), dbs=["other"]))
+    partly = Caller(
+        process, create_token(SECRET, sub="bob", scopes=("manage",), dbs=["app"], streams=["mine/"])
+    )
+    for who in (writer, elsewhere):
+        for method, where in (("PUT", path), ("GET", path), ("DELETE", path), ("POST", f"{path}/resync")):
+            assert who(method, where, given if method == "PUT" else None).code == "forbidden"
+        assert who("GET", "/v1/databases/app/sources").code == "forbidden"
+    assert partly("PUT", path, given).code == "forbidden", "a stream that it may not read"
+    assert admin("PUT", path, given).status == 201
+    assert partly("GET", path).body["stream"] == "orders/state"
+    assert admin("DELETE", "/v1/databases/app/collections/orders").code == "conflict"
+    assert admin("DELETE", path).status == 200
+    assert admin("DELETE", "/v1/databases/app/collections/orders").status == 204
