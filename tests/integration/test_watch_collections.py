@@ -11,6 +11,7 @@ import pytest
 
 from conftest import StartServer
 from support.calls import Caller, Reply, eventually
+from support.cli import tailrace
 from support.server import ServerProcess
 from support.watch_client import Live
 from tailrace.auth import create_token
@@ -48,7 +49,7 @@ def at_once(*requests: Any) -> list[Reply]:
 
 
 def test_rules_that_are_set_at_once_all_hold(call: Caller, place: str) -> None:
-    for turn in range(25):
+    for turn in range(12):
         where = f"{BASE}/collections/{place}x{turn}"
         assert call("PUT", where, {}).status == 201
         replies = at_once(
@@ -63,7 +64,7 @@ def test_rules_that_are_set_at_once_all_hold(call: Caller, place: str) -> None:
 
 
 def test_one_of_two_that_make_a_collection_decides_how(call: Caller, place: str) -> None:
-    for turn in range(15):
+    for turn in range(8):
         where = f"{BASE}/collections/{place}x{turn}"
         replies = at_once(
             lambda where=where: call("PUT", where, {"partitions": 2}),
@@ -158,6 +159,23 @@ def test_the_status_of_a_database(server: ServerProcess, call: Caller, place: st
     assert orders["reason"]
     assert call("GET", "/v1/databases/nowhere/status").status == 404
     assert call("POST", f"/v1/databases/{place}/status", {}).status == 405
+
+
+def test_how_collections_do_on_the_command_line(server: ServerProcess, call: Caller, place: str) -> None:
+    call("PUT", f"/v1/databases/{place}")
+    call("PUT", f"/v1/databases/{place}/docs/orders/a", {"n": 1})
+    address = {"TAILRACE_ENDPOINT": server.base_url}
+    shown = tailrace("watch", "top", place, env=address)
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith("orders  live  documents=1")
+    assert tailrace("watch", "top", place, "--json", env=address).rows[0]["collection"] == "orders"
+    live = Live(server, path=f"/realtime/ws?database={place}")
+    live.send("subscribe", "s", query={"collection": "orders"})
+    given = live.take()["payload"]["token"]
+    live.close()
+    (said,) = tailrace("inspect", "token", given, "--json").rows
+    assert (said["database"], said["collection"], sum(said["positions"])) == (place, "orders", 1)
+    assert tailrace("inspect", "token", "nonsense").code != 0
 
 
 def token(**claims: Any) -> str:

@@ -51,7 +51,7 @@ def test_w7_concurrent_writers_of_one_document_take_turns(server: ServerProcess,
 
     def count(number: int) -> None:
         call = Caller(server)
-        for _ in range(15):
+        for _ in range(10):
             seen = call("GET", path)
             tag = seen.headers["etag"]
             body = {"n": seen.body["data"]["n"] + 1, "by": number}
@@ -81,7 +81,7 @@ def test_w9_an_atomic_batch_is_seen_whole(server: ServerProcess, place: str) -> 
     def look(number: int) -> None:
         call = Caller(server)
         if number == 0:
-            for value in range(1, 40):
+            for value in range(1, 25):
                 batch(call, value)
             done.set()
             return

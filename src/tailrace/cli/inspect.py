@@ -145,6 +145,23 @@ async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
     flush()
 
 
+@command.command
+def token(
+    text: Annotated[str, Parameter(help="A resume token of a live query.")], /, *, json: AsJson = False
+) -> None:
+    """Print what a resume token says: collection, generation and position. No signature is checked."""
+    from tailrace.watch.tokens import described
+
+    found = described(text)
+    if found is None:
+        raise RefusedError("this is no resume token")
+    if json:
+        put_json(found)
+    else:
+        _put_table(found)
+    flush()
+
+
 def _segment_bytes(where: str, url: str) -> bytes:
     if Path(where).is_file():
         return Path(where).read_bytes()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
+from tailrace.cli.call import get_json
 from tailrace.cli.docs import split
 from tailrace.cli.failures import RefusedError, UnreachableError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
@@ -27,6 +28,8 @@ For example:
     tailrace watch default/orders --where 'doc.total > 100 && doc.status == "open"'
 
     tailrace watch default/orders --json | jq .doc.data.total
+
+    tailrace watch top default
 """
 _SIGNS: Final = {"insert": "+", "update": "~", "delete": "-"}
 _ROWS_MAX: Final = 50
@@ -54,6 +57,62 @@ def watch(
             _Watching(session, database, query, view).run()
     except KeyboardInterrupt:
         return
+
+
+@command.command
+def top(
+    database: Annotated[str, Parameter(help="The database.")] = "default",
+    /,
+    *,
+    every_s: Annotated[float, Parameter(name="--every", help="Seconds between two looks.")] = 2.0,
+    session: Session = DEFAULT,
+) -> None:
+    """Show how the collections of a database do: state, subscriptions, what their objectives burn, and why.
+
+    On a terminal the table is kept current until Ctrl-C; in a pipe it is printed once.
+    """
+    if not sys.stdout.isatty() or session.json:
+        found = get_json(session, f"/v1/databases/{database}/status")
+        for row in found["collections"]:
+            if session.json:
+                put_json(row)
+            else:
+                put(f"{_status_line(row)}\n".encode())
+        flush()
+        return
+    from rich.live import Live
+
+    try:
+        with Live(auto_refresh=False) as live:
+            while True:
+                found = get_json(session, f"/v1/databases/{database}/status")
+                live.update(_status_table(found), refresh=True)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _status_line(row: dict[str, Any]) -> str:
+    worst = max(row["burn"].values())
+    return (
+        f"{row['collection']}  {row['state']}  documents={row['documents']}  "
+        f"subscriptions={row['subscriptions']}  lag={row['lag']}  burn={worst:g}  {row['reason']}"
+    )
+
+
+def _status_table(found: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"{found['database']}: {found['connections']} connections"
+    table = Table(
+        "collection", "state", "documents", "subscriptions", "lag", "burn", "why", title=escape(title)
+    )
+    for row in found["collections"][:_ROWS_MAX]:
+        worst = f"{max(row['burn'].values()):g}"
+        counts = [str(row[name]) for name in ("documents", "subscriptions", "lag")]
+        table.add_row(escape(row["collection"]), row["state"], *counts, worst, row["reason"])
+    return table
 
 
 class _Lines:

@@ -143,5 +143,22 @@ class Signer:
             return None
 
 
+def described(token: str) -> dict[str, object] | None:
+    """What a resume token says, whoever signed it; None if it is no such thing. Nothing is checked."""
+    try:
+        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        position = msgspec.msgpack.decode(raw[1:-MAC_BYTES], type=Position)
+    except (binascii.Error, ValueError, msgspec.MsgspecError):
+        return None
+    return {
+        "database": position.database,
+        "collection": position.collection,
+        "generation": position.generation,
+        "positions": position.seqs,
+        "query": position.query.hex(),
+        "key": raw[0],
+    }
+
+
 def _mac(secret: bytes, kind: bytes, raw: bytes) -> bytes:
     return hmac.digest(secret, kind + raw, hashlib.sha256)[:MAC_BYTES]
