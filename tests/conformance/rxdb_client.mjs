@@ -9,6 +9,7 @@ import { createRxDatabase, defaultConflictHandler } from "rxdb/plugins/core"
 import { replicateRxCollection } from "rxdb/plugins/replication"
 import { replicateWithWebsocketServer } from "rxdb/plugins/replication-websocket"
 import { getRxStorageMemory } from "rxdb/plugins/storage-memory"
+import { wrappedValidateAjvStorage } from "rxdb/plugins/validate-ajv"
 
 const clients = new Map()
 const schema = {
@@ -110,8 +111,10 @@ async function replicate(client) {
 }
 
 const actions = {
-  async open({ client: key, kind, url, collection, batch = 10, headers }) {
-    const database = await createRxDatabase({ name: `${key}-${process.pid}`, storage: getRxStorageMemory() })
+  async open({ client: key, kind, url, collection, batch = 10, headers, strict = false }) {
+    const memory = getRxStorageMemory()
+    const storage = strict ? wrappedValidateAjvStorage({ storage: memory }) : memory
+    const database = await createRxDatabase({ name: `${key}-${process.pid}`, storage })
     const resolved = []
     const conflictHandler = {
       isEqual: defaultConflictHandler.isEqual,

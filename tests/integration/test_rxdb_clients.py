@@ -39,11 +39,11 @@ class Party:
         self.collection = f"party{next(_numbers)}"
         self.names: list[str] = []
 
-    def join(self, kind: str, base_url: str | None = None, **more: Any) -> str:
+    def join(self, kind: str, base_url: str | None = None, query: str = "", **more: Any) -> str:
         name = f"{self.collection}-{len(self.names)}"
         url = base_url or self._server.base_url
         where = {
-            "ws": f"{url.replace('http', 'ws')}/replication/ws?database=default",
+            "ws": f"{url.replace('http', 'ws')}/replication/ws?database=default{query}",
             "http": f"{url}/replication/v1/databases/default",
         }
         self.clients.do("open", name, kind=kind, url=where[kind], collection=self.collection, **more)
@@ -186,6 +186,22 @@ def test_a_resync_takes_back_what_may_not_be_read(clients: Clients, server: Serv
     clients.await_documents(one, shown)
     assert party.call("PUT", url, {"readRule": None}).status == 200
     clients.await_documents(one, party.server_documents())
+    party.leave()
+
+
+def test_clients_that_take_nothing_but_their_schema(clients: Clients, server: ServerProcess) -> None:
+    """A validator refuses what the schema does not name; then the server leaves its stamps out."""
+    party = Party(clients, server)
+    for i in range(3):
+        party.server_put(f"d{i}", i)
+    one, other = (party.join("ws", query="&stamps=0", strict=True) for _ in range(2))
+    party.agree({"d0": 0, "d1": 1, "d2": 2})
+    party.put(one, "d0", 10)
+    party.agree({"d0": 10, "d1": 1, "d2": 2})
+    assert party.remove(other, "d1")
+    party.put(other, "new", 5)
+    party.agree({"d0": 10, "d2": 2, "new": 5})
+    assert [clients.do("state", name)["errors"] for name in (one, other)] == [0, 0]
     party.leave()
 
 

@@ -13,7 +13,7 @@ from websockets.exceptions import InvalidStatus
 
 from conftest import StartServer
 from support.calls import Caller, eventually
-from support.replica import Frames, Replica
+from support.replica import Frames, Replica, Stream
 from support.server import ServerProcess
 from support.watch_client import Live
 
@@ -187,6 +187,27 @@ def test_expired_checkpoints_and_large_messages(start_server: StartServer) -> No
     frames = Frames(server)
     frames.send("masterWrite", "synced", [row({"id": "a", "t": "x" * 5000})])
     assert frames.closed() == 1009
+
+
+def test_limits_of_connections(start_server: StartServer) -> None:
+    server = start_server(env={"TAILRACE_WATCH_CONNECTIONS": "2"})
+    call = Caller(server)
+    frames = Frames(server)
+    stream = Stream(server, "synced0")
+    with pytest.raises(InvalidStatus) as refused:
+        Frames(server)
+    assert refused.value.response.status_code == 429
+    assert call("GET", "/replication/v1/databases/default/stream?collection=c").code == "overloaded"
+    stream.close()
+    for i in range(100):
+        frames.send("masterChangeStream$", f"synced{i}")
+    assert frames.call("masterChangesSince", "synced0", None, 1)["documents"] == []
+    frames.send("masterChangeStream$", "synced100")
+    assert frames.closed() == 1013
+    frames = Frames(server)
+    assert pushed("synced", frames, *[row({"id": "a"})] * 500) == []
+    frames.send("masterWrite", "synced", [row({"id": "a"})] * 501)
+    assert frames.closed() == 4400
 
 
 def test_other_rules_and_a_stop(start_server: StartServer) -> None:
