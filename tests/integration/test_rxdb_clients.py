@@ -115,9 +115,13 @@ def test_quick_edits_of_one_client_are_all_kept(clients: Clients, server: Server
     """Echoes of its own writes come back with stamps while it goes on writing: no conflict, nothing lost."""
     party = Party(clients, server)
     one, other = party.join(kind), party.join(kind)
-    for edit, i in itertools.product(range(6), range(20)):
-        clients.do("put", one, id=f"d{i}", data={"n": edit})
-    party.agree({f"d{i}": 5 for i in range(20)})
+    for edit in range(12):
+        for i in range(20):
+            party.put(one, f"d{i}", edit)
+        if edit % 2:
+            # As soon as the server has the first of them, while the others and their echoes are under way.
+            eventually(party.server_documents, lambda found, edit=edit: found.get("d0") == {"n": edit})
+    party.agree({f"d{i}": 11 for i in range(20)})
     assert party.conflicts() == 0
     assert clients.do("state", other)["errors"] == 0
     party.leave()
