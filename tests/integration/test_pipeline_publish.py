@@ -17,6 +17,7 @@ from support.offers import (
     FakePipeline,
     configured,
     fill,
+    head_of,
     plan,
     planned,
     seal,
@@ -280,3 +281,55 @@ def test_what_is_published_outlives_a_crash(
     seal(call, ev)
     server.restart()
     assert [one["first"] for one in uncovered(planned(call, ev, 1))] == [segments[2]["first"]]
+
+
+def test_rollups_are_taken_apart_before_retention_comes_to_them(
+    call: Caller, pipeline: FakePipeline, ev: str
+) -> None:
+    configured(call, ev, {"Stream-Retention-Bytes": "10000"})
+    for number in range(2):
+        fill(call, ev, 3, 3 * number)
+        seal(call, ev)
+    shown = planned(call, ev, 2)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    shown = eventually(lambda: plan(call, ev), lambda found: found["work"])
+    (work,) = [work for work in shown["work"] if work["family"] == "agg"]
+    assert pipeline.publish(pipeline.merge(shown, work)).status == 200
+
+    def listed() -> list[tuple[int, int]]:
+        companions = head_of(pipeline, shown)["companions"]
+        return sorted((one[1], one[2]) for one in companions if one[0] == "agg")
+
+    def add(size: int) -> None:
+        """One entry of so many bytes."""
+        bare = len(json.dumps({"at": 0, "who": "w", "what": ""}))
+        assert call("POST", ev, [{"at": 0, "who": "w", "what": "x" * (size - bare)}]).status == 204
+        seal(call, ev)
+
+    assert listed() == [(1, 6)]
+    add(9300)  # nine tenths of what is retained: the oldest will go soon
+
+    def rewrites() -> list[dict[str, Any]]:
+        return [work for work in plan(call, ev)["work"] if "replace" in work]
+
+    (work,) = eventually(rewrites, lambda found: found)
+    assert [(one["first"], one["last"], one["families"]) for one in work["segments"]] == [
+        (1, 3, ["agg"]),
+        (4, 6, ["agg"]),
+    ]
+    body = {**pipeline.offer(shown, work["segments"]), "replace": work["replace"]}
+    half = {**pipeline.offer(shown, work["segments"][:1]), "replace": work["replace"]}
+    assert pipeline.publish(half).code == "range_conflict"
+    assert pipeline.publish(body).body["result"] == "published"
+    assert pipeline.publish(body).body["result"] == "already_published"
+    assert listed() == [(1, 3), (4, 6)]
+    merged = [work["family"] for work in plan(call, ev)["work"] if work["job"] == "merge"]
+    assert "agg" not in merged, "they would have to be taken apart again"
+    add(600)
+
+    def trimmed() -> int:
+        seal(call, ev)  # retention takes objects away after a checkpoint
+        return head_of(pipeline, shown)["earliest"]
+
+    eventually(trimmed, lambda earliest: earliest == 3)
+    assert listed() == [(4, 6)], "what is left is still summed up"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from conftest import StartServer
 from support.calls import eventually
-from support.pipeline_process import EVENTS, Station, corpus, fill
+from support.pipeline_process import EVENTS, Station, content, corpus, fill, segments
 
 SETTINGS = {
     "TAILRACE_PIPELINE": "off",
@@ -28,23 +26,7 @@ def station(start_server: StartServer, tmp_path: Path) -> Iterator[Station]:
     found.close()
 
 
-def content(station: Station, name: str) -> str:
-    """A hash of all pages with their offsets."""
-    seen, offset = hashlib.sha256(), "-1"
-    while True:
-        answer = httpx2.get(f"{station.url}/v1/stream/{name}", params={"offset": offset})
-        assert answer.status_code == 200, answer.text
-        offset = answer.headers["stream-next-offset"]
-        seen.update(answer.content + offset.encode())
-        if answer.headers.get("stream-up-to-date") == "true":
-            return seen.hexdigest()
-
-
-def segments(station: Station, name: str) -> int:
-    found = station.call("GET", f"/v1/stream/{name}/_details")
-    return found["storage"]["object_storage"]["segment_object_count"]
-
-
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_p8_p15_small_segments_become_one(station: Station) -> None:
     fill(station, "events", 5)

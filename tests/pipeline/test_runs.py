@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from conftest import StartServer
-from support.pipeline_process import Station, corpus, fill, listed
+from support.calls import eventually
+from support.pipeline_process import Station, content, corpus, fill, listed, segments
 
 
 @pytest.fixture
 def station(start_server: StartServer, tmp_path: Path) -> Iterator[Station]:
-    server = start_server(env={"TAILRACE_PIPELINE": "off"})
+    settings = {"TAILRACE_COMPACT_SEGMENTS": "3", "TAILRACE_COMPACT_AGE_MS": "0"}
+    server = start_server(env={"TAILRACE_PIPELINE": "off", **settings})
     found = Station(server.base_url, tmp_path)
     yield found
     found.close()
@@ -21,12 +23,15 @@ def station(start_server: StartServer, tmp_path: Path) -> Iterator[Station]:
 
 @pytest.mark.timeout(900)
 def test_everything_once_and_then_nothing(station: Station) -> None:
+    """Companions, and one segment of all when they are there."""
     fill(station, "events")
-    before = corpus(station, "events")
+    before, pages = corpus(station, "events"), content(station, "events")
     assert station.plan("events")["work"]
     station.run()
-    assert not station.plan("events")["work"]
+    eventually(lambda: station.plan("events")["work"], lambda work: not work)
     assert corpus(station, "events") == before
+    assert content(station, "events") == pages
+    assert segments(station, "events") == 1
     listed(station, "events", 3)
     # Nothing to do: no Spark is started.
     assert "starting Spark" not in station.run()

@@ -94,7 +94,7 @@ class CompactStates(FamilyStates):
 
 
 def test_p8_p15_compaction_changes_no_answer() -> None:
-    run_state_machine_as_test(CompactStates, settings=configured(25, 10))
+    run_state_machine_as_test(CompactStates, settings=configured(12, 10))
 
 
 @pytest.mark.nightly

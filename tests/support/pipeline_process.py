@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -68,7 +69,13 @@ class Station:
         return self.call("GET", f"/v1/pipeline/plan?stream={name}")["streams"][0]
 
     def search(self, name: str, q: str, **more: Any) -> Any:
-        return self.call("POST", f"/v1/stream/{name}/_search", {"q": q, "size": 500, **more})
+        """A search has three seconds, and on a busy machine it may need more than one try."""
+        path, body = f"/v1/stream/{name}/_search", {"q": q, "size": 500, **more}
+        answer = eventually(
+            lambda: self._http.request("POST", path, json=body), lambda found: found.status_code != 408
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def start(self, *flags: str, env: dict[str, str] | None = None, master: str = "local[2]") -> Run:
         """A pipeline that does everything once."""
@@ -151,3 +158,20 @@ def listed(station: Station, name: str, segments: int) -> None:
     assert len({one["key"] for one in found}) == len(found) == segments
     families = {tuple(sorted(one["value"]["families"])) for one in found}
     assert families == {("agg", "col", "exact", "fts", "routing_key_index")}
+
+
+def content(station: Station, name: str) -> str:
+    """A hash of all pages with their offsets."""
+    seen, offset = hashlib.sha256(), "-1"
+    while True:
+        answer = httpx2.get(f"{station.url}/v1/stream/{name}", params={"offset": offset})
+        assert answer.status_code == 200, answer.text
+        offset = answer.headers["stream-next-offset"]
+        seen.update(answer.content + offset.encode())
+        if answer.headers.get("stream-up-to-date") == "true":
+            return seen.hexdigest()
+
+
+def segments(station: Station, name: str) -> int:
+    found = station.call("GET", f"/v1/stream/{name}/_details")
+    return found["storage"]["object_storage"]["segment_object_count"]
