@@ -282,6 +282,59 @@ def test_unregistering_may_end_the_mailbox() -> None:
     assert world.ask(sender, "hub:send", {"to": B, "type": "t"})["type"] == "hub:unknown_actor"
 
 
+def test_what_still_holds_is_written_again_before_the_log_lets_go_of_it() -> None:
+    world = World()
+    sender, receiver = world.actor(A), world.actor(B, durable=True)
+    send(world, sender, B, 1, pattern="tell")
+    world.wait(2000)
+    before = len(world.streams.entries["hub/cursors/0"])
+    world.now += 13 * 3600 * 1000
+    world.wait(1000)
+    assert len(world.streams.entries["hub/cursors/0"]) == before + 1
+    assert json.loads(world.streams.entries["hub/cursors/0"][-1][1])["key"] == f"{B} {BOX}"
+    assert receiver.boxes == set(), "its registration has expired, its mailbox has not"
+
+
+def test_a_broadcast_waits_for_an_actor_over_a_crash() -> None:
+    world = World()
+    sender = world.actor(A)
+    world.lose(world.actor(B, durable=True))
+    world.crash()
+    sender = world.actor(A)
+    for number in range(2):
+        ack = world.ask(sender, "hub:broadcast", {"type": "news", "data": number, "excludeSelf": True})
+        assert (ack["payload"]["queuedCount"], ack["payload"]["total"]) == (1, 1)
+        world.crash()
+        sender = world.actor(A)
+    for expected in ([0, 1], []):
+        back = world.connect(B)
+        world.say(back, "hub:register", {"actorAddress": B, "capabilities": ["x"], "durable": True})
+        assert data(world.taken(back)) == expected
+        world.lose(back)
+
+
+def test_a_renewal_is_logged_once_a_day() -> None:
+    world = World()
+    session = world.connect(A)
+    payload = {"actorAddress": A, "capabilities": ["x"], "ttlSeconds": 3600}
+    world.say(session, "hub:register", payload, metadata={"renewOnHeartbeat": True})
+    for _ in range(49):
+        world.now += 30 * 60 * 1000
+        world.say(session, "hub:heartbeat")
+    reasons = [event["headers"]["reason"] for event in world.streams.bodies("hub/registry")]
+    assert reasons == ["registered", "renewed"]
+
+
+def test_looking_into_mailboxes_that_are_not_there_leaves_nothing_behind() -> None:
+    world = World()
+    session = world.actor(A)
+    for number in range(10):
+        page = world.ask(session, "hub:mailbox_read", {"actorAddress": f"@(t/a/{number})"})["payload"]
+        assert page["messages"] == []
+    assert world.hub.mailboxes.boxes == {}
+    assert world.hub.mailboxes.cursors.streams_of("t/a/1") == []
+
+
 def test_a_repeat_is_known_as_one_after_a_crash() -> None:
     world = World()
     sender, receiver = world.actor(A), world.actor(B, durable=True)

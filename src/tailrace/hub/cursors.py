@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 STREAM: Final = "hub/cursors/0"
 DIRTY_MAX: Final = 1000
+WRITTEN_AGAIN_MS: Final = 12 * 3600 * 1000
+NEW: Final = -1
 
 
 class Cursor(msgspec.Struct, eq=False):
@@ -40,12 +44,25 @@ class Cursors:
         self._cursors: dict[str, dict[str, Cursor]] = {}  # by owner, then by stream
         self._dirty: dict[tuple[str, str], int] = {}
         self._moved = 0
+        # When each was last written, oldest first: what the log keeps is always younger.
+        self._written: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def of(self, path: str, stream: str) -> Cursor | None:
         return self._cursors.get(path, {}).get(stream)
 
-    def put(self, path: str, stream: str, cursor: Cursor) -> None:
+    def put(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
+        """One from the log may be there since long, and is written again soon."""
         self._cursors.setdefault(path, {})[stream] = cursor
+        self._written.setdefault((path, stream), 0 if restored else NEW)
+
+    def drop(self, path: str, stream: str) -> None:
+        """Of a stream that is not there: it says nothing."""
+        found = self._cursors.get(path)
+        if found is not None and found.pop(stream, None) is not None:
+            self._dirty.pop((path, stream), None)
+            self._written.pop((path, stream), None)
+            if not found:
+                del self._cursors[path]
 
     def streams_of(self, path: str) -> list[str]:
         return list(self._cursors.get(path, ()))
@@ -54,6 +71,7 @@ class Cursors:
         """Its stream is gone."""
         if self._cursors.get(path, {}).pop(stream, None) is not None:
             self._dirty.pop((path, stream), None)
+            self._written.pop((path, stream), None)
             self._hub.append(Append(STREAM, _message(path, stream, None), key=path.encode()))
 
     @property
@@ -71,6 +89,16 @@ class Cursors:
             self._append(path, stream, None)
         self._dirty.clear()
         self._moved = 0
+
+    def write_again(self, now_ms: int) -> None:
+        """Positions that did not move for long, a few at a time. Once a second."""
+        for (path, stream), at_ms in list(islice(self._written.items(), DIRTY_MAX)):
+            if at_ms != NEW and now_ms - at_ms < WRITTEN_AGAIN_MS:
+                return
+            self._written[(path, stream)] = now_ms
+            self._written.move_to_end((path, stream))
+            if at_ms != NEW:
+                self._dirty[(path, stream)] = 1
 
     def commit(self, path: str, stream: str, then: Callable[[Settled, int], None]) -> None:
         """Written at once: somebody waits for it."""

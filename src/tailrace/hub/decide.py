@@ -128,6 +128,7 @@ def tick(hub: Hub, now_ms: int) -> list[Effect]:
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
     hub.forget_seen(now_ms)
+    hub.mailboxes.cursors.write_again(now_ms)
     flush(hub)
     return finish(hub, now_ms)
 

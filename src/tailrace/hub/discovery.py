@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PAGE_MAX: Final = 100
 REPLAY_ENTRIES: Final = 1000
 REPLAY_BYTES: Final = 1024 * 1024
+WHOLE_NS: Final = 2 * 24 * 3600 * 10**9  # within two days everything that holds is written down again
 
 
 class Event(msgspec.Struct):
@@ -135,13 +136,17 @@ def _as_of(
             raise hub_error(error) from None
     else:
         raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
-    if earliest:
-        details = {"earliestOffset": streams.offset(REGISTRY, earliest)}
-        raise HubError("offset_gone", "the registry's log does not go back to its beginning", details)
     state: dict[str, Registration] = {}
+    times: list[int] = []  # of the first entry that is left, and of the last that counts
     at_ms = now_ms if upto_ns is None else upto_ns // 1_000_000
 
     def done(last: int, now_ms: int) -> None:
+        if earliest and (not times or times[-1] - times[0] < WHOLE_NS):
+            # What held then may be written down before what is left.
+            details = {"earliestOffset": streams.offset(REGISTRY, earliest)}
+            error = HubError("offset_gone", "the registry's log does not go back that far", details)
+            hub.refuse_request(session, request, error, now_ms)
+            return
         found = (
             state[path]
             for path in sorted(state)
@@ -160,6 +165,7 @@ def _as_of(
             if number > upto or (upto_ns is not None and time_ns > upto_ns):
                 done(number - 1, now_ms)
                 return
+            times[1:] = [time_ns]
             path, registration = read_event(body)
             if registration is None:
                 state.pop(path, None)
@@ -173,7 +179,7 @@ def _as_of(
     if not tail:
         done(0, now_ms)
         return
-    hub.effects.append(Read(REGISTRY, 0, REPLAY_ENTRIES, REPLAY_BYTES, then))
+    hub.effects.append(Read(REGISTRY, earliest, REPLAY_ENTRIES, REPLAY_BYTES, then))
 
 
 def _is_running(found: Registration, at_ms: int) -> bool:

@@ -93,11 +93,13 @@ class Mailboxes:
         if not (found.options.durable or self.has(path)):
             return
         stream = mailbox_stream(path)
-        if found.options.durable and hub.streams.tail(stream) is None:
+        is_new = hub.streams.tail(stream) is None
+        if found.options.durable and is_new:
             hub.effects.append(Create(stream))
         box = self.open(path)
         box.options = found.options
-        begin = hub.streams.tail(BROADCASTS) or 0
+        # Broadcasts name whom they are for. Whoever was here before begins where it was, or at the beginning.
+        begin = (hub.streams.tail(BROADCASTS) or 0) if is_new else 0
         self.feed(box, BROADCASTS, BROADCAST, begin=begin)
         self.take(box, session)
         box.live = False
@@ -140,6 +142,9 @@ class Mailboxes:
         waits = box.session is not None or box.appends or any(feed.deliveries for feed in box.feeds.values())
         if not waits and self.boxes.get(box.path) is box:
             del self.boxes[box.path]
+            for stream in box.feeds:
+                if self._hub.streams.tail(stream) is None:
+                    self.cursors.drop(box.path, stream)
 
     # -- storing ---------------------------------------------------------------------------------------
 

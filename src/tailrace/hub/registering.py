@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CAPABILITIES_MAX: Final = 256
 EXPIRED_AT_ONCE: Final = 1000
+LOGGED_AGAIN_MS: Final = 24 * 3600 * 1000
 
 
 def event(found: Registration, operation: str, reason: str, now_ms: int) -> bytes:
@@ -74,6 +75,7 @@ def register(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         session.id,
         renews_on_heartbeat=renews,
         used_ms=now_ms,
+        logged_ms=now_ms,
     )
     again = old is not None and old.session is session
     reason = "updated" if again else "registered" if old is None or old.session is None else "taken_over"
@@ -227,10 +229,16 @@ def renew(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
 
 
 def extend(hub: Hub, found: Registration, now_ms: int) -> None:
-    """Renewals are not logged: after a restart every registration has a whole TTL again."""
+    """Renewals are not logged: after a restart every registration has a whole TTL again.
+
+    One a day is, so that what still holds is never older than what the log keeps.
+    """
     found.expires_ms = now_ms + found.ttl_ms
     found.used_ms = now_ms
     hub.registry.expect(found)
+    if now_ms - found.logged_ms >= LOGGED_AGAIN_MS and not hub.registry.is_pending(found.path):
+        found.logged_ms = now_ms
+        hub.append(Append(REGISTRY, event(found, "update", "renewed", now_ms), key=found.path.encode()))
 
 
 def unregister(hub: Hub, session: Session, request: Request, now_ms: int) -> None:

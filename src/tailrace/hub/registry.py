@@ -57,6 +57,7 @@ class Registration(msgspec.Struct, eq=False):
     old_renewal_until_ms: int = 0
     renews_on_heartbeat: bool = False
     used_ms: int = 0
+    logged_ms: int = 0  # when it was last written down
 
     @property
     def online(self) -> bool:

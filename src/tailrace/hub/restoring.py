@@ -114,6 +114,7 @@ class Restoring:
         hub = self._hub
         for registration in self._registered.values():
             registration.expires_ms = now_ms + registration.ttl_ms
+            registration.logged_ms = registration.registered_ms
             hub.registry.put(registration)
         for key, record in self._positions.items():
             owner, _, stream = key.partition(" ")
@@ -122,7 +123,8 @@ class Restoring:
             committed = self._entry(stream, record.committed)
             delivered = max(committed, self._entry(stream, record.delivered))
             tail = hub.streams.tail(stream) or 0
-            hub.mailboxes.cursors.put(owner[2:-1], stream, Cursor(committed, delivered, unsure_upto=tail))
+            cursor = Cursor(committed, delivered, unsure_upto=tail)
+            hub.mailboxes.cursors.put(owner[2:-1], stream, cursor, restored=True)
 
     def _entry(self, stream: str, offset: str) -> int:
         """A position that is not there any more is the first one that is."""

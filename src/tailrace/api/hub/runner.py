@@ -32,7 +32,7 @@ from tailrace.hub.state import Hub
 from tailrace.log import records
 from tailrace.log.decide import AppendRequest
 from tailrace.log.transaction import Transaction, ignore
-from tailrace.net.websocket import WebSocketConnection, encode_text
+from tailrace.net.websocket import WebSocketConnection
 
 logger = logging.getLogger("tailrace.hub")
 
@@ -138,7 +138,7 @@ class Runner:
         session, frame = effect.session, effect.frame
         wire = self.wires.get(session)
         if wire is not None:
-            wire.send_encoded(encode_text(frame))
+            wire.send_text(frame)
         session.outbox.written(len(frame))
 
     def _after(self, then: Callable[[int], None]) -> None:
