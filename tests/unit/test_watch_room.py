@@ -122,6 +122,46 @@ def test_w33_what_can_wait_is_shed_first(tmp_path: Path) -> None:
     room.close()
 
 
+def test_a_broken_promise_is_told_and_what_can_wait_does(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    gateway = room.gateway
+    room.configure("c", slo={"deliveryMs": 100})
+    session, _ = room.connect()
+    for priority in ("low", "normal"):
+        ask(room, session, priority, priority=priority)
+    watched, collection = gateway.all_watched()[0], room.book.find(DATABASE, "c")
+    assert collection is not None
+    now_ms = room.harness.clock.now_ns() // 1_000_000
+
+    def burn() -> float:
+        return gateway.objectives.burn(DATABASE, "c", collection)["delivery"]
+
+    def deliver(late_ms: int, times: int) -> None:
+        for _ in range(times):
+            gateway.objectives.delivered(watched, now_ms - late_ms)
+
+    deliver(late_ms=101, times=19)
+    assert burn() == 0.0, "too few to say anything"
+    deliver(late_ms=101, times=1)
+    assert burn() == pytest.approx(100.0)
+    assert gateway.demotions == 0
+    room.harness.call(gateway.objectives.on_tick)
+    assert gateway.demotions == 1, "the one that can wait, and it comes back when it has caught up"
+    assert session.subscriptions["normal"].state == "live"
+    assert "100 ms" in gateway.objectives.reason(
+        collection, gateway.objectives.burn(DATABASE, "c", collection)
+    )
+    room.until(lambda: session.subscriptions["low"].state == "live")
+    deliver(late_ms=100, times=5000)
+    assert burn() < 1
+    room.harness.call(gateway.audit.flush)
+    room.harness.settle()
+    log = room.harness.log
+    page = room.harness.run(log.reader.read(log.existing("__audit__"), 0, 1_000_000, 100))
+    assert b'"slo.burning"' in b"".join(map(bytes, page.parts))
+    room.close()
+
+
 def test_w49_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
     room = Room(tmp_path, watch_partitions=2, watch_audit_retention_ms=0)
     chance = random.Random(8)

@@ -21,6 +21,7 @@ logger = logging.getLogger("tailrace.watch")
 MINUTES: Final = 5
 BUCKET_S: Final = 60.0
 DELIVERY_ALLOWED: Final = 0.01  # a 99th percentile is a promise about the other one in a hundred
+SAMPLES_MIN: Final = 20  # fewer say nothing about a share
 KEPT_MAX: Final = 1000  # collections that are measured
 # Reasons to begin again that are ours; all others are the client's.
 OUR_REASONS: Final = frozenset({"gap", "stale", "generation", "retention", "too-far-behind"})
@@ -51,10 +52,11 @@ class Window:
             self._total[later % MINUTES] = self._bad[later % MINUTES] = 0
         self._begun = max(self._begun, minute)
 
-    def share(self, now: float) -> float:
+    def share(self, now: float, least: int = 1) -> float:
+        """Of the bad ones; none as long as there are less than `least` in all."""
         self._turn(now)
         total = sum(self._total)
-        return sum(self._bad) / total if total else 0.0
+        return sum(self._bad) / total if total >= least else 0.0
 
 
 class Measured:
@@ -136,8 +138,8 @@ class Objectives:
         now, targets = self._context.loop.time(), self.targets(collection)
         allowed = max(1e-6, 1 - targets["resume"])
         return {
-            "delivery": measured.delivery.share(now) / DELIVERY_ALLOWED,
-            "resume": measured.resume.share(now) / allowed,
+            "delivery": measured.delivery.share(now, SAMPLES_MIN) / DELIVERY_ALLOWED,
+            "resume": measured.resume.share(now, SAMPLES_MIN) / allowed,
             "lag": measured.lag_ms / max(1.0, targets["lag"]),
         }
 
