@@ -33,6 +33,7 @@ export class Session {
   #isReady = false
   #ended = null
   #started = false
+  #complete = false
   #failures = 0
   #goodbye = {}
   #beating
@@ -152,8 +153,11 @@ export class Session {
     const socket = this.#socket
     this.#acked = true
     this.#beating = setInterval(() => this.#beat(socket), this.welcome.heartbeatInterval)
-    if (!this.welcome.resumed) await this.#options.restore()
+    // A session that was lost before it had everything back is resumed without it.
+    if (!this.welcome.resumed) this.#complete = false
+    if (!this.#complete) await this.#options.restore()
     if (socket !== this.#socket) return
+    this.#complete = true
     for (const ask of this.#asks.values()) this.#write(ask.request)
     this.#failures = 0
     this.#started = this.#isReady = true

@@ -238,6 +238,40 @@ def test_a_question_is_asked_again_under_its_id_after_a_lost_connection() -> Non
     assert registered == ["@(verified)"] * 2
 
 
+def test_what_a_lost_session_had_not_got_back_is_brought_back_by_the_next() -> None:
+    sessions: list[bool] = []
+    registered: list[int] = []
+    third = asyncio.Event()
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        await hub.register("@(verified)")
+        hub._place.session.drop()
+        await third.wait()
+        assert hub.resumed
+
+    async def forgetful(socket: ServerConnection, request: dict[str, Any]) -> None:
+        """The second session is a new one, and is lost in the middle; the third is the second resumed."""
+        match request["type"]:
+            case "hub:connect":
+                sessions.append(len(sessions) == 2)
+                await socket.send(welcome(request, heartbeatInterval=60_000, resumed=sessions[-1]))
+            case "hub:register":
+                registered.append(len(sessions))
+                if len(sessions) == 2:
+                    socket.transport.abort()
+                    return
+                payload = {"actorAddress": "@(verified)", "expiresAt": NOW_MS, "renewalToken": "r"}
+                await socket.send(answer(request, "hub:registered", payload))
+                if len(sessions) == 3:
+                    third.set()
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(forgetful, client)
+    assert registered == [1, 2, 3]
+
+
 def test_a_paused_recipient_is_left_alone_until_the_hub_says_so() -> None:
     sent: list[str] = []
     both = asyncio.Event()

@@ -72,6 +72,7 @@ class Session:
         self._goodbye: dict[str, Any] = {}
         self._failures = 0
         self._started = False
+        self._complete = False
         self._task: asyncio.Task[None] | None = None
 
     # -- what callers use
@@ -223,8 +224,11 @@ class Session:
         """Bring back what a new session lacks, then what was asked before and not answered."""
         assert self.welcome is not None
         try:
-            if not self.welcome.resumed:
+            # A session that was lost before it had everything back is resumed without it.
+            self._complete = self._complete and self.welcome.resumed
+            if not self._complete:
                 await self._restore()
+                self._complete = True
             written = set[str]()
             while waiting := [ask.request for ask in self.asks if ask.request.id not in written]:
                 for request in waiting:
