@@ -49,7 +49,12 @@ def lifetime(stream: Stream) -> bytes:
 
 
 def error(refusal: TailraceError) -> tuple[int, bytes, bytes]:
-    """Status, header lines and body of a refusal: the only place where an error becomes HTTP."""
+    """Status, header lines and body of a refusal: the only place where an error becomes HTTP.
+
+    The way it came is of no use any more, and holds the request with its body: some refusals are in frames of
+    that way themselves, others are raised again and again.
+    """
+    refusal.__traceback__ = refusal.__context__ = None
     head = JSON_TYPE + NO_STORE
     if refusal.retry_after_s is not None:
         head += line("Retry-After", str(refusal.retry_after_s))

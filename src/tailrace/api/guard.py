@@ -88,7 +88,7 @@ class Guard:
         return keys if rule or default else None
 
     def check_normal(
-        self, request: AppendRequest, profile: Profile, defaults: Sequence[str | None], stream: Stream
+        self, profile: Profile, defaults: Sequence[str | None], request: AppendRequest, stream: Stream
     ) -> Sequence[bytes | None] | None:
         """As `check`, for entries that are what this profile made of them already.
 

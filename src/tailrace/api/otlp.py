@@ -175,7 +175,7 @@ class OtlpRoutes:
         for batch in batches:
             lengths = None if len(batch.lengths) == 1 else batch.lengths
             request = AppendRequest(batch.body(), JSON, lengths)
-            request.check = partial(self._guard.check_normal, request, profile, batch.keys)
+            request.check = partial(self._guard.check_normal, profile, batch.keys)
             offset = await self._append(name, request)
         return export, offset
 

@@ -65,7 +65,7 @@ class StreamRoutes:
             stream = log.existing(name)
         request = self._append_request(exchange, stream)
         if stream.documents is not None:
-            request.check = partial(self._guard.check, request)
+            request.check = self._guard.check
         log.append(stream, request, self._answer_append, exchange)
 
     def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
@@ -184,7 +184,7 @@ class StreamRoutes:
         documents = source.documents or {}
         if initial is not None:
             keys = self._guard.check(initial, source)
-            initial.check = lambda _: keys
+            initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
         if SCHEMA in documents:
             inherited[SCHEMA] = forked(read_registry(documents[SCHEMA]), name, entry).to_json()

@@ -14,6 +14,8 @@ from tailrace.log.model import NO_LIFETIME, Lifetime, Stream, Tombstone
 from tailrace.log.records import Append, Bind, Create, Delete
 from tailrace.protocol.content_types import media_type
 
+Check = Callable[["AppendRequest", Stream], Sequence[bytes | None] | None]
+
 
 class AppendRequest:
     """An append as the protocol layer understood it: headers parsed, JSON cut."""
@@ -40,8 +42,9 @@ class AppendRequest:
         self.seq = seq
         self.producer = producer
         # Looks at the entries by the stream's documents, when all else is in order: refuses by raising, or
-        # gives each its key (None: they have the one of the request).
-        self.check: Callable[[Stream], Sequence[bytes | None] | None] | None = None
+        # gives each its key (None: they have the one of the request). It is handed the request and must not
+        # hold it: a request that holds itself, and a megabyte with it, would wait for the collector.
+        self.check: Check | None = None
 
     @property
     def count(self) -> int:
@@ -104,7 +107,7 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
         )
     key, keys = request.key, None
     if stream.documents is not None and count and request.check is not None:
-        keys = request.check(stream)
+        keys = request.check(request, stream)
         if keys is not None and len(set(keys)) == 1:
             key, keys = keys[0], None
     return Append(

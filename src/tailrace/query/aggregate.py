@@ -16,7 +16,7 @@ from tailrace.errors import TailraceError
 from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.bind import Bound
 from tailrace.query.compiled import Matcher
-from tailrace.query.measures import Json, Number, Parts, PartsReader, Summary
+from tailrace.query.measures import STATE_BYTES, Json, Number, Parts, PartsReader, Summary
 from tailrace.query.values import Value
 from tailrace.query.view import Extractor, View
 from tailrace.schema.body import invalid
@@ -42,7 +42,7 @@ class Group:
         self.summaries = {name: make() for name, make in summaries.items()}
         self.waiting: dict[str, list[Number]] = {}
         self.parts: list[tuple[str, Parts]] = []
-        self.bytes = 0  # of its summaries, as they were last counted
+        self.bytes = len(summaries) * STATE_BYTES  # of its summaries, as they were last counted
 
 
 class Groups:
@@ -76,9 +76,7 @@ class Groups:
         if len(self.groups) >= GROUPS_MAX:
             raise invalid(f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by")
         self.groups[key] = group
-        group.bytes = 0
-        self._held_bytes += _GROUP_BYTES
-        self._measure(group)
+        self._held_bytes += _GROUP_BYTES + group.bytes
 
     def _measure(self, group: Group) -> None:
         size = sum([summary.memory_bytes for summary in group.summaries.values()])

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tailrace.query.inverted import Lists, invert, invert_single, owners_of
+from tailrace.query.inverted import Lists, invert, invert_single, one_row_each, owners_of
 from tailrace.query.packed import NumberTerms, Terms, WordTerms, bits_of, bits_where, pack, size_of
 from tailrace.query.values import Value
 from tailrace.schema.search_fields import Field
@@ -32,7 +32,10 @@ NOWHERE = Occurrences(0, {})
 
 
 class Column:
-    """Made by `column_build`. Without `starts` every row has exactly one value, and that is no break."""
+    """Made by `column_build`. Without `starts` every row has exactly one value, and that is no break.
+
+    `order` is given where every term is in one row, too: the rows by their ranks.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Column:
         present: int,
         *,
         lists: bool = True,
+        order: list[int] | None = None,
     ) -> None:
         self.count = len(ranks) if starts is None else len(starts) - 1
         self.terms: Terms = (
@@ -69,7 +73,9 @@ class Column:
         if lists:
             plain = starts is None and lengths is None
             self._lists = (
-                invert_single(ranks, len(terms))
+                one_row_each(order)
+                if order is not None
+                else invert_single(ranks, len(terms))
                 if plain
                 else invert(
                     ranks,

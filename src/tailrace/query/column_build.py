@@ -31,6 +31,10 @@ def column_from(field: Field, found: list[object], *, lists: bool = True) -> Col
     canonical = _canonical(field, set(found))
     if field.kind == "text":
         return _text_column(field, found, cast("Mapping[object, str | None]", canonical), lists)
+    if len(canonical) == len(found):
+        values = list(map(canonical.__getitem__, found))
+        if None not in values and len(set(values)) == len(values):
+            return _unique_column(field, cast("list[Any]", values), lists)
     terms = sorted(cast("set[Any]", set(canonical.values()) - {None}))
     numbers = {term: rank for rank, term in enumerate(terms)}
     ranks = {leaf: numbers[value] for leaf, value in canonical.items() if value is not None}
@@ -41,6 +45,17 @@ def column_from(field: Field, found: list[object], *, lists: bool = True) -> Col
     flags = [leaf in ranks for leaf in found]
     starts = list(accumulate(flags, initial=0))
     return Column(field, terms, listed, starts, 0, bits_if(flags), lists=lists)
+
+
+def _unique_column(field: Field, values: list[Any], lists: bool) -> Column:
+    """Of ids, times and the like: each row has one value, and no other row has it."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0] * len(order)
+    for rank, row in enumerate(order):
+        ranks[row] = rank
+    terms = list(map(values.__getitem__, order))
+    everywhere = (1 << len(order)) - 1
+    return Column(field, terms, ranks, None, 0, everywhere, lists=lists, order=order)
 
 
 def _canonical(field: Field, distinct: set[object]) -> Mapping[object, Value | None]:

@@ -30,6 +30,12 @@ class Lists(NamedTuple):
         return lists + sets * (_SET_BYTES + count // 8) + len(self.repeats) * _SET_BYTES
 
 
+def one_row_each(order: Sequence[int]) -> Lists:
+    """Of a column in which terms and rows are one to one; `order` are the rows by rank."""
+    count = len(order)
+    return Lists(pack(order, count), pack(range(1, count + 1), count), {}, None, {})
+
+
 def invert_single(ranks: Sequence[int], terms: int) -> Lists:
     """Of a column with exactly one value in each row."""
     count = len(ranks)

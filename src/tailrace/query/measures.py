@@ -21,6 +21,7 @@ Number = int | float
 Json = dict[str, object]
 
 PERCENTILES: Final = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+_SHARES: Final = tuple(share for _, share in PERCENTILES)
 STATE_BYTES: Final = 1000  # about what a summary takes in memory, and a bucket of it
 BUCKET_BYTES: Final = 130
 
@@ -155,8 +156,10 @@ class Summary:
     def _percentiles(self, method: str | None) -> list[Number | None]:
         if method is None:
             return [None] * len(PERCENTILES)
+        if type(self.smallest) is float and self.smallest == self.largest:
+            return [self.smallest] * len(PERCENTILES)  # wherever they lie, they are clamped to it
         if method == "sketch":
-            found: Sequence[float] = self.sketch.quantiles([share for _, share in PERCENTILES])
+            found: Sequence[float] = self.sketch.quantiles(_SHARES, self.count)
         else:
             found = [self._place_in_histogram(share) for _, share in PERCENTILES]
         return [self._clamped(value) for value in found]

@@ -84,11 +84,11 @@ class Sketch:
 
     def quantile(self, share: float) -> float | None:
         """The number at the nearest rank; None if there are none."""
-        return self.quantiles([share])[0] if self.count else None
-
-    def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """The numbers at the nearest ranks of shares that ascend. There must be some numbers."""
         count = self.count
+        return self.quantiles([share], count)[0] if count else None
+
+    def quantiles(self, shares: Sequence[float], count: int) -> list[float]:
+        """The numbers at the nearest ranks of shares that ascend, of `count` numbers that there are."""
         found: list[float] = []
         passed = sign = key = 0
         buckets = self._ascending()

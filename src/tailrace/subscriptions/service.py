@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Final
 
 from tailrace.clock import Clock
@@ -219,7 +218,7 @@ class SubscriptionService:
         request = AppendRequest(body, "application/json", producer=(_producer_id(agent), wake.generation, 0))
         if self.check is not None:
             # A schema or a profile of the wake stream holds for the server as for everybody.
-            request.check = partial(self.check, request)
+            request.check = self.check
 
         def reply(_: Transaction, error: TailraceError | None) -> None:
             if error is None:
