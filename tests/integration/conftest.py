@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from support.calls import Caller
 from support.offers import FakePipeline
 from support.server import ServerProcess
+
+# As in the file above this one: whoever reads the types of a test here finds this file first.
+StartServer = Callable[..., ServerProcess]
 
 
 @pytest.fixture
