@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import msgspec
 
@@ -54,13 +55,17 @@ def stored_stream(db: HotDb, number: int) -> Stream | None:
     return None if raw is None else decode_stream(raw)
 
 
-def decide_stored(db: HotDb, stream: Stream, lifetime: Lifetime, now_ns: int) -> Decision:
-    """What retention does to a stream as the hot store has it."""
+def decide_stored(
+    db: HotDb, stream: Stream, lifetime: Lifetime, now_ns: int, upto: int | None = None
+) -> Decision:
+    """What retention does to a stream as the hot store has it; entries behind `upto` stay in any case."""
     shown_bytes = stream.size_bytes
     inherits = stream.parent and stream.earliest < stream.fork_entry
     if inherits and lifetime.retention_bytes is not None:
         shown_bytes += sum(part.payload_bytes for part in shown_segments(db, stream) if not part.own)
-    shown = shown_segments(db, stream, SEGMENTS_MAX)
+    shown: Iterable[Shown] = shown_segments(db, stream, SEGMENTS_MAX)
+    if upto is not None:
+        shown = takewhile(lambda segment: segment.last <= upto, shown)
     decision = decide(stream.earliest, shown, lifetime, shown_bytes, now_ns)
     if decision.to_the_end and inherits and decision.earliest < stream.fork_entry:
         # Its source has yet to seal what it shows of it, and nobody will say when that is done.
