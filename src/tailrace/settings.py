@@ -123,8 +123,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     watch_partition_patterns: Annotated[
         str,
         Meta(
-            description="Partitions of new collections by their path, comma-separated: rooms/*/messages=1; * is "
-            "one segment, the first that fits counts."
+            description="Partitions of new collections by their path, comma-separated: rooms/*/messages=1; * "
+            "is one segment, the first that fits counts."
         ),
     ] = ""
     watch_summaries: Annotated[

@@ -156,7 +156,9 @@ def test_deliveries_are_appended_where_nobody_has_a_token() -> None:
     name = "__deliveries__/g"
     assert refusal(ANONYMOUS, Action.WRITE_STREAM, stream=name) == ""
     assert refusal(identity("system"), Action.WRITE_STREAM, stream=name) == ""
-    assert refusal(identity("read", "write", "manage"), Action.WRITE_STREAM, stream=name) == "read_only_stream"
+    assert (
+        refusal(identity("read", "write", "manage"), Action.WRITE_STREAM, stream=name) == "read_only_stream"
+    )
     for action in (Action.DELETE_STREAM, Action.CONFIGURE_STREAM):
         assert refusal(ANONYMOUS, action, stream=name) == "read_only_stream"
 
