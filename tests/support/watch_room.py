@@ -16,6 +16,7 @@ from tailrace.api.watch.collections import CollectionRoutes
 from tailrace.api.watch.documents import Result, Write, Writer
 from tailrace.api.watch.frames import Frame
 from tailrace.api.watch.gateway import Gateway
+from tailrace.api.watch.removal import begin_anew
 from tailrace.api.watch.session import Session
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.errors import TailraceError
@@ -103,6 +104,7 @@ class Room:
 
         async def started(gateway: Gateway) -> None:
             self.book.on_applied = self._applied
+            self.book.lost = lambda collection: begin_anew(self.book, collection)
             await self.book.start()
             gateway.start()
             await harness.log.committer.drain()

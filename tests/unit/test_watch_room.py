@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, PacedWire, Room
+from tailrace.api.watch.resume import resume
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscribing import subscribe
 from tailrace.auth import ANONYMOUS
+from tailrace.log.records import Trim
 
 
 def ask(room: Room, session: Session, name: str, **given: Any) -> None:
@@ -215,6 +217,34 @@ def test_w8_the_view_is_the_fold_of_the_log_whatever_happens(tmp_path: Path) -> 
         if step % 10 == 9:
             found = {key: (version, json.loads(raw)) for key, (version, raw) in room.rows("c").items()}
             assert found == model, step
+    room.close()
+
+
+def test_w28_a_view_that_cannot_be_made_again_is_no_silent_loss(tmp_path: Path) -> None:
+    room = Room(tmp_path, watch_partitions=1, watch_audit_retention_ms=0)
+    for number in range(6):
+        room.write(("put", f"c/d{number}", {"n": number}))
+    stream = room.harness.find("__changes__/default/c/0")
+    assert stream is not None
+    room.checkpoint()
+    room.harness.seal(stream)
+    room.harness.call(lambda: room.harness.log.record(Trim(stream.number, 6, 0, 1, 0)))
+    room.harness.settle()
+    for number in range(6, 9):
+        room.write(("put", f"c/d{number}", {"n": number}))
+    session, wire = room.connect()
+    ask(room, session, "s")
+    token = wire.read(1)[0]["payload"]["token"]
+    for path in room.harness.directory.glob("watch.db*"):
+        path.unlink()
+    room.crash(0)
+    assert set(room.rows("c")) == {"d6", "d7", "d8"}, "what is left of the changes"
+    for _ in range(2):
+        session, wire = room.connect()
+        given = {"subId": "s", "token": token, "query": {"collection": "c"}}
+        room.harness.call(lambda session=session, given=given: resume(session, "r", given))
+        assert wire.read(1)[0]["payload"]["reason"] == "generation"
+        room.crash(0)
     room.close()
 
 

@@ -39,6 +39,7 @@ logger = logging.getLogger("tailrace.watch")
 
 PAGE_BYTES = 4 * 1024 * 1024
 PAGE_ENTRIES = 2000
+RETRY_S = 1.0
 
 Key = tuple[str, str]  # database and name
 
@@ -61,6 +62,8 @@ class Book:
         self.restore: Callable[[Collection], Awaitable[bool]] | None = None
         # Whether a source writes to the collection.
         self.follows: Callable[[Collection], bool] = lambda _: False
+        # What is left of the changes is shown, and nobody may go on from before.
+        self.lost: Callable[[Collection], Awaitable[None]] | None = None
         self.changes: dict[str, int] = dict.fromkeys(("insert", "update", "replace", "delete"), 0)
         self._unapplied: dict[Collection, tuple[list[Row], list[WriteRow]]] = {}
         self._catching_up: dict[tuple[Collection, int], asyncio.Task[None]] = {}
@@ -217,7 +220,11 @@ class Book:
         async def run() -> None:
             try:
                 while True:
-                    await self._catch_up(collection, partition)
+                    try:
+                        await self._catch_up(collection, partition)
+                    except TailraceError as error:
+                        logger.warning("changes of %s cannot be read yet: %s", collection.name, error)
+                        await asyncio.sleep(RETRY_S)
                     stream = self.log.find(collection.stream(partition))
                     if stream is None or collection.applied[partition] >= stream.visible:
                         break
@@ -287,13 +294,11 @@ class Book:
         if self.restore is not None and await self.restore(collection):
             logger.info("the view of %s was begun from a published one", collection.name)
             return
-        # What is left of the changes is shown. Nobody may go on from before, and operators have to know.
-        logger.error(
-            "the view of %s cannot be rebuilt: changes are gone and no view covers them", collection.name
-        )
-        collection.state = "stale"
+        logger.error("changes of %s are gone and no published view has them", collection.name)
         earliest = self.earliest(collection)
         collection.applied = [max(pair) for pair in zip(collection.applied, earliest, strict=True)]
+        if self.lost is not None:
+            await self.lost(collection)
 
     def empty(self, collection: Collection) -> None:
         with self.view.writing():

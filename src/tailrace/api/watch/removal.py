@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from tailrace.api.watch.book import Book
@@ -68,3 +69,17 @@ def raise_generation(book: Book, collection: Collection, reason: str, answer: An
     entry = config_entry(collection.name, planned, "update", now_ns)
     append_together(book.log, [(names.collections_of(collection.database), [entry])], now_ns, settled, None)
     collection.pending = planned
+
+
+async def begin_anew(book: Book, collection: Collection) -> None:
+    """Some of what there was cannot be known any more: whoever has seen it has to look again."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def answer(error: TailraceError | None) -> None:
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    raise_generation(book, collection, "view-lost", answer)
+    await done

@@ -15,6 +15,7 @@ from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.jobs import JobRoutes
 from tailrace.api.watch.realtime import SSE_PATH, WS_PATH, RealtimeRoutes
+from tailrace.api.watch.removal import begin_anew
 from tailrace.api.watch.routes import PREFIX, DatabaseRoutes
 from tailrace.api.watch.rxdb_service import ReplicationService
 from tailrace.api.watch.source_routes import SourceRoutes
@@ -40,6 +41,7 @@ class WatchService:
         self.gateway = Gateway(context, self.book, access, verifier)
         self.care = Care(context, self.book, self.gateway.keys)
         self.book.restore = self.care.views.restore
+        self.book.lost = self._lost
         self._databases = DatabaseRoutes(context, self.gateway, self._writer)
         self._databases.collections.on_rules = self._ruled
         self._databases.collections.on_removed = self._removed
@@ -97,6 +99,11 @@ class WatchService:
         """Other rules: what everybody has seen may be something else now."""
         self.gateway.on_rules(collection)
         self._replication.on_changed(collection)
+
+    async def _lost(self, collection: Collection) -> None:
+        self.gateway.audit.event("partition.stale", collection, {"reason": "view-lost"})
+        await begin_anew(self.book, collection)
+        self.gateway.audit.event("partition.live", collection, {"reason": "view-lost"})
 
     def _removed(self, collection: Collection) -> None:
         """A collection is gone: whoever watches it has to begin again, with nothing."""
