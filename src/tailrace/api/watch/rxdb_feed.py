@@ -138,9 +138,8 @@ class Feed:
         self._limit = limit
         self.woken = asyncio.Event()
         self.doubtful = False  # what the client came with cannot be gone on from
-        self.pulled: Walk | None = (
-            None  # what the client has pulled on the same connection, as far as we know
-        )
+        # What the client has pulled on the same connection, as far as we know.
+        self.pulled: Walk | None = None
         collection = replication.find(database, name)
         if walk is None and collection is not None:
             walk = replication.tail(listener.identity, collection)
@@ -184,7 +183,7 @@ class Feed:
         documents, listed = await replication.batch(identity, collection, self._shape, self.walk, self._limit)
         self.walk = listed.walk
         if not documents:
-            return bool(listed.keys)
+            return False
         checkpoint = replication.shown(self._covered(self.walk), listed.last)
         result = b'{"documents":[%b],"checkpoint":%b}' % (b",".join(documents), orjson.dumps(checkpoint))
         await self._listener.tell(self, result, checkpoint["pos"])

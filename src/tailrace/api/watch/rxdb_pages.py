@@ -122,13 +122,12 @@ class Pages:
         size = 0
         for document_id, key in listed.keys.items():
             raw = self.encoded(document_id)
-            if raw is not None and documents and size + len(raw) > bytes_max:
+            if documents and size + len(raw) > bytes_max:
                 return Batch(documents, Listed(kept, walk.moved(seqs)))
             kept[document_id] = key
             seqs[key.partition] = max(seqs[key.partition], key.seq)
-            if raw is not None:
-                documents.append(raw)
-                size += len(raw)
+            documents.append(raw)
+            size += len(raw)
         return Batch(documents, listed)
 
     async def pieces(self, listed: Listed, head: bytes, tail: bytes) -> AsyncIterator[bytes]:
@@ -137,8 +136,6 @@ class Pages:
         comma = b""
         for document_id in listed.keys:
             raw = self.encoded(document_id)
-            if raw is None:
-                continue
             gathered += (comma, raw)
             size += len(raw)
             comma = b","
@@ -149,13 +146,11 @@ class Pages:
         gathered += (b"]", tail)
         yield b"".join(gathered)
 
-    def encoded(self, document_id: str) -> bytes | None:
-        """A document as it is now; None if even its tombstone is gone."""
+    def encoded(self, document_id: str) -> bytes:
+        """A document as it is now. One that is not for this reader, or that is forgotten, is deleted."""
         row = self._book.view.find(self._collection.number, document_id)
-        if row is None:
-            return None
-        flat = self._flat(row)
-        if not self._readable(flat):
+        flat = None if row is None else self._flat(row)
+        if row is None or flat is None or not self._readable(flat):
             replicated = self._collection.config.replication
             fields = {} if replicated is None else replicated.tombstone_fields
             return orjson.dumps({**fields, "id": document_id, self._shape.deleted_field: True})
