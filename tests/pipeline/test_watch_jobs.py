@@ -15,6 +15,7 @@ import tailrace
 from support.calls import Caller
 from support.server import ServerProcess
 from support.watch_jobs import BASE, QUERIES, Tuple, Watching, change, deliveries, place_of, tuples, watch
+from tailrace.auth import create_token
 from tailrace.pipeline.watch.capture import (
     HEAD,
     SUBSCRIPTIONS,
@@ -35,6 +36,7 @@ from tailrace.watch.deliveries import Batch, Contiguity, Event
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+SECRET = "a secret that is long enough for the server to accept it"
 STEPS = 160
 FAST_ENOUGH = 1e9  # a loaded machine says nothing about time
 
@@ -122,6 +124,21 @@ def test_the_gateway_makes_the_same_of_batches_in_any_order(told: Told, spark: S
             sent.append((step.partition, step.item.seq, step.key, step.told.op, step.told.reason))
     assert len(set(sent)) == len(sent)
     assert set(sent) == {one for one in told.events if one[1] <= 20}
+
+
+def test_jobs_append_with_a_token_of_their_own(spark: SparkSession, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "data", env={"TAILRACE_AUTH_JWT_SECRET": SECRET}).start()
+    try:
+        token = create_token(SECRET, sub="m", scopes=["manage"], dbs=["default"])
+        call = Caller(server, token)
+        assert call("PUT", f"{BASE}/docs/things/one", {"n": 1}).status == 201
+        place = Place({"endpoint": server.base_url, "token": token})
+        report = run_match(spark, place, MatchOptions("default"))
+        (batch,) = deliveries(call, report.deliveries)
+        assert (batch.first, batch.last, batch.items) == (1, 1, []), "nobody watches, but it was examined"
+    finally:
+        SERVERS.close()
+        server.stop()
 
 
 # -- capture and shadow ------------------------------------------------------------------------------------

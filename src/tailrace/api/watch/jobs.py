@@ -13,6 +13,7 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.parse import parse_query
 from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.collection import NATIVE
 from tailrace.api.watch.documents import Correction, Result, Writer
 from tailrace.api.watch.summaries import LEASE_S_MAX, Summaries
 from tailrace.auth import Action, Identity, authorise
@@ -26,6 +27,7 @@ KINDS: Final = ("summaries", "view", "corrections")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
+ROWS_EACH: Final = 16  # read at once: each may be as large as a document
 CORRECTIONS_MAX: Final = 500
 
 Json = dict[str, Any]
@@ -108,26 +110,32 @@ class JobRoutes:
         query = parse_query(exchange.query)
         collection = self._collection(database, query.get("collection", ""))
         rows: list[Json] = []
-        size = 0
-        found = self._book.view.now.rows_after(collection.number, query.get("after", ""), ROWS_MAX)
-        for row in found:
-            rows.append(_shown(row))
-            size += len(row.data)
-            if size >= ROWS_BYTES:
-                break
-        more = len(rows) < len(found) or len(found) == ROWS_MAX
-        purged = self._book.view.now.purged(collection.number, collection.config.partitions)
+        size, after, more = 0, query.get("after", ""), True
+        now = self._book.view.now
+        while more and len(rows) < ROWS_MAX and size < ROWS_BYTES:
+            found = now.rows_after(collection.number, after, ROWS_EACH)
+            rows += map(_shown, found)
+            size += sum(len(row.data) for row in found)
+            more = len(found) == ROWS_EACH
+            after = found[-1].id if found else after
+        purged = now.purged(collection.number, collection.config.partitions)
         return {
             "generation": self._book.generation(collection),
             "folder": view_files.folder_of(database, collection.name, collection.config.generation),
             "purged": [list(one) for one in purged],
             "positions": collection.applied,
             "rows": rows,
-            "next": rows[-1]["id"] if more else None,
+            "next": after if more else None,
         }
 
     def _correct(self, exchange: Exchange, database: str, asked: Corrections) -> None:
         collection = self._collection(database, asked.collection)
+        if collection.config.source != NATIVE:
+            raise TailraceError(
+                "read_only_collection",
+                "a collection with a source outside is put right by its connector",
+                headers=(("Allow", "GET, HEAD, OPTIONS"),),
+            )
 
         def answer(results: list[Result], error: TailraceError | None) -> None:
             if error is not None:

@@ -79,7 +79,7 @@ class Summaries:
             self._keep(REFRESH_S)
         stream = self._log.find(self.stream)
         verifier = self._gateway.verifier if seconds else None
-        # Good for appending deliveries, and for as long as the job was announced.
+        # To append deliveries with, for as long as the job was announced.
         who = Identity(sub="watch-job", scopes=frozenset({"manage", "system"}))
         return {
             "gateway": self.name,
@@ -136,16 +136,16 @@ class Summaries:
         known, self._written = self._written, current
         for watched in self._gateway.all_watched():
             for place, subscription in enumerate(tuple(watched.subscriptions)):
-                if place % 200 == 199:
+                if place % 100 == 99:
                     await asyncio.sleep(0)  # others have something to do, too
                 if subscription.state == "invalid":
                     continue
                 key = f"{subscription.session.id}/{subscription.id}"
-                value = self._value(subscription)
-                current[key] = hash((value["predicateHash"], value["priority"]))
+                current[key] = hash((subscription.interest.whole.hash, subscription.options.priority))
                 before = known.pop(key, None)
                 if before != current[key]:
-                    yield self._entry("sub", key, value, "insert" if before is None else "update")
+                    operation = "insert" if before is None else "update"
+                    yield self._entry("sub", key, self._value(subscription), operation)
         for key in known:
             yield self._entry("sub", key, None, "delete")
 
