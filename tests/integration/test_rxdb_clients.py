@@ -150,13 +150,10 @@ def test_true_conflicts_are_found_and_only_those(clients: Clients, server: Serve
         party.leave()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_server_that_is_killed_and_comes_back(
-    clients: Clients, start_server: StartServer, kind: str
-) -> None:
+def test_a_server_that_is_killed_and_comes_back(clients: Clients, start_server: StartServer) -> None:
     server = start_server()
     party = Party(clients, server)
-    one, other = party.join(kind), party.join(kind)
+    one, other = (party.join(kind) for kind in KINDS)
     for i in range(12):
         party.put(one, f"d{i}", i)
     party.agree({f"d{i}": i for i in range(12)})
