@@ -167,6 +167,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub_keys: Annotated[
         str, Meta(description="JSON file with the secrets that actors sign with, by address.")
     ] = ""
+    hub_trace: Annotated[
+        Literal["off", "durable", "all"],
+        Meta(description="Which messages leave their steps in hub/trace: none, those that are kept, or all."),
+    ] = "durable"
     hub_mint_tokens: Annotated[
         bool, Meta(description="Let sessions refresh their tokens here; needs the shared secret.")
     ] = False

@@ -159,6 +159,13 @@ def test_accepted_messages_are_in_the_log_and_read_over_http(server: ServerProce
             lambda: call("GET", "hub/dead-letters?offset=-1"), lambda reply: reply.status == 200
         ).body
         assert [letter["to"] for letter in letters if letter["to"] == "@(log/nobody)"] == ["@(log/nobody)"]
+    steps = eventually(
+        lambda: call("GET", "hub/trace?offset=-1"),
+        lambda reply: reply.status == 200 and ack["offset"] in reply.raw.decode(),
+    ).body
+    assert [
+        step["ev"] for step in steps if (step["stream"], step["offset"]) == (ack["stream"], ack["offset"])
+    ] == ["accepted", "delivered"]
     assert call("PUT", "hub/mbox/mine").code == "reserved_name"
     assert call("POST", "hub/mbox/log/a", {"x": 1}).code == "read_only_stream"
     assert call("DELETE", "hub/mbox/log/a").code == "read_only_stream"

@@ -74,7 +74,10 @@ class MemoryStreams:
                 return Settled(error=TailraceError("producer_gap", "a gap", expected_seq=0))
             self.producers[(effect.stream, name)] = (epoch, seq)
         entries = self.entries.setdefault(effect.stream, [])
-        entries.append((now_ms * 1_000_000, effect.body))
+        place = 0
+        for length in effect.lengths or [len(effect.body)]:
+            entries.append((now_ms * 1_000_000, effect.body[place : place + length]))
+            place += length + 1
         return Settled(len(entries), self.offset(effect.stream, len(entries)))
 
 

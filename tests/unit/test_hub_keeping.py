@@ -313,6 +313,27 @@ def test_a_broadcast_waits_for_an_actor_over_a_crash() -> None:
         world.lose(back)
 
 
+def test_the_steps_of_a_kept_message_can_be_followed() -> None:
+    world = World()
+    sender, receiver, other = world.actor(A), manual(world), world.actor(C)
+    send(world, sender, C, 0, pattern="tell")  # is not kept
+    request = send(world, sender, B, 1, pattern="tell", metadata={"traceId": "abc"})
+    frame = world.taken(receiver)[0]
+    offset = frame["metadata"]["mailbox"]["offset"]
+    world.say(receiver, "hub:mailbox_commit", {"actorAddress": B, "offset": offset})
+    send(world, sender, "@(t/nobody)", 2, pattern="tell")
+    world.wait(1000)
+    steps = world.streams.bodies("hub/trace")
+    assert [step["ev"] for step in steps] == ["accepted", "delivered", "processed", "dead"]
+    assert {step["copy"] for step in steps[:3]} == {frame["id"]}
+    assert {(step["id"], step["traceId"], step["from"], step["to"]) for step in steps[:3]} == {
+        (request, "abc", A, B)
+    }
+    assert {step["offset"] for step in steps[:3]} == {offset}
+    assert steps[3]["reason"] == "unknown_actor"
+    assert len(world.taken(other)) == 1
+
+
 def test_a_renewal_is_logged_once_a_day() -> None:
     world = World()
     session = world.connect(A)

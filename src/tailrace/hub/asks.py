@@ -254,6 +254,7 @@ class Asks:
             correlation_id=ask.request_id,
         )
         self._hub.count("messages", "reply/ok")
+        self._hub.trace.note("replied", copy, now_ms, kind="reply", stream=ask.stream, offset=ask.offset)
         self._send_reply(ask, copy, final=final, now_ms=now_ms)
 
     def _asked(self, session: Session, correlation: str) -> Ask | None:

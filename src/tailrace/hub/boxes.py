@@ -24,6 +24,7 @@ class Flight(msgspec.Struct, eq=False, gc=False):
 
     at_ms: int
     size: int
+    copy: Copy  # without its payload
 
 
 class Ahead(msgspec.Struct, eq=False, gc=False):

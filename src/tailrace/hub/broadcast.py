@@ -108,6 +108,8 @@ class Broadcast:
             self._hub.go_on(self._session, now_ms)
             return
         self.entry, self.offset = settled.entry, settled.offset
+        offset, trace = settled.offset, self._hub.trace
+        trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCASTS, offset=offset)
         self.go_on(now_ms)
 
     def go_on(self, now_ms: int) -> None:

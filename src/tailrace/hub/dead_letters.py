@@ -61,6 +61,7 @@ class DeadLetters:
     ) -> None:
         """Off the path. Accepted messages are never merged; others are, once there are too many."""
         self._hub.count("dead_letters", reason)
+        self._hub.trace.note("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
         letter = Letter(
             f"dl-{new_id(now_ms)}",
             reason,

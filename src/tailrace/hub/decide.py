@@ -137,6 +137,7 @@ def flush(hub: Hub) -> None:
     """What is written in batches."""
     hub.dead.flush()
     hub.mailboxes.cursors.flush()
+    hub.trace.flush()
 
 
 # -- one frame -------------------------------------------------------------------------------------------

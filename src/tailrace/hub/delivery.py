@@ -297,6 +297,8 @@ def _direct(
     frame = copy.frame()
     outcome = hub.flow.offer(recipient, frame, now_ms, session)
     if outcome in (SENT, WAITING):
+        hub.trace.note("accepted", copy, now_ms)
+        hub.trace.note("delivered", copy, now_ms)
         if ask is None:
             finish(seen)
             return

@@ -41,13 +41,14 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class Append(msgspec.Struct, eq=False):
-    """One entry for a stream of the hub, which is made if it is missing."""
+    """An entry for a stream of the hub, or several; the stream is made if it is missing."""
 
     stream: str
     body: bytes
     then: Callable[[Settled, int], None] | None = None
     key: bytes | None = None
     producer: tuple[str, int, int] | None = None
+    lengths: list[int] | None = None  # of each, if the body is several entries joined by commas
 
 
 class Found(msgspec.Struct, frozen=True):

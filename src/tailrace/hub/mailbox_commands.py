@@ -15,7 +15,7 @@ from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Box, Feed
 from tailrace.hub.effects import Found, Read, Remove, Settled
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request
-from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.mailboxes import KINDS, PAGE_BYTES, STORED_BYTES_MAX, BroadcastEntry
 from tailrace.hub.message import parse
 from tailrace.hub.session import Session
 from tailrace.protocol.durations import format_instant
@@ -179,6 +179,11 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     for entry in rejected:
         if entry > feed.cursor.committed:
             _bury(hub, feed, entry)
+    for entry, flight in feed.flights.items():
+        if entry <= upto and entry not in rejected:
+            offset = hub.streams.offset(feed.stream, entry)
+            kind = KINDS[feed.kind]
+            hub.trace.note("processed", flight.copy, now_ms, kind=kind, stream=feed.stream, offset=offset)
     if upto > feed.cursor.committed:
         feed.cursor.committed = upto
         feed.cursor.delivered = max(feed.cursor.delivered, upto)

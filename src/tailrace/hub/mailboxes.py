@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PAGE_ENTRIES: Final = 100
 PAGE_BYTES: Final = 256 * 1024
+KINDS: Final = {MAILBOX: "send", BROADCAST: "broadcast", TOPIC: "publish"}
 STORED_BYTES_MAX: Final = 2**30  # what is in a stream was let in before
 
 Refused = Callable[[HubError, int], None]
@@ -203,6 +204,7 @@ class Mailboxes:
             if accepted is not None:
                 accepted(settled, now_ms)
             if not settled.duplicate:
+                hub.trace.note("accepted", copy, now_ms, stream=feed.stream, offset=settled.offset)
                 self.arrived(box, feed, settled.entry, copy, now_ms)
             self.let_go(box)
 
@@ -315,12 +317,13 @@ class Mailboxes:
         feed.cursor.delivered = max(feed.cursor.delivered, entry)
         ask = hub.asks.stored_at(feed.stream, entry) or self._rebuilt(box, feed, entry, copy, offset, now_ms)
         if box.options.manual:
-            feed.flights[entry] = Flight(now_ms, len(frame))
+            feed.flights[entry] = Flight(now_ms, len(frame), msgspec.structs.replace(copy, payload=b""))
             feed.flights_bytes += len(frame)
             feed.deliveries[entry] = before + 1
         else:
             feed.cursor.committed = max(feed.cursor.committed, entry)
         self.cursors.moved(box.path, feed.stream)
+        hub.trace.note("delivered", copy, now_ms, kind=KINDS[feed.kind], stream=feed.stream, offset=offset)
         if ask is not None and not ask.done:
             hub.asks.sent_to(ask, box.session)
             hub.asks.handed(ask, now_ms, processed=not box.options.manual)

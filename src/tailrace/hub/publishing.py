@@ -194,6 +194,7 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             hub.refuse_request(session, request, hub_error(settled.error), now_ms)
             return
         hub.topics.kept.add(topic)
+        hub.trace.note("accepted", copy, now_ms, kind="publish", stream=stream, offset=settled.offset)
         publication.give(settled.entry, now_ms)
         _published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
 

@@ -29,6 +29,7 @@ from tailrace.hub.seen import SeenSet
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import Key
 from tailrace.hub.topics import Topics
+from tailrace.hub.trace import Trace
 from tailrace.limits import Limits
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Options(msgspec.Struct, frozen=True):
     address: str = HUB
     topics_open: bool = True
     durable_topics: tuple[str, ...] = ()
+    trace: str = "durable"  # or off, or all
     signatures_required: bool = False
     mint: Callable[[Identity, int], str] | None = None  # makes a token for an identity, of so many seconds
     verify: Callable[[str], Identity] | None = None  # None: nobody needs a token
@@ -98,6 +100,7 @@ class Hub:
         self.ready: deque[Session] = deque()  # whose frames had to wait, and need not any more
         self._seen: dict[str, SeenSet] = {}
         self.registry = Registry()
+        self.trace = Trace(self, options.trace)
         self.rates = Rates(limits, policy)
         self.flow = Flow(self)
         self.presence = Presence(self)

@@ -108,7 +108,8 @@ class Runner:
                 self._carry_out(queue.popleft())
         finally:
             self._running = False
-        if self.hub.mailboxes.cursors.dirty and self._flush is None and self._tick is not None:
+        waits = self.hub.mailboxes.cursors.dirty or self.hub.trace.dirty
+        if waits and self._flush is None and self._tick is not None:
             self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
 
     def _carry_out(self, effect: Effect) -> None:
@@ -150,7 +151,7 @@ class Runner:
         self.run(decide.finish(self.hub, now_ms))
 
     def _append(self, effect: Append) -> None:
-        request = AppendRequest(effect.body, JSON, key=effect.key, producer=effect.producer)
+        request = AppendRequest(effect.body, JSON, effect.lengths, key=effect.key, producer=effect.producer)
         try:
             stream = self._streams.made(effect.stream)
             self._log.append(stream, request, self._settled, effect)

@@ -57,6 +57,7 @@ class HubService:
             durable_topics=tuple(
                 text.strip() for text in settings.hub_durable_topics.split(",") if text.strip()
             ),
+            trace=settings.hub_trace,
             signatures_required=settings.hub_signatures == "required",
             mint=_minter(settings) if settings.hub_mint_tokens else None,
             verify=None if verifier is None else (lambda token: verifier.verify(b"Bearer " + token.encode())),

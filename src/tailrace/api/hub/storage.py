@@ -25,6 +25,7 @@ ABSENT_MAX: Final = 100_000
 LIFETIMES: Final = {
     "hub/dead-letters": Lifetime(retention_s=30 * DAY_S, retention_bytes=1024**3),
     "hub/audit": Lifetime(retention_s=90 * DAY_S),
+    "hub/trace": Lifetime(retention_s=7 * DAY_S),
     # What still holds is written again every day, or twice a day.
     "hub/registry": Lifetime(retention_s=30 * DAY_S),
     "hub/cursors/0": Lifetime(retention_s=7 * DAY_S),
