@@ -25,7 +25,7 @@ _SETTINGS = {
     "listen_addresses": "127.0.0.1",
     "wal_level": "logical",
     "max_wal_senders": "4",
-    "max_replication_slots": "16",
+    "max_replication_slots": "64",
     "max_connections": "40",
     "shared_buffers": "16MB",
     # What is lost with a machine's power is not what these tests are about.

@@ -23,7 +23,7 @@ def wait_until(look: Callable[[], Any], wanted: Callable[[Any], object]) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while not wanted(seen := look()):
         assert time.monotonic() < deadline, f"still {seen!r}"
-        time.sleep(0.05)
+        time.sleep(0.1)
     return seen
 
 
@@ -54,6 +54,10 @@ def documents(call: Caller, collection: str) -> dict[str, Json]:
         cursor = page["cursor"]
         if cursor is None:
             return found
+
+
+def count(call: Caller, collection: str) -> int:
+    return call("GET", f"{BASE}/collections/{collection}").body["documents"]
 
 
 def rows(postgres: PostgresServer, table: str, key: str = "id") -> dict[str, Json]:
