@@ -41,24 +41,24 @@ class Needles:
 
 def needles_of(query: Bound, config: SearchConfig) -> Needles | None:
     """The needles of a query; None if it can match without any."""
-    found = words_needed(query, config)
+    found = _needed(query, config)
     if found is None or len(found) > NEEDLES_MAX:
         return None
     lower = any(is_lower for _, is_lower in found)
     return Needles([(word.lower() if lower else word).encode() for word, _ in found], lower)
 
 
-def words_needed(query: Bound, config: SearchConfig) -> set[tuple[str, bool]] | None:
+def _needed(query: Bound, config: SearchConfig) -> set[tuple[str, bool]] | None:
     """Words of which one has to be there, each with whether its case does not matter."""
     match query:
         case All(clauses):
             # One clause is enough: the one with the fewest and longest needles.
-            choices = [found for clause in clauses if (found := words_needed(clause, config)) is not None]
+            choices = [found for clause in clauses if (found := _needed(clause, config)) is not None]
             return min(choices, key=_cost, default=None)
         case AnyOf(clauses) | Anywhere(clauses):
             union: set[tuple[str, bool]] = set()
             for clause in clauses:
-                found = words_needed(clause, config)
+                found = _needed(clause, config)
                 if found is None:
                     return None
                 union |= found

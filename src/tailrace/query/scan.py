@@ -13,17 +13,17 @@ from typing import Any
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Negation
 from tailrace.query.chunk import Chunk, columns_from
 from tailrace.query.chunk_score import explain_row
+from tailrace.query.column_build import column_from
 from tailrace.query.members import column_of_raw
-from tailrace.query.needle import Needles, needles_of
+from tailrace.query.needle import needles_of
 from tailrace.query.score import FieldStatistics, Group, Statistics, boosts_of, scored_tokens
 from tailrace.query.search_request import SearchRequest
-from tailrace.query.tally import bounds_of, tally_needles, text_counts
-from tailrace.query.values import Value
+from tailrace.query.values import Value, earliest_and_latest
 from tailrace.query.view import Decoder, View
+from tailrace.schema.search_fields import Field
 
 ROWS_AT_ONCE = 512  # between two looks at the clock; far less than 20 ms of work
 BYTES_AT_ONCE = 1 << 20
-HOPEFUL_MAX = 0.5  # of the rows: where more may match, all are better taken apart at once
 
 Payload = bytes | memoryview
 
@@ -61,10 +61,7 @@ class Scanner:
         counted = set(self.wanted) if view.primary is None else {*self.wanted, view.primary}
         self._asked = Decoder(view, sorted(asked))
         self._counted = Decoder(view, sorted(asked | counted))
-        self._asked_and_scored = Decoder(view, sorted(asked | set(self.wanted)))
-        self._tally = Decoder(view, sorted(counted))
         self._columns = asked | set(self.wanted)
-        self._tally_needles = tally_needles(request, view.config)
         self.decoded = 0
 
     def new_statistics(self) -> Statistics:
@@ -81,58 +78,27 @@ class Scanner:
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
                 return begin
-            if self._tallied(entries[begin:end], payloads[begin:end], counts):
-                continue
             members = self._counted.all_members(entries[begin:end], payloads[begin:end])
             chunk = self._chunk(self._counted, entries[begin:end], members)
             chunk.add_statistics(counts.statistics, 0)
-            self._see_times(self._counted, members, counts)
+            self._see_times(members, counts)
             self._take(chunk)
         return len(payloads)
 
-    def _see_times(self, decoder: Decoder, members: Sequence[Any], counts: Counts) -> None:
+    def _see_times(self, members: Sequence[Any], counts: Counts) -> None:
         primary = self._view.primary
-        get = None if primary is None else decoder.gets[primary]
+        get = None if primary is None else self._counted.gets[primary]
         if primary is not None and get is not None:
             bounds = bounds_of(self._view.config.fields[primary], column_of_raw(members, get))
             if bounds is not None:
                 counts.see(bounds)
-
-    def _tallied(self, entries: Sequence[int], payloads: Sequence[Payload], counts: Counts) -> bool:
-        """Counts rows, and takes apart only those that may match; False if that is not worth it."""
-        if self._tally_needles is None:
-            return False
-        rows = self._hopeful(self._tally_needles, entries, payloads)
-        if len(rows) > len(payloads) * HOPEFUL_MAX:
-            return False
-        members = self._tally.all_members(entries, payloads)
-        gets = {name: self._tally.gets[name] for name in counts.statistics}
-        texts = {
-            name: (0, 0) if get is None else text_counts(column_of_raw(members, get))
-            for name, get in gets.items()
-        }
-        if None in texts.values():
-            return False
-        self._see_times(self._tally, members, counts)
-        self.decoded += len(payloads) - len(rows)
-        with_token = self.new_statistics()
-        if rows:
-            some, decoder = [payloads[row] for row in rows], self._asked_and_scored
-            numbers = [entries[row] for row in rows]
-            chunk = self._chunk(decoder, numbers, decoder.all_members(numbers, some))
-            chunk.add_statistics(with_token, 0)
-            self._take(chunk)
-        for name, field in counts.statistics.items():
-            documents, tokens = texts[name] or (0, 0)
-            field.add(documents, tokens, with_token[name].with_token)
-        return True
 
     def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
         """Decides payloads for their matches alone; answers how many before the deadline."""
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
                 return begin
-            rows = self._hopeful(self._needles, entries[begin:end], payloads[begin:end])
+            rows = self._hopeful(entries[begin:end], payloads[begin:end])
             if rows:
                 numbers, some = (
                     [entries[begin + row] for row in rows],
@@ -149,13 +115,11 @@ class Scanner:
     def explain(self, chunk: Scanned, row: int) -> list[Group]:
         return explain_row(chunk, self._query, row, self._boosts)
 
-    def _hopeful(
-        self, needles: Needles | None, entries: Sequence[int], payloads: Sequence[Payload]
-    ) -> Sequence[int]:
+    def _hopeful(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Sequence[int]:
         """Rows that may match, as far as can be told without decoding them."""
-        if needles is None:
+        if self._needles is None:
             return range(len(payloads))
-        current, may_match = self._first_current, needles.may_match
+        current, may_match = self._first_current, self._needles.may_match
         return [
             row for row, payload in enumerate(payloads) if may_match(bytes(payload)) or entries[row] < current
         ]
@@ -181,6 +145,15 @@ def _batches(payloads: Sequence[Payload]) -> Iterator[tuple[int, int]]:
         size += len(payload)
     if begin < len(payloads):
         yield begin, len(payloads)
+
+
+def bounds_of(field: Field, found: list[object]) -> tuple[Value, Value] | None:
+    """The smallest and the largest value of a field; None if no row has one."""
+    bounds = earliest_and_latest(found) if field.kind == "date" else None
+    if bounds is not None:
+        return bounds
+    terms = column_from(field, found, lists=False).terms
+    return (terms[0], terms[len(terms) - 1]) if len(terms) else None
 
 
 class Counts:
