@@ -20,7 +20,6 @@ from tailrace.limits import Limits
 from tailrace.log.decide import resolve
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.log.segment_list import read_segments
 from tailrace.protocol.content_types import DEFAULT, is_json
 
 JSON, TEXT = "application/json", "text/plain"
@@ -134,7 +133,7 @@ actions = st.one_of(
     st.tuples(st.just("live"), st.sampled_from([0, 0, 0.001, 4, 9, 11, 120]), picks),
     st.tuples(st.just("store"), st.sampled_from(["all", "all", "one", "untold", "retire"])),
     st.tuples(st.just("store"), st.just("all")),
-    st.tuples(st.just("seal"), picks, st.sampled_from(["", "", "tidy", "all", "all", "join", "join"])),
+    st.tuples(st.just("seal"), picks, st.sampled_from(["", "", "tidy", "all", "all"])),
     st.tuples(
         st.just("restart"),
         st.lists(st.one_of(appends, deletes), max_size=4),
@@ -238,21 +237,10 @@ class LogStates(RuleBasedStateMachine):
         stream = self.real.find(self.name_of(DeleteStep(pick)))
         if stream is not None:
             self.real.seal(stream)
-            if then == "join":
-                self.join(stream)
         if then == "tidy":
             self.real.tidy()
-        elif then and then != "join":
+        elif then:
             self.store(then)
-
-    def join(self, stream: Stream) -> None:
-        """All segments of one epoch become one: nothing changes either, for forks of it as well."""
-        log = self.real.log
-        unfolded = tuple(log.streams.unfolded.get(stream.number, ()))
-        found = read_segments(log.store, stream.number, stream.earliest, unfolded)
-        newest = [info for info in found if info.epoch == found[-1].epoch]
-        if len(newest) > 1:
-            self.real.compact(stream, newest)
 
     def restart(self, burst: list[Step], turns: int) -> None:
         """With a close, or without: then what was not acknowledged may be there or not, but only in order."""
