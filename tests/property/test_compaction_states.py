@@ -63,6 +63,7 @@ class CompactStates(FamilyStates):
         """Some of the segments that are shown. None reaches across a version of the schema."""
         stream = self.stream
         infos = [info for info in self.segments_of(stream.number) if info.first > stream.earliest]
+        place %= max(1, len(infos) - 1)
         run = infos[place : place + count]
         if len(run) < 2 or (self.evolved_at is not None and run[0].first <= self.evolved_at < run[-1].last):
             return
