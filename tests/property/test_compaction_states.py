@@ -95,7 +95,7 @@ class CompactStates(FamilyStates):
 
 
 def test_p8_p15_compaction_changes_no_answer() -> None:
-    run_state_machine_as_test(CompactStates, settings=configured(12, 10))
+    run_state_machine_as_test(CompactStates, settings=configured(40, 12))
 
 
 @pytest.mark.nightly
