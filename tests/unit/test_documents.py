@@ -137,7 +137,7 @@ def test_entries_of_one_append_may_have_keys_of_their_own(log: LogHarness, folde
     stream = found(log)
     asked: list[bytes] = []
 
-    def check(subject: Stream) -> Sequence[bytes | None]:
+    def check(_: AppendRequest, subject: Stream) -> Sequence[bytes | None]:
         asked.append((subject.documents or {})["schema"])
         return KEYS
 
@@ -168,7 +168,7 @@ def test_a_refused_entry_changes_nothing_and_a_retry_is_not_looked_at(log: LogHa
     describe(log, "schema", b"{}")
     stream = found(log)
 
-    def refuse(_: Stream) -> Sequence[bytes | None]:
+    def refuse(_: AppendRequest, __: Stream) -> Sequence[bytes | None]:
         raise TailraceError("invalid_request", "no")
 
     def send(check: bool) -> str:
