@@ -208,6 +208,17 @@ def test_a_full_mailbox_refuses() -> None:
     assert answers[-1]["payload"]["retryable"] is True
 
 
+def test_messages_on_their_way_to_the_disk_do_not_count_more_than_once() -> None:
+    world = World(limits=Limits(hub_mailbox_bytes=100_000))
+    sender, receiver = world.actor(A), world.actor(B, durable=True)
+    send(world, sender, B, 0, pattern="tell")
+    world.hold()
+    for number in range(1, 11):
+        send(world, sender, B, [number, "x" * 5_000], pattern="tell")
+    world.commit_held()
+    assert [found if found == 0 else found[0] for found in data(world.taken(receiver))] == list(range(11))
+
+
 def test_a_slow_actor_with_a_mailbox_misses_nothing() -> None:
     world = World()
     sender, receiver = world.actor(A), world.actor(B, durable=True)

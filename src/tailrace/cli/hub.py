@@ -180,24 +180,22 @@ def tail(
     session: Session = DEFAULT,
 ) -> None:
     """Follow the mailbox of an actor, without taking anything out of it, until Ctrl-C."""
-    from tailrace.cli.session import connect
+    from tailrace.cli.session import connect, end_at_interrupt
     from tailrace.hub.address import mailbox_stream, parse_address
 
     stream = mailbox_stream(parse_address(address))
     with connect(session) as client:
         client.stream(stream).head()
         left = count
-        try:
-            for page in client.stream(stream).follow("-1" if from_start else "now", mode="sse"):
-                for entry in page.entries:
-                    put_json(entry if session.json else _summary(entry))
-                    left = None if left is None else left - 1
-                    if left == 0:
-                        flush()
-                        return
-                flush()
-        except KeyboardInterrupt:
-            return
+        end_at_interrupt()
+        for page in client.stream(stream).follow("-1" if from_start else "now", mode="sse"):
+            for entry in page.entries:
+                put_json(entry if session.json else _summary(entry))
+                left = None if left is None else left - 1
+                if left == 0:
+                    flush()
+                    return
+            flush()
 
 
 def show_messages(messages: Iterable[Message], count: int | None, *, as_json: bool) -> None:

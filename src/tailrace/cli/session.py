@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Group, Parameter
@@ -65,6 +68,19 @@ def put(line: bytes) -> None:
 
 def flush() -> None:
     sys.stdout.buffer.flush()
+
+
+def end_at_interrupt() -> None:
+    """From here on Ctrl-C ends the program at once, as something that was to be expected.
+
+    For commands that go on until then and flush what they show. An exception would be lost if it came up
+    where nothing can be raised, in a destructor for example, and the command would go on.
+    """
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, leave)
 
 
 def put_json(value: object) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli.failures import UsageError
-from tailrace.cli.session import DEFAULT, Session, connect, flush
+from tailrace.cli.session import DEFAULT, Session, connect, end_at_interrupt, flush
 
 _HELP: Final = """Follow a stream: print what is appended from now on, until the stream is closed or Ctrl-C.
 
@@ -56,10 +56,7 @@ def tail(
         client.stream(name).head()
         start = "-1" if from_start else offset
         how = mode or ("sse" if matching is None else "long-poll")
-        try:
-            pages = client.stream(name).follow(start, mode=how, key=key, since=since, filter=matching)
-            for page in pages:
-                show(page, as_json=session.json)
-                flush()
-        except KeyboardInterrupt:
-            return
+        end_at_interrupt()
+        for page in client.stream(name).follow(start, mode=how, key=key, since=since, filter=matching):
+            show(page, as_json=session.json)
+            flush()

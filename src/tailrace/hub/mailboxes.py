@@ -155,7 +155,9 @@ class Mailboxes:
         waiting = self.uncommitted(box)
         stream = mailbox_stream(path)
         tail = self._hub.streams.tail(stream) or 0
-        size = self._hub.streams.size_bytes(stream) * waiting // tail if tail else 0
+        size = self._hub.streams.size_bytes(stream)
+        if waiting < tail:  # those that are not durable yet count, and their bytes are in the size already
+            size = size * waiting // tail
         if waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes:
             self.let_go(box)
             raise HubError("mailbox_full", "the recipient's mailbox is full", {"actorAddress": f"@({path})"})
