@@ -67,9 +67,9 @@ class Caller:
             connection.close()
 
 
-def eventually(look: Callable[[], T], wanted: Callable[[T], object]) -> T:
+def eventually(look: Callable[[], T], wanted: Callable[[T], object], patience_s: float = PATIENCE_S) -> T:
     """What `look` sees as soon as it is what is wanted."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         seen = look()
         if wanted(seen):
