@@ -19,6 +19,7 @@ from support.watch_events import Events
 from tailrace.auth import create_token
 
 BASE = "/v1/databases/default"
+LARGE_ONES = 40  # of 900 KB: more than the buffers of both sockets ever hold
 SECRET = "a secret that is long enough for the server to accept it"
 _numbers = itertools.count(1)
 
@@ -319,11 +320,11 @@ def test_w32_a_client_that_does_not_read_is_demoted_and_misses_nothing(start_ser
     live.send("subscribe", "s", query={"collection": "big"})
     live.take()
     text = "x" * 900_000
-    for number in range(12):
+    for number in range(LARGE_ONES):
         put(call, "big/a", {"n": number, "text": text})
     assert _metric(call, "tailrace_watch_demotions_total") > 0
-    seqs = [envelope.get("seq", envelope) for envelope in (live.take() for _ in range(12))]
-    assert seqs == list(range(1, 13))
+    seqs = [envelope.get("seq", envelope) for envelope in (live.take() for _ in range(LARGE_ONES))]
+    assert seqs == list(range(1, LARGE_ONES + 1))
     live.close()
 
 
@@ -340,7 +341,7 @@ def test_w32_one_that_never_reads_again_is_told_to_begin_anew(start_server: Star
     live = Live(process, window_bytes=64 * 1024)
     live.send("subscribe", "s", query={"collection": "big"})
     live.take()
-    for number in range(12):
+    for number in range(LARGE_ONES):
         put(call, "big/a", {"n": number, "text": "x" * 900_000})
     name = 'tailrace_watch_resync_required_total{reason="overflow"}'
     eventually(lambda: _metrics(call).get(name, 0), lambda count: count == 1)
