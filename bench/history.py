@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.filling import MESSAGE_BYTES, Filler
 from bench.loadgen import append_options
-from bench.peers import Peer
+from bench.peers import DO_NOT_PAGE, Peer
 from bench.processes import PeerError, Running, free_port, launch
 from bench.scenarios import Bench, Numbers, Rows, timed
 from tailrace.protocol.offsets import encode
@@ -102,7 +102,11 @@ def _cold_reads(bench: Bench, peer: Peer, directory: Path, env: Mapping[str, str
         server = peer.start(directory, bench.server_cpus, env)
         with Peak(server.process.pid) as peak:
             load = bench.generator.run(
-                server.port, mode="read", path="/v1/stream/history-%d", connections=1, count=messages // 1000
+                server.port,
+                mode="read",
+                path="/v1/stream/history-%d",
+                connections=1,
+                count=1 if peer.name in DO_NOT_PAGE else messages // 1000,
             )
         row |= {
             "bytes_per_s": load.bytes_per_s,

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from bench.peers import Wire
 from bench.places import LOAD
 from bench.processes import PeerError, pinned
+
+Result = TypeVar("Result")
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -60,6 +63,14 @@ class Fanout(msgspec.Struct, frozen=True):
     append_us: Latency
 
 
+def decoded(out: bytes, kind: type[Result]) -> Result:
+    """A server that answers what cannot be measured fails its own reading, not the run."""
+    try:
+        return msgspec.json.decode(out, type=kind)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"the load printed {out[:200]!r}: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Generator:
     """The load program on its cores. Options are the program's own, with underscores."""
@@ -88,14 +99,14 @@ class Generator:
         return out
 
     def finish(self, process: subprocess.Popen[bytes], patience_s: float = 300.0) -> Load:
-        return msgspec.json.decode(self._output(process, patience_s), type=Load)
+        return decoded(self._output(process, patience_s), Load)
 
     def run(self, port: int, **options: str | int | float | bool) -> Load:
         return self.finish(self.start(port, **options))
 
     def fanout(self, port: int, **options: str | int | float | bool) -> Fanout:
         process = self.start(port, mode="fanout", **options)
-        return msgspec.json.decode(self._output(process, 300.0), type=Fanout)
+        return decoded(self._output(process, 300.0), Fanout)
 
 
 def append_options(wire: Wire, name: str = "bench") -> dict[str, str | int | float | bool]:

@@ -121,4 +121,6 @@ ALL: dict[str, Peer] = {
     )
 }
 US = "tailrace"
+# The whole stream in one answer, however long it is.
+DO_NOT_PAGE = ("reference-file", "reference-memory")
 DURABLE_HTTP = ("prisma-raised", "prisma", "reference-file")

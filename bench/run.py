@@ -38,6 +38,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", default="", help=f"comma-separated; known: {', '.join(peers.ALL)}")
     parser.add_argument("--rounds", type=int, default=0, help="rounds per scenario (5)")
     parser.add_argument("--seconds", type=float, default=0.0, help="measured time per reading (4)")
+    parser.add_argument("--warm-up", type=float, default=0.0, help="seconds of load before a reading (1)")
+    parser.add_argument("--history-mib", type=int, default=0, help="length of a cold history in MiB (1024)")
     parser.add_argument(
         "--server-cpus", default="0", help="cores for every server (0); 'any' to leave it to the system"
     )
@@ -142,9 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
         server_cpus=cpus(options.server_cpus),
         load_cpus=cpus(options.load_cpus),
         seconds=float(options.seconds) or (1.0 if quick else 4.0),
-        warmup_seconds=0.3 if quick else 1.0,
+        warmup_seconds=float(options.warm_up) or (0.3 if quick else 1.0),
         read_mib=8 if quick else 64,
-        history_mib=8 if quick else 1024,
+        history_mib=int(options.history_mib) or (8 if quick else 1024),
         idle_streams=5_000 if quick else 100_000,
         fanout_readers=1_000,
     )
