@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from pyspark.sql.datasource import WriterCommitMessage
 
 from support.cutting_proxy import CuttingProxy, Direction
 from support.server import ServerProcess
+from support.spark_batches import Drivers
 from support.wire import fresh
 from tailrace.client import Client, ClientError
 from tailrace.spark.sink import Committer, PartitionWriter
@@ -22,16 +26,22 @@ METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ")
 Rows = Sequence[tuple[str | None, str]]
 
 
-def run_batch(options: WriteOptions, query: str, batch: int, partitions: Sequence[Rows]) -> None:
-    """What Spark does with one micro-batch: all tasks, then the commit."""
-    messages = [
+def written_by(
+    options: WriteOptions, query: str, batch: int, partitions: Sequence[Rows]
+) -> list[WriterCommitMessage | None]:
+    """The tasks of one micro-batch."""
+    return [
         PartitionWriter(options, query, batch, number).write(
             iter([pa.record_batch({"key": [key for key, _ in rows], "value": [value for _, value in rows]})])
         )
         for number, rows in enumerate(partitions)
         if rows
     ]
-    Committer(options).commit(list(messages), batch)
+
+
+def run_batch(options: WriteOptions, query: str, batch: int, partitions: Sequence[Rows]) -> None:
+    """What Spark does with one micro-batch: all tasks, then the commit."""
+    Committer(options).commit(written_by(options, query, batch, partitions), batch)
 
 
 def contents(server: ServerProcess, stream: str) -> list[str]:
@@ -208,3 +218,54 @@ def test_staging_of_old_batches_goes(server: ServerProcess, tmp_path: Path) -> N
     for batch in range(4):
         run_batch(options, "q", batch, table(batch, 400_000))
     assert sorted(int(path.name) for path in (tmp_path / "q").iterdir()) == [2, 3]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_p13_a_commit_that_lags_behind_adds_nothing(
+    server: ServerProcess, tmp_path: Path, ahead: int
+) -> None:
+    """A driver that was thought dead has written a batch in three partitions. Another one wrote it in one,
+    and went on; what the batch consisted of may be swept by now."""
+    stream = fresh("sink")
+    options = write_options(
+        {"endpoint": server.base_url, "stream": stream, "stagingLocation": str(tmp_path)}, streaming=True
+    )
+    rows: Rows = [(None, f'"{number}"') for number in range(6)]
+    late = written_by(options, "q", 0, [rows[:2], rows[2:4], rows[4:]])
+    run_batch(options, "q", 0, [rows])
+    later = [(None, f'"later-{batch}"') for batch in range(1, ahead + 1)]
+    for batch, row in enumerate(later, 1):
+        run_batch(options, "q", batch, [[row]])
+    with pytest.raises(SinkError, match="another run of the same query"):
+        Committer(options).commit(late, 0)
+    assert sorted(contents(server, stream)) == sorted(value for _, value in [*rows, *later])
+
+
+def test_staging_goes_although_batches_were_empty(server: ServerProcess, tmp_path: Path) -> None:
+    options = write_options(
+        {"endpoint": server.base_url, "stream": fresh("sink"), "stagingLocation": str(tmp_path)},
+        streaming=True,
+    )
+    for batch in (0, 3, 4):
+        run_batch(options, "q", batch, table(batch))
+    assert sorted(int(path.name) for path in (tmp_path / "q").iterdir()) == [3, 4]
+
+
+def test_p13_drivers_that_are_killed_at_any_step(server: ServerProcess, tmp_path: Path) -> None:
+    """A dozen times, each time with other partitions. No row is lost, none doubled."""
+    source, target = fresh("from"), fresh("to")
+    generator = random.Random(13)
+    ended: Counter[str] = Counter()
+    rows = 0
+    with Client(server.base_url) as client, Drivers(server.base_url, source, target, tmp_path) as drivers:
+        stream = client.stream(source, content_type="application/json")
+        stream.create()
+        for attempt in range(12):
+            stream.append_many(list(range(rows, rows + 30)))
+            rows += 30
+            code, last = drivers.run(attempt, generator.randint(1, 5))
+            assert code in (0, -signal.SIGKILL)
+            ended[last if code else "at its end"] += 1
+        assert drivers.run(99)[0] == 0
+    assert {"planned", "written", "committed"} <= ended.keys()
+    assert sorted(map(int, contents(server, target))) == list(range(rows))

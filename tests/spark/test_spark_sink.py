@@ -19,6 +19,7 @@ from support.server import ServerProcess
 from support.spark_rows import served
 from support.wire import Wire, fresh
 from tailrace.client import Client
+from tailrace.protocol.offsets import parse_position
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -161,6 +162,6 @@ def _count(server: ServerProcess, stream: str) -> int:
     http = Wire(server.port)
     try:
         head = http.head(stream)
-        return 0 if head.status != 200 else len(values(server, stream))
+        return 0 if head.status != 200 else parse_position(head["stream-next-offset"])[1]
     finally:
         http.close()

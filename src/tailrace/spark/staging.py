@@ -125,7 +125,13 @@ class Staging:
         return data
 
     def settle(self, commit: Commit) -> tuple[Commit, bool]:
-        """The content of the batch: what is given, unless it has one already; and whether it is new."""
+        """The content of the batch: what is given, unless it has one already; and whether it is new.
+
+        A driver that was thought dead may commit when others are batches ahead and what the batch consisted
+        of has been swept. Its rows are there already, perhaps from other partitions, so that no number of an
+        append would give it away: it is refused. Later batches are looked for after the document is created:
+        whoever swept the one before had created a later one by then.
+        """
         settled = commit
         if sum(len(part.inline or b"") for part in commit.parts) > COMMIT_BYTES_MAX:
             parts = [
@@ -139,6 +145,12 @@ class Staging:
         except ObjectExistsError:
             data, _ = self._runner.run(self._objects.get(key))
             return msgspec.json.decode(data, type=Commit), False
+        if self._runner.run(self._objects.list_after(f"{commit.query}/", key, 1)):
+            self.forget(commit.query, commit.batch)
+            raise SinkError(
+                f"batch {commit.batch} was committed by another run of the same query, which is ahead; "
+                "nothing of it was sent. Stop one of them"
+            )
         return settled, True
 
     def forget(self, query: str, batch: int) -> None:
@@ -149,13 +161,10 @@ class Staging:
         self._runner.run(self._objects.delete([_folder(query, batch) + name for name in names]))
 
     def sweep(self, query: str, batch: int) -> None:
-        """Removes the batch before the last: nobody will run it again."""
-        old = batch - KEPT_BATCHES
-        if old < 0:
-            return
-        folder = _folder(query, old)
-        listed = self._runner.run(self._objects.list_after(folder))
-        self._runner.run(self._objects.delete([info.key for info in listed]))
+        """Removes all batches before the last one: nobody will run them again."""
+        listed = self._runner.run(self._objects.list_after(f"{query}/"))
+        kept = _folder(query, max(0, batch - KEPT_BATCHES + 1))
+        self._runner.run(self._objects.delete([info.key for info in listed if info.key < kept]))
 
 
 def _folder(query: str, batch: int) -> str:
