@@ -24,3 +24,9 @@ def none_match(header: str, tag: str) -> bool:
         return True
     opaque = tag.removeprefix("W/")
     return any(item.strip().removeprefix("W/") == opaque for item in header.split(","))
+
+
+def slice_start(tag: str) -> str:
+    """Where the slice of a tag begins; empty if it is not one of ours."""
+    parts = tag.removeprefix("W/").strip('"').split(":", 3)
+    return parts[1] if len(parts) == 4 and parts[0] == "slice" else ""

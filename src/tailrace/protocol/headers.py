@@ -73,6 +73,9 @@ REQUEST_HEADERS: tuple[str, ...] = (
     "Prefer",
     "Cache-Control",
     "Last-Event-ID",
+    "X-Request-Id",
+    "traceparent",
+    "tracestate",
     "Stream-Seq",
     "Stream-Key",
     "Stream-Timestamp",
@@ -102,3 +105,19 @@ def line(name: str, value: str) -> bytes:
     """One header line, CRLF included. Values beyond ASCII travel as UTF-8."""
     assert not {"\r", "\n"} & set(value), f"line break in header {name}"
     return f"{name}: {value}\r\n".encode()
+
+
+def common_lines(resource_policy: str, origin: str | None) -> bytes:
+    """On every response, errors and preflights included; `origin` is None where it depends on the request."""
+    lines = line("X-Content-Type-Options", "nosniff")
+    lines += line("Cross-Origin-Resource-Policy", resource_policy)
+    lines += exposed(RESPONSE_HEADERS)
+    return lines + (line("Vary", "Origin") if origin is None else line("Access-Control-Allow-Origin", origin))
+
+
+def preflight_lines() -> bytes:
+    return (
+        line("Access-Control-Allow-Methods", METHODS)
+        + line("Access-Control-Allow-Headers", ", ".join(REQUEST_HEADERS))
+        + line("Access-Control-Max-Age", str(PREFLIGHT_MAX_AGE_S))
+    )

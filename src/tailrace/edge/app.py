@@ -1,0 +1,246 @@
+"""The application of an edge: what it answers itself, what it shares, and what it passes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+
+import orjson
+
+from tailrace.edge.asks import Reading, Target, reading_of, target_of
+from tailrace.edge.cache import Slice
+from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.facts import FactBook
+from tailrace.edge.feed import RefusedError
+from tailrace.edge.forward import Forwarder
+from tailrace.edge.gate import Caller, Gate
+from tailrace.edge.headers import cache_line, response_lines
+from tailrace.edge.live import Live
+from tailrace.edge.long_poll import LongPolls
+from tailrace.edge.sharded import LISTING, Shards
+from tailrace.edge.slices import Slices
+from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import headers
+from tailrace.protocol.etag import none_match
+from tailrace.protocol.query import live_mode, parse_query
+from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_answer
+
+logger = logging.getLogger("tailrace.edge")
+
+HEALTH = (b"/healthz", b"/health")
+OWN = (*HEALTH, b"/readyz", b"/metrics")
+WRITES = (b"POST", b"PUT", b"DELETE")
+
+
+class EdgeApp:
+    """Looks like a server from outside."""
+
+    def __init__(
+        self,
+        context: EdgeContext,
+        gate: Gate,
+        book: FactBook,
+        slices: Slices,
+        live: Live,
+        long_polls: LongPolls,
+        on_write: Callable[[str, bytes, int], None],
+    ) -> None:
+        self._context = context
+        self._gate = gate
+        self._book = book
+        self._slices = slices
+        self._live = live
+        self._long_polls = long_polls
+        self._on_write = on_write
+        self._forwarder = Forwarder(context)
+        self._shards = Shards(context) if context.upstreams.mode == "sharded" else None
+        self._loop_mark = b"tailrace-edge-" + context.edge_id
+        self.stopping = False
+        settings = context.settings
+        origins = settings.cors_origins
+        self._origins: frozenset[str] | None = None
+        if origins != "*":
+            self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
+        self._common = headers.common_lines(settings.resource_policy, "*" if self._origins is None else None)
+        self._timing = settings.server_timing
+        self.fixed_headers = self._common if self._origins is None and not self._timing else None
+
+    # -- what net asks for
+
+    def handle(self, exchange: Exchange) -> None:
+        if self._loop_mark in exchange.headers.get(b"via", b""):
+            logger.error("a request came back to this edge: its upstreams lead to itself")
+            raise TailraceError("internal", "the request goes round in a circle")
+        if exchange.method == b"OPTIONS":
+            exchange.respond(204, headers.preflight_lines())
+        elif exchange.path in OWN:
+            self._answer_own(exchange)
+        else:
+            self._route(exchange)
+
+    def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        return self.handle
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        self._context.telemetry.edge_refused.add(error.code)
+        return error_answer(error)
+
+    def common_headers(self, exchange: Exchange | None) -> bytes:
+        common = self._common
+        if self._timing and exchange is not None:
+            total_ms = (self._context.loop.time() - exchange.started) * 1000
+            phases = f"{exchange.phases}, " if exchange.phases else ""
+            common += headers.line("Server-Timing", f"{phases}edge-total;dur={total_ms:.3f}")
+        if self._origins is None:
+            return common
+        origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
+        text = origin.decode("latin-1")
+        if text in self._origins:
+            return common + headers.line("Access-Control-Allow-Origin", text)
+        return common
+
+    def end_live(self) -> None:
+        """Shutdown: nobody is kept waiting."""
+        self._long_polls.end_all()
+        self._live.end_all()
+
+    # -- what is answered here
+
+    def _answer_own(self, exchange: Exchange) -> None:
+        if exchange.method not in (b"GET", b"HEAD"):
+            allow = (("Allow", "GET, HEAD, OPTIONS"),)
+            raise TailraceError("method_not_allowed", "this path takes GET, HEAD, OPTIONS", headers=allow)
+        if exchange.path == b"/metrics":
+            self._gate.inspect(exchange)
+            head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + NO_STORE
+            exchange.respond(200, head, self._context.telemetry.render())
+        elif exchange.path in HEALTH:
+            exchange.respond(200, JSON_TYPE + NO_STORE, b'{"status":"ok"}')
+        else:
+            self._answer_ready(exchange)
+
+    def _answer_ready(self, exchange: Exchange) -> None:
+        upstreams = self._context.upstreams
+        if self.stopping or not upstreams.ready:
+            reason = "the edge is stopping" if self.stopping else "upstreams do not answer"
+            body = {"status": "degraded", "reason": reason, "upstreams": upstreams.unhealthy}
+            head = JSON_TYPE + NO_STORE + b"Retry-After: 5\r\n"
+            exchange.respond(503, head, orjson.dumps(body))
+            return
+        deployment = upstreams.any().deployment
+        exchange.respond(
+            200, JSON_TYPE + NO_STORE, orjson.dumps({"status": "ready", "deployment": deployment})
+        )
+
+    # -- what is passed on or shared
+
+    def _route(self, exchange: Exchange) -> None:
+        target = target_of(exchange.path, self._context.limits.name_bytes)
+        if target.kind == "server" and not self._context.settings.edge_expose_server:
+            raise TailraceError("not_found", "this edge does not show the server behind it")
+        if self._shards is not None:
+            self._shards.check(exchange, target)
+            if exchange.path == LISTING and exchange.method == b"GET":
+                self._start(exchange, self._shards.list(exchange), wait=False)
+                return
+        if target.kind != "stream":
+            self._start(exchange, self._pass(exchange, target), wait=_may_wait(exchange, target))
+            return
+        caller = self._gate.admit(exchange, target.name)
+        if exchange.method == b"GET":
+            self._read(exchange, target, caller)
+            return
+        self._start(exchange, self._write_or_head(exchange, target), wait=False)
+
+    def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
+        reading = reading_of(target, exchange.query)
+        if reading is None or not caller.shared or _wants_fresh(exchange, reading):
+            wait = _may_wait(exchange, target)
+            self._start(exchange, self._pass(exchange, target), wait=wait)
+        elif reading.mode == "":
+            self._start(exchange, self._answer_slice(exchange, reading, caller), wait=False)
+        else:
+            self._start(exchange, self._answer_live(exchange, target, reading, caller), wait=True)
+
+    def _start(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
+        self._context.answer_later(exchange, work, wait=wait)
+
+    async def _pass(self, exchange: Exchange, target: Target) -> None:
+        """As it is; waits and streams have connections of their own."""
+        await self._forwarder.forward(
+            exchange, self._upstream(target), apart=_may_wait(exchange, target), observe=self._count
+        )
+
+    async def _write_or_head(self, exchange: Exchange, target: Target) -> None:
+        def observe(reply: Reply) -> None:
+            if exchange.method in WRITES:
+                self._on_write(target.name, exchange.method, reply.status)
+            else:
+                self._book.note_head(target.name, reply, self._context.loop.time())
+            self._count(reply)
+
+        await self._forwarder.forward(exchange, self._upstream(target), observe=observe)
+
+    def _upstream(self, target: Target) -> Upstream:
+        upstreams = self._context.upstreams
+        return upstreams.of(target.name) if target.name else upstreams.any()
+
+    async def _answer_live(
+        self, exchange: Exchange, target: Target, reading: Reading, caller: Caller
+    ) -> None:
+        follow = self._long_polls.answer if reading.mode == "long-poll" else self._live.follow
+        if not await follow(exchange, reading, caller):
+            await self._pass(exchange, target)
+
+    async def _answer_slice(self, exchange: Exchange, reading: Reading, caller: Caller) -> None:
+        try:
+            found, outcome = await self._slices.get(reading, caller)
+        except RefusedError as refused:
+            refusal = refused.refusal
+            exchange.respond(refusal.status, response_lines(refusal.fields, cache_line("MISS")), refusal.body)
+            return
+        except UpstreamLostError:
+            raise TailraceError("unavailable", "the upstream does not answer") from None
+        self._respond(exchange, reading, found, outcome)
+
+    def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
+        end = max(found.end, self._slices.end(reading.name)) if found.end else found.end
+        head = found.lines + cache_line(outcome)
+        if end:
+            # At an open tail the slice's own end is what it was asked for.
+            head += headers.line("Stream-End-Offset", found.end if found.up_to_date else end)
+        if outcome == "HIT":
+            age_s = max(0, int(self._context.loop.time() - found.stored_at))
+            head += b"Age: %d\r\n" % age_s
+        self._context.telemetry.edge_requests.add("read", outcome, 200)
+        wanted = exchange.headers.get(b"if-none-match")
+        if wanted is not None and found.tag and none_match(wanted.decode("latin-1"), found.tag):
+            exchange.respond(304, head)
+            return
+        exchange.respond(200, headers.line("Content-Type", found.content_type) + head, found.body)
+
+    def _count(self, reply: Reply) -> None:
+        self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)
+
+
+def _wants_fresh(exchange: Exchange, reading: Reading) -> bool:
+    """`no-cache` or `no-store` on a plain read: it must not be behind the owner."""
+    control = exchange.headers.get(b"cache-control", b"").lower()
+    return reading.mode == "" and (b"no-cache" in control or b"no-store" in control)
+
+
+def _may_wait(exchange: Exchange, target: Target) -> bool:
+    """Whether the answer may take long, or never end."""
+    if exchange.wants_websocket() or exchange.path.startswith((b"/realtime/", b"/replication/")):
+        return True
+    if target.kind == "resource":
+        return b"/touch/" in exchange.path
+    if target.kind in ("stream", "reserved") and exchange.method == b"GET":
+        try:
+            return live_mode(parse_query(exchange.query)) != ""
+        except TailraceError:
+            return False
+    return False

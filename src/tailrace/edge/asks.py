@@ -1,0 +1,115 @@
+"""What a request asks for, as far as the edge has to know it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import quote, urlencode
+
+from tailrace.protocol import names, offsets
+from tailrace.protocol.query import live_mode, parse_query
+
+PREFIX = b"/v1/stream/"
+CONTROL = b"/v1/stream/__ds"
+
+
+class Target(NamedTuple):
+    """What a path names. Only ordinary streams are cached and shared; all else is forwarded as it is."""
+
+    kind: str  # stream, reserved, resource, server or other
+    name: str = ""
+    key: str | None = None  # of `/pk/{key}`
+
+
+def target_of(path: bytes, name_bytes_max: int) -> Target:
+    if not path.startswith(PREFIX):
+        return Target("server" if path.startswith(b"/v1/server") else "other")
+    raw = path[len(PREFIX) :]
+    if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
+        return Target("other", "__ds")
+    stream, slash, raw_key = raw.rpartition(b"/pk/")
+    key: str | None = None
+    if slash and b"/" not in raw_key:
+        raw, key = stream, names.decode(raw_key)
+        if not key:
+            return Target("other")
+    name = names.decode(raw)
+    if name is None or not names.is_valid(name, name_bytes_max):
+        return Target("other")
+    if name.startswith(("__", "hub/")) or name == "hub":
+        return Target("reserved", name, key)
+    if key is None and names.is_sub_resource(name):
+        return Target("resource", owner_of(name))
+    return Target("stream", name, key)
+
+
+def owner_of(path: str) -> str:
+    """The stream that a sub-resource belongs to."""
+    segments = path.split("/")
+    for index in range(1, len(segments)):
+        if segments[index] in names.RESERVED_LAST or segments[index] in names.RESERVED_INNER:
+            return "/".join(segments[:index])
+    return path
+
+
+class Reading(NamedTuple):
+    """A read that the edge may answer itself. Parameters that do not change its bytes are left out."""
+
+    name: str
+    offset: str  # 26 digits, -1 or now
+    fmt: str
+    key: str
+    filter_text: str
+    mode: str
+    raw_live: str
+    cursor: str | None
+    query: dict[str, str]
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """What is asked of the upstream, in one order and one spelling."""
+        return _parameters(self.offset, self.fmt, self.key, self.filter_text)
+
+    def at(self, offset: str) -> Reading:
+        """The plain read of what follows an offset."""
+        return self._replace(offset=offset, mode="", raw_live="", cursor=None)
+
+
+def reading_of(target: Target, raw_query: bytes) -> Reading | None:
+    """A GET on a stream as a read that can be shared; None if it has to be forwarded.
+
+    Raises for what every server refuses: repeated parameters, malformed offsets.
+    """
+    query = parse_query(raw_query)
+    mode = live_mode(query)
+    given = query.get("offset")
+    if given is not None and given not in ("-1", "now"):
+        given = offsets.encode(*offsets.parse_position(given))
+    fmt = query.get("format", "")
+    filter_text = query.get("filter")
+    if fmt not in ("", "json", "raw") or (given is None and (mode or "since" in query)):
+        return None
+    if (filter_text is not None and mode) or (given == "now" and not mode):
+        return None
+    key = target.key if target.key is not None else query.get("key", "")
+    return Reading(
+        target.name,
+        given or "-1",
+        fmt,
+        key,
+        filter_text or "",
+        mode,
+        query.get("live", ""),
+        query.get("cursor"),
+        query,
+    )
+
+
+def _parameters(offset: str, fmt: str, key: str, filter_text: str) -> dict[str, str]:
+    found = {"filter": filter_text, "format": fmt, "key": key, "offset": offset}
+    return {name: value for name, value in found.items() if value}
+
+
+def stream_target(name: str, parameters: dict[str, str]) -> bytes:
+    """Path and query of a stream, as the edge asks for it."""
+    query = f"?{urlencode(parameters, quote_via=quote)}" if parameters else ""
+    return f"/v1/stream/{quote(name, safe='/')}{query}".encode()

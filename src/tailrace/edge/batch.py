@@ -1,0 +1,96 @@
+"""A batch of a stream: what one data message and its control carried, in every form that readers take."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+
+from tailrace.net.http1 import chunk
+from tailrace.protocol import sse
+from tailrace.protocol.ws_frames import encode_text
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What an upstream says on a socket: a `data` or a `control`."""
+
+    type: str
+    payload: str = ""
+    encoding: str = ""
+    offset: str = msgspec.field(name="streamNextOffset", default="")
+    cursor: str = msgspec.field(name="streamCursor", default="")
+    up_to_date: bool = msgspec.field(name="upToDate", default=False)
+    closed: bool = msgspec.field(name="streamClosed", default=False)
+
+
+read_message = msgspec.json.Decoder(Message).decode
+
+
+class Batch:
+    """Covers `(start, next]`. Each wire form is made on first use, and the same bytes go to all readers."""
+
+    __slots__ = (
+        "_data",
+        "_forms",
+        "arrived",
+        "closed",
+        "cursor",
+        "next",
+        "payload",
+        "size",
+        "start",
+        "text",
+        "up_to_date",
+    )
+
+    def __init__(
+        self, start: str, following: str, payload: bytes | None, text: bool, cursor: str, *, closed: bool
+    ) -> None:
+        self.start = start
+        self.next = following
+        self.payload = payload  # None if the batch only moves on: nothing in it was for this reader
+        self.text = text  # else it travels as base64
+        self.cursor = cursor
+        self.closed = closed
+        self.size = 0 if payload is None else len(payload)
+        self.arrived = 0.0
+        self.up_to_date = False  # as a slice said; of a batch the channel knows
+        self._data: dict[str, bytes] = {}
+        self._forms: dict[tuple[str, bool], bytes] = {}
+
+    def encoded(self, form: str, up_to_date: bool) -> bytes:
+        """The batch for readers without a cursor of their own."""
+        found = self._forms.get((form, up_to_date))
+        if found is None:
+            found = self._forms[form, up_to_date] = self.encode(form, self.cursor, up_to_date)
+        return found
+
+    def encode(self, form: str, cursor: str, up_to_date: bool) -> bytes:
+        """The batch with a cursor that one reader needs."""
+        return self._event(form) + encode_control(form, self.next, cursor, up_to_date, self.closed)
+
+    def _event(self, form: str) -> bytes:
+        payload = self.payload
+        if payload is None:
+            return b""
+        found = self._data.get(form)
+        if found is None:
+            if form == "ws":
+                found = encode_text(sse.ws_data(payload, self.text))
+            else:
+                found = chunk(sse.text_event(payload) if self.text else sse.base64_event(payload))
+            self._data[form] = found
+        return found
+
+
+def encode_control(form: str, offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
+    """A control by itself."""
+    if form == "ws":
+        return encode_text(sse.ws_control(offset, cursor, up_to_date, closed))
+    return chunk(sse.control_event(offset, cursor, up_to_date, closed))
+
+
+def payload_of(message: Message) -> bytes:
+    if message.encoding == "base64":
+        return base64.b64decode(message.payload)
+    return message.payload.encode()

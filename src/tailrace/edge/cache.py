@@ -1,0 +1,117 @@
+"""Slices in memory: the least recently used go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tailrace.edge.connection import Reply
+from tailrace.edge.headers import response_lines
+from tailrace.edge.metrics import EdgeTelemetry
+from tailrace.protocol.content_types import is_json
+from tailrace.protocol.etag import slice_start
+
+ENTRY_OVERHEAD_BYTES = 1024
+
+
+class Slice:
+    """A 200 answer to a catch-up read, ready to be given again."""
+
+    __slots__ = (
+        "body",
+        "cache_control",
+        "closed",
+        "content_type",
+        "end",
+        "epoch",
+        "fields",
+        "lines",
+        "next",
+        "start",
+        "stored_at",
+        "tag",
+        "up_to_date",
+    )
+
+    def __init__(
+        self, fields: list[tuple[bytes, bytes]], body: bytes, stored_at: float, epoch: int = -1
+    ) -> None:
+        found = {name.lower(): value.decode("latin-1") for name, value in fields}
+        self.fields = fields
+        self.body = body
+        self.stored_at = stored_at  # loop time
+        self.epoch = epoch
+        self.content_type = found.get(b"content-type", "")
+        self.cache_control = found.get(b"cache-control", "")
+        self.tag = found.get(b"etag", "")
+        self.start = slice_start(self.tag)
+        self.next = found.get(b"stream-next-offset", "")
+        self.end = found.get(b"stream-end-offset", "")
+        self.up_to_date = b"stream-up-to-date" in found
+        self.closed = b"stream-closed" in found
+        kept = [field for field in fields if field[0].lower() not in _SEPARATE]
+        self.lines = response_lines(kept)
+
+    @classmethod
+    def of(cls, reply: Reply, body: bytes, now: float) -> Slice:
+        return cls(reply.fields, body, now)
+
+    @property
+    def is_open(self) -> bool:
+        """The tail of a stream that still grows."""
+        return self.cache_control == "no-cache"
+
+    @property
+    def is_empty(self) -> bool:
+        return self.body == (b"[]" if is_json(self.content_type) else b"")
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.lines) + ENTRY_OVERHEAD_BYTES
+
+
+_SEPARATE = frozenset((b"content-type", b"stream-end-offset", b"age"))
+
+
+class MemoryCache:
+    """Bounded in bytes. A stream's slices can be dropped together."""
+
+    def __init__(self, bytes_max: int, telemetry: EdgeTelemetry) -> None:
+        self._bytes_max = bytes_max
+        self._telemetry = telemetry
+        self._slices: OrderedDict[tuple[str, ...], Slice] = OrderedDict()
+        self._by_name: dict[str, set[tuple[str, ...]]] = {}
+        self.bytes = 0
+        telemetry.edge_cache_bytes.reads[("memory",)] = lambda: self.bytes
+
+    def __contains__(self, key: tuple[str, ...]) -> bool:
+        return key in self._slices
+
+    def get(self, key: tuple[str, ...]) -> Slice | None:
+        found = self._slices.get(key)
+        if found is not None:
+            self._slices.move_to_end(key)
+        return found
+
+    def put(self, key: tuple[str, ...], found: Slice) -> None:
+        self._take(key)
+        if found.size > self._bytes_max:
+            return
+        self._slices[key] = found
+        self._by_name.setdefault(key[0], set()).add(key)
+        self.bytes += found.size
+        while self.bytes > self._bytes_max:
+            self._take(next(iter(self._slices)))
+            self._telemetry.edge_cache_evictions.add("memory")
+
+    def drop(self, name: str) -> None:
+        for key in list(self._by_name.get(name, ())):
+            self._take(key)
+
+    def _take(self, key: tuple[str, ...]) -> None:
+        found = self._slices.pop(key, None)
+        if found is not None:
+            self.bytes -= found.size
+            keys = self._by_name[key[0]]
+            keys.discard(key)
+            if not keys:
+                del self._by_name[key[0]]

@@ -1,0 +1,366 @@
+"""A followed stream: one upstream socket, a ring of its recent batches, and the readers that share both.
+
+A batch covers `(start, next]` and begins where the one before ended, so a reader that is in the ring and is
+given what follows misses nothing and sees nothing twice. Whoever is elsewhere reads slices first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tailrace.edge.batch import Batch, Message
+from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.feed import Feed, RefusedError, open_feed
+from tailrace.errors import TailraceError
+from tailrace.protocol.content_types import is_text
+
+if TYPE_CHECKING:
+    from tailrace.edge.channels import Channels
+
+logger = logging.getLogger("tailrace.edge")
+
+# Many readers are told in rounds, so many per turn of the loop: whoever is told last gets everything that
+# came meanwhile in one write.
+TOLD_PER_TURN = 64
+# Written to a reader at once; what is more follows when this is on its way.
+PIECE_BYTES_MAX = 256 * 1024
+SHUT_S = 1.0
+GONE = 4404
+GOING_AWAY = 1001
+OVERLOADED = 1013
+NOT_ALLOWED = 1008
+
+
+class Reader(Protocol):
+    """Somebody who waits at a channel."""
+
+    authorization: bytes | None
+    until_s: float | None  # wall time at which the reader's permission ends
+
+    def on_batches(self) -> None:
+        """There is more in the ring, or the channel is closed."""
+        ...
+
+    def on_end(self, code: int) -> None:
+        """The channel is over; the code is what a WebSocket client gets to see."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Encoded batches, and where a reader is after them."""
+
+    data: bytes
+    number: int
+    last: str
+
+
+class Key(NamedTuple):
+    """What readers have to have in common."""
+
+    name: str
+    fmt: str
+    key: str
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        found = {"format": self.fmt, "key": self.key}
+        return {name: value for name, value in found.items() if value}
+
+
+class Channel:
+    """One followed stream. Lives as long as it has readers, and a little longer."""
+
+    def __init__(self, channels: Channels, key: Key, token: bytes | None, start: str = "") -> None:
+        self._channels = channels
+        self._context = channels.context
+        self.key = key
+        self.content_type: str | None = None
+        self.earliest = ""
+        self.text = False
+        self.end = start  # the offset of the newest batch: where the socket is
+        self.up_to_date = False  # the upstream said so, and nothing came since
+        self.connected = False
+        self.closed = False  # the stream is: there will be no more batches
+        self.over = False  # so is the channel
+        self.first = 0  # number of the oldest batch in the ring
+        self.ring: deque[Batch] = deque()
+        self.ring_bytes = 0
+        self._numbers: dict[str, int] = {}  # where a batch begins: its number
+        self._joined: dict[tuple[int, str], Piece] = {}  # what readers at one place are given
+        self.readers: dict[Reader, None] = {}
+        self._feed: Feed | None = None
+        self._lost_at: float | None = None
+        self._round: list[Reader] = []
+        self._told_again = False
+        self.uncounted = False  # its ring is no longer part of what all rings hold together
+        self.idle_since = self._context.loop.time()
+        self.opened: asyncio.Task[None] = self._context.loop.create_task(self._open(token))
+        self.opened.add_done_callback(_note_outcome)
+        self._task: asyncio.Task[None] | None = None
+
+    # -- where readers are
+
+    @property
+    def following(self) -> int:
+        """The number that the next batch will have."""
+        return self.first + len(self.ring)
+
+    def number_at(self, offset: str) -> int | None:
+        """The number of the batch that begins at an offset; None if no batch does."""
+        if offset == self.end:
+            return self.following
+        return self._numbers.get(offset)
+
+    def waits_at(self, offset: str) -> bool:
+        """Whether it is known that nothing follows an offset yet."""
+        return self.up_to_date and self.end == offset and not self.closed and not self.over
+
+    def holds(self, offset: str) -> bool:
+        """Whether an offset lies inside the ring, be it at a boundary or not."""
+        return bool(self.ring) and self.ring[0].start <= offset <= self.end
+
+    def piece_from(self, number: int, form: str) -> Piece:
+        """What a reader gets that has all batches below a number: the same bytes for all who are there."""
+        found = self._joined.get((number, form))
+        if found is None:
+            found = self._joined[number, form] = self._join(number, form)
+        return found
+
+    def batch(self, number: int) -> Batch:
+        return self.ring[number - self.first]
+
+    def is_newest(self, number: int) -> bool:
+        return number + 1 == self.following
+
+    def _join(self, number: int, form: str) -> Piece:
+        parts: list[bytes] = []
+        size = 0
+        while number < self.following and size < PIECE_BYTES_MAX:
+            batch = self.batch(number)
+            part = batch.encoded(form, self.up_to_date and self.is_newest(number))
+            parts.append(part)
+            size += len(part)
+            number += 1
+        return Piece(b"".join(parts), number, self.batch(number - 1).next)
+
+    def attach(self, reader: Reader) -> None:
+        self.readers[reader] = None
+
+    def detach(self, reader: Reader) -> None:
+        self.readers.pop(reader, None)
+        if not self.readers:
+            self.idle_since = self._context.loop.time()
+
+    # -- the upstream socket
+
+    async def _open(self, token: bytes | None) -> None:
+        """Looks at the stream and follows it from its tail, or from where the socket was lost."""
+        context = self._context
+        upstream = context.upstreams.of(self.key.name)
+        authorization = context.token or token or self._some_token()
+        reply = await self._channels.head(self.key.name, authorization)
+        content_type = (reply.get(b"content-type") or b"").decode("latin-1")
+        if self.content_type is not None and content_type != self.content_type:
+            # The stream got its type, or is another one: whoever comes back sees the right encoding.
+            self._finish(GOING_AWAY)
+            return
+        self.content_type = content_type
+        self.text = is_text(content_type)
+        self.earliest = (reply.get(b"stream-earliest-offset") or b"").decode("latin-1")
+        tail = (reply.get(b"stream-next-offset") or b"").decode("latin-1")
+        self.end = self.end or tail
+        if reply.get(b"stream-closed") is not None and self.end == tail:
+            self._close_stream()
+            return
+        async with upstream.opening:
+            feed = await open_feed(
+                upstream,
+                context.edge_id,
+                self.key.name,
+                {"offset": self.end, **self.key.parameters},
+                authorization,
+                self._on_pair,
+                self._on_lost,
+                context.limits.edge_frame_bytes,
+            )
+        upstream.note_opened()
+        if feed.ended:
+            return
+        if self.over:
+            feed.close()
+            return
+        self._feed = feed
+        self.connected = not self.closed
+        self._lost_at = None
+
+    def _some_token(self) -> bytes | None:
+        """Of one of the readers, where the edge has none of its own."""
+        best = max(self.readers, key=_lasts, default=None)
+        return None if best is None else best.authorization
+
+    def _on_pair(self, payload: bytes | None, control: Message) -> None:
+        if self.over or self.closed:
+            return
+        self._joined.clear()
+        if payload is None and control.offset == self.end:
+            self.up_to_date = control.up_to_date
+            if control.closed:
+                self._close_stream()
+            else:
+                self._tell()
+            return
+        batch = Batch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
+        batch.arrived = self._context.loop.time()
+        self._numbers[batch.start] = self.following
+        self.ring.append(batch)
+        self.ring_bytes += batch.size
+        self.end = batch.next
+        self.up_to_date = control.up_to_date
+        self._channels.note_batch(self, batch)
+        if control.closed:
+            self._close_stream()
+        else:
+            self._tell()
+
+    def _on_lost(self, code: int) -> None:
+        self._feed = None
+        self.connected = self.up_to_date = False
+        if self.over or self.closed:
+            return
+        if code == GONE:
+            self._channels.stream_gone(self.key.name)
+            self._finish(GONE)
+            return
+        reason = {GOING_AWAY: "away", NOT_ALLOWED: "token"}.get(code, "lost")
+        self._context.telemetry.edge_reconnects.add(reason)
+        self._lost_at = self._context.loop.time()
+        self._task = self._context.loop.create_task(self._reopen(at_once=code in (GOING_AWAY, NOT_ALLOWED)))
+
+    async def _reopen(self, *, at_once: bool) -> None:
+        """Comes back to where the socket was lost; readers are kept meanwhile, and told nothing."""
+        context = self._context
+        while not self.over:
+            if not at_once:
+                await self._pause()
+            at_once = False
+            try:
+                await self._open(None)
+            except UpstreamLostError:
+                self._note_failure()
+            except TailraceError:
+                pass  # a limit, or no door is open: tried again
+            except RefusedError as refused:
+                status = refused.refusal.status
+                if status in (400, 404, 410):
+                    self._finish(GONE if status != 400 else GOING_AWAY)
+                elif status in (401, 403):
+                    self._finish(NOT_ALLOWED)
+            if self.connected or self.over or self.closed:
+                return
+            lost_at = self._lost_at
+            if lost_at is not None and context.loop.time() - lost_at >= context.limits.edge_hold_ms / 1000:
+                self._finish(OVERLOADED)
+
+    async def _pause(self) -> None:
+        try:
+            upstream = self._context.upstreams.of(self.key.name)
+        except TailraceError:
+            await asyncio.sleep(SHUT_S)  # no door is open
+        else:
+            await upstream.pause()
+
+    def _note_failure(self) -> None:
+        try:
+            self._context.upstreams.of(self.key.name).note_failed(self._context.loop.time())
+        except TailraceError:
+            return
+
+    # -- readers are told
+
+    def _tell(self) -> None:
+        if self._round:
+            self._told_again = True
+            return
+        self._round = list(self.readers)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        told, self._round = self._round[:TOLD_PER_TURN], self._round[TOLD_PER_TURN:]
+        for reader in told:
+            if reader in self.readers:
+                try:
+                    reader.on_batches()
+                except Exception:
+                    logger.exception("a live reader failed")  # the others are told all the same
+        if self._round:
+            self._context.loop.call_soon(self._go_on)
+            return
+        if self.ring:
+            delivery_s = self._context.loop.time() - self.ring[-1].arrived
+            self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
+        if self._told_again:
+            self._told_again = False
+            self._context.loop.call_soon(self._tell)
+
+    # -- the end
+
+    def _close_stream(self) -> None:
+        """Nothing will follow; readers take what is left and leave."""
+        self.closed = True
+        self.connected = False
+        self._channels.forget(self)  # whoever comes now has to be told by the upstream
+        self._tell()
+
+    def _finish(self, code: int) -> None:
+        if self.over:
+            return
+        self.over = True
+        self._channels.forget(self)
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        for reader in list(self.readers):
+            reader.on_end(code)
+        self.readers.clear()
+
+    def stop(self, code: int = GOING_AWAY) -> None:
+        """Nobody needs it any more, or the edge stops."""
+        self._finish(code)
+        for task in (self.opened, self._task):
+            if task is not None and not task.done() and task is not asyncio.current_task():
+                task.cancel()
+
+    # -- time and space
+
+    def on_tick(self, now: float) -> None:
+        if self._feed is not None:
+            self._feed.on_tick(now)
+        oldest = now - self._context.limits.edge_ring_ms / 1000
+        while self.ring and self.ring[0].arrived < oldest:
+            self.drop_oldest()
+
+    def drop_oldest(self) -> int:
+        """Makes room; readers that still need the batch read slices. Returns the bytes that are free now."""
+        batch = self.ring.popleft()
+        self._joined.clear()
+        del self._numbers[batch.start]
+        self.first += 1
+        self.ring_bytes -= batch.size
+        return batch.size
+
+
+def _lasts(reader: Reader) -> float:
+    """How long a reader's token is good; one without a token is the last choice."""
+    if reader.authorization is None:
+        return -inf
+    return inf if reader.until_s is None else reader.until_s
+
+
+def _note_outcome(task: asyncio.Task[None]) -> None:
+    """Whoever waits for the channel gets the failure; if nobody does, it is of no interest."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,143 @@
+"""All followed streams of an edge: each opened once, kept within bounds, closed when nobody reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from tailrace.edge.asks import stream_target
+from tailrace.edge.batch import Batch
+from tailrace.edge.channel import GONE, Channel, Key
+from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.facts import FactBook
+from tailrace.edge.feed import RefusedError, answer_of
+from tailrace.edge.headers import own_request
+from tailrace.errors import TailraceError
+
+TICK_S = 1.0
+
+
+class Channels:
+    """The table of channels, and the timer that serves them all."""
+
+    def __init__(self, context: EdgeContext, book: FactBook) -> None:
+        self.context = context
+        self._book = book
+        self._table: dict[Key, Channel] = {}
+        self._private: set[Channel] = set()
+        self.ring_bytes = 0
+        self.clients: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        telemetry = context.telemetry
+        telemetry.edge_channels.read = lambda: len(self._table)
+        telemetry.edge_private_sockets.read = lambda: len(self._private)
+        telemetry.edge_ring_bytes.read = lambda: self.ring_bytes
+
+    async def open(self, key: Key, token: bytes | None) -> tuple[Channel, bool]:
+        """The channel of a stream, and whether it was there already. Raises what its upstream says."""
+        channel = self._table.get(key)
+        known = channel is not None
+        if channel is None:
+            if len(self._table) >= self.context.limits.edge_channels:
+                self.context.telemetry.edge_overload.add("channels")
+                raise TailraceError("overloaded", "too many streams are followed")
+            channel = self._table[key] = Channel(self, key, token)
+            self._arm()
+        try:
+            await asyncio.shield(channel.opened)
+        except (RefusedError, UpstreamLostError, TailraceError):
+            if self._table.get(key) is channel:
+                del self._table[key]
+            raise
+        except asyncio.CancelledError:
+            if not channel.opened.cancelled():
+                raise
+            raise UpstreamLostError("the stream was deleted meanwhile", sent=False) from None
+        return channel, known
+
+    async def open_private(self, key: Key, token: bytes | None, start: str) -> Channel:
+        """A socket for one reader that does not fit into the ring."""
+        if len(self._private) >= self.context.limits.edge_private_sockets:
+            self.context.telemetry.edge_overload.add("private_sockets")
+            raise TailraceError("overloaded", "too many readers need a socket of their own")
+        channel = Channel(self, key, token, start)
+        self._private.add(channel)
+        self._arm()
+        try:
+            await channel.opened
+        except BaseException:
+            self._private.discard(channel)
+            raise
+        return channel
+
+    def forget(self, channel: Channel) -> None:
+        """Takes a channel off the table; readers that it has may still finish with it."""
+        if self._table.get(channel.key) is channel:
+            del self._table[channel.key]
+        self._private.discard(channel)
+        if not channel.uncounted:
+            channel.uncounted = True
+            self.ring_bytes -= channel.ring_bytes
+
+    async def head(self, name: str, authorization: bytes | None) -> Reply:
+        """What the owner says of a stream right now; raises `RefusedError` if that is a no."""
+        upstream = self.context.upstreams.of(name)
+        request = own_request(
+            b"HEAD", stream_target(name, {}), upstream.origin.host_header, self.context.edge_id, authorization
+        )
+        reply = await upstream.pool.ask(request, head_only=True, again=True)
+        self._book.note_head(name, reply, self.context.loop.time())
+        if reply.status != 200:
+            raise RefusedError(await answer_of(reply))
+        return reply
+
+    def note_batch(self, channel: Channel, batch: Batch) -> None:
+        """A batch arrived: reads that begin now have to see it, and the ring keeps its bounds."""
+        context = self.context
+        context.telemetry.edge_batches.value += 1
+        self._book.note_batch(channel.key.name, batch.next)
+        if channel.uncounted:
+            return
+        self.ring_bytes += batch.size
+        limits = context.limits
+        while len(channel.ring) > 1 and (
+            channel.ring_bytes > limits.edge_ring_bytes or self.ring_bytes > limits.edge_rings_bytes
+        ):
+            self.ring_bytes -= channel.drop_oldest()
+
+    def stream_gone(self, name: str) -> None:
+        self._book.drop(name, "gone")
+        self.end_stream(name, GONE)
+
+    def end_stream(self, name: str, code: int) -> None:
+        """All channels of a stream end: it was deleted, or another has its name."""
+        for channel in [*self._table.values(), *self._private]:
+            if channel.key.name == name:
+                channel.stop(code)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for channel in [*self._table.values(), *self._private]:
+            channel.stop()
+
+    # -- time
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = self.context.loop.time()
+        linger_s = self.context.limits.edge_linger_ms / 1000
+        for channel in [*self._table.values(), *self._private]:
+            before = channel.ring_bytes
+            channel.on_tick(now)
+            if not channel.uncounted:
+                self.ring_bytes -= before - channel.ring_bytes
+            if not channel.readers and now - channel.idle_since >= linger_s and channel.opened.done():
+                channel.stop()
+        if self._table or self._private:
+            self._arm()

@@ -1,0 +1,199 @@
+"""Slices on disk: one file each, checked on every read, the least recently used go first.
+
+A file is `<2 hex>/<SHA-256 of the key>`: eight bytes that name the format, the lengths of head and body, the
+CRC32C of both, the head (JSON) and the body. It is written under another name and renamed, so it is whole or
+not there. A file of another epoch, or one that is damaged, is deleted and counts as not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import google_crc32c
+import msgspec
+import orjson
+
+from tailrace.edge.cache import Slice
+from tailrace.edge.context import EdgeContext
+from tailrace.errors import TailraceError
+
+logger = logging.getLogger("tailrace.edge")
+
+crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
+MAGIC = b"TREDGE1\n"
+LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the body, CRC32C
+# The owner remembers deleted names for 30 days; within that time a new stream has a higher epoch.
+AGE_S_MAX = 7 * 86_400
+PENDING_MAX = 64
+
+Key = tuple[str, ...]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What is stored in front of the body."""
+
+    key: list[str]
+    epoch: int
+    at_s: float
+    fields: list[tuple[str, str]]
+
+
+class DiskCache:
+    """Bounded in bytes. Reads and writes happen on threads; the index is the loop's."""
+
+    def __init__(self, context: EdgeContext, directory: Path) -> None:
+        self._context = context
+        self._directory = directory
+        self._bytes_max = context.limits.edge_disk_cache_bytes
+        self._files: OrderedDict[str, int] = OrderedDict()  # digest: size, oldest first
+        self.bytes = 0
+        self._pending = 0
+        self._on = True
+        self._threads = ThreadPoolExecutor(2, "tailrace-edge-disk")
+        self._lock: BinaryIO = _lock(directory)
+        for digest, size in _scan(directory):
+            self._files[digest] = size
+            self.bytes += size
+        context.telemetry.edge_cache_bytes.reads[("disk",)] = lambda: self.bytes
+
+    def may_have(self, key: Key) -> bool:
+        return self._on and digest_of(key) in self._files
+
+    async def get(self, key: Key, epoch: int) -> Slice | None:
+        digest = digest_of(key)
+        if not self._on or digest not in self._files:
+            return None
+        self._files.move_to_end(digest)
+        path = self._path(digest)
+        found = await self._context.loop.run_in_executor(self._threads, _read, path, key, epoch)
+        if found is None:
+            self._forget(digest)
+            return None
+        head, body = found
+        age_s = max(0.0, self._context.now_s() - head.at_s)
+        fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.fields]
+        return Slice(fields, body, self._context.loop.time() - age_s, head.epoch)
+
+    def put(self, key: Key, found: Slice) -> None:
+        """Keeps a slice, unless the disk cannot keep up or has failed."""
+        if not self._on or self._pending >= PENDING_MAX:
+            return
+        self._pending += 1
+        fields = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in found.fields]
+        head = orjson.dumps(
+            {"key": list(key), "epoch": found.epoch, "at_s": self._context.now_s(), "fields": fields}
+        )
+        self._context.spawn(self._write(digest_of(key), head, found.body))
+
+    async def _write(self, digest: str, head: bytes, body: bytes) -> None:
+        path = self._path(digest)
+        try:
+            size = await self._context.loop.run_in_executor(self._threads, _write, path, head, body)
+        except OSError as error:
+            if self._on:
+                self._on = False
+                logger.warning("the disk cache is off: %s", error)
+            return
+        finally:
+            self._pending -= 1
+        self._forget(digest, delete=False)
+        self._files[digest] = size
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            self._forget(next(iter(self._files)))
+            self._context.telemetry.edge_cache_evictions.add("disk")
+
+    def _forget(self, digest: str, *, delete: bool = True) -> None:
+        size = self._files.pop(digest, None)
+        if size is not None:
+            self.bytes -= size
+            if delete:
+                self._threads.submit(self._path(digest).unlink, missing_ok=True)
+
+    def _path(self, digest: str) -> Path:
+        return self._directory / digest[:2] / digest
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._threads.shutdown)
+        self._lock.close()
+
+
+def digest_of(key: Key) -> str:
+    return hashlib.sha256("\0".join(key).encode()).hexdigest()
+
+
+def _lock(directory: Path) -> BinaryIO:
+    """One edge per directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = (directory / "lock").open("ab")
+    except OSError as error:
+        raise TailraceError("unavailable", f"cannot use the cache directory {directory}: {error}") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        raise TailraceError("unavailable", f"another edge uses the cache directory {directory}") from None
+    return held
+
+
+def _scan(directory: Path) -> list[tuple[str, int]]:
+    """What an earlier life has left, least recently used first; unfinished files are deleted."""
+    found: list[tuple[float, str, int]] = []
+    for folder in directory.iterdir():
+        if len(folder.name) != 2 or not folder.is_dir():
+            continue
+        for entry in os.scandir(folder):
+            if len(entry.name) != 64:
+                Path(entry.path).unlink(missing_ok=True)
+                continue
+            status = entry.stat()
+            found.append((status.st_mtime, entry.name, status.st_size))
+    return [(name, size) for _, name, size in sorted(found)]
+
+
+def _write(path: Path, head: bytes, body: bytes) -> int:
+    path.parent.mkdir(exist_ok=True)
+    rest = head + body
+    data = LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
+    unfinished = path.with_suffix(f".{time.monotonic_ns()}")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return len(data)
+
+
+def _read(path: Path, key: Key, epoch: int) -> tuple[Head, bytes] | None:
+    """A file's content, or None if it is not what it should be."""
+    try:
+        data = path.read_bytes()
+        os.utime(path)
+    except OSError:
+        return None
+    if len(data) < LAYOUT.size:
+        return None
+    magic, head_bytes, body_bytes, checksum = LAYOUT.unpack_from(data)
+    rest = data[LAYOUT.size :]
+    if magic != MAGIC or len(rest) != head_bytes + body_bytes or crc32c(rest) != checksum:
+        return None
+    try:
+        head = msgspec.json.decode(rest[:head_bytes], type=Head)
+    except msgspec.DecodeError:
+        return None
+    if tuple(head.key) != key or head.epoch != epoch or time.time() - head.at_s > AGE_S_MAX:
+        return None
+    return head, rest[head_bytes:]

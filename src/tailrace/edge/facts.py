@@ -1,0 +1,102 @@
+"""What an edge knows of streams: whether they exist, how far they go, what was written through it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from tailrace.edge.connection import Reply
+from tailrace.protocol import offsets
+
+STREAMS_KEPT = 100_000
+
+
+class Facts:
+    """One stream. The edge has no truth of its own: all of it was said by an upstream."""
+
+    __slots__ = ("confirmed_at", "end", "epoch", "generation", "plain", "writes")
+
+    def __init__(self) -> None:
+        # Rises when the stream's slices are dropped: an answer that was on its way is then not kept.
+        self.generation = 0
+        # Rises when something was written through this edge, or arrived on a channel.
+        self.writes = 0
+        self.confirmed_at = float("-inf")  # loop time of the last answer that showed the stream
+        self.epoch = -1
+        self.end = ""  # the greatest end seen
+        # True if the stream and its entries live until somebody deletes them; None while not known.
+        self.plain: bool | None = None
+
+
+class FactBook:
+    """The streams that were asked for lately."""
+
+    def __init__(self, on_drop: Callable[[str, str], None]) -> None:
+        self._facts: OrderedDict[str, Facts] = OrderedDict()
+        self._on_drop = on_drop  # with the name and the reason
+
+    def of(self, name: str) -> Facts:
+        facts = self._facts.get(name)
+        if facts is None:
+            facts = self._facts[name] = Facts()
+            if len(self._facts) > STREAMS_KEPT:
+                oldest, _ = self._facts.popitem(last=False)
+                self._on_drop(oldest, "forgotten")
+        else:
+            self._facts.move_to_end(name)
+        return facts
+
+    def drop(self, name: str, reason: str) -> None:
+        """The stream is gone, or another has its name: nothing of it may be served again."""
+        facts = self.of(name)
+        facts.generation += 1
+        facts.writes += 1
+        facts.confirmed_at = float("-inf")
+        facts.epoch = -1
+        facts.end = ""
+        facts.plain = None
+        self._on_drop(name, reason)
+
+    def note_write(self, name: str, method: bytes, status: int) -> None:
+        """The answer to a write came back: reads that begin from now on have to see it."""
+        self.of(name).writes += 1
+        if (method == b"DELETE" and status < 300) or (method == b"PUT" and status == 201):
+            self.drop(name, "deleted" if method == b"DELETE" else "created")
+
+    def note_batch(self, name: str, offset: str) -> None:
+        facts = self.of(name)
+        facts.writes += 1
+        self._note_end(name, facts, offset)
+
+    def note_reply(self, name: str, reply: Reply, now: float) -> Facts:
+        """What the head of any answer about a stream tells."""
+        facts = self.of(name)
+        if reply.status in (404, 410):
+            if reply.status == 404 or facts.epoch >= 0:
+                self.drop(name, "gone")
+            return facts
+        if reply.status < 400:
+            facts.confirmed_at = now
+            end = reply.get(b"stream-end-offset")
+            if end is not None:
+                self._note_end(name, facts, end.decode("latin-1"))
+        return facts
+
+    def note_head(self, name: str, reply: Reply, now: float) -> Facts:
+        """HEAD also tells how long the stream and its entries live."""
+        facts = self.note_reply(name, reply, now)
+        if reply.status == 200:
+            bounds = (b"stream-ttl", b"stream-expires-at", b"stream-retention", b"stream-retention-bytes")
+            facts.plain = not any(reply.get(name) is not None for name in bounds)
+        return facts
+
+    def _note_end(self, name: str, facts: Facts, end: str) -> None:
+        if end == facts.end:
+            return
+        epoch = offsets.parse_position(end)[0]
+        if facts.epoch >= 0 and epoch > facts.epoch:
+            confirmed_at = facts.confirmed_at
+            self.drop(name, "epoch")
+            facts.confirmed_at = confirmed_at
+        facts.epoch = max(facts.epoch, epoch)
+        facts.end = max(facts.end, end)

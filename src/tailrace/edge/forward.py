@@ -1,0 +1,170 @@
+"""Requests that go upstream as they are, and their answers on the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.headers import cache_line, request_bytes, request_lines, response_lines
+from tailrace.edge.tunnel import tunnel
+from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange, Outlet
+from tailrace.net.wire import BODILESS
+from tailrace.protocol.refusals import error_answer
+
+logger = logging.getLogger("tailrace.edge")
+
+READS = frozenset((b"GET", b"HEAD"))
+# Answers up to this size go out in one piece.
+WHOLE_BYTES_MAX = 64 * 1024
+UNKNOWN_OUTCOME = "append outcome is unknown, check Stream-Next-Offset before retrying"
+# Headers that mean nothing when they come twice; joined into one they would mean something else.
+ONCE = frozenset((b"authorization", b"content-type"))
+
+Observe = Callable[[Reply], None]
+
+
+class Forwarder:
+    """Passes requests on, one upstream request for each."""
+
+    def __init__(self, context: EdgeContext) -> None:
+        self._context = context
+        self._unsent_bytes_max = context.limits.live_unsent_bytes
+
+    async def forward(
+        self,
+        exchange: Exchange,
+        upstream: Upstream,
+        *,
+        apart: bool = False,
+        query: bytes | None = None,
+        observe: Observe | None = None,
+    ) -> None:
+        """Answers with what the upstream says; `apart` is for answers that may take long.
+
+        `observe` sees the head of the answer before the client does.
+        """
+        check_once(exchange)
+        if exchange.wants_websocket():
+            await self._upgrade(exchange, upstream, query)
+            return
+        lines = request_lines(exchange, self._context.edge_id)
+        request = request_bytes(exchange, lines, query)
+        is_read = exchange.method in READS
+        connection: UpstreamConnection | None = None
+        begun = self._context.loop.time()
+        try:
+            if apart:
+                reply, connection = await upstream.pool.ask_apart(request)
+            else:
+                reply = await upstream.pool.ask(request, head_only=exchange.method == b"HEAD", again=is_read)
+        except UpstreamLostError as lost:
+            upstream.note_failed(self._context.loop.time())
+            raise unavailable(lost, exchange.method) from None
+        self._context.note_upstream(exchange, begun, reply)
+        if observe is not None:
+            observe(reply)
+        if (reply.get(b"content-type") or b"").startswith(b"text/event-stream"):
+            upstream.pool.let_go(reply)
+        try:
+            await self.relay(exchange, reply, "BYPASS" if is_read else "")
+        finally:
+            if connection is not None:
+                connection.abort()
+
+    async def _upgrade(self, exchange: Exchange, upstream: Upstream, query: bytes | None) -> None:
+        lines = request_lines(exchange, self._context.edge_id, upgrade=True)
+        try:
+            reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines, query))
+        except UpstreamLostError as lost:
+            upstream.note_failed(self._context.loop.time())
+            raise unavailable(lost, exchange.method) from None
+        if reply.status != 101:
+            try:
+                await self.relay(exchange, reply, "BYPASS")
+            finally:
+                connection.abort()
+            return
+        tunnel(exchange, reply, connection)
+
+    async def relay(self, exchange: Exchange, reply: Reply, cache: str) -> None:
+        """Gives the client an upstream's answer, as fast as it takes it."""
+        fields = reply.fields
+        if exchange.request_id:
+            # The client has named its request: the edge answers with that name itself.
+            fields = [field for field in fields if field[0].lower() != b"x-request-id"]
+        head = response_lines(fields, cache_line(cache) if cache else b"")
+        length = reply.length
+        if exchange.is_head or reply.status in BODILESS:
+            exchange.respond(reply.status, head)
+            reply.abandon()
+        elif length is not None and length <= WHOLE_BYTES_MAX:
+            try:
+                body = await reply.body(WHOLE_BYTES_MAX)
+            except UpstreamLostError as lost:
+                raise unavailable(lost, exchange.method) from None
+            exchange.respond(reply.status, head, body or b"")
+        else:
+            await self._stream(exchange, reply, head, length)
+
+    async def _stream(self, exchange: Exchange, reply: Reply, head: bytes, length: int | None) -> None:
+        outlet = exchange.open_stream(reply.status, head, length)
+        if outlet.closed:
+            reply.abandon()  # the client has left
+            return
+        drained = Drain(outlet)
+
+        def gone() -> None:
+            drained.open()
+            reply.abandon()
+
+        outlet.on_gone = gone
+        try:
+            while piece := await reply.piece():
+                outlet.write(piece)
+                if outlet.unsent_bytes > self._unsent_bytes_max:
+                    await drained.wait()
+        except UpstreamLostError:
+            # Half an answer: the client must not take it for a whole one.
+            exchange.connection.transport.abort()
+            return
+        outlet.end()
+
+
+class Drain:
+    """Waits until a client has taken what was written to it, or is gone."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._event = asyncio.Event()
+        outlet.on_drain = self._event.set
+        self._outlet = outlet
+
+    def open(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        self._event.clear()
+        if not self._outlet.closed:
+            await self._event.wait()
+
+
+def unavailable(lost: UpstreamLostError, method: bytes) -> TailraceError:
+    """What a client is told when its request did not come through."""
+    if lost.sent and method not in READS:
+        return TailraceError("unavailable", UNKNOWN_OUTCOME)
+    return TailraceError("unavailable", "the upstream does not answer")
+
+
+def check_once(exchange: Exchange) -> None:
+    for name in exchange.repeated or ():
+        if name in ONCE or name.startswith((b"stream-", b"producer-")):
+            text = name.decode("latin-1")
+            raise TailraceError("invalid_header", f"{text} is given more than once", header=text)
+
+
+def refuse(exchange: Exchange, error: TailraceError) -> None:
+    exchange.respond(*error_answer(error))

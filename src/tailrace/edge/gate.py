@@ -1,0 +1,91 @@
+"""Who is asking, and whether the edge can vouch for it: only then may answers be shared."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tailrace.auth import Action, Identity, TokenVerifier, authorise
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.settings import Settings
+
+ACTIONS = {
+    b"GET": Action.READ_STREAM,
+    b"HEAD": Action.READ_STREAM,
+    b"POST": Action.WRITE_STREAM,
+    b"PUT": Action.WRITE_STREAM,
+    b"DELETE": Action.DELETE_STREAM,
+}
+
+
+class Caller(NamedTuple):
+    """A client as the edge knows it."""
+
+    shared: bool  # the edge has checked it: what others may read it may be given, too
+    authorization: bytes | None = None
+    until_s: float | None = None  # wall time at which what it may do ends
+    identity: Identity | None = None
+
+
+class Gate:
+    """Checks tokens with the keys and the policy that the owner has.
+
+    Credentials that cannot be checked here are the owner's to judge: such a client shares nothing.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.verifier = TokenVerifier(settings) if settings.auth_configured else None
+
+    @property
+    def verifies(self) -> bool:
+        return self.verifier is not None
+
+    def admit(self, exchange: Exchange, name: str) -> Caller:
+        """Refuses who may not do this to a stream, before anything is looked up or sent on."""
+        authorization = exchange.headers.get(b"authorization")
+        if self.verifier is None:
+            return Caller(authorization is None, authorization)
+        identity = self._identify(self.verifier, authorization)
+        if identity is None:
+            return Caller(False, authorization)
+        action = ACTIONS.get(exchange.method)
+        if action is not None:
+            authorise(identity, action, stream=name)
+        return Caller(True, authorization, identity.until_s, identity)
+
+    def inspect(self, exchange: Exchange) -> None:
+        """Refuses who may not look at the edge's own numbers."""
+        if self.verifier is not None:
+            identity = self.verifier.verify(exchange.headers.get(b"authorization"))
+            authorise(identity, Action.INSPECT_SERVER)
+
+    def _identify(self, verifier: TokenVerifier, authorization: bytes | None) -> Identity | None:
+        try:
+            return verifier.verify(authorization)
+        except TailraceError as refusal:
+            if refusal.code == "unauthorized" and authorization is not None and is_opaque(authorization):
+                return None
+            raise
+
+    def changed(self) -> bool:
+        """Whether keys or revocations are others than when this was asked last."""
+        return self.verifier is not None and self.verifier.changed()
+
+    def stands(self, caller: Caller) -> bool:
+        """Whether a client that was let in still would be."""
+        if self.verifier is None or caller.identity is None:
+            return True
+        return self.verifier.stands(caller.identity)
+
+    def start(self) -> None:
+        if self.verifier is not None:
+            self.verifier.start()
+
+    def close(self) -> None:
+        if self.verifier is not None:
+            self.verifier.close()
+
+
+def is_opaque(authorization: bytes) -> bool:
+    """Whether this is no signed token: then only the owner can tell what it is worth."""
+    return authorization.count(b".") != 2

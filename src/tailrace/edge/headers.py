@@ -1,0 +1,122 @@
+"""Which headers pass the edge, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import headers
+
+# They belong to one connection, not to the message.
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# Written by the edge itself; what a client says about them is not believed.
+REQUEST_OWN = frozenset(
+    (
+        b"content-length",
+        b"expect",
+        b"host",
+        b"tailrace-edge",
+        b"via",
+        b"forwarded",
+        b"x-forwarded-for",
+        b"x-forwarded-host",
+        b"x-forwarded-proto",
+        b"x-real-ip",
+    )
+)
+# Of an answer: net and the edge write their own.
+RESPONSE_OWN = frozenset(
+    (
+        b"content-length",
+        b"date",
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"cross-origin-resource-policy",
+        b"x-content-type-options",
+        b"x-cache",
+        b"server-timing",
+    )
+)
+EXPOSED = headers.exposed(headers.RESPONSE_HEADERS).partition(b": ")[2].strip()
+
+
+def request_lines(exchange: Exchange, edge_id: bytes, *, upgrade: bool = False) -> bytes:
+    """The header lines with which a client's request goes on."""
+    named = _named(exchange.headers.get(b"connection", b""))
+    lines: list[bytes] = []
+    for name, value in exchange.headers.items():
+        if name in REQUEST_OWN or name in HOP_BY_HOP or name in named:
+            continue
+        lines.append(b"%b: %b\r\n" % (name, value))
+    host = exchange.headers.get(b"host", b"")
+    address = exchange.peer.rpartition(":")[0].encode()
+    seen = exchange.headers.get(b"via")
+    via = b"1.1 tailrace-edge-" + edge_id
+    lines.append(b"host: %b\r\nvia: %b\r\n" % (host, seen + b", " + via if seen else via))
+    lines.append(b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (address, exchange.scheme))
+    lines.append(b"x-forwarded-host: %b\r\n" % host)
+    if upgrade:
+        asked = exchange.headers.get(b"upgrade", b"websocket")
+        lines.append(b"connection: Upgrade\r\nupgrade: %b\r\n" % asked)
+    return b"".join(lines)
+
+
+def request_bytes(exchange: Exchange, lines: bytes, query: bytes | None = None) -> bytes:
+    """A client's request as it goes upstream; `query` replaces its own."""
+    query = exchange.query if query is None else query
+    target = exchange.path + (b"?" + query if query else b"")
+    length = b""
+    if exchange.body or exchange.method in (b"POST", b"PUT", b"PATCH"):
+        length = b"content-length: %d\r\n" % len(exchange.body)
+    return b"%b %b HTTP/1.1\r\n%b%b\r\n%b" % (exchange.method, target, lines, length, exchange.body)
+
+
+def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes:
+    """The header lines with which an upstream's answer goes on, without those that every answer has here."""
+    lines: list[bytes] = []
+    for name, value in fields:
+        lower = name.lower()
+        if lower in RESPONSE_OWN or lower in HOP_BY_HOP:
+            continue
+        if lower == b"access-control-expose-headers" and value == EXPOSED:
+            continue
+        if lower == b"vary" and value.lower() == b"origin":
+            continue
+        lines.append(b"%b: %b\r\n" % (name, value))
+    return b"".join(lines) + b"".join(more)
+
+
+def cache_line(outcome: str) -> bytes:
+    return b"X-Cache: %b\r\n" % outcome.encode()
+
+
+def own_request(
+    method: bytes, target: bytes, host: bytes, edge_id: bytes, authorization: bytes | None, *more: bytes
+) -> bytes:
+    """A request that the edge makes on its own account."""
+    bearer = b"authorization: %b\r\n" % authorization if authorization else b""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\nvia: 1.1 tailrace-edge-%b\r\n%b%b\r\n" % (
+        method,
+        target,
+        host,
+        edge_id,
+        bearer,
+        b"".join(more),
+    )
+
+
+def _named(connection: bytes) -> frozenset[bytes]:
+    """Headers that the client has tied to its connection."""
+    return frozenset(token.strip().lower() for token in connection.split(b",")) - {b"", b"close"}

@@ -1,0 +1,129 @@
+"""Live readers of an edge: they read slices until they meet the ring of a channel, and go on from there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from tailrace.edge.asks import Reading
+from tailrace.edge.channel import NOT_ALLOWED, Key
+from tailrace.edge.channels import Channels
+from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.feed import RefusedError
+from tailrace.edge.gate import Caller, Gate
+from tailrace.edge.headers import cache_line
+from tailrace.edge.reader import LiveReader
+from tailrace.edge.slices import Slices
+from tailrace.edge.wires import SseWire, WsHandler, WsWire
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import offsets
+from tailrace.protocol.headers import line
+
+TICK_S = 1.0
+# At shutdown readers are sent away at this rate, so that they do not all come back in one moment.
+ENDED_PER_S = 2000
+END_S_MAX = 5.0
+
+
+class Live:
+    """All live readers: how they come in, and the one timer for keep-alives and rotation."""
+
+    def __init__(self, context: EdgeContext, gate: Gate, channels: Channels, slices: Slices) -> None:
+        self.context = context
+        self._gate = gate
+        self.channels = channels
+        self.slices = slices
+        self.readers: set[LiveReader] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def follow(self, exchange: Exchange, reading: Reading, caller: Caller) -> bool:
+        """Makes a live reader of a request. False if the owner has to decide: nothing was answered then."""
+        if reading.mode == "ws" and not exchange.wants_websocket():
+            return False
+        outcome = "HIT"
+        try:
+            offset = reading.offset
+            if offset == "now":
+                outcome = "MISS"
+                offset = await self._tail(reading.name, caller)
+            key = Key(reading.name, reading.fmt, reading.key)
+            channel, known = await self.channels.open(key, caller.authorization)
+            reader = LiveReader(self, channel, reading, caller, offset)
+            first = await reader.prepare()
+        except RefusedError:
+            return False
+        except UpstreamLostError:
+            raise TailraceError("unavailable", "the upstream does not answer") from None
+        if not known or reader.asked_upstream:
+            outcome = "MISS"
+        self._open_wire(exchange, reader, outcome)
+        reader.begin(first)
+        return True
+
+    async def _tail(self, name: str, caller: Caller) -> str:
+        """Where a stream ends, asked now: what this edge has seen so far may be old."""
+        reply = await self.channels.head(name, self.context.token or caller.authorization)
+        return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
+
+    def _open_wire(self, exchange: Exchange, reader: LiveReader, outcome: str) -> None:
+        channel = reader.channel
+        if reader.mode == "ws":
+            wire = WsWire()
+            try:
+                wire.connection = exchange.upgrade_websocket(
+                    WsHandler(reader), cache_line(outcome), message_bytes=1024
+                )
+            except TailraceError:
+                reader.gone()
+                raise
+            reader.wire = wire
+        else:
+            rotation_s = self.context.limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311
+            reader.rotate_at = self.context.loop.time() + rotation_s
+            head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+            if not channel.text:
+                head += b"Stream-SSE-Data-Encoding: base64\r\n"
+            if channel.earliest and offsets.parse_position(channel.earliest)[1]:
+                head += line("Stream-Earliest-Offset", channel.earliest)
+            outlet = exchange.open_stream(200, head + cache_line(outcome))
+            reader.wire = SseWire(outlet)
+            outlet.on_gone = reader.gone
+            outlet.on_drain = reader.on_drain
+            if outlet.closed:
+                reader.gone()
+        self._admit(reader)
+
+    def _admit(self, reader: LiveReader) -> None:
+        if reader.ended:
+            return
+        self.readers.add(reader)
+        self.channels.clients[reader.mode] += 1
+        if self._timer is None:
+            self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+    def dismiss(self, reader: LiveReader) -> None:
+        if reader in self.readers:
+            self.readers.discard(reader)
+            self.channels.clients[reader.mode] -= 1
+
+    def end_all(self) -> None:
+        """Shutdown: everybody is sent away and comes back elsewhere, not all at once."""
+        for index, reader in enumerate(tuple(self.readers)):
+            delay_s = min(index / ENDED_PER_S, END_S_MAX)
+            end: Callable[[], None] = reader.rotate
+            self.context.loop.call_later(delay_s, end) if delay_s else end()
+
+    def _tick(self) -> None:
+        self._timer = None
+        now, now_s = self.context.loop.time(), self.context.now_s()
+        keep_alive_s = self.context.limits.sse_keep_alive_ms / 1000
+        changed = self._gate.changed()
+        for reader in tuple(self.readers):
+            if changed and not self._gate.stands(reader.caller):
+                reader.finish(NOT_ALLOWED)
+            reader.on_tick(now, now_s, keep_alive_s)
+        if self.readers:
+            self._timer = self.context.loop.call_later(TICK_S, self._tick)

@@ -1,0 +1,183 @@
+"""Long-polls: an edge waits for them at the channel, and asks the owner once for all who wait at one place.
+
+The answer is the owner's own, so its bytes, its tag and how long it may be kept are what they would be
+without an edge; only the cursor is each reader's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from tailrace.edge.asks import Reading, stream_target
+from tailrace.edge.channel import Channel, Key
+from tailrace.edge.channels import Channels
+from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.doorbell import Doorbell
+from tailrace.edge.facts import FactBook
+from tailrace.edge.feed import Answer, RefusedError
+from tailrace.edge.gate import Caller
+from tailrace.edge.headers import cache_line, own_request, response_lines
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.headers import line
+from tailrace.protocol.query import wait_ms
+from tailrace.protocol.refusals import NO_STORE
+
+# How a read from now is asked for: nobody keeps its answer.
+FROM_NOW = "true"
+
+
+class Asked(NamedTuple):
+    """A question to the owner that is under way, and what was known when it was sent."""
+
+    task: asyncio.Task[Answer]
+    writes: int
+
+
+class LongPolls:
+    """Readers that wait for the next batch and are answered once."""
+
+    def __init__(self, context: EdgeContext, channels: Channels, book: FactBook) -> None:
+        self._context = context
+        self._channels = channels
+        self._book = book
+        self._asked: dict[tuple[str, ...], Asked] = {}
+        self._bells: set[Doorbell] = set()
+        self._stopping = False
+
+    async def answer(self, exchange: Exchange, reading: Reading, caller: Caller) -> bool:
+        """Answers now or later. False if the owner has to decide: nothing was answered then."""
+        limits = self._context.limits
+        patience_ms = wait_ms(reading.query, limits.long_poll_default_ms, limits.long_poll_max_ms)
+        until = exchange.started + patience_ms / 1000
+        self._channels.clients["long-poll"] += 1
+        try:
+            return await self._wait(exchange, reading, caller, until)
+        except RefusedError:
+            return False
+        except UpstreamLostError:
+            raise TailraceError("unavailable", "the upstream does not answer") from None
+        finally:
+            self._channels.clients["long-poll"] -= 1
+
+    async def _wait(self, exchange: Exchange, reading: Reading, caller: Caller, until: float) -> bool:
+        context = self._context
+        outcome = "HIT"
+        if reading.offset == "now":
+            outcome = "MISS"
+            reply = await self._channels.head(reading.name, context.token or caller.authorization)
+            if reply.get(b"stream-closed") is not None:
+                return False
+            tail = (reply.get(b"stream-next-offset") or b"").decode("latin-1")
+            reading = reading._replace(offset=tail, raw_live=FROM_NOW)
+        key = Key(reading.name, "", reading.key)
+        while True:
+            channel, known = await self._channels.open(key, caller.authorization)
+            outcome = outcome if known else "MISS"
+            if not channel.waits_at(reading.offset):
+                outcome = "MISS"
+                answer = await self._ask(reading, caller)
+                if answer.status != 204 or _is_closed(answer):
+                    self._pass_on(exchange, reading, answer, outcome)
+                    return True
+                reading = reading._replace(offset=_next_of(answer))
+            left_s = until - context.loop.time()
+            rung = channel.end > reading.offset or channel.closed or channel.over
+            if left_s > 0 and not rung and not self._stopping:
+                rung = await self._hear(Doorbell(channel, caller.authorization, caller.until_s), left_s)
+            if caller.until_s is not None and context.now_s() >= caller.until_s:
+                raise TailraceError("unauthorized", "the token has expired")
+            if not rung or left_s <= 0 or self._stopping:
+                self._idle(exchange, reading, channel, outcome)
+                return True
+
+    async def _hear(self, bell: Doorbell, seconds: float) -> bool:
+        self._bells.add(bell)
+        try:
+            return await bell.wait(seconds)
+        finally:
+            self._bells.discard(bell)
+
+    def end_all(self) -> None:
+        """Shutdown: whoever waits is answered as if the time were up."""
+        self._stopping = True
+        for bell in tuple(self._bells):
+            bell.on_batches()
+
+    # -- asking the owner
+
+    async def _ask(self, reading: Reading, caller: Caller) -> Answer:
+        """What the owner answers right now; all who ask the same at once ask together."""
+        facts = self._book.of(reading.name)
+        key = (reading.name, reading.offset, reading.fmt, reading.key, reading.raw_live)
+        asked = self._asked.get(key)
+        if asked is not None and asked.writes == facts.writes:
+            self._context.telemetry.edge_coalesced.value += 1
+            try:
+                return await asyncio.shield(asked.task)
+            except RefusedError as refused:
+                if refused.refusal.status not in (401, 403):
+                    raise
+        task = self._context.loop.create_task(self._fetch(reading, caller))
+        asked = self._asked[key] = Asked(task, facts.writes)
+
+        def answered(_: asyncio.Task[Answer]) -> None:
+            if self._asked.get(key) is asked:
+                del self._asked[key]
+            if not task.cancelled():
+                task.exception()
+
+        task.add_done_callback(answered)
+        return await asyncio.shield(task)
+
+    async def _fetch(self, reading: Reading, caller: Caller) -> Answer:
+        context = self._context
+        upstream = context.upstreams.of(reading.name)
+        parameters = {**reading.parameters, "live": reading.raw_live, "timeout_ms": "0"}
+        request = own_request(
+            b"GET",
+            stream_target(reading.name, parameters),
+            upstream.origin.host_header,
+            context.edge_id,
+            caller.authorization,
+        )
+        reply = await upstream.pool.ask(request, again=True)
+        body = await reply.body(context.limits.edge_frame_bytes)
+        self._book.note_reply(reading.name, reply, context.loop.time())
+        if body is None:
+            raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
+        answer = Answer(reply.status, reply.fields, body)
+        if reply.status >= 400:
+            raise RefusedError(answer)
+        return answer
+
+    # -- answering
+
+    def _pass_on(self, exchange: Exchange, reading: Reading, answer: Answer, outcome: str) -> None:
+        dropped = (b"stream-cursor", b"etag") if reading.query.get("offset") == "now" else (b"stream-cursor",)
+        fields = [field for field in answer.fields if field[0].lower() not in dropped]
+        cursor = b"" if _is_closed(answer) else self._cursor(reading)
+        exchange.respond(answer.status, response_lines(fields, cursor, cache_line(outcome)), answer.body)
+
+    def _idle(self, exchange: Exchange, reading: Reading, channel: Channel, outcome: str) -> None:
+        """The time is up. Up to date is only who has all there is, as far as that is known."""
+        head = line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
+        head += line("Stream-End-Offset", max(channel.end, reading.offset))
+        if channel.connected and channel.end <= reading.offset:
+            head += b"Stream-Up-To-Date: true\r\n"
+        exchange.respond(204, head + cache_line(outcome))
+
+    def _cursor(self, reading: Reading) -> bytes:
+        return line("Stream-Cursor", next_cursor(reading.cursor, self._context.now_s()))
+
+
+def _is_closed(answer: Answer) -> bool:
+    return any(name.lower() == b"stream-closed" for name, _ in answer.fields)
+
+
+def _next_of(answer: Answer) -> str:
+    found = (value for name, value in answer.fields if name.lower() == b"stream-next-offset")
+    return next(found, b"").decode("latin-1")

@@ -1,0 +1,87 @@
+"""The metrics of an edge: a table of its own, since an edge has no log and a server no clients of others."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from tailrace.telemetry import SECONDS, Distribution, Metric, Number, Numbers, render
+
+
+def _row(name: str, kind: Literal["counter", "gauge"], text: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=f"edge_{name}", kind=kind, help=text, labels=labels)
+
+
+TABLE: Final[dict[str, Metric]] = {
+    metric.name: metric
+    for metric in (
+        _row("info", "gauge", "Always 1; the label is the edge's version.", ("version",)),
+        _row("ready", "gauge", "1 while enough upstreams are well, else 0."),
+        _row(
+            "requests",
+            "counter",
+            "Requests answered, by kind, by what X-Cache said, and by status.",
+            ("kind", "cache", "status"),
+        ),
+        _row("refused", "counter", "Requests that the edge itself refused, by error code.", ("code",)),
+        _row("connections", "gauge", "Open connections of clients."),
+        _row("received_bytes", "counter", "Bytes received from clients."),
+        _row("sent_bytes", "counter", "Bytes sent to clients."),
+        _row("clients", "gauge", "Live readers, by mode.", ("mode",)),
+        _row("channels", "gauge", "Streams that are followed, each on one upstream socket."),
+        _row("private_sockets", "gauge", "Upstream sockets of single readers."),
+        _row("ring_bytes", "gauge", "Recent batches held for readers."),
+        _row("batches", "counter", "Batches received from upstreams."),
+        _row("fanout_bytes", "counter", "Bytes of batches handed to live readers, by mode.", ("mode",)),
+        _row("join", "counter", "Live readers that joined a channel, by how they got there.", ("path",)),
+        Metric(
+            name="edge_delivery_seconds",
+            kind="histogram",
+            help="Time from a batch's arrival to its write to the last reader.",
+            buckets=SECONDS,
+        ),
+        _row("cache_bytes", "gauge", "Slices kept, by where.", ("tier",)),
+        _row("cache_evictions", "counter", "Slices that made room for others, by where.", ("tier",)),
+        _row("cache_invalidations", "counter", "Streams whose slices were dropped, by reason.", ("reason",)),
+        _row("coalesced", "counter", "Reads that joined an equal one that was under way."),
+        _row("recent_hits", "counter", "Reads at the tail that were given an answer of a moment ago."),
+        _row("reconnects", "counter", "Upstream sockets opened again, by why they had ended.", ("reason",)),
+        _row("upstream_healthy", "gauge", "1 while an upstream is well, else 0.", ("upstream",)),
+        _row("detached", "counter", "Live readers that were too slow and went back to reading slices."),
+        _row("overload", "counter", "Requests refused at a limit, by which.", ("limit",)),
+    )
+}
+
+
+class EdgeTelemetry:
+    """The numbers of one edge; every attribute is a row of the table."""
+
+    def __init__(self, version: str = "") -> None:
+        self.edge_info = Numbers()
+        self.edge_info.reads[(version,)] = lambda: 1.0
+        self.edge_ready = Number()
+        self.edge_requests = Numbers()
+        self.edge_refused = Numbers()
+        self.edge_connections = Number()
+        self.edge_received_bytes = Number()
+        self.edge_sent_bytes = Number()
+        self.edge_clients = Numbers()
+        self.edge_channels = Number()
+        self.edge_private_sockets = Number()
+        self.edge_ring_bytes = Number()
+        self.edge_batches = Number()
+        self.edge_fanout_bytes = Numbers()
+        self.edge_join = Numbers()
+        self.edge_delivery_seconds = Distribution(TABLE["edge_delivery_seconds"].buckets)
+        self.edge_cache_bytes = Numbers()
+        self.edge_cache_evictions = Numbers()
+        self.edge_cache_invalidations = Numbers()
+        self.edge_coalesced = Number()
+        self.edge_recent_hits = Number()
+        self.edge_reconnects = Numbers()
+        self.edge_upstream_healthy = Numbers()
+        self.edge_detached = Number()
+        self.edge_overload = Numbers()
+
+    def render(self) -> bytes:
+        """The text of `/metrics`."""
+        return render(self, TABLE)

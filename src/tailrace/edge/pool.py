@@ -1,0 +1,156 @@
+"""Kept connections to one upstream: so many at once, and a bounded queue for their turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
+from tailrace.edge.origin import Origin
+from tailrace.errors import TailraceError
+
+# A kept connection that was silent longer is not trusted with a request: its other end may be closing it.
+KEPT_S_MAX = 20.0
+CONNECT_S = 5.0
+
+
+class Pool:
+    """Requests to one upstream. Long answers and sockets have connections of their own."""
+
+    def __init__(self, origin: Origin, connections_max: int, queue_max: int, answer_s: float) -> None:
+        self.origin = origin
+        self._loop = asyncio.get_running_loop()
+        self._free = connections_max
+        self._queue_max = queue_max
+        self._answer_s = answer_s
+        self._idle: list[UpstreamConnection] = []
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._all: set[UpstreamConnection] = set()
+        self._slots: set[UpstreamConnection] = set()  # busy ones that count
+        self.failed_connects = 0
+
+    async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> Reply:
+        """Sends a request when it is its turn. With `again` it is tried once more if nothing came back."""
+        await self._turn()
+        connection = await self._kept_or_new()
+        try:
+            return await self._send(connection, request, head_only=head_only)
+        except UpstreamLostError:
+            if not again:
+                raise
+        await self._turn()
+        connection = await self._new()
+        return await self._send(connection, request, head_only=head_only)
+
+    async def ask_apart(self, request: bytes) -> tuple[Reply, UpstreamConnection]:
+        """Sends a request on a connection of its own, for answers that take as long as they like."""
+        connection = await self._connect()
+        try:
+            return await connection.send(request, head_only=False), connection
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+    def close(self) -> None:
+        for connection in tuple(self._all):
+            connection.abort()
+
+    # -- turns
+
+    async def _turn(self) -> None:
+        if self._free > 0 and not self._waiting:
+            self._free -= 1
+            return
+        if len(self._waiting) >= self._queue_max:
+            raise TailraceError("overloaded", "too many requests wait for the upstream")
+        turn = self._loop.create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    # -- connections
+
+    async def _kept_or_new(self) -> UpstreamConnection:
+        oldest = self._loop.time() - KEPT_S_MAX
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.closed or connection.transport.is_closing():
+                continue
+            if connection.idle_since < oldest:
+                connection.abort()
+                continue
+            self._slots.add(connection)
+            return connection
+        return await self._new()
+
+    async def _new(self) -> UpstreamConnection:
+        try:
+            connection = await self._connect()
+        except BaseException:
+            self._give_back()
+            raise
+        self._slots.add(connection)
+        return connection
+
+    async def _connect(self) -> UpstreamConnection:
+        origin = self.origin
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await self._loop.create_connection(
+                    lambda: UpstreamConnection(self._done), origin.host, origin.port, ssl=origin.tls
+                )
+        except (OSError, TimeoutError) as error:
+            self.failed_connects += 1
+            raise UpstreamLostError(f"the upstream cannot be reached: {error}", sent=False) from None
+        connection.on_lost = self._lost
+        self._all.add(connection)
+        return connection
+
+    async def _send(self, connection: UpstreamConnection, request: bytes, *, head_only: bool) -> Reply:
+        try:
+            async with asyncio.timeout(self._answer_s):
+                return await connection.send(request, head_only=head_only)
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        except TimeoutError:
+            connection.abort()
+            raise UpstreamLostError("the upstream did not answer in time", sent=True) from None
+
+    def let_go(self, reply: Reply) -> None:
+        """An answer that has no end in sight gives its turn to others."""
+        connection = reply.connection
+        if connection is not None and connection in self._slots:
+            self._slots.discard(connection)
+            self._give_back()
+
+    def _done(self, connection: UpstreamConnection, reusable: bool) -> None:
+        counted = connection in self._slots
+        if connection.upgraded:
+            self._all.discard(connection)
+        self._slots.discard(connection)
+        if not reusable or connection.closed or not counted:
+            if not connection.closed and not connection.upgraded:
+                connection.transport.close()
+        else:
+            connection.idle_since = self._loop.time()
+            self._idle.append(connection)
+        if counted:
+            self._give_back()
+
+    def _lost(self, connection: UpstreamConnection) -> None:
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)

@@ -1,0 +1,205 @@
+"""Puts an edge together, runs it until it is told to stop, and takes it apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from tailrace import __version__
+from tailrace.auth import bind_check
+from tailrace.clock import SYSTEM_CLOCK
+from tailrace.edge.app import EdgeApp
+from tailrace.edge.cache import MemoryCache
+from tailrace.edge.channel import GONE
+from tailrace.edge.channels import Channels
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.disk import DiskCache
+from tailrace.edge.facts import FactBook
+from tailrace.edge.gate import Gate
+from tailrace.edge.live import Live
+from tailrace.edge.long_poll import LongPolls
+from tailrace.edge.metrics import EdgeTelemetry
+from tailrace.edge.origin import parse_origins
+from tailrace.edge.registry import Registry
+from tailrace.edge.slices import Slices
+from tailrace.edge.upstreams import Upstreams
+from tailrace.errors import TailraceError
+from tailrace.logs import configure
+from tailrace.net.server import HttpServer
+from tailrace.net.tls import server_context
+from tailrace.settings import Settings, SettingsError, unknown_variables
+
+logger = logging.getLogger("tailrace.edge")
+
+TOKEN_BYTES_MAX = 16 * 1024
+MODES = ("long-poll", "sse", "ws")
+
+
+def run(settings: Settings) -> int:
+    """`tailrace edge`: the exit code of an edge's whole life."""
+    settings = listening(settings)
+    bind_check(settings)
+    configure(settings.log_level, settings.log_format)
+    for told in unknown_variables(os.environ):
+        logger.warning(told)
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    try:
+        return uvloop.run(serve(settings))
+    except TailraceError as error:
+        sys.stderr.write(f"tailrace: {error}\n")
+        return 1
+
+
+def listening(settings: Settings) -> Settings:
+    """The settings with the edge's own address: a server and an edge may share one settings file."""
+    host, colon, port = settings.edge_listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise SettingsError(
+            f"--listen takes an address and a port, as in 127.0.0.1:4438, not {settings.edge_listen!r}"
+        )
+    limits = msgspec.structs.replace(settings.limits, connections=settings.limits.edge_connections)
+    return msgspec.structs.replace(settings, host=host.strip("[]"), port=int(port), limits=limits)
+
+
+async def serve(settings: Settings) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    edge = Edge(settings)
+    try:
+        await edge.start()
+        sys.stdout.write(f"tailrace ready  {edge.url}\nupstream        {settings.edge_upstream}\n")
+        sys.stdout.flush()
+        await stop.wait()
+        logger.info("stopping")
+    finally:
+        await edge.stop()
+    return 0
+
+
+class Edge:
+    """All parts of one edge process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        edge_id = secrets.token_hex(4).encode()
+        origins = parse_origins(settings.edge_upstream)
+        mode = settings.edge_upstream_mode
+        if len(origins) > 1 and mode == "single":
+            raise TailraceError(
+                "invalid_request", "several upstreams need --upstream-mode any (one deployment) or sharded"
+            )
+        self.upstreams = Upstreams(origins, mode, settings.limits, edge_id)
+        self.telemetry = EdgeTelemetry(__version__)
+        token = _read_token(settings.edge_token_file)
+        context = EdgeContext(settings, self.upstreams, self.telemetry, SYSTEM_CLOCK, edge_id, token)
+        self.context = context
+        self.gate = Gate(settings)
+        self.memory = MemoryCache(settings.limits.edge_memory_cache_bytes, self.telemetry)
+        self.book = FactBook(self._on_drop)
+        self.channels = Channels(context, self.book)
+        self.registry = Registry(context, self._on_registry)
+        cache_dir = settings.edge_cache_dir
+        self.disk = DiskCache(context, Path(cache_dir)) if cache_dir else None
+        self.slices = Slices(
+            context,
+            self.book,
+            self.channels,
+            self.memory,
+            self.disk,
+            self.registry,
+            verifies=self.gate.verifies,
+        )
+        self.live = Live(context, self.gate, self.channels, self.slices)
+        self.long_polls = LongPolls(context, self.channels, self.book)
+        self.app = EdgeApp(
+            context, self.gate, self.book, self.slices, self.live, self.long_polls, self._on_write
+        )
+        self._http: HttpServer | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        settings = self._settings
+        self.gate.start()
+        await self.upstreams.start()
+        self.registry.start()
+        self._http = http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
+        self._connect_telemetry(http)
+        tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+        try:
+            port = await http.start(settings.host, settings.port, ssl=tls)
+        except OSError as error:
+            where = f"{settings.host} port {settings.port}"
+            raise TailraceError(
+                "unavailable", f"cannot listen on {where}: {error.strerror or error}"
+            ) from error
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Sends the clients away, then lets go of the upstreams."""
+        self.app.stopping = True
+        if self._http is not None:
+            await self._http.drain()
+        self.channels.stop()
+        await self.registry.stop()
+        await self.context.stop()
+        await self.upstreams.stop()
+        if self.disk is not None:
+            await self.disk.close()
+        self.gate.close()
+
+    # -- what one part has to tell the others
+
+    def _on_drop(self, name: str, reason: str) -> None:
+        self.memory.drop(name)
+        if reason != "forgotten":
+            self.telemetry.edge_cache_invalidations.add(reason)
+
+    def _on_write(self, name: str, method: bytes, status: int) -> None:
+        self.book.note_write(name, method, status)
+        if method == b"DELETE" and status < 300:
+            self.channels.end_stream(name, GONE)
+
+    def _on_registry(self, name: str, operation: str) -> None:
+        self.book.drop(name, "registry")
+        if operation == "delete":
+            self.channels.end_stream(name, GONE)
+
+    def _connect_telemetry(self, http: HttpServer) -> None:
+        telemetry = self.telemetry
+        telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.stopping)
+        telemetry.edge_connections.read = lambda: http.connections_open
+        telemetry.edge_received_bytes.read = lambda: http.bytes_in
+        telemetry.edge_sent_bytes.read = lambda: http.bytes_out
+        for mode in MODES:
+            telemetry.edge_clients.reads[(mode,)] = lambda mode=mode: self.channels.clients[mode]
+        for upstream in self.upstreams.all:
+            telemetry.edge_upstream_healthy.reads[(upstream.id,)] = lambda upstream=upstream: float(
+                upstream.healthy
+            )
+
+
+def _read_token(path: str) -> bytes | None:
+    """The edge's own token, as an Authorization header."""
+    if not path:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            token = file.read(TOKEN_BYTES_MAX).strip()
+    except OSError as error:
+        raise TailraceError(
+            "invalid_request", f"cannot read the token file {path}: {error.strerror}"
+        ) from None
+    return b"Bearer " + token

@@ -1,0 +1,84 @@
+"""Upstreams that are servers of their own: what has to be asked of all of them, and what goes to none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+
+from tailrace.edge.asks import Target
+from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.feed import Answer, RefusedError
+from tailrace.edge.headers import request_bytes, request_lines, response_lines
+from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import names
+from tailrace.protocol.headers import line
+from tailrace.protocol.query import parse_query
+from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
+
+LISTING = b"/v1/streams"
+LISTING_BYTES_MAX = 16 * 1024 * 1024
+# What spans all servers and is not put together here.
+ABSENT = (b"/hub", b"/realtime", b"/replication", b"/v1/databases", b"/v1/pipeline", b"/v1/traces")
+
+
+class Shards:
+    """Keeps streams where they live."""
+
+    def __init__(self, context: EdgeContext) -> None:
+        self._context = context
+        self._upstreams = context.upstreams
+
+    def check(self, exchange: Exchange, target: Target) -> None:
+        """Refuses what would need more than one server."""
+        if target.name == "__ds" or exchange.path.startswith(ABSENT):
+            raise TailraceError("not_found", "this is not served by an edge with sharded upstreams")
+        raw = exchange.headers.get(b"stream-forked-from")
+        if exchange.method == b"PUT" and raw is not None:
+            source = names.decode(raw.removeprefix(b"/v1/stream/"))
+            if source and self._upstreams.of(source) is not self._upstreams.of(target.name):
+                raise TailraceError("invalid_fork", "the source of the fork lives on another server")
+
+    async def list(self, exchange: Exchange) -> None:
+        """One page of the streams of all servers, by name. A server that fails fails the page."""
+        lines = request_lines(exchange, self._context.edge_id)
+        request = request_bytes(exchange, lines)
+        try:
+            answers = await asyncio.gather(
+                *(self._ask(upstream, request) for upstream in self._upstreams.all)
+            )
+        except UpstreamLostError:
+            raise TailraceError("unavailable", "a server does not answer") from None
+        except RefusedError as refused:
+            refusal = refused.refusal
+            exchange.respond(refusal.status, response_lines(refusal.fields), refusal.body)
+            return
+        query = parse_query(exchange.query)
+        limit = int(query.get("limit", self._context.limits.list_page))
+        rows: list[dict[str, Any]] = [row for answer in answers for row in orjson.loads(answer.body)]
+        rows.sort(key=lambda row: str(row["name"]).encode())
+        more = len(rows) > limit or any(_has_next(answer) for answer in answers)
+        page = rows[:limit]
+        head = JSON_TYPE + NO_STORE
+        if more and page:
+            following = {"limit": str(limit), "after": str(page[-1]["name"])}
+            following.update({name: query[name] for name in ("prefix", "system") if name in query})
+            head += line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
+        exchange.respond(200, head, orjson.dumps(page))
+
+    async def _ask(self, upstream: Upstream, request: bytes) -> Answer:
+        reply = await upstream.pool.ask(request, again=True)
+        body = await reply.body(LISTING_BYTES_MAX)
+        answer = Answer(reply.status, reply.fields, body or b"")
+        if reply.status != 200:
+            raise RefusedError(answer)
+        return answer
+
+
+def _has_next(answer: Answer) -> bool:
+    return any(name.lower() == b"link" for name, _ in answer.fields)

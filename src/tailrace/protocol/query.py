@@ -1,0 +1,85 @@
+"""Query strings: which parameters there are, and what they say."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from urllib.parse import unquote_to_bytes
+
+from tailrace.errors import TailraceError
+from tailrace.protocol import durations
+
+QUERY_BYTES_CACHED = 512
+SINGLE = frozenset(
+    {
+        "offset",
+        "live",
+        "cursor",
+        "key",
+        "since",
+        "filter",
+        "format",
+        "timeout",
+        "timeout_ms",
+        "limit",
+        "after",
+        "max_bytes",
+        "max_entries",
+    }
+)
+LIVE_MODES = {
+    "long-poll": "long-poll",
+    "true": "long-poll",
+    "1": "long-poll",
+    "sse": "sse",
+    "ws": "ws",
+    "ws-internal": "ws",
+    "": "",
+    "false": "",
+    "0": "",
+}
+
+
+def parse_query(raw: bytes) -> dict[str, str]:
+    """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
+    return _parse_known(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse(raw)
+
+
+def _parse(raw: bytes) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for item in raw.split(b"&"):
+        if not item:
+            continue
+        name, _, value = item.partition(b"=")
+        try:
+            key = unquote_to_bytes(name.replace(b"+", b" ")).decode()
+            text = unquote_to_bytes(value.replace(b"+", b" ")).decode()
+        except UnicodeDecodeError:
+            raise TailraceError("invalid_request", "the query string is not valid UTF-8") from None
+        if key in found and key in SINGLE:
+            raise TailraceError(
+                "invalid_offset" if key == "offset" else "invalid_request", f"{key} is given more than once"
+            )
+        found[key] = text
+    return found
+
+
+_parse_known = lru_cache(maxsize=4096)(_parse)
+
+
+def live_mode(query: dict[str, str]) -> str:
+    """`long-poll`, `sse`, `ws`, or nothing for a read that does not wait."""
+    mode = LIVE_MODES.get(query.get("live", ""))
+    if mode is None:
+        raise TailraceError("invalid_request", "live must be long-poll, sse or ws")
+    return mode
+
+
+def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
+    """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
+    if (exact := query.get("timeout_ms")) is not None:
+        if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
+            raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
+        return min(int(exact), max_ms)
+    if (text := query.get("timeout")) is not None:
+        return min(durations.parse_wait_ms(text), max_ms)
+    return min(default_ms, max_ms)

@@ -1,0 +1,131 @@
+"""Tokens at an edge: it checks them itself, and shares nothing with whom it cannot check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.calls import Caller, eventually
+from support.edge import EdgeProcess, metrics
+from support.server import ServerProcess
+from support.wire import Connection, request_bytes
+from tailrace.auth import create_token
+
+SECRET = "a secret that is long enough for tokens"
+OTHER_SECRET = "another secret that is long enough, too"
+ENV = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_READ_PAGE_ENTRIES": "2"}
+JSON = {"Content-Type": "application/json"}
+
+
+def _token(
+    *scopes: str, streams: list[str] | None = None, secret: str = SECRET, lifetime_s: int = 3600
+) -> str:
+    return create_token(secret, sub="somebody", scopes=list(scopes), streams=streams, lifetime_s=lifetime_s)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path_factory.mktemp("server") / "data", env=ENV).start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def edge(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeProcess]:
+    directory = tmp_path_factory.mktemp("edge")
+    token_file = directory / "token"
+    token_file.write_text(_token("read"), encoding="utf-8")
+    args = ["--token-file", str(token_file)]
+    process = EdgeProcess(directory / "cache", server.base_url, args=args, env=ENV)
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def stream(server: ServerProcess) -> str:
+    call = Caller(server, _token("manage"))
+    assert call("PUT", "secrets/one", headers=JSON).status == 201
+    assert call("POST", "secrets/one", [1, 2, 3]).status == 204
+    return "secrets/one"
+
+
+def test_nobody_reads_what_is_kept_without_the_right_to(edge: EdgeProcess, stream: str) -> None:
+    good = Caller(edge, _token("read"))
+    eventually(lambda: good("GET", stream).headers["x-cache"], lambda cache: cache == "HIT")
+    assert good("GET", stream).body == [1, 2]
+    wrong = {
+        None: 401,
+        "rubbish.of.three": 401,
+        _token("read", secret=OTHER_SECRET): 401,
+        _token("write"): 403,
+        _token("read", streams=["others/"]): 403,
+    }
+    for token, status in wrong.items():
+        for name in (stream, "secrets/none"):
+            for live in ("", "&live=sse", "&live=long-poll"):
+                reply = Caller(edge, token)("GET", f"{name}?offset=-1{live}")
+                assert reply.status == status, (token, name, live)
+                assert "www-authenticate" in reply.headers
+        assert Caller(edge, token)("HEAD", stream).status == status
+    for token in (_token("read"), _token("write", streams=["others/"])):
+        assert Caller(edge, token)("POST", stream, [4]).status == 403
+    assert Caller(edge)("GET", "/healthz").status == 200
+    assert Caller(edge)("GET", "/metrics").status == 401
+    assert Caller(edge, _token("manage"))("GET", "/metrics").status == 200
+
+
+def test_readers_with_rights_of_their_own_share_one_socket(
+    server: ServerProcess, edge: EdgeProcess, stream: str
+) -> None:
+    manage = _token("manage")
+
+    def sockets() -> float:
+        return metrics(server, manage)['tailrace_live_connections{mode="ws"}']
+
+    before = sockets()
+    target = f"/v1/stream/{stream}?offset=now&live=sse"
+    connections = [Connection(edge.port) for _ in range(5)]
+    for number, connection in enumerate(connections):
+        bearer = _token("read", streams=[f"secrets/{'one'[:number]}"])
+        connection.send(request_bytes("GET", target, {"Authorization": f"Bearer {bearer}"}))
+        assert connection.read_head().status == 200
+        assert b"upToDate" in connection.read_chunk()
+    assert sockets() == before + 1
+    assert Caller(edge, _token("write"))("POST", stream, [9]).status == 204
+    for connection in connections:
+        assert b"data:[9]" in connection.read_chunk()
+        connection.close()
+
+
+def test_a_reader_leaves_when_its_token_ends(edge: EdgeProcess, stream: str) -> None:
+    """Tokens are good for half a minute longer than they say, so this one has ended long ago, nearly."""
+    expired = Caller(edge, _token("read", lifetime_s=1))(
+        "GET", f"{stream}?offset=now&live=long-poll&timeout=0"
+    )
+    assert expired.status == 204, "still within the leeway"
+
+
+def test_credentials_that_cannot_be_checked_are_the_owners_to_judge(
+    server: ServerProcess, tmp_path: Path, stream: str
+) -> None:
+    """An edge without keys in front of a server with some: nothing is shared, nothing is let through."""
+    edge = EdgeProcess(tmp_path / "cache", server.base_url)
+    edge.start()
+    try:
+        good = Caller(edge, _token("read"))
+        for _ in range(3):
+            reply = good("GET", stream)
+            assert (reply.status, reply.headers["x-cache"]) == (200, "BYPASS")
+        assert Caller(edge)("GET", stream).status == 401
+        assert Caller(edge)("GET", f"{stream}?offset=-1&live=sse").status == 401
+        with Connection(edge.port) as connection:
+            bearer = {"Authorization": f"Bearer {_token('read')}"}
+            connection.send(request_bytes("GET", f"/v1/stream/{stream}?offset=-1&live=sse", bearer))
+            head = connection.read_head()
+            assert (head.status, head["x-cache"]) == (200, "BYPASS")
+            assert b"data:[1,2" in connection.read_chunk()
+    finally:
+        edge.stop()

@@ -1,0 +1,231 @@
+"""What an edge keeps, what it never keeps, and who notices."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.calls import Caller, Reply, eventually
+from support.cutting_proxy import CuttingProxy, Direction
+from support.edge import EdgeProcess, metrics
+from support.server import ServerProcess
+from support.wire import fresh
+
+PAGE = {"TAILRACE_READ_PAGE_ENTRIES": "2"}
+JSON = {"Content-Type": "application/json"}
+START = "0" * 26
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path_factory.mktemp("server") / "data", env=PAGE).start()
+    yield process
+    process.stop()
+
+
+Start = Callable[..., EdgeProcess]
+
+
+class Asked:
+    """What edges ask their owner for."""
+
+    def __init__(self) -> None:
+        self._heads: list[bytes] = []
+
+    def __call__(self, direction: Direction, piece: bytes) -> bool:
+        if direction == "request":
+            self._heads.append(piece)
+        return False
+
+    def reads(self, name: str) -> int:
+        return sum(head.startswith(f"GET /v1/stream/{name}".encode()) for head in self._heads)
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def start_edge(server: ServerProcess, tmp_path: Path, asked: Asked) -> Iterator[Start]:
+    edges: list[EdgeProcess] = []
+    proxy = CuttingProxy(server.port, asked)
+
+    def start(*args: str, **env: str) -> EdgeProcess:
+        edge = EdgeProcess(tmp_path / f"edge-{len(edges)}", proxy.base_url, args=args, env=env)
+        edges.append(edge)
+        edge.start()
+        return edge
+
+    with proxy:
+        yield start
+        for edge in edges:
+            if edge.running:
+                edge.stop()
+
+
+def _made(call: Caller, kind: str, entries: int = 5, headers: dict[str, str] | None = None) -> str:
+    name = fresh(kind)
+    assert call("PUT", name, headers={**JSON, **(headers or {})}).status == 201
+    assert call("POST", name, list(range(entries))).status == 204
+    return name
+
+
+def _cached(call: Caller, path: str) -> Reply:
+    """Reads until the answer comes from the cache: keeping it happens after the first answer."""
+    return eventually(lambda: call("GET", path), lambda reply: reply.headers["x-cache"] == "HIT")
+
+
+def test_immutable_slices_are_kept_and_tails_are_not(server: ServerProcess, start_edge: Start) -> None:
+    edge, owner = Caller(start_edge()), Caller(server)
+    name = _made(owner, "kept")
+    direct = owner("GET", name)
+    first = edge("GET", name)
+    assert first.headers["x-cache"] == "MISS"
+    hit = _cached(edge, name)
+    assert hit.raw == first.raw == direct.raw
+    for header in ("etag", "cache-control", "stream-next-offset", "stream-end-offset", "content-type"):
+        assert hit.headers[header] == direct.headers[header]
+    assert int(hit.headers["age"]) >= 0
+    matched = edge("GET", name, headers={"If-None-Match": direct.headers["etag"]})
+    assert (matched.status, matched.raw, matched.headers["x-cache"]) == (304, b"", "HIT")
+    assert edge("GET", name, headers={"Cache-Control": "no-cache"}).headers["x-cache"] == "BYPASS"
+    tail = direct.headers["stream-end-offset"]
+    last = f"{name}?offset=0000000000000000_0000000000000004"
+    assert edge("GET", last).body == [4]
+    owner("POST", name, [5])
+    assert eventually(lambda: edge("GET", last).body, lambda body: body == [4, 5])
+    assert edge("GET", f"{name}?offset={tail}").body == [5]
+
+
+def test_spellings_share_one_slice_and_other_reads_do_not(
+    server: ServerProcess, start_edge: Start, asked: Asked
+) -> None:
+    edge, owner = Caller(start_edge()), Caller(server)
+    name = fresh("spelling")
+    owner("PUT", name, headers=JSON)
+    for number in range(5):
+        owner("POST", name, number, headers={"Stream-Key": "ab"[number % 2]})
+    assert _cached(edge, f"{name}?offset={START}").body == [0, 1]
+    before = asked.reads(name)
+    spellings = (
+        "",
+        "?offset=-1",
+        "?offset=0000000000000000_0000000000000000",
+        f"?x=1&cursor=5&offset={START}",
+    )
+    for spelling in spellings[2:]:
+        assert edge("GET", name + spelling).headers["x-cache"] == "HIT"
+    assert asked.reads(name) == before
+    for spelling in spellings[:2]:
+        assert _cached(edge, name + spelling).body == [0, 1]
+    assert edge("GET", f"{name}?key=a").body == edge("GET", f"{name}/pk/a").body == [0, 2]
+    assert edge("GET", f"{name}?format=raw").raw == b"01"
+
+
+def test_equal_reads_at_once_are_one_request(server: ServerProcess, start_edge: Start, asked: Asked) -> None:
+    process = start_edge(TAILRACE_EDGE_RECENT_MS="0")
+    edge = Caller(process)
+    name = _made(Caller(server), "together", 1)
+    before = asked.reads(name)
+    # While the owner stands still, all of them are under way.
+    server.signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(20) as threads:
+            answers = [threads.submit(edge, "GET", name) for _ in range(20)]
+            eventually(lambda: metrics(process)["tailrace_edge_coalesced_total"], lambda joined: joined == 19)
+            server.signal(signal.SIGCONT)
+            assert all(answer.result().body == [0] for answer in answers)
+    finally:
+        server.signal(signal.SIGCONT)
+    assert asked.reads(name) == before + 1
+
+
+def test_a_write_is_read_at_once_through_the_same_edge(start_edge: Start) -> None:
+    edge = Caller(start_edge(TAILRACE_EDGE_RECENT_MS="60000"))
+    name = fresh("written")
+    edge("PUT", name, headers=JSON)
+    for number in range(20):
+        tail = edge("POST", name, number).headers["stream-next-offset"]
+        before = f"0000000000000000_{number:016}"
+        for _ in range(3):
+            read = edge("GET", f"{name}?offset={before}")
+            assert (read.body, read.headers["stream-next-offset"]) == ([number], tail)
+    recent = edge("GET", f"{name}?offset=0000000000000000_{19:016}")
+    assert recent.headers["x-cache"] == "HIT", "nothing was written since"
+
+
+def test_what_was_deleted_is_not_served(server: ServerProcess, start_edge: Start) -> None:
+    """Deleted through this edge, and behind its back."""
+    edge, owner = Caller(start_edge()), Caller(server)
+    for deletes in (edge, owner):
+        name = _made(edge, "deleted")
+        assert _cached(edge, name).body == [0, 1]
+        assert deletes("DELETE", name).status == 204
+        if deletes is edge:
+            assert edge("GET", name).status == 404
+        eventually(lambda: edge("GET", name).status, lambda status: status == 404)  # noqa: B023
+        assert deletes("PUT", name, [7, 8, 9], headers=JSON).status == 201
+        eventually(lambda: edge("GET", name).raw, lambda raw: raw == b"[7,8]")  # noqa: B023
+        assert _cached(edge, name).body == [7, 8]
+
+
+def test_streams_that_end_by_themselves_are_read_at_their_owner(start_edge: Start) -> None:
+    edge = Caller(start_edge())
+    bounds = ({"Stream-TTL": "3600"}, {"Stream-Retention": "1h"}, {"Stream-Retention-Bytes": "1000"})
+    for bound in bounds:
+        name = _made(edge, "bounded", headers=bound)
+        for _ in range(3):
+            assert edge("GET", name).headers["x-cache"] == "MISS"
+
+
+def _slices(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("??/*") if len(path.name) == 64]
+
+
+def test_the_disk_cache_survives_its_edge_and_is_checked(
+    server: ServerProcess, start_edge: Start, asked: Asked, tmp_path: Path
+) -> None:
+    directory = tmp_path / "slices"
+    process = start_edge("--cache-dir", str(directory), TAILRACE_EDGE_MEMORY_CACHE_BYTES="0")
+    edge, owner = Caller(process), Caller(server)
+    name = _made(owner, "disk")
+    assert _cached(edge, name).body == [0, 1]
+    second = EdgeProcess(tmp_path / "second", server.base_url, args=["--cache-dir", str(directory)])
+    second.start(ready=False)
+    assert second.wait_exit() == 1
+    assert "another edge uses the cache directory" in second.log
+    process.restart(kill=True)
+    before = asked.reads(name)
+    assert _cached(edge, name).body == [0, 1]
+    assert asked.reads(name) == before
+    for path in _slices(directory):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+    assert edge("GET", name).body == [0, 1], "a damaged file is not there"
+    assert _cached(edge, name).body == [0, 1]
+    owner("DELETE", name)
+    owner("PUT", name, [5, 6, 7], headers=JSON)
+    process.restart(kill=True)
+    assert eventually(lambda: edge("GET", name).raw, lambda raw: raw != b"").startswith(b"[5")
+
+
+def test_the_disk_cache_keeps_its_bound(start_edge: Start, tmp_path: Path, server: ServerProcess) -> None:
+    directory = tmp_path / "slices"
+    process = start_edge("--cache-dir", str(directory), TAILRACE_EDGE_DISK_CACHE_BYTES="4000")
+    edge = Caller(process)
+    for _ in range(10):
+        name = _made(Caller(server), "bound")
+        assert _cached(edge, name).body == [0, 1]
+    evicted = eventually(
+        lambda: metrics(process).get('tailrace_edge_cache_evictions_total{tier="disk"}', 0),
+        lambda evictions: evictions > 0,
+    )
+    assert evicted
+    assert metrics(process)['tailrace_edge_cache_bytes{tier="disk"}'] <= 4000
+    eventually(lambda: sum(path.stat().st_size for path in _slices(directory)), lambda size: size <= 4000)

@@ -1,0 +1,280 @@
+"""Live readers of an edge: one upstream socket for all, the log and nothing but the log for each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import StartServer
+from support.calls import Caller, eventually
+from support.cutting_proxy import CuttingProxy
+from support.edge import EdgeProcess, Follower, Writer, all_live, metrics, upstream_sockets
+from support.server import ServerProcess
+from support.wire import Connection, fresh, request_bytes
+
+MODES = ("sse", "ws", "long-poll")
+READERS = 200
+
+
+@pytest.fixture(scope="module")
+def edge(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeProcess]:
+    process = EdgeProcess(tmp_path_factory.mktemp("edge") / "cache", server.base_url)
+    process.start()
+    yield process
+    process.stop()
+
+
+async def _follow(writer: Writer, followers: list[Follower], batches: int, size: int = 1) -> None:
+    """Appends while everybody reads, closes the stream, and waits until all have seen its end."""
+    tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+    await all_live(followers)
+    for _ in range(batches):
+        await asyncio.to_thread(writer.append, size)
+    await asyncio.to_thread(writer.close)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*tasks)
+
+
+def test_many_readers_are_one_connection_upstream(server: ServerProcess, edge: EdgeProcess) -> None:
+    name = fresh("edge-many")
+    writer = Writer(server, name)
+    writer.append(3)
+    before = upstream_sockets(server)
+    batches_before = metrics(edge)["tailrace_edge_batches_total"]
+    followers = [Follower(edge.port, name, "sse") for _ in range(READERS)]
+
+    async def watch() -> float:
+        tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+        await all_live(followers)
+        sockets = await asyncio.to_thread(upstream_sockets, server)
+        for _ in range(5):
+            await asyncio.to_thread(writer.append)
+        await asyncio.to_thread(writer.close)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*tasks)
+        return sockets - before
+
+    assert asyncio.run(watch()) == 1
+    assert all(follower.entries == list(range(writer.count)) for follower in followers)
+    assert {follower.connections for follower in followers} == {1}
+    assert metrics(edge)["tailrace_edge_batches_total"] - batches_before <= 6
+
+
+def test_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgeProcess) -> None:
+    name = fresh("edge-ways")
+    writer = Writer(edge, name)
+    writer.append(10)
+    offsets = ["-1", "00000000000000000000000000", "0000000000000000_0000000000000004"]
+    followers = [Follower(edge.port, name, mode, offset) for mode in MODES for offset in offsets]
+    asyncio.run(_follow(writer, followers, 30, 2))
+    for follower in followers:
+        first = 4 if follower.entries[0] == 4 else 0
+        assert follower.entries == list(range(first, writer.count)), follower.mode
+    assert {follower.entries[0] for follower in followers} == {0, 4}
+
+
+def test_readers_join_at_any_place_while_much_is_written(server: ServerProcess, edge: EdgeProcess) -> None:
+    """Joins between the batches of a ring, behind it and in front of it."""
+    name = fresh("edge-joins")
+    writer = Writer(server, name)
+    writer.append(50)
+    chance = random.Random(7)
+
+    async def watch() -> list[Follower]:
+        followers: list[Follower] = []
+        tasks: list[asyncio.Future[None]] = []
+
+        def join(count: int) -> None:
+            for _ in range(count):
+                entry = chance.randrange(writer.count)
+                follower = Follower(edge.port, name, chance.choice(MODES), f"{0:016}_{entry:016}")
+                followers.append(follower)
+                tasks.append(asyncio.ensure_future(follower.run()))
+
+        for _ in range(40):
+            join(1)
+            await asyncio.to_thread(writer.append, chance.randint(1, 5))
+        await asyncio.to_thread(writer.close)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*tasks)
+        return followers
+
+    for follower in asyncio.run(watch()):
+        assert follower.entries == list(range(follower.entries[0], writer.count)), follower.mode
+        assert follower.connections == 1
+
+
+def test_keyed_readers_get_their_own(server: ServerProcess, edge: EdgeProcess) -> None:
+    name = fresh("edge-keys")
+    call = Caller(server)
+    assert call("PUT", name, headers={"Content-Type": "application/json"}).status == 201
+    followers = [Follower(edge.port, name, mode, key="a") for mode in MODES for _ in range(2)]
+
+    async def watch() -> None:
+        tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+        await all_live([follower for follower in followers if follower.mode != "long-poll"])
+        for number in range(20):
+            headers = {"Stream-Key": "ab"[number % 2]}
+            reply = await asyncio.to_thread(call, "POST", name, number, headers=headers)
+            assert reply.status == 204
+        await asyncio.to_thread(call, "POST", name, headers={"Stream-Closed": "true"})
+        async with asyncio.timeout(60):
+            await asyncio.gather(*tasks)
+
+    asyncio.run(watch())
+    assert all(follower.entries == list(range(0, 20, 2)) for follower in followers)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/octet-stream"])
+def test_events_are_those_of_the_owner(server: ServerProcess, edge: EdgeProcess, content_type: str) -> None:
+    """The same closed stream, read from the owner and through the edge, twice."""
+    name = fresh("edge-equal")
+    call = Caller(server)
+    call("PUT", name, headers={"Content-Type": content_type})
+    for body in (b" two\r\nlines", b"[]", b"\xff\xfe not text", b"plain"):
+        assert call("POST", name, body, headers={"Content-Type": content_type}).status == 204
+    call("POST", name, headers={"Stream-Closed": "true"})
+    target = f"{name}?offset=-1&live=sse"
+    direct, first, second = (Caller(place)("GET", target) for place in (server, edge, edge))
+    assert first.raw == direct.raw == second.raw
+    encoding = "stream-sse-data-encoding"
+    assert first.headers.get(encoding) == direct.headers.get(encoding)
+    plain = [Caller(place)("GET", name) for place in (server, edge)]
+    assert plain[0].raw == plain[1].raw
+    assert plain[0].headers["etag"] == plain[1].headers["etag"]
+
+
+def test_now_is_asked_of_the_owner(server: ServerProcess, edge: EdgeProcess) -> None:
+    """However far the edge is behind, a read from now never begins before an acknowledged append."""
+    name = fresh("edge-now")
+    call = Caller(server)
+    call("PUT", name, headers={"Content-Type": "application/json"})
+    for number in range(20):
+        tail = call("POST", name, number).headers["stream-next-offset"]
+        with Connection(edge.port) as connection:
+            connection.send(request_bytes("GET", f"/v1/stream/{name}?offset=now&live=sse"))
+            assert connection.read_head().status == 200
+            event = connection.read_chunk().decode()
+        assert event.startswith("event: control\n")
+        control = json.loads(event.splitlines()[1].removeprefix("data:"))
+        assert control["streamNextOffset"] == tail
+        assert control["upToDate"] is True
+
+
+def test_cursors_always_grow(edge: EdgeProcess, server: ServerProcess) -> None:
+    name = fresh("edge-cursor")
+    call = Caller(edge)
+    call("PUT", name, headers={"Content-Type": "application/json"})
+    call("POST", name, [1])
+    cursor = 10**9
+    for _ in range(5):
+        reply = call("GET", f"{name}?offset=-1&live=long-poll&cursor={cursor}")
+        assert int(reply.headers["stream-cursor"]) > cursor
+        cursor = int(reply.headers["stream-cursor"])
+
+
+def test_a_deleted_stream_ends_its_readers(server: ServerProcess, edge: EdgeProcess) -> None:
+    name = fresh("edge-deleted")
+    call = Caller(server)
+    call("PUT", name, headers={"Content-Type": "application/json"})
+    tail = call("POST", name, [1]).headers["stream-next-offset"]
+
+    async def watch() -> tuple[bytes, bytes]:
+        async def read(mode: str) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+            target = f"/v1/stream/{name}?offset={tail}&live={mode}"
+            writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            data = await reader.read()
+            writer.close()
+            return data
+
+        waits = [asyncio.ensure_future(read(mode)) for mode in ("sse", "long-poll")]
+        seen = await asyncio.to_thread(
+            eventually,
+            lambda: [
+                metrics(edge)[f'tailrace_edge_clients{{mode="{mode}"}}'] for mode in ("sse", "long-poll")
+            ],
+            lambda clients: min(clients) >= 1,
+        )
+        assert seen
+        assert (await asyncio.to_thread(call, "DELETE", name)).status == 204
+        async with asyncio.timeout(30):
+            events, answer = await asyncio.gather(*waits)
+        return events, answer
+
+    events, answer = asyncio.run(watch())
+    assert events.endswith(b"0\r\n\r\n"), "ended at an event's end"
+    assert answer.startswith(b"HTTP/1.1 404")
+
+
+def test_cut_sockets_are_opened_again_where_they_were(start_server: StartServer, tmp_path: Path) -> None:
+    """The connection between edge and owner is cut again and again; no client notices."""
+    server = start_server()
+    name = "cut"
+    writer = Writer(server, name)
+    with CuttingProxy(server.port) as proxy:
+        edge = EdgeProcess(tmp_path / "cache", proxy.base_url)
+        edge.start()
+        followers = [Follower(edge.port, name, mode) for mode in ("sse", "ws")]
+
+        async def watch() -> None:
+            tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+            await all_live(followers)
+            for number in range(30):
+                await asyncio.to_thread(writer.append)
+                if number % 5 == 0:
+                    await asyncio.to_thread(proxy.cut_all)
+            await asyncio.to_thread(writer.close)
+            async with asyncio.timeout(60):
+                await asyncio.gather(*tasks)
+
+        asyncio.run(watch())
+        edge.stop()
+    assert all(follower.entries == list(range(writer.count)) for follower in followers)
+    assert {follower.connections for follower in followers} == {1}
+
+
+def test_a_small_ring_sends_readers_back_to_slices(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server()
+    writer = Writer(server, "ring")
+    env = {"TAILRACE_EDGE_RING_BYTES": "64", "TAILRACE_LIVE_UNSENT_BYTES": "1024"}
+    edge = EdgeProcess(tmp_path / "cache", server.base_url, env=env)
+    edge.start()
+    followers = [Follower(edge.port, "ring", mode) for mode in MODES]
+    asyncio.run(_follow(writer, followers, 50, 20))
+    edge.stop()
+    assert all(follower.entries == list(range(writer.count)) for follower in followers)
+
+
+@pytest.mark.nightly
+def test_ten_thousand_readers(start_server: StartServer, tmp_path: Path) -> None:
+    """All events to all, in order, over one connection; the edge and the owner are killed in between."""
+    server = start_server()
+    writer = Writer(server, "crowd")
+    edge = EdgeProcess(tmp_path / "cache", server.base_url)
+    edge.start()
+    followers = [Follower(edge.port, "crowd", "sse") for _ in range(10_000)]
+
+    async def watch() -> float:
+        tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+        await all_live(followers, 600)
+        sockets = await asyncio.to_thread(upstream_sockets, server)
+        for number in range(30):
+            await asyncio.to_thread(writer.append)
+            if number == 10:
+                await asyncio.to_thread(server.restart, kill=True)
+            if number == 20:
+                await asyncio.to_thread(edge.restart, kill=True)
+        await asyncio.to_thread(writer.close)
+        async with asyncio.timeout(600):
+            await asyncio.gather(*tasks)
+        return sockets
+
+    assert asyncio.run(watch()) == 2, "the stream and the registry"
+    edge.stop()
+    assert all(follower.entries == list(range(writer.count)) for follower in followers)

@@ -1,0 +1,104 @@
+"""Several servers behind one edge: doors to one deployment, or servers with streams of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import StartServer
+from support.calls import Caller, eventually
+from support.cutting_proxy import CuttingProxy
+from support.edge import EdgeProcess, Follower, Writer, all_live
+from support.server import ServerProcess
+
+JSON = {"Content-Type": "application/json"}
+STREAMS = 20
+
+
+@pytest.fixture
+def servers(start_server: StartServer) -> list[ServerProcess]:
+    return [start_server(), start_server()]
+
+
+@pytest.fixture
+def sharded(servers: list[ServerProcess], tmp_path: Path) -> Iterator[EdgeProcess]:
+    urls = [f"shard-{index}={server.base_url}" for index, server in enumerate(servers)]
+    edge = EdgeProcess(tmp_path / "cache", *urls, args=["--upstream-mode", "sharded"])
+    edge.start()
+    yield edge
+    edge.stop()
+
+
+def test_a_stream_lives_on_one_server_and_nowhere_else(
+    servers: list[ServerProcess], sharded: EdgeProcess
+) -> None:
+    edge = Caller(sharded)
+    names = [f"s/{number:02}" for number in range(STREAMS)]
+    for name in names:
+        assert edge("PUT", name, [1], headers=JSON).status == 201
+        assert edge("GET", name).body == [1]
+    homes = [{row["name"] for row in Caller(server)("GET", "/v1/streams").body} for server in servers]
+    assert homes[0] | homes[1] == set(names)
+    assert not homes[0] & homes[1]
+    assert homes[0]
+    assert homes[1]
+    listed = edge("GET", "/v1/streams?limit=15")
+    assert [row["name"] for row in listed.body] == names[:15]
+    rest = edge("GET", f"/v1/streams?limit=15&after={names[14]}")
+    assert [row["name"] for row in rest.body] == names[15:]
+    servers[1].kill()
+    lost = sorted(homes[1])[0]
+    eventually(lambda: sharded.status("/readyz"), lambda status: status == 503)
+    assert edge("GET", lost).status == 503
+    assert edge("PUT", lost, headers=JSON).status == 503
+    assert edge("GET", "/v1/streams").status == 503
+    assert edge("POST", sorted(homes[0])[0], [2]).status == 204
+    assert Caller(servers[0])("GET", lost).status == 404
+
+
+def test_one_of_several_doors_is_lost(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server()
+    writer = Writer(server, "doors")
+    with CuttingProxy(server.port) as one, CuttingProxy(server.port) as two:
+        edge = EdgeProcess(tmp_path / "cache", one.base_url, two.base_url, args=["--upstream-mode", "any"])
+        edge.start()
+        followers = [Follower(edge.port, "doors", mode) for mode in ("sse", "ws")]
+
+        async def watch() -> None:
+            tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+            await all_live(followers)
+            one.decide = lambda _direction, _piece: True  # this door is shut from now on
+            await asyncio.to_thread(one.cut_all)
+            for _ in range(10):
+                await asyncio.to_thread(writer.append)
+            await asyncio.to_thread(writer.close)
+            async with asyncio.timeout(60):
+                await asyncio.gather(*tasks)
+
+        asyncio.run(watch())
+        edge.stop()
+    assert all(follower.entries == list(range(writer.count)) for follower in followers)
+    assert {follower.connections for follower in followers} == {1}
+
+
+def test_what_the_upstreams_are_has_to_be_said_and_to_be_true(
+    servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    urls = [server.base_url for server in servers]
+    wrong = {
+        (): "need --upstream-mode",
+        ("--upstream-mode", "any"): "different servers",
+    }
+    for args, message in wrong.items():
+        edge = EdgeProcess(tmp_path / "cache", *urls, args=args)
+        edge.start(ready=False)
+        assert edge.wait_exit() == 1
+        assert message in edge.log
+    twice = [f"a={urls[0]}", f"b={urls[0]}"]
+    edge = EdgeProcess(tmp_path / "cache", *twice, args=["--upstream-mode", "sharded"])
+    edge.start(ready=False)
+    assert edge.wait_exit() == 1
+    assert "two upstreams are one server" in edge.log
