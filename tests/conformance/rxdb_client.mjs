@@ -25,19 +25,24 @@ function overHttp(client) {
   const changes = new Subject()
   const base = client.url
   let source = null
+  let last = "" // where the stream goes on, as an EventSource remembers it
   const follow = async () => {
     while (client.following) {
       source = new AbortController()
       try {
-        const answer = await fetch(`${base}/stream?collection=${client.name}`, { signal: source.signal })
+        const headers = last ? { "Last-Event-ID": last } : {}
+        const answer = await fetch(`${base}/stream?collection=${client.name}`, { signal: source.signal, headers })
         if (!answer.ok) throw new Error(`stream: ${answer.status}`)
-        changes.next("RESYNC") // whatever happened while nobody listened
+        if (!last) changes.next("RESYNC") // whatever happened before anybody listened
         let text = ""
         for await (const chunk of answer.body.pipeThrough(new TextDecoderStream())) {
           text += chunk
           for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
-            const data = text.slice(0, end).split("\n").find((line) => line.startsWith("data: "))
+            const lines = text.slice(0, end).split("\n")
+            const data = lines.find((line) => line.startsWith("data: "))
+            const id = lines.find((line) => line.startsWith("id:"))
             text = text.slice(end + 2)
+            if (id) last = id.slice(3).trim()
             if (data) changes.next(JSON.parse(data.slice(6)))
           }
         }

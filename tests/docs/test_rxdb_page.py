@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from support.calls import Caller
-from support.rxdb import HERE
+from support.node import HERE
 from support.server import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]

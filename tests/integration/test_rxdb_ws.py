@@ -101,6 +101,24 @@ def test_a_checkpoint_of_a_feed_skips_nothing_that_is_still_to_be_pulled(
     frames.close()
 
 
+def test_a_client_that_has_not_pulled_is_told_to(server: ServerProcess, call: Caller, place: str) -> None:
+    """RxDB drops its own wish to pull if it still has events of the connection before."""
+    put(call, f"{place}/old", {"n": 0})
+    frames = Frames(server)
+    frames.send("masterChangeStream$", place)
+    assert frames.take()["result"] == "RESYNC", "nobody knows what it has"
+    put(call, f"{place}/a", {"n": 1})
+    assert [one["id"] for one in frames.take()["result"]["documents"]] == ["a"]
+    frames.close()
+    frames = Frames(server)
+    asked = frames.send("masterChangesSince", place, None, 100)
+    assert frames.take()["id"] == asked
+    frames.send("masterChangeStream$", place)
+    put(call, f"{place}/b", {"n": 2})
+    assert frames.take()["result"] == "RESYNC", "what was pulled before may not reach up to here"
+    frames.close()
+
+
 def test_several_collections_on_one_connection(server: ServerProcess, call: Caller, place: str) -> None:
     frames = Frames(server, query="?stamps=0&deletedField=gone")
     for name in ("x", "y"):

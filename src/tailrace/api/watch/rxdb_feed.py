@@ -27,6 +27,7 @@ logger = logging.getLogger("tailrace.watch")
 
 RECOVER: Final = 0.6
 POLL_S: Final = 0.25
+JOIN_S: Final = 2.0
 RESYNC: Final = b'"RESYNC"'
 # States of a collection in which what there is is right: not while a source loads, or cannot go on.
 SERVED: Final = frozenset({"live", "lagging"})
@@ -129,6 +130,8 @@ class Feed:
         shape: Shape,
         limit: int,
         walk: Walk | None = None,
+        *,
+        joined: bool = True,
     ) -> None:
         self._replication = replication
         self._listener = listener
@@ -138,6 +141,10 @@ class Feed:
         self._limit = limit
         self.woken = asyncio.Event()
         self.doubtful = False  # what the client came with cannot be gone on from
+        # Whether the client has pulled since the feed began. RxDB pulls when it has connected, but not if it
+        # still had something to do from the connection before: then what happened in between is lost to it.
+        self.joined = joined
+        self._began = replication.context.loop.time()
         # What the client has pulled on the same connection, as far as we know.
         self.pulled: Walk | None = None
         collection = replication.find(database, name)
@@ -172,10 +179,11 @@ class Feed:
         if self.walk is None:
             # It came into being while we waited: everything in it is news.
             fresh = replication.tail(identity, collection)
-            self.walk = fresh.moved([0] * len(fresh.seqs))
+            self.walk, self.joined = fresh.moved([0] * len(fresh.seqs)), True
             self._since = list(self.walk.seqs)
-        if self.doubtful or self._is_doubtful(collection, identity):
-            self.doubtful = False
+        missed = not self.joined and self.walk.seqs != collection.applied
+        if self.doubtful or missed or self._is_doubtful(collection, identity):
+            self.doubtful, self.joined = False, True
             self.walk = replication.tail(identity, collection)
             self._since = list(self.walk.seqs)
             await self._resync()
@@ -188,6 +196,12 @@ class Feed:
         result = b'{"documents":[%b],"checkpoint":%b}' % (b",".join(documents), orjson.dumps(checkpoint))
         await self._listener.tell(self, result, checkpoint["pos"])
         return True
+
+    def remind(self, now: float) -> None:
+        """A client that has not pulled for a while is told to: it does not know where it is."""
+        if not self.joined and now - self._began >= JOIN_S:
+            self.doubtful = True
+            self.woken.set()
 
     @property
     def is_up_to_date(self) -> bool:

@@ -124,6 +124,11 @@ class Socket(Wire):
         self._waiting_bytes += len(data)
         self._work_on()
 
+    def on_tick(self, now: float) -> None:
+        super().on_tick(now)
+        for feed, _ in self._feeds.values():
+            feed.remind(now)
+
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         self.close(1009, f"a message has at most {self.replication.limits.watch_push_bytes} bytes")
 
@@ -256,7 +261,7 @@ class Socket(Wire):
         await self._say(pulled.pieces)
         feed = self._feeds.get(name)
         if feed is not None:
-            feed[0].pulled = pulled.walk
+            feed[0].pulled, feed[0].joined = pulled.walk, True
 
     async def _push(self, call: Call, name: str) -> None:
         database = self._allowed(Action.REPLICATION_PUSH)
@@ -286,7 +291,7 @@ class Socket(Wire):
             return
         if len(self._feeds) >= COLLECTIONS_MAX:
             raise TailraceError("overloaded", f"a connection follows at most {COLLECTIONS_MAX} collections")
-        feed = Feed(self.replication, self, database, name, self._shape, LIMIT_DEFAULT)
+        feed = Feed(self.replication, self, database, name, self._shape, LIMIT_DEFAULT, joined=False)
         self._feeds[name] = (feed, self.replication.follow(feed))
 
     async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None:
