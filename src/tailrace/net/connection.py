@@ -452,6 +452,15 @@ class HttpConnection(AnsweringConnection):
         else:
             self.refuse(TailraceError("invalid_request", f"malformed HTTP request: {error}"))
 
+    def is_all(self, exchange: Exchange) -> bool:
+        """Whether nothing but `exchange` has been read and not answered, be it one byte."""
+        return (
+            self.current is exchange
+            and not exchange.answered
+            and not (self._queue or self._begun or self._held or self.cork or self._ended)
+            and self._refusal is None
+        )
+
     def detach(self, successor: asyncio.Protocol) -> bytes:
         """Give the transport to another protocol; returns the bytes that came after the request."""
         held = self._held

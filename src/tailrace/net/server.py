@@ -127,6 +127,12 @@ class HttpServer:
         self._listeners.append(listener)
         return int(listener.sockets[0].getsockname()[1])
 
+    async def start_unix(self, path: str) -> None:
+        """Listen on a socket of this machine, for other processes of the same server."""
+        self._listeners.append(
+            await self.loop.create_unix_server(self._connection, path, backlog=ACCEPT_BACKLOG)
+        )
+
     async def drain(self, ms: int | None = None) -> bool:
         """Stop accepting, finish what runs, then close. False if some had to be cut off at the end."""
         self._stop_accepting()

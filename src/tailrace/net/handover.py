@@ -1,0 +1,124 @@
+"""A client's connection given to another process of the same server, with the request that it is about.
+
+Passing requests on costs two processes work for each. A connection that keeps asking for what another process
+owns is better off there: its descriptor goes over a unix socket, and nothing of it stays here. That is only
+done between two requests, when nothing is on its way to the client, and never with TLS, whose state cannot go
+along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tailrace.net.connection import HttpConnection
+from tailrace.net.exchange import MODE_UPGRADE, Exchange
+from tailrace.net.relay import request_bytes
+
+if TYPE_CHECKING:
+    from tailrace.net.server import HttpServer
+
+# A request that is larger goes on over the relay, whose socket takes any size.
+REQUEST_BYTES_MAX: Final = 64 * 1024
+TAKEN_PER_TURN: Final = 64
+
+
+class Handover:
+    """The giving side."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.given = 0
+
+    def give(self, exchange: Exchange, path: str) -> bool:
+        """Whether the connection and its request are the other process's now."""
+        connection = exchange.connection
+        if (
+            connection.scheme != b"http"
+            or not connection.is_all(exchange)
+            or connection.unsent_bytes
+            or exchange.mode & ~MODE_UPGRADE
+            or exchange.repeated is not None
+            or len(exchange.body) > REQUEST_BYTES_MAX // 2
+        ):
+            return False
+        request = request_bytes(exchange)
+        client: socket.socket | None = connection.transport.get_extra_info("socket")
+        if client is None or len(request) > REQUEST_BYTES_MAX:
+            return False
+        try:
+            # Not `send_fds`, which forgets the address before Python 3.12.
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [client.fileno()]))
+            self._socket.sendmsg([request], [rights], 0, path)
+        except OSError:
+            return False  # it does not run, or has too much to do just now
+        self.given += 1
+        exchange.answered = True
+        # The other process holds the connection open; this only closes our way to it.
+        connection.transport.abort()
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Adoption:
+    """The taking side: what arrives is a connection of the listener like any other."""
+
+    def __init__(self, http: HttpServer, path: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._http = http
+        self._loop = loop
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(path)
+        loop.add_reader(self._socket, self._on_readable)
+
+    def close(self) -> None:
+        """Who was given to us and not taken yet is cut off, as by any listener that closes."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _on_readable(self) -> None:
+        for _ in range(TAKEN_PER_TURN):
+            try:
+                request, descriptors, _, _ = socket.recv_fds(self._socket, 2 * REQUEST_BYTES_MAX, 1)
+            except OSError:
+                return
+            for descriptor in descriptors:
+                self._adopt(descriptor, request)
+
+    def _adopt(self, descriptor: int, request: bytes) -> None:
+        try:
+            client = socket.socket(fileno=descriptor)
+            client.setblocking(False)
+        except OSError:
+            os.close(descriptor)
+            return
+        task = self._loop.create_task(self._connect(lambda: AdoptedConnection(self._http, request), client))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, factory: Callable[[], AdoptedConnection], client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(factory, client)
+        except OSError:
+            client.close()
+
+
+class AdoptedConnection(HttpConnection):
+    """A connection whose first request came before it did."""
+
+    __slots__ = ("_first",)
+
+    def __init__(self, server: HttpServer, first: bytes) -> None:
+        super().__init__(server)
+        self._first = first
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        first, self._first = self._first, b""
+        self.data_received(first)

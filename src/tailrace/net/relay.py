@@ -1,0 +1,423 @@
+"""Requests that another process on this machine answers: passed on over a unix socket, bytes for bytes.
+
+The request is written as it was read; its body is not looked at. Of the answer only the framing is, to know
+where it ends: its bytes go to the client as they come. A connection that leaves HTTP becomes a tunnel. Who
+reads too slowly stops the other side: nothing is held here beyond what the transports hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Protocol, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from tailrace.errors import TailraceError
+from tailrace.net.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, Exchange
+from tailrace.net.outlet import Outlet
+from tailrace.net.server import WRITE_HIGH_WATER_BYTES
+from tailrace.net.tunnel import dig
+
+logger = logging.getLogger("tailrace.net")
+
+# Connections to one process that are kept for the next request.
+IDLE_MAX = 256
+# An answer that is wanted whole.
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+# How much longer than its owner a request is waited for: the owner gives up first, and says so.
+GRACE_S = 10.0
+
+# What the other process is told about the client. Clients that send these are not listened to.
+PEER, SCHEME, REPEATED = b"tailrace-peer", b"tailrace-scheme", b"tailrace-repeated"
+HOPS, ALONE = b"tailrace-hops", b"tailrace-alone"
+OURS = frozenset((PEER, SCHEME, REPEATED, HOPS, ALONE))
+_HARMLESS = (b"GET", b"HEAD", b"OPTIONS")  # done or not, nothing changed
+_REPLACED = OURS | {b"content-length", b"transfer-encoding", b"expect"}
+
+
+def request_bytes(exchange: Exchange, more: bytes = b"") -> bytes:
+    """The request as its client sent it, but for framing and what only we may say; `more` are head lines."""
+    target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
+    headers = exchange.headers
+    version = 0 if exchange.mode & MODE_LEGACY else 1
+    parts = [b"%b %b HTTP/1.%d\r\n" % (exchange.method, target, version)]
+    parts += [b"%b: %b\r\n" % line for line in headers.items() if line[0] not in _REPLACED]
+    if exchange.body or b"content-length" in headers or b"transfer-encoding" in headers:
+        parts.append(b"content-length: %d\r\n" % len(exchange.body))
+    parts += [more, b"\r\n", exchange.body]
+    return b"".join(parts)
+
+
+def relayed_bytes(exchange: Exchange, hops: int) -> bytes:
+    """The request as it goes on. What it says about its connection holds for ours as well."""
+    peer = exchange.peer.encode("latin-1", "replace")
+    more = b"%b: %b\r\n%b: %b\r\n%b: %d\r\n" % (PEER, peer, SCHEME, exchange.scheme, HOPS, hops)
+    if exchange.repeated is not None:
+        more += b"%b: %b\r\n" % (REPEATED, b",".join(sorted(exchange.repeated)))
+    return request_bytes(exchange, more)
+
+
+def receive(exchange: Exchange) -> int:
+    """On the other side: the request gets back what its connection cannot say. How often it went on."""
+    headers, connection = exchange.headers, exchange.connection
+    connection.peer = headers.get(PEER, b"").decode("latin-1")
+    connection.scheme = headers.get(SCHEME, b"http")
+    if REPEATED in headers:
+        exchange.repeated = frozenset(headers[REPEATED].split(b","))
+    return int(headers.get(HOPS, b"0"))
+
+
+def lost() -> TailraceError:
+    return TailraceError("unavailable", "the worker that owns this does not answer")
+
+
+class Sink(Protocol):
+    """Whoever waits for an answer."""
+
+    def on_begin(self, upstream: Upstream) -> None: ...
+    def on_bytes(self, upstream: Upstream, data: bytes) -> None: ...
+    def on_body(self, piece: bytes) -> None: ...
+    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None: ...
+    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None: ...
+    def on_lost(self) -> None: ...
+
+
+class Peer:
+    """Another process, by its socket: idle connections are kept, new ones made when there is none."""
+
+    def __init__(self, path: str, loop: asyncio.AbstractEventLoop, request_ms: int) -> None:
+        self.path = path
+        self._loop = loop
+        self._wait_s = request_ms / 1000 + GRACE_S
+        self._idle: deque[Upstream] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.relayed = 0
+        self.lost = 0
+
+    def relay(self, exchange: Exchange, hops: int = 1) -> None:
+        """Has the request answered by the other process."""
+        self.relayed += 1
+        relay = Relay(exchange, self)
+        exchange.set_deadline(self._loop.time() + self._wait_s, relay.on_deadline)
+        self.send(relayed_bytes(exchange, hops), relay, is_head=exchange.mode & MODE_HEAD != 0)
+
+    async def ask(
+        self, method: str, target: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> tuple[int, bytes]:
+        """Status and body of one request of our own. Raises `unavailable` if there is no answer."""
+        asked = Asked(self._loop)
+        self.send(request_of(method, target, body, headers), asked)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await asked.answer
+        except TimeoutError:
+            raise lost() from None
+
+    def send(self, request: bytes, sink: Sink, *, is_head: bool = False) -> None:
+        while self._idle:
+            upstream = self._idle.pop()
+            if not upstream.transport.is_closing():
+                upstream.begin(request, sink, is_head)
+                return
+        task = self._loop.create_task(self._connect(request, sink, is_head))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, request: bytes, sink: Sink, is_head: bool) -> None:
+        try:
+            _, upstream = await self._loop.create_unix_connection(lambda: Upstream(self), self.path)
+        except OSError:
+            self.lost += 1
+            sink.on_lost()
+            return
+        upstream.begin(request, sink, is_head)
+
+    def keep(self, upstream: Upstream) -> None:
+        if len(self._idle) < IDLE_MAX:
+            self._idle.append(upstream)
+        else:
+            upstream.transport.close()
+
+    def close(self) -> None:
+        for upstream in self._idle:
+            upstream.transport.abort()
+        self._idle.clear()
+        for task in tuple(self._tasks):
+            task.cancel()
+
+
+def request_of(method: str, target: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    head = f"{method} {target} HTTP/1.1\r\nhost: worker\r\ncontent-length: {len(body)}\r\n".encode()
+    return b"".join((head, lines, b"\r\n", body))
+
+
+class Upstream(asyncio.Protocol):
+    """One connection to another process. It carries one request at a time."""
+
+    __slots__ = ("_done", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "transport")
+
+    transport: asyncio.Transport
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._parser = HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._is_head = False
+        self._keep_alive = False
+        self._done = False
+
+    def begin(self, request: bytes, sink: Sink, is_head: bool) -> None:
+        self._sink, self._is_head, self._done = sink, is_head, False
+        sink.on_begin(self)
+        if is_head:
+            # The parser would wait for the body that the head speaks of.
+            self._parser = HttpResponseParser(self)
+        try:
+            self.transport.write(request)
+        except (RuntimeError, OSError):
+            self.abort()  # it ended a moment ago; `connection_lost` follows and tells
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def status(self) -> int:
+        return self._parser.get_status_code()
+
+    # --- asyncio callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:
+            self.abort()  # nobody asked
+            return
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            offset = cast("int", upgrade.args[0])
+            self._sink = None
+            sink.on_upgrade(self, data[:offset], data[offset:])
+            return
+        except HttpParserError:
+            logger.exception("another worker's answer cannot be read")
+            self.abort()
+            return
+        sink.on_bytes(self, data)
+        if self._done and self._sink is sink:
+            self._sink = None
+            keep_alive = self._keep_alive
+            if self._is_head:
+                self._parser = HttpResponseParser(self)
+            if keep_alive and not self.transport.is_closing():
+                self._peer.keep(self)
+            else:
+                self.transport.close()
+            sink.on_end(self, keep_alive=keep_alive)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            self._peer.lost += 1
+            sink.on_lost()
+
+    # --- parser callbacks
+
+    def on_headers_complete(self) -> None:
+        self._keep_alive = self._parser.should_keep_alive()
+        if self._is_head:
+            self._done = True
+
+    def on_body(self, piece: bytes) -> None:
+        if self._sink is not None:
+            self._sink.on_body(piece)
+
+    def on_message_complete(self) -> None:
+        self._done = True
+
+
+class Relay:
+    """One request of a client that another process answers."""
+
+    __slots__ = ("_exchange", "_outlet", "_peer", "_upstream")
+
+    def __init__(self, exchange: Exchange, peer: Peer) -> None:
+        self._exchange = exchange
+        self._peer = peer
+        self._outlet: Outlet | None = None
+        self._upstream: Upstream | None = None
+        if b"live=" in exchange.query:
+            # It may wait for long, and for nobody. Others are answered soon, even a client that half-closed.
+            exchange.on_gone = self._on_gone
+
+    def on_begin(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        if self._exchange.answered:
+            upstream.abort()
+
+    def on_bytes(self, upstream: Upstream, data: bytes) -> None:
+        outlet = self._outlet
+        if outlet is None:
+            outlet = self._outlet = _open(self._exchange, upstream.status)
+            if outlet.closed:
+                upstream.abort()
+                return
+            outlet.on_gone = self._on_gone
+            outlet.on_drain = self._on_drain
+        outlet.write(data)
+        if outlet.unsent_bytes > _high_bytes(self._exchange):
+            upstream.transport.pause_reading()
+
+    def on_body(self, piece: bytes) -> None:
+        """The bytes went out as they came."""
+
+    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
+        exchange = self._exchange
+        if exchange.answered:
+            upstream.abort()
+            return
+        exchange.answered = True
+        exchange.on_gone = None
+        exchange.connection.write(head + rest)
+        dig(exchange.connection, upstream.transport)
+
+    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+        if not keep_alive:
+            self._exchange.mode |= MODE_CLOSE
+        if self._outlet is not None:
+            self._outlet.end()
+
+    def on_lost(self) -> None:
+        exchange, outlet = self._exchange, self._outlet
+        if outlet is None:
+            if exchange.answered:
+                return
+            if self._upstream is None or exchange.method in _HARMLESS:
+                self._refuse(lost())
+            else:
+                # It may have been done. Whoever had asked that process itself would be left like this, too.
+                exchange.connection.transport.abort()
+        elif outlet.closed:
+            return
+        elif exchange.mode & MODE_LEGACY:
+            exchange.mode |= MODE_CLOSE  # without framing the end of the connection is the end of the answer
+            outlet.end()
+        else:
+            exchange.connection.transport.abort()
+
+    def on_deadline(self) -> None:
+        self._refuse(TailraceError("append_timeout", "the worker that owns this took too long to answer"))
+        self._on_gone()
+
+    def _refuse(self, error: TailraceError) -> None:
+        exchange = self._exchange
+        exchange.respond(*exchange.connection.server.app.refuse(exchange, error))
+
+    def _on_gone(self) -> None:
+        if self._upstream is not None:
+            self._upstream.abort()
+
+    def _on_drain(self) -> None:
+        upstream = self._upstream
+        if upstream is not None and not upstream.transport.is_closing():
+            upstream.transport.resume_reading()
+
+
+class Asked:
+    """An answer that is wanted whole."""
+
+    __slots__ = ("_bytes", "_pieces", "answer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self.answer: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+
+    def on_begin(self, upstream: Upstream) -> None:
+        if self.answer.done():
+            upstream.abort()
+
+    def on_bytes(self, upstream: Upstream, data: bytes) -> None:
+        if self.answer.done() or self._bytes > ANSWER_BYTES_MAX:
+            upstream.abort()
+
+    def on_body(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._bytes += len(piece)
+
+    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
+        upstream.abort()
+        self.on_lost()
+
+    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+        if not self.answer.done():
+            self.answer.set_result((upstream.status, b"".join(self._pieces)))
+
+    def on_lost(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(lost())
+
+
+class Followed:
+    """An answer without end, by lines."""
+
+    __slots__ = ("_on_line", "_on_lost", "_rest", "upstream")
+
+    def __init__(self, on_line: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
+        self._on_line = on_line
+        self._on_lost = on_lost
+        self._rest = b""
+        self.upstream: Upstream | None = None
+
+    def on_begin(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+
+    def on_bytes(self, upstream: Upstream, data: bytes) -> None:
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            self._on_line(line)
+
+    def on_body(self, piece: bytes) -> None:
+        self._rest += piece
+
+    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
+        upstream.abort()
+        self._on_lost()
+
+    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+        self._on_lost()
+
+    def on_lost(self) -> None:
+        self._on_lost()
+
+
+def _open(exchange: Exchange, status: int) -> Outlet:
+    """An outlet for an answer that comes with its head and framing. It is counted where its client is."""
+    connection = exchange.connection
+    outlet = Outlet(connection, plain=True)
+    if exchange.answered:
+        outlet.closed = True
+        return outlet
+    exchange.answered = True
+    exchange.on_gone = None
+    exchange.deadline_at = inf
+    mark = (exchange.method, status)
+    connection.server.answers[mark] = connection.server.answers.get(mark, 0) + 1
+    connection.outlet = outlet
+    connection.rearm()
+    return outlet
+
+
+def _high_bytes(exchange: Exchange) -> int:
+    """Above it the client's transport says when it has gone down."""
+    return min(WRITE_HIGH_WATER_BYTES, exchange.connection.server.limits.live_unsent_bytes)
