@@ -32,5 +32,5 @@ def evict_idle(streams: Streams, seq: int) -> None:
         in_use = stream.readers is not None or stream.batch is not None or stream.live
         in_use = in_use or stream.forks or stream.leaving
         saved = stream.recent_file <= seq and stream.touched_ns == stream.touched_saved_ns
-        if saved and not in_use and stream.visible == stream.stored and stream.name not in KEPT:
+        if saved and not in_use and stream.visible == stream.stored and not stream.name.startswith(KEPT):
             streams.forget(stream)

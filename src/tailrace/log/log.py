@@ -64,9 +64,19 @@ class Log:
     """Every change of every stream goes through here, and through the journal."""
 
     def __init__(
-        self, directory: Path, limits: Limits, clock: Clock, loop: asyncio.AbstractEventLoop
+        self,
+        directory: Path,
+        limits: Limits,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        own_suffix: str = "",
     ) -> None:
         self.directory = directory
+        # Logs that share an object store must not use the same names: all but one have a suffix for those of
+        # the server's own streams that each of them writes.
+        self.own_suffix = own_suffix
+        self.registry_name = registry.NAME + own_suffix
+        self.outbox_name = outbox.NAME + own_suffix
         self.limits = limits
         self.clock = clock
         self._loop = loop
@@ -406,7 +416,7 @@ class Log:
 
     def open_outbox(self) -> None:
         """Makes `__segments__` present, for those who want to follow it before anything happened."""
-        if self.refusal is None and self.streams.find(outbox.NAME) is None:
+        if self.refusal is None and self.streams.find(self.outbox_name) is None:
             transaction = Transaction(None, ignore, None)
             self._outbox(transaction)
             self._submit(transaction)
@@ -422,17 +432,17 @@ class Log:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _registry(self) -> Stream:
-        stream = self.streams.find(registry.NAME)
+        stream = self.streams.find(self.registry_name)
         assert stream is not None, "the registry stream is made when the log opens"
         return stream
 
     def _create_system_streams(self) -> None:
-        if self.streams.find(registry.NAME) is None:
+        if self.streams.find(self.registry_name) is None:
             transaction = Transaction(None, ignore, None)
-            self._create_system_stream(transaction, registry.NAME)
+            self._create_system_stream(transaction, self.registry_name)
             self._submit(transaction)
         self._registry().lifetime = registry.lifetime(self.limits)
-        if (stream := self.streams.find(outbox.NAME)) is not None:
+        if (stream := self.streams.find(self.outbox_name)) is not None:
             stream.lifetime = outbox.lifetime(self.limits)
 
     def _create_system_stream(self, transaction: Transaction, name: str) -> Stream:
@@ -445,9 +455,9 @@ class Log:
 
     def _outbox(self, transaction: Transaction) -> Stream:
         """`__segments__`; made in this very record if it has to be."""
-        stream = self.streams.find(outbox.NAME)
+        stream = self.streams.find(self.outbox_name)
         if stream is None:
-            stream = self._create_system_stream(transaction, outbox.NAME)
+            stream = self._create_system_stream(transaction, self.outbox_name)
             stream.lifetime = outbox.lifetime(self.limits)
         return stream
 

@@ -2,7 +2,7 @@
 
 The journal record that commits a fact holds its events too, so that none is lost, told twice or out of order.
 While one process owns all streams, being in that record is being delivered: an event is an entry of
-`__segments__` at once.
+`__segments__` at once. Where several do, it is an entry of one such stream of each, and delivered from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENTS_MAX: Final = 1000  # about one deletion; whoever follows drops what it kn
 
 def is_reported(name: str) -> bool:
     """Segments of every stream are, the server's own included, but for those that hold the reports."""
-    return name != NAME
+    return not name.startswith(NAME)
 
 
 def is_indexed(name: str) -> bool:

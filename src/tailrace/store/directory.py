@@ -11,6 +11,8 @@ from pathlib import Path
 from tailrace.errors import TailraceError
 
 VERSION = 1
+# The streams are in the directories of several workers, where an older server would not look for them.
+VERSION_SHARED = 2
 LOCK_WAIT_S = 5.0
 
 
@@ -56,11 +58,15 @@ class DataDirectory:
             write_durably(file, f"{VERSION}\n")
             return
         found = file.read_text().strip()
-        if not found.isdigit() or int(found) > VERSION:
+        if not found.isdigit() or int(found) > VERSION_SHARED:
             raise TailraceError(
                 "unavailable",
-                f"the data directory has format {found!r}; this version knows {VERSION} and older",
+                f"the data directory has format {found!r}; this version knows {VERSION_SHARED} and older",
             )
+
+    def become_shared(self) -> None:
+        """From now on only servers that know of workers may use the directory."""
+        write_durably(self.path / "VERSION", f"{VERSION_SHARED}\n")
 
     def become_new(self) -> None:
         """A new identity: what holds the old one, be it a server that still runs, is somebody else."""

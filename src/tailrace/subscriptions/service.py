@@ -102,11 +102,11 @@ class SubscriptionService:
             if scanned and prefix.startswith(scanned[-1]):
                 continue
             scanned.append(prefix)
-            for page in self._scan(prefix):
-                for stream in page:
-                    for agent in self._index.wanting(stream.name):
-                        if stream.name not in agent.sub.links:
-                            agent.note(stream.name, exists=True)
+            for page in self.scan(prefix):
+                for name, _offset in page:
+                    for agent in self._index.wanting(name):
+                        if name not in agent.sub.links:
+                            agent.note(name, exists=True)
                 await asyncio.sleep(0)
         looked_at = 0
         for agent in list(self._agents.values()):
@@ -120,12 +120,12 @@ class SubscriptionService:
                 if looked_at % SCAN_PAGE == 0:
                     await asyncio.sleep(0)
 
-    def _scan(self, prefix: str) -> Iterator[list[Stream]]:
-        """Existing streams by pages, in order of their names. The server's own are not among them."""
+    def scan(self, prefix: str) -> Iterator[list[tuple[str, str]]]:
+        """Existing streams and their tails, by pages. The server's own are not among them."""
         after = ""
         while True:
             page = list_streams(self._log, after, prefix, SCAN_PAGE, system=False)
-            yield page
+            yield [(stream.name, stream.offset(stream.visible)) for stream in page]
             if len(page) < SCAN_PAGE:
                 return
             after = page[-1].name
@@ -152,22 +152,29 @@ class SubscriptionService:
     # -- what the log tells --------------------------------------------------------------------------------
 
     def on_created(self, stream: Stream) -> None:
-        for agent in self._index.concerned(stream.name):
-            agent.note(stream.name, exists=True)
-        for agent in self._index.wake_streams.get(stream.name, ()):
-            self._announce_again(agent)
+        self.created(stream.name)
 
     def on_published(self, stream: Stream) -> None:
-        agents = self._index.followers.get(stream.name)
-        if agents:
-            offset = stream.offset(stream.visible)
-            for agent in agents:
-                agent.moved(stream.name, offset)
+        if stream.name in self._index.followers:
+            self.moved(stream.name, stream.offset(stream.visible))
 
     def on_removed(self, stream: Stream) -> None:
-        for agent in self._index.concerned(stream.name):
-            agent.note(stream.name, exists=False)
-        for agent in self._index.wake_streams.get(stream.name, ()):
+        self.removed(stream.name)
+
+    def created(self, name: str) -> None:
+        for agent in self._index.concerned(name):
+            agent.note(name, exists=True)
+        for agent in self._index.wake_streams.get(name, ()):
+            self._announce_again(agent)
+
+    def moved(self, name: str, offset: str) -> None:
+        for agent in self._index.followers.get(name, ()):
+            agent.moved(name, offset)
+
+    def removed(self, name: str) -> None:
+        for agent in self._index.concerned(name):
+            agent.note(name, exists=False)
+        for agent in self._index.wake_streams.get(name, ()):
             agent.announced = None  # the event went with the stream; its successor gets it again
 
     # -- what agents need ----------------------------------------------------------------------------------
@@ -215,12 +222,8 @@ class SubscriptionService:
         name = agent.config.wake_stream
         assert name is not None, "a pull-wake subscription has a wake stream"
         body = views.wake_event(agent.sub, wake, self.now_ms())
-        request = AppendRequest(body, "application/json", producer=(_producer_id(agent), wake.generation, 0))
-        if self.check is not None:
-            # A schema or a profile of the wake stream holds for the server as for everybody.
-            request.check = self.check
 
-        def reply(_: Transaction, error: TailraceError | None) -> None:
+        def written(error: TailraceError | None) -> None:
             if error is None:
                 agent.announced = wake.generation
                 agent.warned = False
@@ -228,9 +231,16 @@ class SubscriptionService:
                 self._not_announced(agent, error)
 
         try:
-            self._log.append(self._log.existing(name), request, reply, None)
+            self.write_wake(name, body, (_producer_id(agent), wake.generation, 0), written)
         except TailraceError as refusal:
             self._not_announced(agent, refusal)
+
+    def write_wake(self, name: str, body: bytes, producer: tuple[str, int, int], written: Saved) -> None:
+        request = AppendRequest(body, "application/json", producer=producer)
+        if self.check is not None:
+            # A schema or a profile of the wake stream holds for the server as for everybody.
+            request.check = self.check
+        self._log.append(self._log.existing(name), request, lambda _, error: written(error), None)
 
     def _not_announced(self, agent: Agent, error: TailraceError) -> None:
         if error.retry_after_s is not None or error.code == "append_timeout":
@@ -291,17 +301,23 @@ class SubscriptionService:
     async def _create(self, agent: Agent, told: Created) -> None:
         """Finds what exists, without holding up the server while there is much of it."""
         sub = agent.sub
+        try:
+            await self.hear_of(sub.config)
+        except TailraceError as error:
+            self._dismiss(agent, error)
+            told(agent, True, error)
+            return
         existing: dict[str, str | None] = {}
         for path in sub.config.streams:
             tail = self.tail(path)
             existing[path] = None if tail is None else tail.offset
         if sub.pattern is not None:
-            for page in self._scan(sub.pattern.prefix):
-                for stream in page:
-                    if sub.wants(stream.name):
-                        existing[stream.name] = stream.offset(stream.visible)
+            for page in self.scan(sub.pattern.prefix):
+                for name, offset in page:
+                    if sub.wants(name):
+                        existing[name] = offset
                         # Its movements count from here on, though the link is not saved yet.
-                        self.follow(stream.name, agent)
+                        self.follow(name, agent)
                 await asyncio.sleep(0)
 
         def decide(_now_ms: int) -> Step:
@@ -317,6 +333,9 @@ class SubscriptionService:
 
         agent.busy = False
         agent.run(Job(decide, settled))
+
+    async def hear_of(self, config: Config) -> None:
+        """Returns when what there is of a subscription's streams is known; of this log's it always is."""
 
     def delete(self, agent: Agent, told: Settled) -> None:
         sub = agent.sub

@@ -171,7 +171,8 @@ class Trims:
         """Streams whose bounds are a setting of the server: these are in no book."""
         if self._seen != _START:
             return []
-        found = [self._log.streams.by_name.get(name) for name in system.BOUNDED]
+        suffix = self._log.own_suffix
+        found = [self._log.streams.by_name.get(name + suffix) for name in system.BOUNDED]
         own = [
             Bound(stream.number, stream.lifetime)
             for stream in found

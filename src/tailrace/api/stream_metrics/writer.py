@@ -79,12 +79,13 @@ class MetricsWriter:
         self._log.append(self._stream(), request, ignore, None)
 
     def _stream(self) -> Stream:
-        stream = self._log.find(METRICS)
+        name = METRICS + self._log.own_suffix
+        stream = self._log.find(name)
         if stream is None:
-            self._log.create(CreateRequest(METRICS, JSON), ignore, None)
-            stream = self._log.existing(METRICS)
+            self._log.create(CreateRequest(name, JSON), ignore, None)
+            stream = self._log.existing(name)
             registry = Registry(
-                name=METRICS,
+                name=name,
                 version=1,
                 boundaries=(Boundary(0, 1),),
                 schemas={1: METRICS_SCHEMA_ONLY["schema"]},
