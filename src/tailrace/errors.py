@@ -122,22 +122,25 @@ class TailraceError(Exception):
     """A refusal: a code from the table, a message for people, headers and fields for programs."""
 
     def __init__(
-        self, code: str, message: str, *, headers: tuple[tuple[str, str], ...] = (), **extra: object
+        self,
+        code: str,
+        message: str,
+        *,
+        headers: tuple[tuple[str, str], ...] = (),
+        retry_after_s: int | None = None,
+        **extra: object,
     ) -> None:
         assert code in CODES, f"unknown error code {code!r}"
         super().__init__(message)
         self.code = code
         self.message = message
         self.headers = headers
+        self.retry_after_s = RETRY_AFTER_S.get(code) if retry_after_s is None else retry_after_s
         self.extra: dict[str, object] = extra
 
     @property
     def status(self) -> int:
         return CODES[self.code]
-
-    @property
-    def retry_after_s(self) -> int | None:
-        return RETRY_AFTER_S.get(self.code)
 
     def body(self) -> bytes:
         """The JSON body every error has, whatever the route."""

@@ -41,7 +41,9 @@ def test_summaries_are_written_when_somebody_asks(server: ServerProcess, call: C
         live.take_until("subscribe_ack")
     found = announced(call, seconds=60)
     assert found["subscriptions"] == 2
-    assert found["token"] is None, "nobody needs one here"
+    assert found["token"], (
+        "deliveries are appended with it, also where nobody needs a token for anything else"
+    )
     written = messages(call, found["stream"])
     assert written[0]["headers"]["control"] == "reset"
     keys = {one["key"] for one in written if one.get("type") == "sub"}
@@ -58,8 +60,13 @@ def test_summaries_are_written_when_somebody_asks(server: ServerProcess, call: C
 
 
 def test_deliveries_are_appended_by_jobs_only(server: ServerProcess, call: Caller) -> None:
-    stream = announced(call)["deliveries"]
-    assert call("POST", f"/v1/stream/{stream}", [{"v": 1, "kind": "control"}]).status == 204
+    told = announced(call)
+    stream, entry = told["deliveries"], [{"v": 1, "kind": "control"}]
+    assert call("POST", f"/v1/stream/{stream}", entry).code == "read_only_stream"
+    assert call("POST", f"/v1/stream/{stream}", entry, token="trg_made-up").code == "read_only_stream"
+    assert call("HEAD", f"/v1/stream/{stream}", token=told["token"]).status == 200
+    assert call("POST", f"/v1/stream/{stream}", entry, token=told["token"]).status == 204
+    assert call("POST", "/v1/stream/__registry__", entry, token=told["token"]).code == "read_only_stream"
     for name in ("__subs__/x", "__changes__/default/c/0", "__deliveries__/new"):
         assert call("POST", f"/v1/stream/{name}", [{}]).status in (404, 405)
         assert call("PUT", f"/v1/stream/{name}").status != 201

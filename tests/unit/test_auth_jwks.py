@@ -244,3 +244,59 @@ def test_url_rules() -> None:
     ):
         with pytest.raises(TailraceError):
             jwks.check_url(url, insecure=False)
+
+
+def test_a_failing_issuer_is_asked_less_and_less_often(
+    issuer: KeyServer, verifier: TokenVerifier, clock: FakeClock
+) -> None:
+    key = ed25519.Ed25519PrivateKey.generate()
+    issuer.publish(public_jwk(key, kid="one"))
+    verifier.start()
+    assert verifier.wait_keys(10)
+    issuer.status = 503
+    pause_s = jwks.REFRESH_INTERVAL_S_MIN
+    for asked in range(2, 8):
+        clock.advance(pause_s - 1)
+        assert code_of(verifier, bearer(key, "unknown")) == "unauthorized", "too soon"
+        clock.advance(1)
+        assert code_of(verifier, bearer(key, "unknown")) == "unavailable"
+        assert verifier.wait_keys(10)
+        assert issuer.requests == asked
+        pause_s = min(pause_s * 2, jwks.REFRESH_INTERVAL_S_MAX)
+    assert verifier.verify(bearer(key, "one")), "what is known stays good"
+    issuer.publish(public_jwk(key, kid="unknown"))
+    issuer.status = 200
+    verifier.reload()
+    assert verifier.wait_keys(10)
+    assert verifier.verify(bearer(key, "unknown")), "somebody who knows better is obeyed at once"
+
+
+def test_another_key_under_the_same_id_vouches_for_nothing_of_the_old_one(
+    issuer: KeyServer, verifier: TokenVerifier
+) -> None:
+    """Also where no key has an id: the set has one key, and tomorrow another one."""
+    old, new = ed25519.Ed25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()
+    issuer.publish(public_jwk(old, kid="k"))
+    verifier.start()
+    assert verifier.wait_keys(10)
+    identity = verifier.verify(bearer(old, "k"))
+    assert verifier.changed()
+    assert verifier.stands(identity)
+    issuer.publish(public_jwk(old, kid="k", use="sig"), public_jwk(new, kid="next"))
+    verifier.reload()
+    assert verifier.wait_keys(10)
+    assert verifier.changed()
+    assert verifier.stands(identity), "the same key, described in another way"
+    issuer.publish(public_jwk(new, kid="k"))
+    verifier.reload()
+    assert verifier.wait_keys(10)
+    assert verifier.changed()
+    assert not verifier.stands(identity)
+    assert code_of(verifier, bearer(old, "k")) == "unauthorized"
+
+
+def test_a_url_with_a_password_is_refused() -> None:
+    """It would be of no use, and in every log."""
+    with pytest.raises(TailraceError) as caught:
+        jwks.check_url("https://user:hunter2@issuer.example/keys", insecure=False)
+    assert "hunter2" not in caught.value.message

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tailrace.errors import TailraceError
 GRANTED_BY: dict[Action, set[str]] = {
     Action.PUBLIC: {"read", "write", "manage", "system"},
     Action.INSPECT_SERVER: {"manage"},
+    Action.MANAGE_IDENTITIES: {"manage"},
     Action.SEAL: {"manage"},
     Action.READ_STREAM: {"read", "manage"},
     Action.WRITE_STREAM: {"write", "manage"},
@@ -73,7 +75,8 @@ def test_the_table_has_every_row() -> None:
 @pytest.mark.parametrize("scope", sorted(SCOPES))
 def test_each_row_with_each_scope(action: Action, scope: str) -> None:
     expected = "" if scope in GRANTED_BY[action] else "forbidden"
-    assert refusal(identity(scope, dbs=("app",)), action, **names_for(action)) == expected
+    dbs = None if action is Action.MANAGE_IDENTITIES else ("app",)
+    assert refusal(identity(scope, dbs=dbs), action, **names_for(action)) == expected
 
 
 @pytest.mark.parametrize("action", list(Action))
@@ -146,21 +149,54 @@ def test_system_streams_are_written_with_system_only(name: str) -> None:
     ):
         assert refusal(who, Action.WRITE_STREAM, stream=name) == "read_only_stream"
     assert refusal(identity("system"), Action.WRITE_STREAM, stream=name) == ""
-    assert refusal(identity("system", streams=("a/",)), Action.WRITE_STREAM, stream=name) == ""
+    assert (
+        refusal(identity("system", streams=("a/",)), Action.WRITE_STREAM, stream=name) == "read_only_stream"
+    )
     for action in (Action.DELETE_STREAM, Action.CONFIGURE_STREAM):
         for who in (ANONYMOUS, identity("system", "manage")):
             assert refusal(who, action, stream=name) == "read_only_stream"
 
 
-def test_deliveries_are_appended_where_nobody_has_a_token() -> None:
-    name = "__deliveries__/g"
-    assert refusal(ANONYMOUS, Action.WRITE_STREAM, stream=name) == ""
-    assert refusal(identity("system"), Action.WRITE_STREAM, stream=name) == ""
-    assert (
-        refusal(identity("read", "write", "manage"), Action.WRITE_STREAM, stream=name) == "read_only_stream"
-    )
-    for action in (Action.DELETE_STREAM, Action.CONFIGURE_STREAM):
+def test_a_job_is_let_do_what_it_was_made_for() -> None:
+    """Append to one system stream, look at it, and nothing else."""
+    job = identity("read", "system", streams=("__deliveries__/g",))
+    for action in (Action.WRITE_STREAM, Action.READ_STREAM):
+        assert refusal(job, action, stream="__deliveries__/g") == ""
+    for name in ("__deliveries__/h", "__registry__", "__changes__/db/c/0", "hub/topic/x"):
+        assert refusal(job, Action.WRITE_STREAM, stream=name) == "read_only_stream"
+    for name in ("__deliveries__/h", "__registry__", "__changes__/db/c/0", "orders"):
+        assert refusal(job, Action.READ_STREAM, stream=name) == "forbidden"
+    assert refusal(job, Action.WRITE_STREAM, stream="orders") == "forbidden"
+    assert refusal(job, Action.DELETE_STREAM, stream="__deliveries__/g") == "read_only_stream"
+    for action in (Action.PIPELINE, Action.INSPECT_SERVER, Action.MANAGE_IDENTITIES, Action.SEAL):
+        assert refusal(job, action) == "forbidden"
+    assert refusal(job, Action.READ_DATABASE, db="app") == "forbidden"
+
+
+@pytest.mark.parametrize("name", ["__deliveries__/g", "__registry__", "__new__"])
+def test_where_nobody_has_a_token_system_streams_are_still_the_servers(name: str) -> None:
+    for action in (Action.WRITE_STREAM, Action.INGEST_TRACES, Action.DELETE_STREAM, Action.CONFIGURE_STREAM):
         assert refusal(ANONYMOUS, action, stream=name) == "read_only_stream"
+
+
+@pytest.mark.parametrize("action", list(Action))
+def test_whoever_comes_without_a_token_reads_public_streams_and_is_asked_for_one_else(action: Action) -> None:
+    everybody = msgspec.structs.replace(identity("read", streams=("news/",), dbs=()), public=True)
+    names = names_for(action)
+    reads = action in (Action.READ_STREAM, Action.QUERY_STREAM)
+    for name in ("news/1", "news", "orders/1", "__registry__", "hub/topic/news", "hub/registry"):
+        if "stream" in names:
+            names["stream"] = name
+        allowed = action is Action.PUBLIC or (reads and name == "news/1")
+        assert refusal(everybody, action, **names) == ("" if allowed else "unauthorized"), name
+
+
+@pytest.mark.parametrize("action", [Action.MANAGE_IDENTITIES, Action.PIPELINE])
+def test_what_is_about_all_streams_needs_a_token_for_all(action: Action) -> None:
+    assert refusal(identity("manage"), action) == ""
+    assert refusal(identity("manage", streams=("a/",)), action) == "forbidden"
+    databases = "forbidden" if action is Action.MANAGE_IDENTITIES else ""
+    assert refusal(identity("manage", dbs=("app",)), action) == databases
 
 
 def test_a_read_only_stream_says_what_it_allows() -> None:

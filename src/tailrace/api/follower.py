@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tailrace.api.live_wires import Wire
+from tailrace.auth import ANONYMOUS
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -34,6 +35,7 @@ class Follower:
         "_waiting",
         "_wire",
         "ended",
+        "identity",
         "mode",
         "until_s",
     )
@@ -55,6 +57,7 @@ class Follower:
         self._skipped = False  # position moved without anything being sent
         self._greeted = False  # something was sent: the first thing may be a control alone
         self.ended = False
+        self.identity = ANONYMOUS
         self.until_s: float | None = None  # wall time at which the reader's permission ends
         self._silent_since = live.now
         self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, WsFollower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
+from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -73,10 +75,10 @@ class Live:
         start: int,
         key: str,
         cursor: str | None,
-        until_s: float | None,
+        identity: Identity,
     ) -> None:
         rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
-        follower = self._open(stream, start, key, cursor, rotation_s, until_s)
+        follower = self._open(stream, start, key, cursor, rotation_s, identity)
         text = is_text(stream.content_type)
         head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
         if not text:
@@ -94,13 +96,13 @@ class Live:
         start: int,
         key: str,
         cursor: str | None,
-        until_s: float | None,
+        identity: Identity,
     ) -> None:
         if not exchange.wants_websocket():
             raise TailraceError(
                 "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
-        follower = self._open(stream, start, key, cursor, None, until_s)
+        follower = self._open(stream, start, key, cursor, None, identity)
         wire = WsWire(is_text(stream.content_type))
         try:
             wire.attach(exchange.upgrade_websocket(WsFollower(follower), message_bytes=1024))
@@ -116,11 +118,11 @@ class Live:
         key: str,
         cursor: str | None,
         rotation_s: float | None,
-        until_s: float | None,
+        identity: Identity,
     ) -> Follower:
         self.admit("ws" if rotation_s is None else "sse", stream)
         follower = Follower(self, stream, start, key, cursor, rotation_s)
-        follower.until_s = until_s
+        follower.identity, follower.until_s = identity, identity.until_s
         self._followers.add(follower)
         stream.live += 1
         if self._timer is None:
@@ -138,6 +140,13 @@ class Live:
         """Shutdown: everybody is sent away and will reconnect."""
         for follower in tuple(self._followers):
             follower.finish(1001)
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        lost = [follower for follower in self._followers if not stands(follower.identity)]
+        for follower in lost:
+            follower.finish(1008)
+        return len(lost)
 
     def _tick(self) -> None:
         self._timer = None

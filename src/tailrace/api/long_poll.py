@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.api import answers
 from tailrace.api.read_request import ReadRequest
+from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -76,6 +77,15 @@ class LongPoll:
     def end(self) -> None:
         """The server stops: the client is told to come back, as if the time were up."""
         self._time_is_up()
+
+    @property
+    def identity(self) -> Identity:
+        return self._request.identity
+
+    def refuse(self, refusal: TailraceError) -> None:
+        """The client may not wait any longer."""
+        self._leave()
+        answers.refuse(self._exchange, refusal)
 
     def _leave(self) -> None:
         if self._timer is None:

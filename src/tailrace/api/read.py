@@ -13,7 +13,7 @@ from tailrace.api.long_poll import LongPoll
 from tailrace.api.parse import at_most, parse_query, wait_ms
 from tailrace.api.read_request import ReadRequest
 from tailrace.api.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity, authorise, bad_token
 from tailrace.errors import TailraceError
 from tailrace.log.decide import gone, resolve
 from tailrace.log.history import Missing, NotAtHandError
@@ -49,7 +49,9 @@ class ReadRoutes:
         self._log = context.log
         self._limits = context.limits
         self._live = live
-        self._public = b"private" if context.settings.auth_configured else b"public"
+        settings = context.settings
+        # Streams that everybody may read; None if that is all of them.
+        self._public = settings.auth_public_prefixes if settings.auth_configured else None
         self._tasks: set[asyncio.Task[None]] = set()
         self.filtered = FilteredReads(context, self._registry_of)
         self._rows = RowPages(context.loop)
@@ -78,12 +80,14 @@ class ReadRoutes:
 
     def _serve(self, exchange: Exchange, identity: Identity, request: ReadRequest) -> None:
         self._log.touch(request.stream)
+        if request.mode == "long-poll":
+            request = request._replace(identity=identity)
         if request.mode == "sse":
-            until_s = identity.until_s
-            self._live.open_sse(exchange, request.stream, request.start, request.key, request.cursor, until_s)
+            self._live.open_sse(
+                exchange, request.stream, request.start, request.key, request.cursor, identity
+            )
         elif request.mode == "ws":
-            until_s = identity.until_s
-            self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor, until_s)
+            self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor, identity)
         elif request.mode == "long-poll" and request.start >= request.stream.visible:
             LongPoll(self, exchange, request).begin()
         elif request.at_now and not request.mode and request.fmt != "arrow":
@@ -374,7 +378,9 @@ class ReadRoutes:
         if seconds < 1:
             return answers.NO_STORE
         suffix = b", immutable" if immutable else b""
-        return b"Cache-Control: %b, max-age=%d%b\r\n" % (self._public, seconds, suffix)
+        everybody = self._public is None or stream.name.startswith(self._public)
+        kind = b"public" if everybody else b"private"
+        return b"Cache-Control: %b, max-age=%d%b\r\n" % (kind, seconds, suffix)
 
     # -- long-poll -------------------------------------------------------------------------------------
 
@@ -391,10 +397,23 @@ class ReadRoutes:
 
     def end_waits(self) -> None:
         """Shutdown: whoever waits is answered as if the time were up, and comes back to another server."""
-        for stream in list(self._log.streams.by_number.values()):
-            for reader in tuple(stream.readers or ()):
-                if isinstance(reader, LongPoll):
-                    reader.end()
+        for poll in self._waiting():
+            poll.end()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Answers those who wait and have lost their right, and counts them."""
+        lost = [poll for poll in self._waiting() if not stands(poll.identity)]
+        for poll in lost:
+            poll.refuse(bad_token("the token was revoked"))
+        return len(lost)
+
+    def _waiting(self) -> list[LongPoll]:
+        return [
+            reader
+            for stream in self._log.streams.by_number.values()
+            for reader in stream.readers or ()
+            if isinstance(reader, LongPoll)
+        ]
 
     def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
         stream = request.stream

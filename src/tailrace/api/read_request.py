@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tailrace.auth import ANONYMOUS, Identity
 from tailrace.log.model import Stream
 
 
@@ -24,3 +25,4 @@ class ReadRequest(NamedTuple):
     scanned_bytes: int = 0  # that a filter has cost so far
     bytes_max: int = 0  # of a page of rows, as it was asked for
     entries_max: int = 0
+    identity: Identity = ANONYMOUS  # of a long-poll, which may lose its right while it waits

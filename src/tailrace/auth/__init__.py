@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from tailrace.auth.api_keys import ApiKey, make_key
 from tailrace.auth.bind import bind_check
+from tailrace.auth.book import IdentityBook
+from tailrace.auth.grants import Grants
+from tailrace.auth.identity_file import IdentityFile, Register
 from tailrace.auth.issue import TokenReport, create_token, inspect_token
 from tailrace.auth.policy import Action, authorise, covers, covers_pattern, visible_prefixes
-from tailrace.auth.tokens import ANONYMOUS, Identity, TokenVerifier
+from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token
+from tailrace.auth.verifier import TokenVerifier
 
 __all__ = [
     "ANONYMOUS",
     "Action",
+    "ApiKey",
+    "Grants",
     "Identity",
+    "IdentityBook",
+    "IdentityFile",
+    "Register",
     "TokenReport",
     "TokenVerifier",
     "authorise",
+    "bad_token",
     "bind_check",
     "covers",
     "covers_pattern",
     "create_token",
     "inspect_token",
+    "make_key",
     "visible_prefixes",
 ]

@@ -14,6 +14,6 @@ def bind_check(settings: Settings) -> None:
         "invalid_request",
         f"refusing to listen on {settings.host!r} without authentication: anyone who reaches it could read, "
         "write and delete everything. Set TAILRACE_AUTH_JWT_SECRET (32 bytes or more), "
-        "TAILRACE_AUTH_JWKS_URL or TAILRACE_AUTH_JWKS_FILE; or listen on 127.0.0.1; or pass --insecure if "
-        "something else guards the port.",
+        "TAILRACE_AUTH_JWKS_URL, TAILRACE_AUTH_JWKS_FILE or TAILRACE_AUTH_KEYS_FILE; or listen on 127.0.0.1; "
+        "or pass --insecure if something else guards the port.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ def create_token(
     audience: str = "",
     clock: Clock = SYSTEM_CLOCK,
 ) -> str:
-    """An HS256 token; `lifetime_s` None makes one that never expires."""
+    """An HS256 token with an id of its own; `lifetime_s` None makes one that never expires."""
     check_secret(secret)
     unknown = sorted(set(scopes) - SCOPES)
     if unknown:
@@ -53,6 +54,7 @@ def create_token(
         raise TailraceError("invalid_request", "the lifetime of a token is at least one second")
     now_s = clock.now_ns() // 1_000_000_000
     claims: dict[str, Any] = {"sub": sub, "scope": " ".join(scopes), "iat": now_s}
+    claims["jti"] = secrets.token_hex(8)
     optional: dict[str, Any] = {
         "exp": None if lifetime_s is None else now_s + lifetime_s,
         "streams": None if streams is None else list(streams),

@@ -6,6 +6,7 @@ Fetching happens on a thread of its own: a slow key server delays nothing but ne
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import ipaddress
 import logging
@@ -13,7 +14,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,8 +29,11 @@ KEYS_MAX: Final = 256
 FETCH_TIMEOUT_S: Final = 5.0
 REFRESH_S: Final = 300.0
 REFRESH_AFTER_FAILURE_S: Final = 15.0
+DOUBLINGS_MAX: Final = 5
 # An unknown key id makes us look for new keys at most this often, so that forged ids cost the issuer nothing.
 REFRESH_INTERVAL_S_MIN: Final = 10.0
+# Each failure doubles the pause before the next try, up to these.
+REFRESH_INTERVAL_S_MAX: Final = 60.0
 RSA_BITS_MIN: Final = 2048
 
 # (kty, crv) -> the one algorithm such a key is good for. Symmetric keys have no place in a public set.
@@ -43,21 +47,29 @@ ALGORITHMS: Final = frozenset(_ALGORITHM_OF.values())
 logger = logging.getLogger("tailrace.auth")
 
 
+class BoundKey(NamedTuple):
+    """A key, and a mark that stands for exactly this one."""
+
+    key: PyJWK
+    mark: str
+
+
 class KeySet:
     """The usable keys of one document, found by algorithm and key id."""
 
-    __slots__ = ("_by_id", "_lonely", "size")
+    __slots__ = ("_by_id", "_lonely", "marks", "size")
 
-    def __init__(self, keys: Mapping[tuple[str, str | None], PyJWK]) -> None:
+    def __init__(self, keys: Mapping[tuple[str, str | None], BoundKey]) -> None:
         self._by_id = dict(keys)
         self.size = len(self._by_id)
-        by_algorithm: dict[str, list[PyJWK]] = {}
+        self.marks = frozenset(key.mark for key in keys.values())
+        by_algorithm: dict[str, list[BoundKey]] = {}
         for (algorithm, _), key in self._by_id.items():
             by_algorithm.setdefault(algorithm, []).append(key)
         # A token without a key id is checked only where there is nothing to choose.
         self._lonely = {name: found[0] for name, found in by_algorithm.items() if len(found) == 1}
 
-    def find(self, algorithm: str, key_id: str | None) -> PyJWK | None:
+    def find(self, algorithm: str, key_id: str | None) -> BoundKey | None:
         if key_id is None:
             return self._lonely.get(algorithm)
         return self._by_id.get((algorithm, key_id))
@@ -72,7 +84,7 @@ def parse_key_set(document: bytes) -> KeySet:
     keys: Any = cast("dict[str, Any]", decoded).get("keys") if isinstance(decoded, dict) else None
     if not isinstance(keys, list):
         raise ValueError("a key set is an object with a list 'keys'")  # noqa: TRY004 (content, not a type)
-    usable: dict[tuple[str, str | None], PyJWK] = {}
+    usable: dict[tuple[str, str | None], BoundKey] = {}
     for item in cast("list[Any]", keys)[:KEYS_MAX]:
         if isinstance(item, dict) and (bound := _bind(cast("dict[str, Any]", item))) is not None:
             usable.setdefault(bound[0], bound[1])
@@ -81,7 +93,7 @@ def parse_key_set(document: bytes) -> KeySet:
     return KeySet(usable)
 
 
-def _bind(data: dict[str, Any]) -> tuple[tuple[str, str | None], PyJWK] | None:
+def _bind(data: dict[str, Any]) -> tuple[tuple[str, str | None], BoundKey] | None:
     """Ties a key to its algorithm; None if it is of another kind, use or strength."""
     kind = data.get("kty")
     curve = None if kind == "RSA" else data.get("crv")
@@ -104,7 +116,9 @@ def _bind(data: dict[str, Any]) -> tuple[tuple[str, str | None], PyJWK] | None:
         return None
     if kind == "RSA" and key.key.key_size < RSA_BITS_MIN:
         return None
-    return (algorithm, key_id), key
+    material = {name: data.get(name) for name in ("kty", "crv", "n", "e", "x", "y")}
+    mark = hashlib.sha256(msgspec.json.encode(material)).hexdigest()[:32]
+    return (algorithm, key_id), BoundKey(key, mark)
 
 
 def read_file(path: str) -> bytes:
@@ -118,6 +132,10 @@ def read_file(path: str) -> bytes:
 def check_url(url: str, *, insecure: bool) -> None:
     """Keys fetched in the clear could be anyone's: https, or http to this machine."""
     parts = urlsplit(url)
+    if parts.username is not None:
+        raise TailraceError(
+            "invalid_request", "the key set URL holds a name or password, which nobody would be sent"
+        )
     if parts.scheme == "https" and parts.hostname:
         return
     if parts.scheme == "http" and parts.hostname and (insecure or _is_loopback(parts.hostname)):
@@ -180,8 +198,10 @@ class KeyRing:
         self._thread: threading.Thread | None = None
         self._refreshing = False
         self._asked = False
+        self._insisted = False
         self._closing = False
         self._tried_at: float | None = None
+        self._failures = 0  # since the last look that brought keys
         self._document: bytes | None = None
         self._keys = KeySet({})
         self.version = 0
@@ -190,8 +210,11 @@ class KeyRing:
     def loaded(self) -> bool:
         return self.version > 0
 
-    def find(self, algorithm: str, key_id: str | None) -> PyJWK | None:
+    def find(self, algorithm: str, key_id: str | None) -> BoundKey | None:
         return self._keys.find(algorithm, key_id)
+
+    def has(self, mark: str) -> bool:
+        return mark in self._keys.marks
 
     def load_now(self) -> None:
         """Loads in the caller's thread and raises what is wrong: a file has to be right at start."""
@@ -219,12 +242,19 @@ class KeyRing:
                 return False
             recent = (
                 self._tried_at is not None
-                and self._clock.monotonic() - self._tried_at < REFRESH_INTERVAL_S_MIN
+                and self._clock.monotonic() - self._tried_at < self._interval_s_min()
             )
             if not self._refreshing and not recent:
                 self._asked = self._refreshing = True
                 self._changed.notify_all()
             return self._refreshing
+
+    def reload(self) -> None:
+        """Looks for new keys whenever the last look was: somebody knows that there are some."""
+        with self._changed:
+            if self._thread is not None and not self._closing:
+                self._asked = self._insisted = self._refreshing = True
+                self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits for a refresh in progress; False if it takes longer."""
@@ -238,20 +268,32 @@ class KeyRing:
                 self._refresh()
             with self._changed:
                 if due:
-                    # What was asked for while we looked has just been done.
-                    self._refreshing = self._asked = False
+                    # What was asked for while we looked has just been done, unless somebody insists.
+                    self._refreshing = self._asked = self._insisted
                     self._changed.notify_all()
-                pause_s = REFRESH_S if self.loaded else REFRESH_AFTER_FAILURE_S
+                pause_s = self._pause_s()
                 self._changed.wait_for(lambda: self._asked or self._closing, pause_s)
                 if self._closing:
                     return
                 due = self._refreshing = True
+                self._insisted = False
+
+    def _interval_s_min(self) -> float:
+        return min(REFRESH_INTERVAL_S_MIN * 2 ** min(self._failures, DOUBLINGS_MAX), REFRESH_INTERVAL_S_MAX)
+
+    def _pause_s(self) -> float:
+        """Until the next look. A set that is missing, or could not be read again, is looked for sooner."""
+        if not self._failures:
+            return REFRESH_S
+        return min(REFRESH_AFTER_FAILURE_S * 2 ** min(self._failures - 1, DOUBLINGS_MAX), REFRESH_S)
 
     def _refresh(self) -> None:
         self._tried_at = self._clock.monotonic()
         try:
             self._adopt(self._load())
+            self._failures = 0
         except (OSError, ValueError) as error:
+            self._failures += 1
             # The keys we have stay good: an issuer that is down must not lock everybody out.
             logger.warning("key set %s not refreshed, %d keys kept: %s", self._origin, self._keys.size, error)
 

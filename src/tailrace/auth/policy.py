@@ -10,13 +10,11 @@ from __future__ import annotations
 import enum
 from typing import Final, NoReturn
 
-from tailrace.auth.tokens import Identity
+from tailrace.auth.tokens import Identity, token_needed
 from tailrace.errors import TailraceError
 
 READ_ONLY_METHODS: Final = "GET, HEAD, OPTIONS"
 
-# Written by jobs, too, with tokens that the server gives them. Where nobody has a token everybody may.
-DELIVERIES: Final = "__deliveries__/"
 # System streams that hold data from before read rules were applied, or secrets of operation.
 PRIVILEGED: Final = ("__changes__/", "__deliveries__/", "__subs__/", "__sources__/", "__audit__")
 
@@ -35,6 +33,7 @@ class Action(enum.Enum):
 
     PUBLIC = ("health, keys, OpenAPI, console files, OPTIONS", "", Access.NONE)
     INSPECT_SERVER = ("/metrics, /v1/server/*", "manage", Access.NONE)
+    MANAGE_IDENTITIES = ("/v1/server/_keys, _revocations", "manage", Access.NONE)
     SEAL = ("POST /v1/server/_seal", "manage", Access.READ)
     READ_STREAM = ("GET, HEAD /v1/stream/{name}, /pk/{key}, live modes", "read", Access.READ)
     WRITE_STREAM = ("PUT, POST /v1/stream/{name}", "write", Access.WRITE)
@@ -75,6 +74,9 @@ class Action(enum.Enum):
         self.access = access
 
 
+# What somebody without a token may do with streams that are for everybody.
+FOR_EVERYBODY: Final = frozenset({Action.PUBLIC, Action.READ_STREAM, Action.QUERY_STREAM})
+
 ON_DATABASE: Final = frozenset(
     {
         Action.READ_DATABASE,
@@ -105,7 +107,20 @@ def authorise(
     if identity.anonymous and source is None and (stream is None or not stream.startswith(("__", "hub/"))):
         # Every scope, all names, all databases: the path of a server without authentication.
         return
+    if identity.public:
+        _authorise_public(identity, action, stream, source)
+        return
     _authorise(identity, action, stream, source, db, pattern)
+
+
+def _authorise_public(identity: Identity, action: Action, stream: str | None, source: str | None) -> None:
+    """Somebody without a token is asked for one wherever the settings do not let everybody in."""
+    if action is Action.PUBLIC:
+        return
+    if action not in FOR_EVERYBODY or stream is None or source is not None:
+        raise token_needed()
+    if is_reserved(stream) or not covers(identity, stream):
+        raise token_needed()
 
 
 def _authorise(
@@ -130,6 +145,10 @@ def _authorise(
         if not identity.scopes & _READ:
             _forbid("forking needs the scope read on the source", scope="read")
         _check_read(identity, source)
+    if action in _ALL_STREAMS and identity.streams is not None:
+        _forbid("this needs a token for all streams", scope="manage")
+    if action is Action.MANAGE_IDENTITIES and identity.dbs is not None:
+        _forbid("this needs a token for all databases", scope="manage")
     if pattern is not None and not covers_pattern(identity, pattern):
         _forbid("the token does not cover the whole pattern")
     if action in ON_DATABASE:
@@ -137,6 +156,8 @@ def _authorise(
         _check_database(identity, db)
 
 
+# Whoever makes keys could make one for every stream, and whoever publishes does so for all of them.
+_ALL_STREAMS: Final = frozenset({Action.MANAGE_IDENTITIES, Action.PIPELINE})
 _WRITING: Final = frozenset({Access.WRITE, Access.MANAGE})
 _READ: Final = frozenset({"read", "manage"})
 
@@ -185,6 +206,8 @@ def visible_prefixes(identity: Identity, prefix: str) -> tuple[str, ...]:
 
 def _check_read(identity: Identity, name: str) -> None:
     if name.startswith("__"):
+        if "system" in identity.scopes and identity.streams is not None and covers(identity, name):
+            return  # a job looks at what it was let write
         manages = "manage" in identity.scopes
         if name.startswith(PRIVILEGED) and not manages:
             _forbid("this system stream needs the scope manage", scope="manage")
@@ -210,9 +233,7 @@ def _check_hub_read(identity: Identity, name: str) -> None:
 
 def _check_reserved_write(identity: Identity, action: Action, name: str) -> None:
     appends = action in (Action.WRITE_STREAM, Action.INGEST_TRACES)
-    if appends and name.startswith("__") and "system" in identity.scopes:
-        return
-    if appends and name.startswith(DELIVERIES) and identity.anonymous:
+    if appends and name.startswith("__") and "system" in identity.scopes and covers(identity, name):
         return
     raise TailraceError(
         "read_only_stream",

@@ -22,6 +22,11 @@ def get_json(session: Session, path: str) -> dict[str, Any]:
     return _call(session, "GET", path, None)
 
 
+def delete(session: Session, path: str) -> None:
+    """Removes what is at a path, or the refusal as an error."""
+    _call(session, "DELETE", path, None)
+
+
 def post_json(session: Session, path: str, body: object) -> dict[str, Any]:
     """The document that comes back for one, or the refusal as an error."""
     import orjson
@@ -43,9 +48,9 @@ def _call(session: Session, method: str, path: str, body: bytes | None) -> dict[
         raise UnreachableError(
             f"no server answers at {session.url}; start one with: tailrace serve"
         ) from None
-    if answer.status_code != 200:
+    if not answer.is_success:
         raise RefusedError(reason_of(answer.content))
-    return orjson.loads(answer.content)
+    return orjson.loads(answer.content) if answer.content else {}
 
 
 def reason_of(body: bytes) -> str:

@@ -1,15 +1,17 @@
-"""``tailrace token``: make and read access tokens."""
+"""``tailrace token``: make, read and revoke access tokens."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
 from tailrace.cli.failures import REFUSED, UsageError
-from tailrace.cli.session import put_json
+from tailrace.cli.key import InFile, book_of
+from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.session import DEFAULT, Session, put_json
 
-_HELP: Final = """Create and inspect access tokens (JWT).
+_HELP: Final = """Create, inspect and revoke access tokens (JWT).
 
 For example:
 
@@ -18,6 +20,8 @@ For example:
     tailrace token create --sub ci --scope write --streams builds/ --expires 8h
 
     tailrace token inspect "$TAILRACE_TOKEN"
+
+    tailrace token revoke --sub ci
 """
 
 AsJson = Annotated[bool, Parameter(negative="", help="Print JSON.")]
@@ -59,7 +63,7 @@ def create(
         streams=streams,
         dbs=db,
         actor_id=actor_id,
-        lifetime_s=_lifetime_s(expires),
+        lifetime_s=lifetime_s(expires),
         issuer=issuer,
         audience=audience,
     )
@@ -88,6 +92,7 @@ def inspect(
         expiry = "never" if report.expires_in_s is None else f"in {report.expires_in_s:,.0f} s"
         print(f"algorithm  {report.header.get('alg')}")
         print(f"subject    {report.claims.get('sub')}")
+        print(f"id         {report.claims.get('jti', 'none')}")
         print(f"scopes     {' '.join(report.scopes) or 'none'}")
         print(f"streams    {'all' if report.streams is None else ', '.join(report.streams)}")
         print(f"expires    {expiry}")
@@ -96,11 +101,45 @@ def inspect(
     return REFUSED if report.problems else 0
 
 
-def _lifetime_s(text: str) -> int | None:
-    factors = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-    if text == "never":
-        return None
-    number, unit = text[:-1], text[-1:]
-    if not (number.isascii() and number.isdigit()) or unit not in factors:
-        raise UsageError(f"--expires {text!r} is not a lifetime such as 30m, 8h or 90d")
-    return int(number) * factors[unit]
+@command.command
+def revoke(
+    token: Annotated[str | None, Parameter(help="The token, or its id (the claim jti).")] = None,
+    /,
+    *,
+    sub: Annotated[
+        str | None, Parameter(help="Instead: everything that was issued to this subject so far.")
+    ] = None,
+    file: InFile = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Revoke a token, or all of a subject. Connections that were opened with them are closed."""
+    if (token is None) == (sub is None):
+        raise UsageError("name a token or its id, or a subject with --sub")
+    asked: dict[str, Any] = {"sub": sub} if token is None else _named(token)
+    if file is not None:
+        book = book_of(file)
+        if token is None:
+            book.revoke_subject(str(sub))
+        else:
+            book.revoke_token(asked["jti"], asked.get("exp"))
+    else:
+        from tailrace.cli.call import post_json
+
+        post_json(session, "/v1/server/_revocations", asked)
+    if session.json:
+        put_json({"revoked": asked})
+    else:
+        print(f"revoked {asked.get('jti') or sub}")
+
+
+def _named(token: str) -> dict[str, Any]:
+    """The id of a token, and when it expires if that can be seen."""
+    from tailrace.auth import inspect_token
+
+    if token.count(".") != 2:
+        return {"jti": token}
+    claims = inspect_token(token).claims
+    if not isinstance(claims.get("jti"), str):
+        raise UsageError("the token has no id (jti): revoke its subject with --sub")
+    expires = {"exp": int(claims["exp"])} if isinstance(claims.get("exp"), int | float) else {}
+    return {"jti": claims["jti"], **expires}

@@ -46,6 +46,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     claims: bytes
     token_expires_s: float | None
     request: bytes
+    token_id: str = ""
+    issued_at: float | None = None
+    vouched_by: str = ""
+    origin_id: str = ""
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True):

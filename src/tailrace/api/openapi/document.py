@@ -12,6 +12,7 @@ from tailrace import __version__
 from tailrace.api import answers
 from tailrace.api.openapi import (
     hub,
+    identities,
     inspection,
     pipeline,
     registry,
@@ -40,6 +41,7 @@ _PARTS: Final = (
     traces,
     subscriptions,
     server,
+    identities,
     watch,
     replication,
     hub,
@@ -62,6 +64,7 @@ def build() -> Json:
         **traces.trace_paths(),
         **subscriptions.subscription_paths(),
         **server.server_paths(),
+        **identities.identity_paths(),
         **watch.watch_paths(),
         **replication.replication_paths(),
         **hub.hub_paths(),
@@ -87,7 +90,12 @@ def build() -> Json:
             "headers": shared.header_components(),
             "responses": error_responses(),
             "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT", "description": _BEARER},
+                "bearer": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "bearerFormat": "JWT or API key",
+                    "description": _BEARER,
+                },
                 "wake": {
                     "type": "http",
                     "scheme": "bearer",
@@ -108,6 +116,7 @@ _TAGS: Final = {
     "traces": "Spans from OpenTelemetry.",
     "subscriptions": "Webhooks and pull-wake.",
     "server": "Health, metrics, memory, sealing.",
+    "identities": "API keys, and tokens that are good no more.",
     "pipeline": "What is to be built beside the server, and its publication.",
     "watch": "Documents in collections, and queries that stay true.",
     "replication": "Clients that hold documents themselves, such as RxDB.",

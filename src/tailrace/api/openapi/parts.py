@@ -11,7 +11,8 @@ Json = dict[str, object]
 
 # Any request may meet these, whatever it asks for.
 ALWAYS: Final = (400, 408, 413, 500, 503)
-GUARDED: Final = (*ALWAYS, 401, 403)
+# And these, where it matters who asks: 429 if that is too much for one identity.
+GUARDED: Final = (*ALWAYS, 401, 403, 429)
 
 STRING: Final[Json] = {"type": "string"}
 BOOLEAN: Final[Json] = {"type": "boolean"}

@@ -73,7 +73,7 @@ class JobRoutes:
             _answer(exchange, self._rows(exchange, database))
         elif kind == "summaries":
             asked = _read(exchange, Asked)
-            self._spawn(exchange, self._summaries.announce(asked.seconds))
+            self._spawn(exchange, self._summaries.announce(asked.seconds, identity))
         else:
             self._correct(exchange, database, _read(exchange, Corrections))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -254,6 +254,13 @@ class Replication:
             wire.on_tick(now)
         if self.wires:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        lost = [wire for wire in self.wires if wire.known is not None and not stands(wire.known)]
+        for wire in lost:
+            wire.close(4401, "the token was revoked")
+        return len(lost)
 
     def end_all(self) -> None:
         """Shutdown: what is under way is answered, then everybody comes back."""

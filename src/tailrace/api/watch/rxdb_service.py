@@ -43,6 +43,9 @@ class ReplicationService:
         """A change of it is durable, or its rules are others, or it is gone."""
         self._replication.on_changed(collection)
 
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        return self._replication.recheck(stands)
+
     def end_all(self) -> None:
         self._replication.end_all()
 

@@ -1,0 +1,183 @@
+"""`/v1/server/_keys` and `/v1/server/_revocations`: API keys, and tokens that are good no more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+import orjson
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.auth import Action, Identity, Register, TokenVerifier, authorise, make_key
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange
+from tailrace.protocol import names
+
+logger = logging.getLogger("tailrace.auth")
+
+KEYS: Final = b"/v1/server/_keys"
+REVOCATIONS: Final = b"/v1/server/_revocations"
+SHOWN_MAX: Final = 1000  # revocations, the newest first
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Seconds = Annotated[int, msgspec.Meta(ge=1, le=10**11)]
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+class NewKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """What is asked of a key; the server chooses its id and its secret."""
+
+    sub: Text
+    scopes: list[str]
+    streams: list[str] | None = None
+    databases: list[str] | None = None
+    actor_id: str | None = None
+    expires_in: Seconds | None = None
+
+
+class Revoked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One token by `jti`, or all that were issued to `sub` up to now."""
+
+    jti: Text | None = None
+    sub: Text | None = None
+    exp: Seconds | None = None  # of the token; after it nothing needs to be remembered
+
+
+class IdentityRoutes:
+    """For whoever manages the whole server. Files are written on a thread."""
+
+    def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
+        self._context = context
+        self._verifier = verifier
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_change: Callable[[], None] = _nothing
+
+    def handles(self, path: bytes) -> bool:
+        return path in (KEYS, REVOCATIONS) or path.startswith(KEYS + b"/")
+
+    def serve(
+        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
+    ) -> None:
+        whole = path in (KEYS, REVOCATIONS)
+        if method not in ((b"GET", b"HEAD", b"POST") if whole else (b"DELETE",)):
+            raise answers.not_allowed("GET, HEAD, POST, OPTIONS" if whole else "DELETE, OPTIONS")
+        identity = identify(exchange)
+        authorise(identity, Action.MANAGE_IDENTITIES)
+        if self._verifier is None:
+            raise TailraceError("conflict", "this server asks nobody for a token: there are no keys")
+        if not whole:
+            self._remove_key(exchange, identity, path[len(KEYS) + 1 :])
+        elif method == b"POST":
+            (self._make_key if path == KEYS else self._revoke)(exchange, identity)
+        else:
+            (self._show_keys if path == KEYS else self._show_revocations)(exchange)
+
+    # -- keys ------------------------------------------------------------------------------------------
+
+    def _show_keys(self, exchange: Exchange) -> None:
+        book = self._known.book
+        self._run(exchange, book.listed, lambda found: (200, {"keys": [key.shown() for key in found.keys]}))
+
+    def _make_key(self, exchange: Exchange, identity: Identity) -> None:
+        asked = _read(exchange, NewKey)
+        key, text = make_key(
+            sub=asked.sub,
+            scopes=asked.scopes,
+            streams=asked.streams,
+            dbs=asked.databases,
+            actor_id=asked.actor_id,
+            lifetime_s=asked.expires_in,
+            clock=self._context.clock,
+        )
+        book = self._known.book
+
+        def answer(_: None) -> tuple[int, Json]:
+            logger.info("API key %s of %r was made by %r", key.id, key.sub, identity.sub)
+            return 201, {"key": text, **key.shown()}
+
+        self._run(exchange, lambda: book.add_key(key), answer)
+
+    def _remove_key(self, exchange: Exchange, identity: Identity, raw_id: bytes) -> None:
+        key_id = names.decode(raw_id) or ""
+        book = self._known.book
+
+        def answer(_: None) -> tuple[int, None]:
+            logger.info("API key %s was revoked by %r", key_id, identity.sub)
+            return 204, None
+
+        self._run(exchange, lambda: book.remove_key(key_id), answer)
+
+    # -- revocations -----------------------------------------------------------------------------------
+
+    def _show_revocations(self, exchange: Exchange) -> None:
+        def answer(found: Register) -> tuple[int, Json]:
+            listed = sorted((*found.tokens, *found.subjects), key=lambda one: one.at, reverse=True)
+            shown = [msgspec.to_builtins(one) for one in listed[:SHOWN_MAX]]
+            return 200, {"total": len(listed), "revocations": shown}
+
+        self._run(exchange, self._known.book.listed, answer)
+
+    def _revoke(self, exchange: Exchange, identity: Identity) -> None:
+        asked = _read(exchange, Revoked)
+        jti, sub, book = asked.jti, asked.sub, self._known.book
+        if (jti is None) == (sub is None):
+            raise TailraceError("invalid_request", "a revocation names a jti or a sub")
+
+        def work() -> None:
+            if jti is not None:
+                book.revoke_token(jti, asked.exp)
+            elif sub is not None:
+                book.revoke_subject(sub)
+
+        def answer(_: None) -> tuple[int, Json]:
+            logger.info("%s was revoked by %r", f"token {jti}" if jti else f"subject {sub!r}", identity.sub)
+            return 200, {"revoked": {"jti": jti} if jti else {"sub": sub}}
+
+        self._run(exchange, work, answer)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> TokenVerifier:
+        assert self._verifier is not None, "asked before any of this"
+        return self._verifier
+
+    def _run(
+        self, exchange: Exchange, work: Callable[[], T], answer: Callable[[T], tuple[int, Json | None]]
+    ) -> None:
+        task = self._context.loop.create_task(self._answered(exchange, work, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answered(
+        self, exchange: Exchange, work: Callable[[], T], answer: Callable[[T], tuple[int, Json | None]]
+    ) -> None:
+        """The answer comes when the change is on disk and in force here."""
+        try:
+            found = await asyncio.to_thread(work)
+            self.on_change()
+            status, body = answer(found)
+        except TailraceError as refusal:
+            answers.refuse(exchange, refusal)
+        except Exception:
+            answers.refuse(exchange, TailraceError("internal", "the request failed"))
+            raise
+        else:
+            head = answers.NO_STORE if body is None else answers.JSON_TYPE + answers.NO_STORE
+            exchange.respond(status, head, b"" if body is None else orjson.dumps(body))
+
+
+def _read(exchange: Exchange, form: type[T]) -> T:
+    try:
+        return msgspec.json.decode(exchange.body, type=form)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TailraceError("invalid_request", f"the request cannot be understood: {error}") from None
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""

@@ -1,0 +1,132 @@
+"""API keys: secrets for programs, good until they are revoked.
+
+A key is `trk_<id>_<secret>`. The id finds its record, the secret proves it. Only the hash of the secret is
+kept: it has 256 random bits, so that a plain hash cannot be turned back and need not be slow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from tailrace.auth.tokens import SCOPES, TIME_S_MAX, Identity, bare_address
+from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.errors import TailraceError
+
+PREFIX: Final = "trk_"
+KEYS_MAX: Final = 10_000
+LISTED_MAX: Final = 100  # prefixes, or databases, of one key
+_ID_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
+# `system` is issued by the server only.
+GRANTABLE: Final = SCOPES - {"system"}
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Names = Annotated[list[Name], msgspec.Meta(max_length=LISTED_MAX)]
+Seconds = Annotated[int, msgspec.Meta(ge=0, le=int(TIME_S_MAX))]
+
+
+class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """What is kept of a key."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    hash: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sub: Name
+    scopes: list[str]
+    created_at: Seconds
+    streams: Names | None = None
+    databases: Names | None = None
+    actor_id: Name | None = None
+    expires_at: Seconds | None = None
+
+    @property
+    def mark(self) -> str:
+        """Another one as soon as anything about the key is another."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+
+    @property
+    def token_id(self) -> str:
+        return PREFIX + self.id
+
+    def proves(self, secret: bytes) -> bool:
+        return hmac.compare_digest(hash_of(secret), self.hash)
+
+    def identity(self) -> Identity:
+        """Who comes with this key. Rules that look at claims see what a token would say."""
+        said: dict[str, Any] = {"sub": self.sub, "scope": " ".join(self.scopes), "jti": self.token_id}
+        optional = {"streams": self.streams, "db": self.databases, "actorId": self.actor_id}
+        said |= {name: value for name, value in optional.items() if value is not None}
+        return Identity(
+            sub=self.sub,
+            scopes=frozenset(self.scopes) & GRANTABLE,
+            streams=None if self.streams is None else tuple(self.streams),
+            dbs=None if self.databases is None else tuple(self.databases),
+            actor_id=bare_address(self.actor_id or self.sub),
+            expires_at=None if self.expires_at is None else float(self.expires_at),
+            claims=msgspec.json.encode(said),
+            token_id=self.token_id,
+            issued_at=float(self.created_at),
+            vouched_by=f"key {self.mark}",
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Everything but the hash."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        del found["hash"]
+        return found
+
+
+def make_key(
+    *,
+    sub: str,
+    scopes: Sequence[str],
+    streams: Sequence[str] | None = None,
+    dbs: Sequence[str] | None = None,
+    actor_id: str | None = None,
+    lifetime_s: int | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> tuple[ApiKey, str]:
+    """A new key: what is kept of it, and the text that is shown this once."""
+    wrong = sorted(set(scopes) - GRANTABLE)
+    if wrong or not scopes:
+        told = f"a key cannot have the scope {wrong[0]!r}" if wrong else "a key needs a scope"
+        raise TailraceError("invalid_request", f"{told}: read, write or manage")
+    if lifetime_s is not None and not 0 < lifetime_s < TIME_S_MAX:
+        raise TailraceError("invalid_request", "the lifetime of a key is at least one second")
+    now_s = clock.now_ns() // 1_000_000_000
+    key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)
+    made = {
+        "id": key_id,
+        "hash": hash_of(secret.encode()),
+        "sub": sub,
+        "scopes": sorted(set(scopes)),
+        "createdAt": now_s,
+        "streams": None if streams is None else list(streams),
+        "databases": None if dbs is None else list(dbs),
+        "actorId": actor_id,
+        "expiresAt": None if lifetime_s is None else now_s + lifetime_s,
+    }
+    try:
+        key = msgspec.convert(made, ApiKey)
+    except msgspec.ValidationError as error:
+        raise TailraceError("invalid_request", f"such a key cannot be made: {error}") from None
+    return key, f"{PREFIX}{key_id}_{secret}"
+
+
+def is_key(token: bytes) -> bool:
+    return token.startswith(PREFIX.encode())
+
+
+def split_key(token: bytes) -> tuple[str, bytes]:
+    """Id and secret of what looks like a key."""
+    key_id, _, secret = token[len(PREFIX) :].partition(b"_")
+    return key_id.decode("latin-1"), secret
+
+
+def hash_of(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()

@@ -1,0 +1,145 @@
+"""What the identity file says, held in memory and looked at again when the file is another."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import msgspec
+
+from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
+from tailrace.auth.identity_file import IdentityFile, Register, Stamp
+from tailrace.auth.revocations import Revocations, with_subject, with_token
+from tailrace.auth.tokens import Identity
+from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.errors import TailraceError
+
+logger = logging.getLogger("tailrace.auth")
+
+_NEVER: Final[Stamp] = (-1, -1, -1)
+
+
+class IdentityBook:
+    """Asking is the event loop's; changing blocks and is for a thread, or for a command."""
+
+    def __init__(self, file: IdentityFile, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._file = file
+        self._clock = clock
+        self._stamp: Stamp | None = _NEVER
+        self._keys: dict[str, ApiKey] = {}
+        self._marks: frozenset[str] = frozenset()
+        self.revocations = Revocations()
+        self.version = 0
+
+    # -- asking ----------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> list[ApiKey]:
+        return list(self._keys.values())
+
+    def find(self, key_id: str) -> ApiKey | None:
+        return self._keys.get(key_id)
+
+    def has(self, mark: str) -> bool:
+        """Whether the key with this mark is there, with nothing about it changed."""
+        return mark in self._marks
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def load(self, *, required: bool) -> None:
+        """At start: the file has to be right, and to be there if somebody has named it."""
+        if required and self._file.stamp() is None:
+            raise TailraceError(
+                "invalid_request",
+                f"there are no API keys at {self._file.path}; make the first one with: "
+                f"tailrace key create --file {self._file.path} --sub admin --scope manage",
+            )
+        try:
+            self._look()
+        except (OSError, ValueError) as error:
+            raise TailraceError("invalid_request", f"identities {self._file.path}: {error}") from None
+
+    def refresh(self) -> bool:
+        """Looks at the file again if it is another; True if what it says is in force now.
+
+        A file that cannot be used, or is gone, changes nothing: it must not bring back what was revoked.
+        """
+        stamp = self._file.stamp()
+        if stamp == self._stamp:
+            return False
+        if stamp is None:
+            self._stamp = None
+            logger.error("identities %s: the file is gone; what it said stays in force", self._file.path)
+            return False
+        try:
+            self._look()
+        except (OSError, ValueError) as error:
+            self._stamp = stamp  # said once
+            logger.error("identities %s: %s; what was known stays in force", self._file.path, error)
+            return False
+        return True
+
+    def _look(self) -> None:
+        stamp = self._file.stamp()  # before reading: what changes meanwhile is seen the next time
+        self._adopt(self._file.read())
+        self._stamp = stamp
+
+    def _adopt(self, register: Register) -> None:
+        self._keys = {key.id: key for key in register.keys}
+        self._marks = frozenset(key.mark for key in register.keys)
+        self.revocations = Revocations(register.tokens, register.subjects)
+        self.version += 1
+
+    # -- changing --------------------------------------------------------------------------------------
+
+    def listed(self) -> Register:
+        """What is on disk now."""
+        try:
+            return self._file.read()
+        except (OSError, ValueError) as error:
+            raise TailraceError("unavailable", f"identities {self._file.path}: {error}") from None
+
+    def add_key(self, key: ApiKey) -> None:
+        def edit(register: Register) -> Register:
+            now_s = self._now_s()
+            kept = [one for one in register.keys if one.expires_at is None or one.expires_at > now_s]
+            if len(kept) >= KEYS_MAX:
+                raise TailraceError("insufficient_storage", f"there are {KEYS_MAX} keys already")
+            return _replaced(register, keys=(*kept, key))
+
+        self._file.change(edit)
+
+    def remove_key(self, key_id: str) -> None:
+        def edit(register: Register) -> Register:
+            kept = tuple(key for key in register.keys if key.id != key_id)
+            if len(kept) == len(register.keys):
+                raise TailraceError("not_found", "there is no such key")
+            # Also what it was exchanged for is good no more.
+            now_s = self._now_s()
+            return _replaced(
+                register, keys=kept, tokens=with_token(register.tokens, PREFIX + key_id, now_s, now_s)
+            )
+
+        self._file.change(edit)
+
+    def revoke_token(self, jti: str, expires_s: int | None) -> None:
+        self._file.change(
+            lambda register: _replaced(
+                register, tokens=with_token(register.tokens, jti, self._now_s(), expires_s)
+            )
+        )
+
+    def revoke_subject(self, sub: str) -> None:
+        self._file.change(
+            lambda register: _replaced(register, subjects=with_subject(register.subjects, sub, self._now_s()))
+        )
+
+    def concerns(self, identity: Identity) -> bool:
+        return self.revocations.concern(identity)
+
+    def _now_s(self) -> int:
+        return self._clock.now_ns() // 1_000_000_000
+
+
+def _replaced(register: Register, **changes: object) -> Register:
+    return msgspec.structs.replace(register, **changes)

@@ -1,0 +1,106 @@
+"""The file that says which API keys there are and which tokens are good no more.
+
+It is a file of its own, and not a part of the log: the first key has to be there before the first server,
+and every process that checks tokens (workers, edges) reads the same one. Whoever changes it holds a lock
+beside it and puts a whole new file in its place: readers see it before or after and never in between.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from tailrace.auth.api_keys import KEYS_MAX, ApiKey
+from tailrace.auth.revocations import REVOKED_MAX, RevokedSubject, RevokedToken
+from tailrace.errors import TailraceError
+
+NAME: Final = "identity.json"
+FILE_BYTES_MAX: Final = 32 * 1024 * 1024
+
+Stamp = tuple[int, int, int]
+
+
+class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole content."""
+
+    version: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=KEYS_MAX)] = ()
+    tokens: Annotated[tuple[RevokedToken, ...], msgspec.Meta(max_length=REVOKED_MAX)] = ()
+    subjects: Annotated[tuple[RevokedSubject, ...], msgspec.Meta(max_length=REVOKED_MAX)] = ()
+
+
+_decode = msgspec.json.Decoder(Register).decode
+
+
+class IdentityFile:
+    """One path; nothing is remembered between two calls."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def stamp(self) -> Stamp | None:
+        """Another one after every change; None while there is no file."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def read(self) -> Register:
+        """What the file says; nothing if there is none. OSError or ValueError if it cannot be used."""
+        try:
+            with self.path.open("rb") as opened:
+                content = opened.read(FILE_BYTES_MAX + 1)
+        except FileNotFoundError:
+            return Register()
+        if len(content) > FILE_BYTES_MAX:
+            raise ValueError(f"larger than {FILE_BYTES_MAX} bytes")
+        try:
+            found = _decode(content)
+        except msgspec.DecodeError as error:
+            raise ValueError(str(error)) from None
+        if len({key.id for key in found.keys}) < len(found.keys):
+            raise ValueError("two keys have the same id")
+        return found
+
+    def change(self, edit: Callable[[Register], Register]) -> Register:
+        """One change by one writer at a time, on disk when this returns. Blocks: not for the event loop."""
+        try:
+            with self._locked():
+                changed = edit(self.read())
+                self._replace(msgspec.json.format(msgspec.json.encode(changed), indent=1) + b"\n")
+        except (OSError, ValueError) as error:
+            raise TailraceError("unavailable", f"{self.path} cannot be changed: {error}") from None
+        return changed
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        lock = self.path.with_name(self.path.name + ".lock")
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _replace(self, content: bytes) -> None:
+        if len(content) > FILE_BYTES_MAX:
+            raise ValueError(f"it would be larger than {FILE_BYTES_MAX} bytes")
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.rename(self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

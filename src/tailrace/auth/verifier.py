@@ -1,0 +1,278 @@
+"""Who is asking: bearer tokens to identities.
+
+The algorithm is never the token's choice: HS256 goes with the shared secret alone, RS256, ES256 and EdDSA
+with the one key of the set that is bound to them, everything else is refused. Verified tokens are remembered
+until they expire or something is revoked, so the signature of a busy client is checked once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from jwt.exceptions import PyJWTError
+
+from tailrace.auth import api_keys, grants, jwks
+from tailrace.auth.book import IdentityBook
+from tailrace.auth.grants import Grants
+from tailrace.auth.identity_file import NAME, IdentityFile
+from tailrace.auth.tokens import (
+    ANONYMOUS,
+    JWS,
+    LEEWAY_S,
+    Identity,
+    bad_token,
+    bare_address,
+    check_secret,
+    databases_of,
+    parse_bearer,
+    read_claims,
+    read_header,
+    refuse,
+    scopes_of,
+    token_needed,
+)
+from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.errors import TailraceError
+from tailrace.settings import Settings
+
+CACHE_TOKENS_MAX: Final = 10_000
+CACHE_BYTES_MAX: Final = 8 * 1024 * 1024
+
+
+class TokenVerifier:
+    """Turns an Authorization header into an identity. Owned by the event loop; never waits."""
+
+    def __init__(self, settings: Settings, clock: Clock = SYSTEM_CLOCK, given: Grants | None = None) -> None:
+        self._clock = clock
+        self._issuer = settings.auth_issuer
+        self._audience = settings.auth_audience
+        self._secret = settings.auth_jwt_secret.encode()
+        if self._secret:
+            check_secret(settings.auth_jwt_secret)
+        self._ring = _key_ring(settings, clock)
+        self.grants = Grants(clock) if given is None else given
+        self.book = IdentityBook(IdentityFile(identity_path(settings)), clock)
+        self._public = _public_reader(settings)
+        self._verified: OrderedDict[bytes, Identity] = OrderedDict()
+        self._verified_bytes = 0
+        self._verified_versions = (0, 0)
+        self._rechecked_versions = (0, 0)
+        self.enabled = settings.auth_configured
+        if self.enabled:
+            self.book.load(required=bool(settings.auth_keys_file))
+            self._rechecked_versions = self._versions
+
+    def start(self) -> None:
+        """Begins to keep the key set fresh, if there is one."""
+        if self._ring is not None:
+            self._ring.start()
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+
+    def wait_keys(self, timeout_s: float) -> bool:
+        """Waits for a look at the key set that is under way. For start-up and tests, not for requests."""
+        return self._ring is None or self._ring.wait_idle(timeout_s)
+
+    # -- who it is -------------------------------------------------------------------------------------
+
+    def verify(self, authorization: bytes | None) -> Identity:
+        """The identity behind an Authorization header, or `unauthorized`."""
+        if not self.enabled:
+            return ANONYMOUS
+        if authorization is None:
+            if self._public is not None:
+                return self._public
+            raise token_needed()
+        seen_ring, seen_book = self._verified_versions
+        ring = self._ring
+        if self.book.version != seen_book or (ring is not None and ring.version != seen_ring):
+            # Keys changed, or something was revoked: what was vouched for has to be vouched for again.
+            self._forget_all()
+        identity = self._verified.get(authorization)
+        if identity is not None:
+            if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
+                self._forget(authorization)
+                refuse("the token has expired")
+            self._verified.move_to_end(authorization)
+            return identity
+        token = parse_bearer(authorization)
+        if token.startswith(grants.PREFIX.encode()):
+            return self._granted(token)
+        identity = self._key_holder(token) if api_keys.is_key(token) else self._check(token)
+        self.check_stands(identity)
+        self._remember(authorization, identity)
+        return identity
+
+    def stands(self, identity: Identity) -> bool:
+        """Whether whoever was let in with this identity still would be, expiry aside."""
+        kind, _, mark = identity.vouched_by.partition(" ")
+        if kind == "grant":
+            return self.grants.has(mark)
+        if kind == "key" and not self.book.has(mark):
+            return False
+        if kind == "jwks" and (self._ring is None or not self._ring.has(mark)):
+            return False
+        return not self.book.concerns(identity)
+
+    def check_stands(self, identity: Identity) -> None:
+        if not self.stands(identity):
+            refuse("the token was revoked")
+
+    # -- changes ---------------------------------------------------------------------------------------
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        return (0 if self._ring is None else self._ring.version, self.book.version)
+
+    def changed(self) -> bool:
+        """Looks at the identity file; True if anything is another since the last time this was asked."""
+        self.book.refresh()
+        before, self._rechecked_versions = self._rechecked_versions, self._versions
+        if before == self._rechecked_versions:
+            return False
+        self.grants.recheck(self.stands)
+        return True
+
+    def reload(self) -> None:
+        """Somebody says that the keys are others: they are looked for now, in the background."""
+        if self._ring is not None:
+            self._ring.reload()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return self._clock.now_ns() / 1e9
+
+    def _granted(self, token: bytes) -> Identity:
+        found = self.grants.find(token)
+        if found is None:
+            refuse("the token has expired, or was taken back")
+        return found
+
+    def _key_holder(self, token: bytes) -> Identity:
+        key_id, secret = api_keys.split_key(token)
+        key = self.book.find(key_id)
+        if key is None or not key.proves(secret):
+            refuse("there is no such API key")
+        identity = key.identity()
+        if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
+            refuse("the API key has expired")
+        return identity
+
+    def _check(self, token: bytes) -> Identity:
+        header = read_header(token)
+        algorithm, key_id = header.get("alg"), header.get("kid")
+        if not isinstance(algorithm, str) or not (key_id is None or isinstance(key_id, str)):
+            refuse("the token header is malformed")
+        if "crit" in header:
+            refuse("the token needs an extension that this server does not know")
+        key: Any
+        vouched_by = ""
+        if algorithm == "HS256" and self._secret:
+            key = self._secret
+        elif algorithm in jwks.ALGORITHMS and self._ring is not None:
+            bound = self._find_key(self._ring, algorithm, key_id)
+            key, vouched_by = bound.key, f"jwks {bound.mark}"
+        else:
+            refuse("the token is signed with an algorithm that this server does not accept")
+        try:
+            payload: bytes = JWS.decode_complete(token, key, algorithms=[algorithm])["payload"]
+        except (PyJWTError, ValueError, TypeError):
+            refuse("the token signature is not valid")
+        return self._identity(payload, vouched_by)
+
+    def _find_key(self, ring: jwks.KeyRing, algorithm: str, key_id: str | None) -> jwks.BoundKey:
+        key = ring.find(algorithm, key_id)
+        if key is not None:
+            return key
+        if ring.ask_refresh() or not ring.loaded:
+            # Not known to be bad: the issuer may have changed its keys. Clients come back after a 503.
+            raise TailraceError("unavailable", "the keys that tokens are checked with are being fetched")
+        raise bad_token("the token is signed with an unknown key")
+
+    def _identity(self, payload: bytes, vouched_by: str) -> Identity:
+        claims = read_claims(payload)
+        now_s = self._now_s()
+        if claims.exp is not msgspec.UNSET and now_s >= claims.exp + LEEWAY_S:
+            refuse("the token has expired")
+        if claims.nbf is not msgspec.UNSET and now_s < claims.nbf - LEEWAY_S:
+            refuse("the token is not valid yet")
+        if claims.iat is not msgspec.UNSET and now_s < claims.iat - LEEWAY_S:
+            refuse("the token was issued in the future")
+        if self._issuer and claims.iss != self._issuer:
+            refuse("the token is from another issuer")
+        audience = [claims.aud] if isinstance(claims.aud, str) else claims.aud
+        if self._audience and self._audience not in audience:
+            refuse("the token is for another audience")
+        scopes = scopes_of(claims)
+        if vouched_by:
+            # `system` is issued by the server only; an identity provider cannot hand it out.
+            scopes -= {"system"}
+        actor_id = claims.sub if claims.actor_id is msgspec.UNSET else claims.actor_id
+        return Identity(
+            sub=claims.sub,
+            scopes=scopes,
+            streams=None if claims.streams is msgspec.UNSET else tuple(claims.streams),
+            dbs=databases_of(claims),
+            actor_id=bare_address(actor_id),
+            expires_at=None if claims.exp is msgspec.UNSET else float(claims.exp),
+            claims=payload,
+            token_id=claims.jti,
+            origin_id=claims.origin,
+            issued_at=None if claims.iat is msgspec.UNSET else float(claims.iat),
+            vouched_by=vouched_by,
+        )
+
+    def _remember(self, authorization: bytes, identity: Identity) -> None:
+        self._verified[authorization] = identity
+        self._verified_bytes += len(authorization)
+        while len(self._verified) > CACHE_TOKENS_MAX or self._verified_bytes > CACHE_BYTES_MAX:
+            oldest, _ = self._verified.popitem(last=False)
+            self._verified_bytes -= len(oldest)
+
+    def _forget(self, authorization: bytes) -> None:
+        if self._verified.pop(authorization, None) is not None:
+            self._verified_bytes -= len(authorization)
+
+    def _forget_all(self) -> None:
+        self._verified.clear()
+        self._verified_bytes = 0
+        self._verified_versions = self._versions
+
+
+def identity_path(settings: Settings) -> Path:
+    """Where API keys and revocations are kept."""
+    return Path(settings.auth_keys_file) if settings.auth_keys_file else settings.data_dir / NAME
+
+
+def _public_reader(settings: Settings) -> Identity | None:
+    """Who comes without a token, where some streams are for everybody."""
+    prefixes = settings.auth_public_prefixes
+    if not prefixes:
+        return None
+    return Identity(sub="", scopes=frozenset({"read"}), streams=prefixes, dbs=(), public=True)
+
+
+def _key_ring(settings: Settings, clock: Clock) -> jwks.KeyRing | None:
+    path, url = settings.auth_jwks_file, settings.auth_jwks_url
+    if path and url:
+        raise TailraceError(
+            "invalid_request",
+            "give the key set as a file or as a URL, not both (auth_jwks_file, auth_jwks_url)",
+        )
+    if url:
+        jwks.check_url(url, insecure=settings.insecure)
+        return jwks.KeyRing(lambda: jwks.fetch(url), url.partition("?")[0], clock)
+    if not path:
+        return None
+    ring = jwks.KeyRing(lambda: jwks.read_file(path), path, clock)
+    try:
+        ring.load_now()
+    except (OSError, ValueError) as error:
+        raise TailraceError("invalid_request", f"key set {path}: {error}") from None
+    return ring

@@ -1,0 +1,129 @@
+"""``tailrace key``: API keys, at a server or in a file."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.session import DEFAULT, Session, put_json
+
+if TYPE_CHECKING:
+    from tailrace.auth import IdentityBook
+
+_HELP: Final = """Create, list and revoke API keys.
+
+A key is a long-lived secret for a program. It is shown once, when it is made; the server keeps a hash of it.
+With `--file` the commands change a file of keys that servers read (`auth_keys_file`), which is how the first
+key is made; without it they ask a running server, with a token that may manage everything.
+
+For example:
+
+    tailrace key create --file keys.json --sub admin --scope manage
+
+    tailrace key create --sub ci --scope write --streams builds/
+
+    tailrace key revoke 8c1f0a52be93d674
+"""
+
+PATH: Final = "/v1/server/_keys"
+
+InFile = Annotated[
+    Path | None, Parameter(env_var="TAILRACE_AUTH_KEYS_FILE", help="Change this file; no server is asked.")
+]
+
+command = App(name="key", help=_HELP, help_format="markdown")
+
+
+@command.command
+def create(
+    *,
+    sub: Annotated[str, Parameter(help="Whom the key is for.")],
+    scope: Annotated[
+        list[str], Parameter(help="What it allows: read, write or manage; may be repeated.", negative="")
+    ],
+    streams: Annotated[
+        list[str] | None, Parameter(help="Only names that begin with this; may be repeated.", negative="")
+    ] = None,
+    db: Annotated[
+        list[str] | None, Parameter(help="Only these databases; may be repeated.", negative="")
+    ] = None,
+    actor_id: Annotated[str | None, Parameter(help="The hub address, if it is not the subject.")] = None,
+    expires: Annotated[str, Parameter(help="Lifetime, such as 8h or 90d; never for none.")] = "never",
+    file: InFile = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Make a key and print it. Keep it: nobody can show it again."""
+    lasts_s = lifetime_s(expires)
+    if file is not None:
+        from tailrace.auth import make_key
+
+        key, text = make_key(
+            sub=sub, scopes=scope, streams=streams, dbs=db, actor_id=actor_id, lifetime_s=lasts_s
+        )
+        book_of(file).add_key(key)
+        made: dict[str, Any] = {"key": text, **key.shown()}
+    else:
+        from tailrace.cli.call import post_json
+
+        asked = {"sub": sub, "scopes": scope, "streams": streams, "databases": db}
+        made = post_json(session, PATH, {**asked, "actorId": actor_id, "expiresIn": lasts_s})
+    if session.json:
+        put_json(made)
+    else:
+        print(made["key"])
+
+
+@command.command(name="list")
+def list_keys(*, file: InFile = None, session: Session = DEFAULT) -> None:
+    """List keys, without their secrets."""
+    if file is not None:
+        found = [key.shown() for key in book_of(file).listed().keys]
+    else:
+        from tailrace.cli.call import get_json
+
+        found = get_json(session, PATH)["keys"]
+    for key in found:
+        if session.json:
+            put_json(key)
+        else:
+            streams = "all streams" if key["streams"] is None else ", ".join(key["streams"])
+            ends = "never expires" if key["expiresAt"] is None else f"expires {_day(key['expiresAt'])}"
+            print(f"{key['id']}  {key['sub']}  {' '.join(key['scopes'])}  {streams}  {ends}")
+
+
+@command.command
+def revoke(
+    key_id: Annotated[str, Parameter(help="The id of the key, or the key itself.")],
+    /,
+    *,
+    file: InFile = None,
+    session: Session = DEFAULT,
+) -> None:
+    """Revoke a key. Connections that were opened with it are closed."""
+    bare_id = key_id.removeprefix("trk_").partition("_")[0]
+    if file is not None:
+        book_of(file).remove_key(bare_id)
+    else:
+        from urllib.parse import quote
+
+        from tailrace.cli.call import delete
+
+        delete(session, f"{PATH}/{quote(bare_id, safe='')}")
+    if session.json:
+        put_json({"revoked": bare_id})
+    else:
+        print(f"revoked {bare_id}")
+
+
+def book_of(file: Path) -> IdentityBook:
+    from tailrace.auth import IdentityBook, IdentityFile
+
+    return IdentityBook(IdentityFile(file))
+
+
+def _day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

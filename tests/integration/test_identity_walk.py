@@ -1,0 +1,285 @@
+"""Every route of the description, met by everybody who may not: each is refused, and in the one shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+
+from support.server import ServerProcess
+from support.wire import Answer, Wire
+from tailrace.api.openapi.document import build
+from tailrace.auth import create_token
+from tailrace.clock import FakeClock
+
+JSON = "application/json"
+SECRET = "a secret that only the server and this test know"
+OTHER_SECRET = "another secret, which the server has never heard of"
+STREAM, SUBSCRIPTION, DATABASE = "described", "described", "default"
+
+PATHS: dict[str, Any] = orjson.loads(orjson.dumps(build()))["paths"]
+METHODS = ("get", "head", "put", "post", "patch", "delete")
+
+# What names no stream and no database, and what somebody who may manage others' streams gets there.
+BEYOND_PREFIXES: dict[str, set[int]] = {
+    "GET /metrics": {200},
+    "GET /v1/server/_details": {200},
+    "GET /v1/server/_mem": {200},
+    "POST /v1/server/_seal": {403},  # of a stream
+    "GET /v1/server/_keys": {403},
+    "POST /v1/server/_keys": {403},
+    "DELETE /v1/server/_keys/{id}": {403},
+    "GET /v1/server/_revocations": {403},
+    "POST /v1/server/_revocations": {403},
+    "GET /v1/streams": {200},  # with nothing in it
+    "POST /v1/traces": {403},
+    "GET /v1/pipeline/plan": {403},
+    "POST /v1/pipeline/plan": {403},
+    "POST /v1/pipeline/publish": {403},
+    "POST /v1/pipeline/heartbeat": {403},
+    "GET /realtime/sse": {403},
+    "POST /realtime/sse": {403},
+    "POST /hub/messages": {400, 403},  # a token is all it takes; this one's message is none
+    "GET /hub/shards": {200},
+}
+
+
+class Operation(NamedTuple):
+    method: str
+    path: str  # as it is described
+    scope: str | None  # None: for everybody; "": any good token
+    by_wake: bool
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def target(self) -> str:
+        filled = {
+            "name": STREAM,
+            "id": SUBSCRIPTION,
+            "key": "k",
+            "db": DATABASE,
+            "collection": "c",
+            "path": "c/1",
+            "source": "s",
+        }
+        query = {
+            "/v1/server/_seal": f"?stream={STREAM}",
+            "/realtime/sse": f"?database={DATABASE}&collection=c",
+        }
+        return self.path.format(**filled) + query.get(self.path, "")
+
+    @property
+    def body(self) -> bytes | None:
+        if self.method not in ("PUT", "POST", "PATCH"):
+            return None
+        given: Any = {}
+        if self.path.endswith("/subscriptions/{id}"):
+            given = {"type": "pull-wake", "streams": [STREAM], "wake_stream": "elsewhere/wakes"}
+        elif self.path == "/realtime/sse":
+            given = {"database": DATABASE, "subscriptions": [{"id": "1", "query": {"collection": "c"}}]}
+        return json.dumps(given).encode()
+
+
+def operations() -> Iterator[Operation]:
+    for path, item in PATHS.items():
+        for method in METHODS:
+            if method not in item:
+                continue
+            security: list[dict[str, list[str]]] = item[method]["security"]
+            asked = security[0] if security else None
+            scope = None if asked is None else (asked.get("bearer") or [""])[0]
+            yield Operation(method.upper(), path, scope, asked is not None and "wake" in asked)
+
+
+OPERATIONS = list(operations())
+GUARDED = [one for one in OPERATIONS if one.scope is not None and not one.by_wake]
+
+
+class Place(NamedTuple):
+    port: int
+    tokens: dict[str, str]  # what is sent with a request, by who sends it
+    lacking: dict[str, str]  # API keys that are good, but not for this scope
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    env = {
+        "TAILRACE_AUTH_JWT_SECRET": SECRET,
+        "TAILRACE_AUTH_PUBLIC_STREAMS": "public/",
+        "TAILRACE_OTLP_TRACES_STREAM": "spans",
+    }
+    server = ServerProcess(tmp_path_factory.mktemp("walk") / "data", env=env).start()
+    manager = Wire(server.port, bearer=create_token(SECRET, sub="m", scopes=["manage"]))
+    assert manager.put(STREAM, JSON).status == 201
+    assert manager.put("public/news", JSON, "[1]").status == 201
+    assert manager.put("wakes", JSON).status == 201
+    config = {"type": "pull-wake", "streams": [STREAM], "wake_stream": "wakes"}
+    made = manager.put(f"/v1/stream/__ds/subscriptions/{SUBSCRIPTION}", JSON, json.dumps(config))
+    assert made.status == 201
+
+    def key(*scopes: str) -> str:
+        answer = manager.post("/v1/server/_keys", JSON, json.dumps({"sub": "small", "scopes": scopes}))
+        assert answer.status == 201, answer.body
+        return answer.json["key"]
+
+    everything = ["read", "write", "manage", "system"]
+    revoked = create_token(SECRET, sub="r", scopes=everything)
+    gone_key = key("manage")
+    jti = json.loads(_payload(revoked))["jti"]
+    assert manager.post("/v1/server/_revocations", JSON, json.dumps({"jti": jti})).status == 200
+    assert manager.delete(f"/v1/server/_keys/{gone_key.split('_')[1]}").status == 204
+    tokens = {
+        "wrong": create_token(OTHER_SECRET, sub="x", scopes=everything),
+        "expired": create_token(SECRET, sub="x", scopes=everything, clock=FakeClock()),
+        "revoked": revoked,
+        "revoked key": gone_key,
+        "made-up key": "trk_0123456789abcdef_" + "x" * 43,
+        "made-up grant": "trg_" + "x" * 43,
+        "no JWT": "nonsense",
+        "elsewhere": create_token(
+            SECRET, sub="e", scopes=everything, streams=["elsewhere/"], dbs=["elsewhere"]
+        ),
+    }
+    lacking = {"read": key("write"), "write": key("read"), "manage": key("read", "write")}
+    manager.close()
+    yield Place(server.port, tokens, lacking)
+    server.stop()
+
+
+def _payload(token: str) -> bytes:
+    import base64
+
+    middle = token.split(".")[1]
+    return base64.urlsafe_b64decode(middle + "=" * (-len(middle) % 4))
+
+
+@pytest.fixture
+def wire(place: Place) -> Iterator[Wire]:
+    opened = Wire(place.port)
+    yield opened
+    opened.close()
+
+
+def ask(wire: Wire, operation: Operation, token: str | None) -> Answer:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    if operation.body is not None:
+        headers["Content-Type"] = JSON
+    # The wire looks at the shape of every error: one object, one code of the table, the code's status.
+    answer = wire.call(operation.method, operation.target, headers, operation.body)
+    if token is not None:
+        assert token.encode() not in answer.body, "a refusal quotes no token"
+    return answer
+
+
+def check_unauthorized(operation: Operation, answer: Answer) -> None:
+    assert answer.status == 401, (str(operation), answer.body)
+    assert answer["WWW-Authenticate"].startswith('Bearer realm="tailrace"'), str(operation)
+    if operation.method != "HEAD":
+        assert answer.code == "unauthorized", str(operation)
+
+
+def test_there_is_something_to_walk() -> None:
+    assert len(OPERATIONS) > 70
+    scopes = [one.scope for one in GUARDED]
+    assert {"read", "write", "manage", ""} == set(scopes)
+
+
+def test_nobody_gets_in_without_a_token(place: Place, wire: Wire) -> None:
+    for operation in GUARDED:
+        check_unauthorized(operation, ask(wire, operation, None))
+
+
+@pytest.mark.parametrize(
+    "kind", ["wrong", "expired", "revoked", "revoked key", "made-up key", "made-up grant", "no JWT"]
+)
+def test_a_token_that_is_not_good_is_refused_everywhere(place: Place, wire: Wire, kind: str) -> None:
+    for operation in GUARDED:
+        answer = ask(wire, operation, place.tokens[kind])
+        check_unauthorized(operation, answer)
+        assert 'error="invalid_token"' in answer["WWW-Authenticate"]
+
+
+def test_a_token_for_other_streams_and_databases(place: Place, wire: Wire) -> None:
+    """403, whether or not the thing exists; what names neither is in the table above."""
+    seen: set[str] = set()
+    for operation in GUARDED:
+        label = str(operation).replace("HEAD", "GET")
+        named = "{name}" in operation.path or "{db}" in operation.path or "__ds" in operation.path
+        expected = {403} if named else BEYOND_PREFIXES[label]
+        seen |= set() if named else {label}
+        answer = ask(wire, operation, place.tokens["elsewhere"])
+        assert answer.status in expected, (str(operation), answer.status, answer.body)
+        if operation.path == "/v1/streams" and operation.method == "GET":
+            assert answer.json == []
+    assert seen == set(BEYOND_PREFIXES), "a row for what is not there"
+
+
+def test_an_api_key_of_too_small_a_scope(place: Place, wire: Wire) -> None:
+    for operation in GUARDED:
+        if not operation.scope:
+            continue
+        answer = ask(wire, operation, place.lacking[operation.scope])
+        assert answer.status == 403, (str(operation), answer.body)
+        challenge = answer["WWW-Authenticate"]
+        assert f'error="insufficient_scope", scope="{operation.scope}"' in challenge, str(operation)
+        if operation.method != "HEAD":
+            assert answer.code == "forbidden"
+
+
+def test_what_is_for_everybody_minds_no_token(place: Place, wire: Wire) -> None:
+    """Health above all: whoever looks whether a server lives has no token, or an old one."""
+    for operation in OPERATIONS:
+        if operation.scope is not None:
+            continue
+        for token in (None, place.tokens["wrong"], place.tokens["expired"]):
+            answer = ask(wire, operation, token)
+            assert answer.status not in (401, 403), (str(operation), answer.body)
+    for path in ("/healthz", "/health", "/readyz", "/hub/health"):
+        assert wire.get(path, {"Authorization": "Basic x"}).status == 200
+    for path in PATHS:
+        assert wire.call("OPTIONS", Operation("OPTIONS", path, None, False).target).status == 204
+
+
+def test_a_wake_is_answered_with_its_own_token_only(place: Place, wire: Wire) -> None:
+    found = [one for one in OPERATIONS if one.by_wake]
+    assert len(found) == 3
+    for operation in found:
+        for token in (None, *place.tokens.values(), *place.lacking.values()):
+            answer = ask(wire, operation, token)
+            assert answer.status == 401, (str(operation), answer.body)
+            assert answer.code in ("TOKEN_INVALID", "TOKEN_EXPIRED", "unauthorized")
+
+
+def test_a_public_stream_is_read_by_everybody_and_nothing_else_is(place: Place, wire: Wire) -> None:
+    for operation in GUARDED:
+        of_stream = "{name}" in operation.path and "__ds" not in operation.path
+        target = operation.target.replace(STREAM, "public/news") if of_stream else operation.target
+        headers = {} if operation.body is None else {"Content-Type": JSON}
+        answer = wire.call(operation.method, target, headers, operation.body)
+        if of_stream and operation.scope == "read" and "/touch/" not in operation.path:
+            assert answer.status not in (401, 403), (str(operation), answer.body)
+        else:
+            check_unauthorized(operation, answer)
+    assert wire.get("public/news").json == [1]
+    assert wire.get("publicity").status == 401, "a prefix is a prefix of the name"
+    wrong = {"Authorization": f"Bearer {place.tokens['wrong']}"}
+    assert wire.get("public/news", wrong).status == 401, "a token that is given has to be good"
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE"])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_system_streams_are_written_by_nobody(place: Place, http: Wire, method: str, guarded: bool) -> None:
+    """With and without authentication, whatever the token says; `hub/` streams are the hub's."""
+    manager = create_token(SECRET, sub="m", scopes=["read", "write", "manage"])
+    guarded_wire = Wire(place.port, bearer=manager)
+    wire = guarded_wire if guarded else http
+    for name in ("__registry__", "__deliveries__/g", "__subs__/g", "__changes__/default/c/0", "hub/topic/x"):
+        answer = wire.call(method, name, {"Content-Type": JSON}, b"[1]")
+        assert answer.status in (400, 405), (name, answer.status)
+        assert answer.code in ("read_only_stream", "reserved_name"), name
+    guarded_wire.close()

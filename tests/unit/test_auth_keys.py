@@ -1,0 +1,332 @@
+"""API keys, the file they are kept in, and tokens that are good no more."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.auth import (
+    Grants,
+    Identity,
+    IdentityBook,
+    IdentityFile,
+    TokenVerifier,
+    api_keys,
+    create_token,
+    identity_file,
+    make_key,
+    revocations,
+)
+from tailrace.clock import FakeClock
+from tailrace.errors import TailraceError
+from tailrace.settings import Settings
+
+SECRET = "a shared secret that is long enough to be used"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "identity.json"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def book_at(path: Path, clock: FakeClock) -> IdentityBook:
+    return IdentityBook(IdentityFile(path), clock)
+
+
+def verifier(path: Path, clock: FakeClock, **settings: Any) -> TokenVerifier:
+    given = {"auth_jwt_secret": SECRET, "data_dir": path.parent, **settings}
+    return TokenVerifier(Settings(**given), clock)
+
+
+def header(token: str) -> bytes:
+    return b"Bearer " + token.encode()
+
+
+def reason(check: TokenVerifier, token: str) -> str:
+    with pytest.raises(TailraceError) as caught:
+        check.verify(header(token))
+    assert caught.value.code == "unauthorized"
+    return caught.value.message
+
+
+def test_a_key_is_an_identity_and_its_secret_is_nowhere(path: Path, clock: FakeClock) -> None:
+    key, text = make_key(
+        sub="ci", scopes=["write", "read"], streams=["builds/"], dbs=["app"], actor_id="@(ci/1)", clock=clock
+    )
+    book_at(path, clock).add_key(key)
+    secret = text.split("_", 2)[2]
+    assert secret not in path.read_text()
+    assert text not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = verifier(path, clock).verify(header(text))
+    assert (found.sub, found.scopes) == ("ci", {"read", "write"})
+    assert (found.streams, found.dbs, found.actor_id) == (("builds/",), ("app",), "ci/1")
+    assert json.loads(found.claims)["jti"] == found.token_id == f"trk_{key.id}"
+    assert "hash" not in key.shown()
+
+
+def test_a_key_that_is_not_quite_the_key(path: Path, clock: FakeClock) -> None:
+    key, text = make_key(sub="ci", scopes=["read"], clock=clock)
+    book_at(path, clock).add_key(key)
+    check = verifier(path, clock)
+    for wrong in (
+        text[:-1],
+        text + "x",
+        text[:-1] + ("a" if text[-1] != "a" else "b"),
+        f"trk_{key.id}",
+        f"trk_{key.id}_",
+        f"trk_{key.id}_{key.hash}",
+        "trk_",
+        "trk__",
+        text.replace(key.id, "0" * 16),
+    ):
+        assert reason(check, wrong) == "there is no such API key"
+    assert check.verify(header(text)).sub == "ci"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scopes": []},
+        {"scopes": ["system"]},
+        {"scopes": ["admin"]},
+        {"sub": ""},
+        {"sub": "x" * 2000},
+        {"streams": [""]},
+        {"streams": ["a/"] * 101},
+        {"lifetime_s": 0},
+        {"lifetime_s": 10**13},
+    ],
+)
+def test_keys_that_nobody_can_have(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TailraceError) as caught:
+        make_key(**{"sub": "ci", "scopes": ["read"], **wrong})
+    assert caught.value.code == "invalid_request"
+
+
+def test_keys_expire_and_make_room(path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.auth.book.KEYS_MAX", 1)
+    book = book_at(path, clock)
+    key, text = make_key(sub="ci", scopes=["read"], lifetime_s=60, clock=clock)
+    book.add_key(key)
+    check = verifier(path, clock)
+    assert check.verify(header(text))
+    other, _ = make_key(sub="other", scopes=["read"], clock=clock)
+    with pytest.raises(TailraceError) as caught:
+        book.add_key(other)
+    assert caught.value.code == "insufficient_storage"
+    clock.advance(100)
+    assert reason(check, text) == "the token has expired"
+    assert reason(check, text) == "the API key has expired"
+    book.add_key(other)
+    assert [one.sub for one in book.listed().keys] == ["other"]
+
+
+def test_a_revoked_key_is_refused_as_soon_as_the_file_is_read(path: Path, clock: FakeClock) -> None:
+    book = book_at(path, clock)
+    key, text = make_key(sub="ci", scopes=["read"], clock=clock)
+    book.add_key(key)
+    check = verifier(path, clock)
+    identity = check.verify(header(text))
+    assert not check.changed()
+    book.remove_key(key.id)
+    assert check.changed()
+    assert not check.stands(identity)
+    assert reason(check, text) == "there is no such API key"
+    assert not check.changed()
+    with pytest.raises(TailraceError) as caught:
+        book.remove_key(key.id)
+    assert caught.value.code == "not_found"
+
+
+def test_a_key_that_is_changed_by_hand_is_another(path: Path, clock: FakeClock) -> None:
+    key, text = make_key(sub="ci", scopes=["read", "write"], clock=clock)
+    book_at(path, clock).add_key(key)
+    check = verifier(path, clock)
+    identity = check.verify(header(text))
+    register = json.loads(path.read_text())
+    register["keys"][0]["scopes"] = ["read"]
+    path.write_text(json.dumps(register))
+    assert check.changed()
+    assert not check.stands(identity), "what was opened with more ends"
+    assert check.verify(header(text)).scopes == {"read"}
+
+
+def test_tokens_are_revoked_by_id_and_by_subject(path: Path, clock: FakeClock) -> None:
+    check, book = verifier(path, clock), book_at(path, clock)
+    one, two, other = (
+        create_token(SECRET, sub=sub, scopes=["read"], clock=clock) for sub in ("ada", "ada", "bob")
+    )
+    identities = [check.verify(header(token)) for token in (one, two, other)]
+    assert len({identity.token_id for identity in identities}) == 3
+    book.revoke_token(identities[0].token_id, int(identities[0].expires_at or 0))
+    assert check.changed()
+    assert [check.stands(identity) for identity in identities] == [False, True, True]
+    assert reason(check, one) == "the token was revoked"
+    assert check.verify(header(two))
+    book.revoke_subject("ada")
+    assert check.changed()
+    assert [check.stands(identity) for identity in identities] == [False, False, True]
+    clock.advance(1)
+    again = create_token(SECRET, sub="ada", scopes=["read"], clock=clock)
+    assert check.verify(header(again)).sub == "ada", "what was issued later is good"
+
+
+def test_what_does_not_say_when_it_was_issued_is_revoked_with_its_subject() -> None:
+    found = revocations.Revocations(subjects=[revocations.RevokedSubject("ada", 1000)])
+    assert found.concern(Identity("ada", frozenset()))
+    assert found.concern(Identity("ada", frozenset(), issued_at=1000))
+    assert not found.concern(Identity("ada", frozenset(), issued_at=1001))
+    assert not found.concern(Identity("", frozenset()))
+
+
+def test_what_a_token_was_exchanged_for_is_revoked_with_it() -> None:
+    found = revocations.Revocations([revocations.RevokedToken("first", 1000)])
+    assert found.concern(Identity("ada", frozenset(), token_id="second", origin_id="first"))
+    assert not found.concern(Identity("ada", frozenset(), token_id="second", origin_id="other"))
+
+
+def test_revocations_are_forgotten_when_their_tokens_have_expired() -> None:
+    known = revocations.with_token((), "a", 1000, 1010)
+    assert known[0].until is not None
+    assert known[0].until >= 1000 + revocations.EXCHANGED_S_MAX, "the hub may have made a newer one of it"
+    known = revocations.with_token(known, "b", 1000, None)
+    later = revocations.with_token(known, "c", 10**6, None)
+    assert [one.jti for one in later] == ["b", "c"]
+    assert [one.at for one in revocations.with_token(later, "b", 10**6 + 1, None)] == [10**6, 10**6 + 1]
+
+
+def test_revocations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revocations, "REVOKED_MAX", 2)
+    known = revocations.with_token(revocations.with_token((), "a", 1, None), "b", 1, None)
+    with pytest.raises(TailraceError) as caught:
+        revocations.with_token(known, "c", 1, None)
+    assert caught.value.code == "insufficient_storage"
+    assert len(revocations.with_token(known, "b", 2, None)) == 2
+    subjects = revocations.with_subject(revocations.with_subject((), "a", 1), "b", 1)
+    with pytest.raises(TailraceError):
+        revocations.with_subject(subjects, "c", 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"version":2}',
+        '{"keys":[{}]}',
+        '{"more":1}',
+        '{"keys":[{"id":"x","hash":"y","sub":"a","scopes":[],"createdAt":1}]}',
+        '{"tokens":[{"jti":"","at":1}]}',
+    ],
+)
+def test_a_file_that_cannot_be_used(path: Path, clock: FakeClock, content: str) -> None:
+    """At start it stops the server; later what was known stays in force, above all what was revoked."""
+    book = book_at(path, clock)
+    book.revoke_subject("ada")
+    check = verifier(path, clock)
+    token = create_token(SECRET, sub="ada", scopes=["read"], clock=clock)
+    assert reason(check, token) == "the token was revoked"
+    path.write_text(content)
+    assert not check.changed()
+    assert reason(check, token) == "the token was revoked"
+    with pytest.raises(TailraceError, match="identities"):
+        verifier(path, clock)
+    with pytest.raises(TailraceError, match="cannot be changed"):
+        book.revoke_subject("bob")
+    path.unlink()
+    assert not check.changed()
+    assert reason(check, token) == "the token was revoked"
+    book.revoke_subject("bob")
+    assert check.changed()
+    assert check.verify(header(token)).sub == "ada", "a new file counts as it is"
+
+
+def test_a_file_that_is_too_large(path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity_file, "FILE_BYTES_MAX", 100)
+    with pytest.raises(TailraceError, match="larger than 100 bytes"):
+        book_at(path, clock).revoke_subject("a" * 200)
+    assert not path.exists()
+    path.write_text(" " * 101)
+    with pytest.raises(TailraceError, match="larger than 100 bytes"):
+        verifier(path, clock)
+
+
+def test_a_file_that_is_named_has_to_be_there(path: Path, clock: FakeClock) -> None:
+    with pytest.raises(TailraceError, match="tailrace key create"):
+        verifier(path, clock, auth_jwt_secret="", auth_keys_file=str(path))
+    key, text = make_key(sub="admin", scopes=["manage"], clock=clock)
+    book_at(path, clock).add_key(key)
+    check = verifier(path, clock, auth_jwt_secret="", auth_keys_file=str(path))
+    assert check.enabled
+    assert check.verify(header(text)).scopes == {"manage"}
+
+
+def test_writers_wait_for_each_other(path: Path, clock: FakeClock) -> None:
+    def write(number: int) -> None:
+        book_at(path, clock).revoke_subject(f"s{number}")
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {one.sub for one in book_at(path, clock).listed().subjects} == {f"s{n}" for n in range(12)}
+
+
+def test_two_keys_of_one_id_are_a_mistake(path: Path, clock: FakeClock) -> None:
+    key, _ = make_key(sub="a", scopes=["read"], clock=clock)
+    book_at(path, clock).add_key(key)
+    register = json.loads(path.read_text())
+    register["keys"] *= 2
+    path.write_text(json.dumps(register))
+    with pytest.raises(TailraceError, match="same id"):
+        verifier(path, clock)
+
+
+# -- grants
+
+
+def test_a_grant_ends_with_its_time_and_with_its_giver(path: Path, clock: FakeClock) -> None:
+    check, book = verifier(path, clock), book_at(path, clock)
+    giver = check.verify(header(create_token(SECRET, sub="m", scopes=["manage"], lifetime_s=60, clock=clock)))
+    job = Identity(sub="job", scopes=frozenset({"system"}))
+    given = check.grants.give(job, 3600, giver)
+    own = check.grants.give(job, 3600)
+    identity = check.verify(header(given))
+    assert identity.expires_at == giver.expires_at, "no longer than what it was asked for with"
+    book.revoke_token(giver.token_id, None)
+    assert check.changed()
+    assert not check.stands(identity)
+    assert "taken back" in reason(check, given)
+    assert check.stands(check.verify(header(own)))
+    book.revoke_subject("job")
+    assert check.changed()
+    assert check.stands(check.verify(header(own))), "the server's own are not revoked by a name"
+    clock.advance(3700)
+    assert "expired" in reason(check, own)
+
+
+def test_grants_are_bounded(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.auth.grants.GRANTS_MAX", 2)
+    grants = Grants(clock)
+    job = Identity(sub="job", scopes=frozenset({"system"}))
+    tokens = [grants.give(job, 10).encode() for _ in range(3)]
+    assert [grants.find(token) is not None for token in tokens] == [False, True, True]
+    clock.advance(41)
+    assert grants.find(tokens[2]) is None
+
+
+def test_the_prefix_tells_a_key() -> None:
+    assert api_keys.is_key(b"trk_0")
+    assert not api_keys.is_key(b"eyJhbGciOiJIUzI1NiJ9.e30.x")

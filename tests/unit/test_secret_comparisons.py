@@ -1,0 +1,50 @@
+"""Secrets are compared in constant time: looked up in the sources, so that none is forgotten."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import tailrace
+
+SOURCES = Path(tailrace.__file__).parent
+# What a name ends with that may hold a secret, or what is made of one.
+TELLING = re.compile(r"(secret|mac|hmac|signature|password|token|credential|api_key)$", re.IGNORECASE)
+# Comparisons that tell nobody anything: file and comparison, and why.
+HARMLESS = {
+    "profiles/otel/cleaning.py": {"fate == SECRET": "a word for what becomes of an attribute"},
+    "hub/registering.py": {"token == found.renewal": "found by this very token in a table"},
+    "hub/registry.py": {"token == found.renewal": "found by this very token in a table"},
+}
+
+
+def compared_secrets(source: Path) -> list[str]:
+    """`==` and `!=` between two values, one of which has a telling name and none is a constant."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            continue
+        sides = [node.left, *node.comparators]
+        if any(isinstance(side, ast.Constant) for side in sides):
+            continue
+        names = [ast.unparse(side).split("(")[0] for side in sides]
+        if any(TELLING.search(name) for name in names):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_no_secret_is_compared_byte_by_byte() -> None:
+    unexpected: list[str] = []
+    for source in sorted(SOURCES.rglob("*.py")):
+        name = source.relative_to(SOURCES).as_posix()
+        harmless = HARMLESS.get(name, {})
+        unexpected += [f"{name}: {one}" for one in compared_secrets(source) if one not in harmless]
+    assert unexpected == []
+
+
+def test_whatever_makes_a_mac_compares_it_safely() -> None:
+    """A file that computes a MAC of its own and checks one says `compare_digest`."""
+    checking = {"subscriptions/tokens.py", "watch/tokens.py", "hub/signatures.py", "auth/api_keys.py"}
+    for name in checking:
+        assert "hmac.compare_digest(" in (SOURCES / name).read_text(encoding="utf-8"), name
