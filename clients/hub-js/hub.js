@@ -1,6 +1,7 @@
 // Everything an actor does at the hub.
 import { HubError } from "./errors.js"
 import { Session, settled, socketUrl } from "./session.js"
+import { Watching } from "./watching.js"
 
 const TIMEOUTS = { connect: 5000, register: 5000, heartbeat: 10_000, ask: 30_000 }
 const RECONNECT = { first: 1000, max: 30_000 }
@@ -8,6 +9,7 @@ const REGISTER_TRIES = 3
 const TTL_S = 300
 // A browser cannot make a socket wait. Whoever leaves so much untaken has stopped reading.
 const INBOX_MAX = 10_000
+const EARLY_MAX = 10_000
 
 /** An actor's place at the hub. `connect` it first, and `close` it in the end. */
 export class Hub {
@@ -18,6 +20,8 @@ export class Hub {
   #ended = null
   #held = new Map()
   #followed = new Map()
+  #watched = new Map()
+  #early = []
   #paused = new Set()
   #pausedAll = false
   #resumed = settled()
@@ -99,14 +103,32 @@ export class Hub {
   }
 
   /** All actors that match, sorted by address, page by page as needed. */
-  async *discover(pattern = "*", options = {}) {
+  discover(pattern = "*", options = {}) {
+    return this.#discover({ pattern, ...options })
+  }
+
+  async *#discover(query, urgent = false) {
     let cursor = null
     do {
-      const payload = { pattern, limit: 100, ...options, cursor }
-      const { payload: page } = await this.#session.ask({ type: "hub:discover", payload })
+      const payload = { limit: 100, ...query, cursor }
+      const { payload: page } = await this.#session.ask({ type: "hub:discover", payload }, { urgent })
       yield* page.actors
       cursor = page.hasMore ? page.cursor : null
     } while (cursor !== null)
+  }
+
+  /** Who is there, and from then on who comes, goes or changes. It goes on over lost sessions. */
+  async *watch(pattern = "*", { capability } = {}) {
+    const watching = new Watching({ pattern, capability })
+    await this.#watch(watching)
+    try {
+      for (let event = await watching.next(); event !== null; event = await watching.next()) yield event
+    } finally {
+      if (this.#watched.delete(watching.id)) {
+        const payload = { action: "unwatch", watchId: watching.id }
+        await this.#session.ask({ type: "hub:presence", payload }).catch(() => {})
+      }
+    }
   }
 
   // -- messages
@@ -201,7 +223,7 @@ export class Hub {
     return (await this.#session.ask({ type: "hub:mailbox_read", payload })).payload
   }
 
-  /** A kept message, and what was before it, was processed. */
+  /** A kept message was processed, and what was before it, but in a durable group: there it stands alone. */
   async commit(message) {
     const mailbox = message.metadata.mailbox
     if (!mailbox) return null
@@ -209,7 +231,54 @@ export class Hub {
     return (await this.#session.ask({ type: "hub:mailbox_commit", payload })).payload
   }
 
+  /** These kept messages were processed, and nothing is said of others: for members of durable groups. */
+  async commitEach(messages) {
+    const places = new Map()
+    for (const { to, metadata } of messages) {
+      if (!metadata.mailbox) continue
+      const { offset, ...place } = metadata.mailbox
+      const key = JSON.stringify([to, place])
+      if (!places.has(key)) places.set(key, { actorAddress: to, ...place, offsets: [] })
+      places.get(key).offsets.push(offset)
+    }
+    for (const payload of places.values()) await this.#session.ask({ type: "hub:mailbox_commit", payload })
+  }
+
   // -- inside
+
+  async #watch(watching, urgent = false) {
+    const payload = { action: "watch", ...watching.query }
+    const answer = await this.#session.ask({ type: "hub:presence", payload }, { urgent })
+    await this.#look(watching, answer.payload, urgent)
+  }
+
+  /** Everybody who was there at an offset; what came after it is told after it. */
+  async #look(watching, { watchId, actors, hasMore, offset }, urgent) {
+    let found = actors
+    if (hasMore) {
+      found = []
+      for await (const actor of this.#discover({ ...watching.query, asOf: offset }, urgent)) found.push(actor)
+    }
+    watching.look(found)
+    watching.id = watchId
+    this.#watched.set(watchId, watching)
+    const early = this.#early
+    this.#early = []
+    for (const payload of early) this.#present(payload)
+  }
+
+  #present(payload) {
+    const watching = this.#watched.get(payload.watchId)
+    if (!watching) {
+      if (this.#early.length < EARLY_MAX) this.#early.push(payload)
+    } else if (payload.actors) {
+      // We fell behind, and are told from the start.
+      this.#watched.delete(watching.id)
+      this.#look(watching, payload).catch((error) => watching.end(error))
+    } else {
+      watching.take(payload)
+    }
+  }
 
   #reply(message, payload) {
     return this.#session.tell({ type: "hub:reply", payload, correlationId: message.id, from: message.to })
@@ -269,6 +338,9 @@ export class Hub {
         () => this.#followed.delete(known),
       )
     }
+    const watched = [...this.#watched.values()]
+    this.#watched.clear()
+    for (const watching of watched) await this.#watch(watching, true)
   }
 
   async #again(work, giveUp) {
@@ -297,6 +369,8 @@ export class Hub {
       else this.#pausedAll = true
     } else if (type === "hub:resume") {
       this.#resume(payload?.targets)
+    } else if (type === "hub:presence") {
+      this.#present(payload)
     } else if (type === "hub:unregistered") {
       this.#letGo(payload.actorAddress)
     } else if (type === "hub:token_expiring" && typeof this.#place.token === "function") {
@@ -321,6 +395,7 @@ export class Hub {
     this.#ended = error
     for (const held of this.#held.values()) clearTimeout(held.timer)
     this.#taker?.resolve(null)
+    for (const watching of this.#watched.values()) watching.end()
     this.#resume(undefined)
     this.#place.onEnd?.(error)
   }

@@ -116,6 +116,39 @@ test("a kept message is committed after it was processed", async (t) => {
   assert.equal((await kept.readMailbox()).messages.length, 0)
 })
 
+test("members of a durable group commit what they have done", async (t) => {
+  const topic = `jobs-${process.pid}`
+  const manual = { registering: { commit: "manual" } }
+  const [shop, one, two] = [await actor(t), await actor(t, manual), await actor(t, manual)]
+  for (const worker of [one, two]) await worker.subscribe(topic, { durable: true, group: "workers" })
+  for (let number = 0; number < 4; number += 1) await shop.publish(topic, "job", number)
+  const done = [await one.nextMessage(), await one.nextMessage()]
+  await one.commitEach(done)
+  const left = await two.nextMessage()
+  await two.close()
+  const again = await one.nextMessage()
+  assert.deepEqual([again.payload, again.metadata.redelivered], [left.payload, true])
+  await one.commit(again)
+})
+
+test("presence tells who is there and who comes and goes", async (t) => {
+  const room = `room-${process.pid}`
+  const [watcher, guest] = [await actor(t), await actor(t)]
+  await guest.register(`@(${room}/first)`)
+  const events = watcher.watch(`@(${room}/*)`)
+  const next = async () => {
+    const { event, actorAddress } = (await events.next()).value
+    return `${event} ${actorAddress}`
+  }
+  assert.equal(await next(), `joined @(${room}/first)`)
+  await guest.register(`@(${room}/second)`)
+  assert.equal(await next(), `joined @(${room}/second)`)
+  watcher.drop()
+  await guest.unregister(`@(${room}/first)`)
+  assert.equal(await next(), `left @(${room}/first)`)
+  await events.return()
+})
+
 test("a closed client says so", async (t) => {
   const one = await actor(t)
   const waiting = one.nextMessage()

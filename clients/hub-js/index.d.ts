@@ -83,6 +83,16 @@ export interface Actor {
   durable: boolean
 }
 
+/** Somebody joined, left, expired or was updated. Those who are there when a watch begins join it. */
+export interface Presence {
+  event: "joined" | "left" | "expired" | "updated"
+  actorAddress: string
+  capabilities: string[]
+  version: number
+  /** Milliseconds since 1970; null if it was seen by looking. */
+  at: number | null
+}
+
 export interface Ack {
   messageId: string
   status: "sent" | "delivered" | "queued" | "accepted" | "processed"
@@ -155,6 +165,8 @@ export class Hub {
     options?: { capabilities?: string[]; metadata?: Record<string, unknown>; limit?: number; asOf?: number | string },
   ): AsyncGenerator<Actor>
 
+  watch(pattern?: string, options?: { capability?: string }): AsyncGenerator<Presence>
+
   send(
     to: string,
     type: string,
@@ -207,4 +219,5 @@ export class Hub {
     options?: { offset?: string; since?: number | string; limit?: number; stream?: string },
   ): Promise<MailboxPage>
   commit(message: Message): Promise<{ committed: string; lag: number } | null>
+  commitEach(messages: Message[]): Promise<void>
 }

@@ -39,6 +39,25 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="How far a Stream-Timestamp may lie ahead of the server's clock.")
     ] = 300_000
 
+    # Identities.
+    identity_ops_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra={"unit": "count"},
+            description="Requests of one identity per second, twice as many at once; 0 sets no limit.",
+        ),
+    ] = 0
+    identity_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra={"unit": "bytes"},
+            description="Bytes that one identity may send in bodies per second, twice as many at once; 0 "
+            "sets no limit.",
+        ),
+    ] = 0
+
     # Answers.
     read_page_bytes: Annotated[
         Bytes, Meta(description="Payload of one read answer; one larger entry still fits.")
@@ -407,6 +426,14 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub_session_watches: Annotated[Count, Meta(description="Presence watches of one session.")] = 20
     hub_session_asks: Annotated[Count, Meta(description="Open asks of one session.")] = 1000
     hub_ask_ms: Annotated[Millis, Meta(description="Time for an ask that has no ttl.")] = 30_000
+    hub_token_age_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra={"unit": "ms"},
+            description="Age by its `iat` at which a token no longer opens a session; 0 sets no limit.",
+        ),
+    ] = DAY_MS
     hub_sends_per_s: Annotated[
         Count, Meta(description="Sends, replies and publications of one identity per second.")
     ] = 1000
@@ -415,6 +442,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub_registers_per_s: Annotated[
         Count, Meta(description="Registrations, renewals and subscriptions of one identity per second.")
     ] = 100
+    hub_recipients_per_s: Annotated[
+        Count, Meta(description="Recipients of the broadcasts of one identity per second.")
+    ] = 200_000
     hub_reads_per_s: Annotated[
         Count, Meta(description="Discoveries, lists and mailbox reads of one identity per second.")
     ] = 100
@@ -437,6 +467,76 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub_mailbox_ms: Annotated[
         Millis, Meta(description="Time a message waits in a mailbox before it becomes a dead letter.")
     ] = 7 * DAY_MS
+    hub_mailbox_kept_ms: Annotated[
+        Millis, Meta(description="Time a message stays readable in a mailbox after it was committed.")
+    ] = 7 * DAY_MS
+    hub_mailbox_unused_ms: Annotated[
+        Millis, Meta(description="Time after which a mailbox that is empty and not used is deleted.")
+    ] = 30 * DAY_MS
+    hub_topic_ms: Annotated[
+        Millis, Meta(description="Time the messages of durable topics, and broadcasts, are kept.")
+    ] = DAY_MS
+    hub_topic_bytes: Annotated[
+        Bytes, Meta(description="Bytes of a durable topic, or of the broadcasts, beyond which the oldest go.")
+    ] = 1024 * MIB
+    hub_cursor_ms: Annotated[
+        Millis,
+        Meta(
+            description="Time for which a durable subscriber that reads nothing holds back what it has not read."
+        ),
+    ] = 7 * DAY_MS
+    hub_sweep_ms: Annotated[
+        Millis, Meta(description="Pause between two looks at all mailboxes and topics for what can go.")
+    ] = 600_000
+
+    # The edge.
+    edge_connections: Annotated[Count, Meta(description="Open connections of an edge at once.")] = 50_000
+    edge_channels: Annotated[
+        Count, Meta(description="Streams that an edge follows at once; more are answered with 429.")
+    ] = 20_000
+    edge_ring_bytes: Annotated[
+        Bytes, Meta(description="Recent batches of one stream that an edge keeps for readers.")
+    ] = 4 * MIB
+    edge_ring_ms: Annotated[Millis, Meta(description="How long it keeps them.")] = 60_000
+    edge_rings_bytes: Annotated[Bytes, Meta(description="Recent batches of all streams together.")] = (
+        256 * MIB
+    )
+    edge_linger_ms: Annotated[
+        Millis, Meta(description="How long an edge follows a stream after its last reader has left.")
+    ] = 10_000
+    edge_hold_ms: Annotated[
+        Millis, Meta(description="How long an edge keeps live readers while their upstream is lost.")
+    ] = 30_000
+    edge_private_sockets: Annotated[
+        Count, Meta(description="Upstream sockets of single readers that do not fit into a shared one.")
+    ] = 256
+    edge_upstream_connections: Annotated[
+        Count, Meta(description="Connections of an edge to one upstream, for requests.")
+    ] = 64
+    edge_upstream_queue: Annotated[
+        Count, Meta(description="Requests that wait for one of them; more are answered with 429.")
+    ] = 1024
+    edge_answer_ms: Annotated[
+        Millis, Meta(description="Time an upstream has to begin its answer to an edge.")
+    ] = 30_000
+    edge_frame_bytes: Annotated[
+        Bytes, Meta(description="Largest message that an edge takes from an upstream.")
+    ] = 64 * MIB
+    edge_memory_cache_bytes: Annotated[
+        BytesOrNone, Meta(description="Slices that an edge keeps in memory.")
+    ] = 256 * MIB
+    edge_disk_cache_bytes: Annotated[Bytes, Meta(description="Slices that an edge keeps on disk.")] = (
+        4096 * MIB
+    )
+    edge_slice_bytes: Annotated[Bytes, Meta(description="Largest slice that an edge keeps.")] = 16 * MIB
+    edge_recent_ms: Annotated[
+        MillisOrNone,
+        Meta(description="How long an edge gives the answer to a read at the tail again; 0 never does."),
+    ] = 100
+    edge_confirm_ms: Annotated[
+        Millis,
+        Meta(description="How long an edge trusts that a stream still exists, unless it would be told."),
+    ] = 10_000
 
     # The object store.
     object_ms: Annotated[

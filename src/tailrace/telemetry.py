@@ -94,8 +94,15 @@ TABLE: Final[dict[str, Metric]] = {
         _counter("received_bytes", "Bytes received from clients."),
         _counter("sent_bytes", "Bytes sent to clients."),
         _gauge("connections", "Open connections."),
+        _counter("relayed_requests", "Requests passed on to the worker that owns what they are about."),
+        _counter("moved_connections", "Connections given to the worker that owns what they ask for."),
         _gauge("live_connections", "Live readers, by mode.", "mode"),
         _counter("live_demoted", "Live readers that were too slow and went back to catch-up reading."),
+        # Identities.
+        _gauge("api_keys", "API keys that there are."),
+        _gauge("revocations", "Tokens and subjects that are remembered as revoked."),
+        _counter("connections_revoked", "Connections ended because their token is good no more."),
+        _counter("identity_limited", "Requests refused because one identity asked too much."),
         # Appends.
         _counter("append_entries", "Entries made durable."),
         _counter("append_bytes", "Payload bytes made durable."),
@@ -111,6 +118,8 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("checkpoint_lag_bytes", "Journal bytes that the hot store does not have yet."),
         _counter("checkpoints", "Checkpoints written to the hot store."),
         _gauge("disk_free_bytes", "Free space on the disk of the data directory."),
+        # Traces.
+        _counter("trace_spans", "Spans of traces, by what became of them.", "outcome"),
         # Cold history.
         _gauge("hot_bytes", "Payload in the hot store."),
         _gauge("unsealed_bytes", "Payload that is not on the object store yet, wherever it is."),
@@ -185,6 +194,12 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
         _gauge("watch_watermark_level", "Share of what may be unsent to all of them together."),
         _counter("watch_demotions", "Subscriptions that were too slow and went back to the log."),
+        _counter(
+            "watch_delivered_batches", "Deliveries of jobs that were read, by what became of them.", "result"
+        ),
+        _counter(
+            "watch_delivered_skipped", "Changes that nobody had to read, since a job had examined them."
+        ),
         _counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
         _counter("watch_resume", "Resumes, by result and by where they read.", "result", "path"),
         _counter("watch_snapshots", "Snapshots begun."),
@@ -209,6 +224,13 @@ TABLE: Final[dict[str, Metric]] = {
         _gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes whose owners are online."),
         _gauge("hub_asks_open", "Asks that wait for an answer."),
         _counter("hub_ws_closes", "Connections of the hub that ended, by code.", "code"),
+        _histogram(
+            "hub_relay_seconds",
+            "From a message of a socket to everything that it brings about, one of 16.",
+            SECONDS,
+        ),
+        _histogram("hub_commit_wait_seconds", "From an entry of the hub to its being durable.", SECONDS),
+        _histogram("hub_broadcast_seconds", "From a broadcast to its last delivery.", SECONDS),
         _gauge("watch_replication_connections", "Connections of replicating clients."),
         _counter("watch_pull", "Pages that replicating clients have pulled."),
         _counter("watch_push_rows", "Documents that they have pushed, by what became of them.", "result"),
@@ -319,8 +341,14 @@ class Telemetry:
         self.received_bytes = Number()
         self.sent_bytes = Number()
         self.connections = Number()
+        self.relayed_requests = Number()
+        self.moved_connections = Number()
         self.live_connections = Numbers()
         self.live_demoted = Number()
+        self.api_keys = Number()
+        self.revocations = Number()
+        self.connections_revoked = Number()
+        self.identity_limited = Number()
         self.append_entries = Number()
         self.append_bytes = Number()
         self.append_queue_bytes = Number()
@@ -334,6 +362,7 @@ class Telemetry:
         self.checkpoint_lag_bytes = Number()
         self.checkpoints = Number()
         self.disk_free_bytes = Number()
+        self.trace_spans = Numbers()
         self.hot_bytes = Number()
         self.unsealed_bytes = Number()
         self.spooled_bytes = Number()
@@ -407,6 +436,8 @@ class Telemetry:
         self.watch_outbound_bytes = Number()
         self.watch_watermark_level = Number()
         self.watch_demotions = Number()
+        self.watch_delivered_batches = Numbers()
+        self.watch_delivered_skipped = Number()
         self.watch_resync_required = Numbers()
         self.watch_resume = Numbers()
         self.watch_snapshots = Number()
@@ -449,6 +480,9 @@ class Telemetry:
         self.hub_mailbox_lag = Number()
         self.hub_asks_open = Number()
         self.hub_ws_closes = Numbers()
+        self.hub_relay_seconds = Distribution(SECONDS)
+        self.hub_commit_wait_seconds = Distribution(SECONDS)
+        self.hub_broadcast_seconds = Distribution(SECONDS)
 
     def observe_sync(self, seconds: float, records: int) -> None:
         """One commit: how long it took and how many records shared it."""
@@ -456,25 +490,31 @@ class Telemetry:
         self.commit_records.observe(records)
 
     def render(self) -> bytes:
-        """The text of ``/metrics``, with the process's own numbers (memory, CPU, open files)."""
-        # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
-        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+        """The text of ``/metrics``."""
+        return render(self, TABLE)
 
-        registry = CollectorRegistry()
-        registry.register(_Collector(self))
-        ProcessCollector("", lambda: "self", "/proc", registry)
-        return generate_latest(registry)
+
+def render(held: object, table: dict[str, Metric]) -> bytes:
+    """The numbers of a table in Prometheus' text, with the process's own (memory, CPU, open files)."""
+    # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
+    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(held, table))
+    ProcessCollector("", lambda: "self", "/proc", registry)
+    return generate_latest(registry)
 
 
 class _Collector:
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
+    def __init__(self, held: object, table: dict[str, Metric]) -> None:
+        self._held = held
+        self._table = table
 
     def collect(self) -> Iterable[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        for metric in TABLE.values():
-            held = getattr(self._telemetry, metric.name)
+        for metric in self._table.values():
+            held = getattr(self._held, metric.name)
             name = f"tailrace_{metric.name}"
             if isinstance(held, Distribution):
                 family = HistogramMetricFamily(name, metric.help)

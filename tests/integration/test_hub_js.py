@@ -24,4 +24,4 @@ def test_the_javascript_client(server: ServerProcess) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pass 8" in done.stdout, done.stdout
+    assert "pass 10" in done.stdout, done.stdout

@@ -16,6 +16,8 @@ from tailrace.hub.effects import (
     Effect,
     Found,
     Listen,
+    Named,
+    Names,
     Read,
     Remove,
     Send,
@@ -41,13 +43,38 @@ class MemoryStreams:
     def __init__(self) -> None:
         self.entries: dict[str, list[tuple[int, bytes]]] = {}
         self.producers: dict[tuple[str, str], tuple[int, int]] = {}
+        self.created_ms: dict[str, int] = {}
+        self.trimmed: dict[str, int] = {}  # entries up to these are gone
 
     def tail(self, stream: str) -> int | None:
         found = self.entries.get(stream)
         return None if found is None else len(found)
 
     def earliest(self, stream: str) -> int:
-        return 0
+        return self.trimmed.get(stream, 0)
+
+    def make(self, stream: str, now_ms: int) -> list[tuple[int, bytes]]:
+        self.created_ms.setdefault(stream, now_ms)
+        return self.entries.setdefault(stream, [])
+
+    def remove(self, stream: str) -> None:
+        self.entries.pop(stream, None)
+        self.created_ms.pop(stream, None)
+        self.trimmed.pop(stream, None)
+
+    def names(self, prefix: str, after: str, limit: int) -> list[Named]:
+        found = sorted(name for name in self.entries if name.startswith(prefix) and name > after)[:limit]
+        return [
+            Named(
+                name,
+                self.earliest(name),
+                len(self.entries[name]),
+                self.size_bytes(name),
+                self.created_ms[name],
+                self.entries[name][-1][0] // 1_000_000 if self.entries[name] else 0,
+            )
+            for name in found
+        ]
 
     def size_bytes(self, stream: str) -> int:
         return sum(len(body) for _, body in self.entries.get(stream, ()))
@@ -73,7 +100,7 @@ class MemoryStreams:
             if seq != (0 if known is None or epoch > known[0] else known[1] + 1):
                 return Settled(error=TailraceError("producer_gap", "a gap", expected_seq=0))
             self.producers[(effect.stream, name)] = (epoch, seq)
-        entries = self.entries.setdefault(effect.stream, [])
+        entries = self.make(effect.stream, now_ms)
         place = 0
         for length in effect.lengths or [len(effect.body)]:
             entries.append((now_ms * 1_000_000, effect.body[place : place + length]))
@@ -104,7 +131,9 @@ class World:
 
     def _fresh(self) -> Hub:
         secret = lambda: f"secret-{next(self._secrets)}"  # noqa: E731
-        return Hub(self.limits, self.streams, self._policy, self._options, secret)
+        hub = Hub(self.limits, self.streams, self._policy, self._options, secret)
+        hub.mailboxes.cursors.now_ms = self.now
+        return hub
 
     # -- carrying out ----------------------------------------------------------------------------------
 
@@ -136,9 +165,12 @@ class World:
             effect.then(self.now)
             self.run(decide.finish(self.hub, self.now))
         elif isinstance(effect, Create):
-            self.streams.entries.setdefault(effect.stream, [])
+            self.streams.make(effect.stream, self.now)
         elif isinstance(effect, Remove):
-            self.streams.entries.pop(effect.stream, None)
+            self.streams.remove(effect.stream)
+        elif isinstance(effect, Names):
+            effect.then(self.streams.names(effect.prefix, effect.after, effect.names_max), self.now)
+            self.run(decide.finish(self.hub, self.now))
         else:
             assert isinstance(effect, Listen)
 
@@ -163,6 +195,10 @@ class World:
         after = effect.after
         if effect.since_ns is not None:
             after = sum(1 for time_ns, _ in entries if time_ns < effect.since_ns)
+        if after < self.streams.earliest(effect.stream):
+            effect.then(Found(error=TailraceError("offset_gone", "trimmed")), self.now)
+            self.run(decide.finish(self.hub, self.now))
+            return
         page = entries[after : after + effect.entries_max]
         numbered = tuple((after + 1 + place, time_ns, body) for place, (time_ns, body) in enumerate(page))
         effect.then(Found(numbered, after + len(page)), self.now)

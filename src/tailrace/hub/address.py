@@ -14,6 +14,8 @@ SEGMENTS_MAX: Final = 8
 PATTERN_BYTES_MAX: Final = 256
 STARS_MAX: Final = 8
 TOPIC_BYTES_MAX: Final = 256
+MAILBOXES: Final = "hub/mbox/"
+TOPICS: Final = "hub/topic/"
 # Addresses that were seen lately are not looked at again. A full cache holds about 3 MiB.
 _KNOWN_MAX: Final = 8192
 
@@ -62,11 +64,11 @@ def format_address(path: str) -> str:
 
 def mailbox_stream(path: str) -> str:
     """Where the messages of a durable actor are kept."""
-    return f"hub/mbox/{path}"
+    return f"{MAILBOXES}{path}"
 
 
 def topic_stream(topic: str) -> str:
-    return f"hub/topic/{topic}"
+    return f"{TOPICS}{topic}"
 
 
 def owns(owner: str, path: str) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LEVELS: Final = ("delivered", "accepted", "processed")
 PARTIAL_MAX: Final = 1000
 CLOSED_MAX: Final = 10_000
+ORPHANS_MAX: Final = 10_000
 TTL_MS_MAX: Final = 300_000
 
 
@@ -64,6 +65,7 @@ class Asks:
         self._numbers = count()
         # Copies whose asks are over: a late reply is told from a forged one, and kept as a dead letter.
         self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
+        self._orphans: OrderedDict[str, None] = OrderedDict()  # copies of asks that nobody waits for just now
 
     def __len__(self) -> int:
         return len(self._by_copy)
@@ -85,6 +87,44 @@ class Asks:
             ask.recipient_session.owner_of.add(ask.copy_id)
         heapq.heappush(self._deadlines, (ask.deadline_ms, next(self._numbers), ask))
 
+    def rebuild(
+        self, copy: Copy, recipient: str, stream: str, entry: int, offset: str, now_ms: int
+    ) -> Ask | None:
+        """An ask that this process does not know of: it was stored before a restart."""
+        metadata = copies.metadata_of(copy)
+        original, by = metadata.get("originalMessageId"), metadata.get("replyBy")
+        if copy.pattern != "ask" or original is None or by is None or int(bytes(by)) <= now_ms:
+            return None
+        ask = Ask(
+            msgspec.json.decode(original, type=str),
+            None,
+            copy.sender[2:-1],
+            recipient,
+            int(bytes(by)),
+            [],
+            True,
+            b"{}",
+            copy_id=copy.id,
+            reached="accepted",
+            stream=stream,
+            entry=entry,
+            offset=offset,
+        )
+        self.begin(ask)
+        self._stored.setdefault(stream, {})[entry] = ask
+        self._orphaned(ask)
+        return ask
+
+    def adopt(self, request_id: str, sender: str, session: Session) -> bool:
+        """Whether somebody who asks again takes up an ask of its own that nobody waited for."""
+        for ask in self._by_request.get(request_id, {}).values():
+            if ask.asker is None and ask.asker_path == sender:
+                ask.asker = session
+                session.asked[ask.copy_id] = None
+                self._orphans.pop(ask.copy_id, None)
+                return True
+        return False
+
     def sent_to(self, ask: Ask, session: Session) -> None:
         ask.recipient_session = session
         session.owner_of.add(ask.copy_id)
@@ -94,6 +134,7 @@ class Asks:
             return
         ask.done = True
         self._by_copy.pop(ask.copy_id, None)
+        self._orphans.pop(ask.copy_id, None)
         same = self._by_request.get(ask.request_id)
         if same is not None:
             same.pop(ask.copy_id, None)
@@ -326,6 +367,14 @@ class Asks:
             if not ask.done:
                 self.failed(ask, _timeout(ask, None), now_ms)
 
+    def _orphaned(self, ask: Ask) -> None:
+        """Whoever asked is away: it may ask again under the same id, or find the reply in its mailbox."""
+        self._orphans[ask.copy_id] = None
+        if len(self._orphans) > ORPHANS_MAX:
+            oldest = self._by_copy.get(self._orphans.popitem(last=False)[0])
+            if oldest is not None:
+                self._end(oldest)  # what is in the log says enough to begin it again when it is handed over
+
     def session_ended(self, session: Session, now_ms: int) -> None:
         """Nobody waits for its asks any more; what it was asked and is kept nowhere gets no answer."""
         for copy_id in tuple(session.owner_of):
@@ -341,6 +390,7 @@ class Asks:
             ask = self._by_copy.get(copy_id)
             if ask is not None and ask.expects_reply and ask.stream is not None:
                 ask.asker, ask.levels = None, []  # the reply goes to the mailbox of whoever asked
+                self._orphaned(ask)
             elif ask is not None:
                 self._end(ask)
         session.asked.clear()

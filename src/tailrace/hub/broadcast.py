@@ -11,6 +11,7 @@ from tailrace.hub import copies
 from tailrace.hub.address import Pattern
 from tailrace.hub.boxes import BROADCAST, BROADCASTS
 from tailrace.hub.copies import Copy
+from tailrace.hub.cursors import Cursor
 from tailrace.hub.delivery import repeated, typed_data
 from tailrace.hub.effects import Append, Settled, Turn
 from tailrace.hub.errors import HubError, hub_error
@@ -132,6 +133,8 @@ class Broadcast:
             "total": len(self._recipients),
             "offset": self.offset,
         }
+        if self._hub.options.on_broadcast is not None:
+            self._hub.options.on_broadcast((now_ms - self._copy.timestamp) / 1000)
         frame = self._hub.reply(self._session, self._request, "hub:broadcast_ack", payload, now_ms)
         for waiter in self._seen[0].answer(self._seen[1], frame):
             if waiter is not self._session and isinstance(waiter, Session):
@@ -165,6 +168,7 @@ class Broadcast:
         """It is in the log: whoever is at the end of it gets it now, others when they come to it."""
         box = self._hub.mailboxes.boxes.get(found.path)
         if box is None or box.session is None:
+            self._hold_for(found.path)
             self.queued += 1
             return
         feed = self._hub.mailboxes.feed(box, BROADCASTS, BROADCAST, begin=self.entry - 1)
@@ -174,6 +178,13 @@ class Broadcast:
             self.delivered += 1
         else:
             self.queued += 1
+
+    def _hold_for(self, path: str) -> None:
+        """Somebody away begins here if it never read a broadcast: it is not to go before."""
+        cursors = self._hub.mailboxes.cursors
+        if cursors.of(path, BROADCASTS) is None:
+            cursors.put(path, BROADCASTS, Cursor(self.entry - 1, self.entry - 1))
+            cursors.moved(path, BROADCASTS)
 
     def _progress(self, now_ms: int) -> None:
         if "broadcast-progress" not in self._session.features:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -14,7 +15,7 @@ from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
-from tailrace.hub.policy import actor_of
+from tailrace.hub.policy import actor_of, claims_of
 from tailrace.hub.session import CONNECTED, CONNECTING, DISCONNECTED, DISCONNECTING, FEATURES, Session
 from tailrace.hub.signing import check_signature
 
@@ -35,6 +36,7 @@ OFFERED: Final = (
     "as-of",
 )
 GRACE_MS: Final = 60_000
+LEEWAY_MS: Final = 30_000
 REFRESH_MS: Final = 60_000
 NONCES_MAX: Final = 16
 WORDS_MAX: Final = 256
@@ -46,7 +48,7 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     """The first message. After a refusal the error is flushed and the socket closed."""
     try:
         _check_version(request)
-        identity = _authenticated(hub, session, request)
+        identity = _authenticated(hub, session, request, now_ms)
         path = _identity_path(hub, session, request, identity)
         words = request.metadata.texts("capabilities")
         if words is None:
@@ -99,7 +101,7 @@ def _check_version(request: Request) -> None:
         raise HubError("version_mismatch", f"this hub speaks version {VERSION}", details)
 
 
-def _authenticated(hub: Hub, session: Session, request: Request) -> Identity:
+def _authenticated(hub: Hub, session: Session, request: Request, now_ms: int) -> Identity:
     verify = hub.options.verify
     if verify is None:
         return ANONYMOUS
@@ -109,20 +111,26 @@ def _authenticated(hub: Hub, session: Session, request: Request) -> Identity:
     if not token:
         details = {"action": "connect", "reason": "no token"}
         raise HubError("unauthorized", "this hub needs a token", details)
-    return _verified(hub, token, "connect")
+    return _verified(hub, token, "connect", now_ms)
 
 
-def _verified(hub: Hub, token: str, action: str) -> Identity:
+def _verified(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
+    """The identity of a token that is good, and was issued not too long ago."""
     verify = hub.options.verify
     assert verify is not None
     bare = token[7:] if token[:7].lower() == "bearer " else token
     try:
-        return verify(bare.strip())
+        identity = verify(bare.strip())
     except TailraceError as error:
         if error.code != "unauthorized":
             raise HubError("unavailable", error.message) from None
         details = {"action": action, "reason": error.message}
         raise HubError("unauthorized", error.message, details) from None
+    issued_s, age_ms = claims_of(identity).iat, hub.limits.hub_token_age_ms
+    if issued_s is not None and age_ms and now_ms - issued_s * 1000 > age_ms + LEEWAY_MS:
+        reason = "the token was issued too long ago"
+        raise HubError("unauthorized", reason, {"action": action, "reason": reason})
+    return identity
 
 
 def _identity_path(hub: Hub, session: Session, request: Request, identity: Identity) -> str:
@@ -255,17 +263,17 @@ def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     if hub.dev:
         identity = session.identity
     elif given is not None:
-        identity = _refreshed(hub, given)
+        identity = _refreshed(hub, given, now_ms)
     else:
         current = request.payload.text("token")
         if current is None:
             raise field_error("authToken", "authToken is missing")
-        identity = _refreshed(hub, current)
+        identity = _refreshed(hub, current, now_ms)
         if hub.options.mint is None:
             raise HubError("invalid_token", "this hub makes no tokens")
         if identity.actor_id == session.path:
             minted = hub.options.mint(identity, REFRESH_SECONDS)
-            identity = _refreshed(hub, minted)
+            identity = _refreshed(hub, minted, now_ms)
     if not hub.dev and identity.actor_id != session.path:
         hub.audit(session, "refresh", "", "other identity", now_ms)
         details = {"action": "refresh", "reason": "the token is another identity's"}
@@ -281,9 +289,9 @@ def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     hub.mailboxes.on_room(session, now_ms)
 
 
-def _refreshed(hub: Hub, token: str) -> Identity:
+def _refreshed(hub: Hub, token: str, now_ms: int) -> Identity:
     try:
-        return _verified(hub, token, "refresh")
+        return _verified(hub, token, "refresh", now_ms)
     except HubError as error:
         if error.code != "unauthorized":
             raise
@@ -362,8 +370,32 @@ def tick(hub: Hub, session: Session, now_ms: int) -> None:
             payload = {"tokenExpiresAt": session.expires_ms, "remaining": max(0, remaining)}
             hub.notice(session, "hub:token_expiring", payload, now_ms)
     if in_grace(session, now_ms) and -remaining >= GRACE_MS:
-        say_goodbye(hub, session, "unauthorized", "the token has expired", now_ms)
-        hub.close(session, 1008, "the token has expired")
+        dismiss(hub, session, "the token has expired", now_ms)
+
+
+def dismiss(hub: Hub, session: Session, reason: str, now_ms: int) -> None:
+    """It may not go on, at once."""
+    hub.audit(session, "dismiss", "", reason, now_ms)
+    say_goodbye(hub, session, "unauthorized", reason, now_ms)
+    if session.detached:
+        end(hub, session, now_ms)
+    else:
+        hub.close(session, 1008, reason)
+
+
+def rules_changed(hub: Hub, now_ms: int) -> None:
+    """Whoever holds an address that it could not register any more is sent away."""
+    for session in tuple(hub.sessions.values()):
+        if not all(hub.policy.may_register(session.actor, path) for path in session.addresses):
+            dismiss(hub, session, "the rules have changed", now_ms)
+
+
+def recheck(hub: Hub, stands: Callable[[Identity], bool], now_ms: int) -> int:
+    """Sessions whose identity has lost its right end now, and cannot be resumed."""
+    lost = [one for one in hub.sessions.values() if not stands(one.identity)]
+    for session in lost:
+        dismiss(hub, session, "the token was revoked", now_ms)
+    return len(lost)
 
 
 def shut_down(hub: Hub, delays: dict[str, int], now_ms: int) -> None:

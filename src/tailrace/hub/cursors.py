@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from tailrace.hub.address import MAILBOXES
 from tailrace.hub.effects import Append, Settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from tailrace.hub.state import Hub
 
@@ -29,11 +30,24 @@ class Cursor(msgspec.Struct, eq=False):
     read_upto: int = 0  # by the actor itself; memory only
     # Entries up to here may have been handed over by a process that died before it could write that down.
     unsure_upto: int = 0
+    moved_ms: int = 0  # when it was last moved, to the second
+    passed: set[int] = set()  # beyond the committed position, done with one by one
+
+    def follow_passed(self) -> None:
+        """As far as there is no gap, what was passed one by one is committed."""
+        while self.committed + 1 in self.passed:
+            self.committed += 1
+        self.passed = {entry for entry in self.passed if entry > self.committed}
+        self.delivered = max(self.delivered, self.committed)
 
 
-class CursorRecord(msgspec.Struct):
+class CursorRecord(msgspec.Struct, rename="camel", omit_defaults=True):
+    """What the log keeps of one. `passed` are runs of entries, the first and the last of each."""
+
     committed: str
     delivered: str
+    moved_at: int = 0
+    passed: list[tuple[int, int]] = []
 
 
 class Cursors:
@@ -44,6 +58,8 @@ class Cursors:
         self._cursors: dict[str, dict[str, Cursor]] = {}  # by owner, then by stream
         self._dirty: dict[tuple[str, str], int] = {}
         self._moved = 0
+        self._holders: dict[str, set[str]] = {}  # owners, of streams that many read
+        self.now_ms = 0  # as of the last second
         # When each was last written, oldest first: what the log keeps is always younger.
         self._written: OrderedDict[tuple[str, str], int] = OrderedDict()
 
@@ -53,25 +69,40 @@ class Cursors:
     def put(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
         """One from the log may be there since long, and is written again soon."""
         self._cursors.setdefault(path, {})[stream] = cursor
+        cursor.moved_ms = cursor.moved_ms or self.now_ms
+        if not stream.startswith(MAILBOXES):
+            self._holders.setdefault(stream, set()).add(path)
         self._written.setdefault((path, stream), 0 if restored else NEW)
 
     def drop(self, path: str, stream: str) -> None:
         """Of a stream that is not there: it says nothing."""
-        found = self._cursors.get(path)
-        if found is not None and found.pop(stream, None) is not None:
-            self._dirty.pop((path, stream), None)
-            self._written.pop((path, stream), None)
-            if not found:
-                del self._cursors[path]
+        self._take_out(path, stream)
+
+    def _take_out(self, path: str, stream: str) -> bool:
+        found = self._cursors.get(path, {})
+        if found.pop(stream, None) is None:
+            return False
+        self._dirty.pop((path, stream), None)
+        self._written.pop((path, stream), None)
+        if not found:
+            del self._cursors[path]
+        holders = self._holders.get(stream, set())
+        holders.discard(path)
+        if not holders:
+            self._holders.pop(stream, None)
+        return True
 
     def streams_of(self, path: str) -> list[str]:
         return list(self._cursors.get(path, ()))
 
+    def holders(self, stream: str) -> Iterator[Cursor]:
+        """Everybody who reads a stream that is not a mailbox."""
+        for path in self._holders.get(stream, ()):
+            yield self._cursors[path][stream]
+
     def forget(self, path: str, stream: str) -> None:
         """Its stream is gone."""
-        if self._cursors.get(path, {}).pop(stream, None) is not None:
-            self._dirty.pop((path, stream), None)
-            self._written.pop((path, stream), None)
+        if self._take_out(path, stream):
             self._hub.append(Append(STREAM, _message(path, stream, None), key=path.encode()))
 
     @property
@@ -79,6 +110,9 @@ class Cursors:
         return bool(self._dirty)
 
     def moved(self, path: str, stream: str) -> None:
+        cursor = self.of(path, stream)
+        if cursor is not None:
+            cursor.moved_ms = self.now_ms
         self._dirty[(path, stream)] = 1
         self._moved += 1
         if self._moved >= DIRTY_MAX:
@@ -92,6 +126,7 @@ class Cursors:
 
     def write_again(self, now_ms: int) -> None:
         """Positions that did not move for long, a few at a time. Once a second."""
+        self.now_ms = now_ms
         for (path, stream), at_ms in list(islice(self._written.items(), DIRTY_MAX)):
             if at_ms != NEW and now_ms - at_ms < WRITTEN_AGAIN_MS:
                 return
@@ -111,9 +146,23 @@ class Cursors:
             return
         streams = self._hub.streams
         record = CursorRecord(
-            streams.offset(stream, cursor.committed), streams.offset(stream, cursor.delivered)
+            streams.offset(stream, cursor.committed),
+            streams.offset(stream, cursor.delivered),
+            cursor.moved_ms,
+            runs(cursor.passed),
         )
         self._hub.append(Append(STREAM, _message(path, stream, record), then, key=path.encode()))
+
+
+def runs(entries: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers as runs: most of them follow each other."""
+    found: list[tuple[int, int]] = []
+    for entry in sorted(entries):
+        if found and found[-1][1] == entry - 1:
+            found[-1] = (found[-1][0], entry)
+        else:
+            found.append((entry, entry))
+    return found
 
 
 def _message(path: str, stream: str, record: CursorRecord | None) -> bytes:

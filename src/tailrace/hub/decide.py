@@ -26,13 +26,13 @@ from tailrace.hub.errors import HubError
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
 from tailrace.hub.message import Envelope, parse
+from tailrace.hub.relay import MARK, REPLAY_MS, relay
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
 from tailrace.hub.signing import check_signature
 from tailrace.hub.state import Hub
 
 PING_BYTES_MAX: Final = 64
 PONG: Final = b'{"type":"pong"}'
-REPLAY_MS: Final = 300_000
 EXPIRED_AT_ONCE: Final = 1000
 IN_GRACE: Final = frozenset(("hub:refresh_token", "hub:heartbeat", "hub:disconnect"))
 BY_HTTP: Final = frozenset(
@@ -127,6 +127,7 @@ def tick(hub: Hub, now_ms: int) -> list[Effect]:
     registering.expire(hub, now_ms, EXPIRED_AT_ONCE)
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
+    hub.sweeping.tick(now_ms)
     hub.forget_seen(now_ms)
     hub.mailboxes.cursors.write_again(now_ms)
     flush(hub)
@@ -151,6 +152,9 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         return
     session.received += 1
     session.minute.add("messages_received", now_ms)
+    if session.answer is None and session.state == CONNECTED and MARK in frame:
+        if relay(hub, session, frame, now_ms):
+            return
     try:
         envelope = parse(frame, hub.limits.hub_message_bytes)
     except HubError as error:

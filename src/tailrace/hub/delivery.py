@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 NULL: Final = Raw(b"null")
+DIRECT, STORED, NOBODY = "direct", "stored", "nobody"
 PRODUCER_BYTES_MAX: Final = 128
 PLAIN: Final = frozenset(("to", "type", "data"))
 # Metadata that asks for more than delivery.
@@ -41,6 +42,11 @@ class Wanted(NamedTuple):
     durable: bool | None
     producer: tuple[str, int, int] | None
 
+    @property
+    def asks(self) -> bool:
+        """Whether the sender is to hear of it."""
+        return bool(self.levels) or self.expects_reply
+
 
 def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     wanted = read_send(hub, request)
@@ -52,11 +58,18 @@ def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     ask: Ask | None = None
     try:
         _check_policy(hub, session, wanted, now_ms)
-        if wanted.levels or wanted.expects_reply:
+        way, recipient = _way(hub, wanted, now_ms)
+        if wanted.asks:
             hub.asks.check_room(session)
-            ask = _ask(hub, session, request, wanted, now_ms)
+            ask = _ask(hub, session, request, wanted, now_ms, stored=way == STORED)
         copy = _copy(hub, request, wanted, ask, now_ms)
-        _route(hub, session, request, wanted, copy, ask, seen, now_ms)
+        if way == DIRECT:
+            assert recipient is not None
+            _direct(hub, session, request, recipient, wanted, copy, ask, seen, now_ms)
+        elif way == STORED:
+            _store(hub, session, request, wanted, copy, ask, seen, now_ms)
+        else:
+            _nobody(hub, session, request, wanted, copy, seen, now_ms)
     except HubError:
         seen[0].forget(request.id)
         raise
@@ -137,7 +150,8 @@ def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple
     for answer in found.answers if _wants_answer(request) else ():
         hub.control(session, answer)
     if not found.finished:
-        known.join(found, session)
+        if not hub.asks.adopt(request.id, request.sender, session):
+            known.join(found, session)
     elif not found.answers and session.answer is not None:
         session.answer(b"")
     return None
@@ -168,15 +182,18 @@ def unknown(path: str) -> HubError:
     return HubError("unknown_actor", "not registered", {"actorAddress": f"@({path})"})
 
 
-def _ask(hub: Hub, session: Session, request: Request, wanted: Wanted, now_ms: int) -> Ask:
+def _ask(hub: Hub, session: Session, request: Request, wanted: Wanted, now_ms: int, *, stored: bool) -> Ask:
+    """What waits in a mailbox may take as long as its sender likes; memory is not held for so long."""
     ttl = request.envelope.ttl
     deadline = now_ms + hub.limits.hub_ask_ms if ttl is None else request.envelope.timestamp + ttl
+    if not stored:
+        deadline = min(deadline, now_ms + TTL_MS_MAX)
     return Ask(
         request.id,
         session,
         request.sender,
         wanted.target,
-        min(deadline, now_ms + TTL_MS_MAX),
+        deadline,
         list(wanted.levels),
         wanted.expects_reply,
         copies.traced(request),
@@ -212,45 +229,28 @@ def _copy(hub: Hub, request: Request, wanted: Wanted, ask: Ask | None, now_ms: i
 # -- routes ----------------------------------------------------------------------------------------------
 
 
-def _route(
-    hub: Hub,
-    session: Session,
-    request: Request,
-    wanted: Wanted,
-    copy: Copy,
-    ask: Ask | None,
-    seen: tuple[SeenSet, Seen],
-    now_ms: int,
-) -> None:
+def _way(hub: Hub, wanted: Wanted, now_ms: int) -> tuple[str, Session | None]:
+    """How a message gets to its target, and whose connection that is if there is one."""
     found = hub.registry.find(wanted.target, now_ms)
     recipient = None if found is None else found.session
-    stores = bool({"accepted", "processed"} & set(wanted.levels)) or wanted.durable is True
-    stores = stores or wanted.producer is not None
-    if recipient is None and not hub.mailboxes.has(wanted.target) and not (stores and found is not None):
-        if found is None or not found.options.durable:
-            _nobody(hub, session, request, wanted, copy, seen, now_ms)
-            return
-    if not stores:
-        stores = _has_to_be_stored(hub, found, wanted, ask)
-    if not stores:
-        assert recipient is not None
-        _direct(hub, session, request, recipient, wanted, copy, ask, seen, now_ms)
-        return
-    hub.mailboxes.check_room(wanted.target)
-    if ask is not None:
-        ask.seen = seen
-        hub.asks.begin(ask)
-    _store(hub, session, request, wanted, copy, ask, seen, now_ms)
+    stores = wanted.durable is True or wanted.producer is not None
+    stores = stores or "accepted" in wanted.levels or "processed" in wanted.levels
+    if recipient is None and not hub.mailboxes.has(wanted.target):
+        if found is None or not (stores or found.options.durable):
+            return NOBODY, None
+    if stores or _has_to_be_stored(hub, found, wanted):
+        return STORED, recipient
+    return DIRECT, recipient
 
 
-def _has_to_be_stored(hub: Hub, found: Registration | None, wanted: Wanted, ask: Ask | None) -> bool:
+def _has_to_be_stored(hub: Hub, found: Registration | None, wanted: Wanted) -> bool:
     """Durable actors are written to through their log, and so is whoever has to read on in it first."""
     if found is None or found.session is None:
         return True
     box = hub.mailboxes.boxes.get(wanted.target)
     if box is not None and (box.appends or not box.live):
         return True
-    skips = wanted.durable is False and ask is None
+    skips = wanted.durable is False and not wanted.asks
     return found.options.durable and not skips
 
 
@@ -264,6 +264,11 @@ def _store(
     seen: tuple[SeenSet, Seen],
     now_ms: int,
 ) -> None:
+    hub.mailboxes.check_room(wanted.target)
+    if ask is not None:
+        ask.seen = seen
+        hub.asks.begin(ask)
+
     def refused(error: HubError, now_ms: int) -> None:
         seen[0].forget(request.id)
         hub.refuse_request(session, request, error, now_ms)
@@ -307,10 +312,6 @@ def _direct(
         hub.asks.handed(ask, now_ms, waits=outcome == WAITING, processed=True)
         return
     if outcome == FULL and hub.mailboxes.has(wanted.target):
-        hub.mailboxes.check_room(wanted.target)
-        if ask is not None:
-            ask.seen = seen
-            hub.asks.begin(ask)
         _store(hub, session, request, wanted, copy, ask, seen, now_ms)
         return
     if outcome not in (SLOW, FULL):
@@ -335,7 +336,7 @@ def _nobody(
     now_ms: int,
 ) -> None:
     """An ask is told; a tell becomes a dead letter, and is told of to those who want to know."""
-    if request.is_ask or wanted.levels or wanted.expects_reply:
+    if request.is_ask or wanted.asks:
         raise unknown(wanted.target)
     finish(seen)
     notices = "delivery-notices" in session.features

@@ -49,6 +49,7 @@ class Append(msgspec.Struct, eq=False):
     key: bytes | None = None
     producer: tuple[str, int, int] | None = None
     lengths: list[int] | None = None  # of each, if the body is several entries joined by commas
+    begun_s: float = 0.0  # when it was given to the log, by whoever measures
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -82,6 +83,26 @@ class Remove(msgspec.Struct, eq=False):
     stream: str
 
 
+class Named(msgspec.Struct, frozen=True):
+    """One stream as a list of names shows it."""
+
+    stream: str
+    earliest: int
+    tail: int
+    size_bytes: int
+    created_ms: int
+    last_ms: int  # of its last entry
+
+
+class Names(msgspec.Struct, eq=False):
+    """The next streams whose names begin like this, in order."""
+
+    prefix: str
+    after: str
+    names_max: int
+    then: Callable[[list[Named], int], None]
+
+
 class Listen(msgspec.Struct, eq=False):
     """A session whose frames had to wait is read from again."""
 
@@ -94,4 +115,4 @@ class Turn(msgspec.Struct, eq=False):
     then: Callable[[int], None]
 
 
-Effect = Send | Close | Append | Read | Create | Remove | Turn | Listen
+Effect = Send | Close | Append | Read | Create | Remove | Turn | Listen | Names

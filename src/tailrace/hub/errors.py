@@ -86,7 +86,10 @@ class HubError(TailraceError):
         retryable: bool | None = None,
     ) -> None:
         meaning = HUB_CODES[code]
-        super().__init__(code, message)
+        after_ms = None if details is None else details.get("retryAfter")
+        # Whole seconds for the header, never less than the milliseconds of the details.
+        after_s = max(1, -(-after_ms // 1000)) if isinstance(after_ms, int) else None
+        super().__init__(code, message, retry_after_s=after_s)
         self.extra = {**(details or {})}
         self.extra.setdefault("outcome", meaning.outcome)
         self.retryable = meaning.retryable if retryable is None else retryable
@@ -94,14 +97,6 @@ class HubError(TailraceError):
     @property
     def details(self) -> dict[str, object]:
         return self.extra
-
-    @property
-    def retry_after_s(self) -> int | None:
-        """Whole seconds for the header, never less than the milliseconds of the details."""
-        after_ms = self.extra.get("retryAfter")
-        if isinstance(after_ms, int):
-            return max(1, -(-after_ms // 1000))
-        return super().retry_after_s
 
     def __repr__(self) -> str:
         return f"HubError({self.code!r}, {self.message!r}, {self.extra!r})"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from tailrace.errors import TailraceError
 from tailrace.hub import copies
-from tailrace.hub.address import mailbox_stream, parse_address
-from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Box, Feed
+from tailrace.hub.address import mailbox_stream, parse_address, topic_stream
+from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Box, Feed, GroupBox, group_path
 from tailrace.hub.effects import Found, Read, Remove, Settled
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LIMIT_DEFAULT: Final = 100
 READ_BYTES: Final = 512 * 1024
-REJECTS_MAX: Final = 1000
+ENTRIES_MAX: Final = 1000  # that one commit names
 
 
 def owned(hub: Hub, session: Session, request: Request, action: str, now_ms: int) -> str:
@@ -42,9 +42,12 @@ def owned(hub: Hub, session: Session, request: Request, action: str, now_ms: int
     raise hub.denied(session, action, "not your address", f"@({path})", now_ms)
 
 
-def _feed(hub: Hub, path: str, request: Request) -> tuple[Box, Feed]:
+def _feed(hub: Hub, session: Session, path: str, request: Request) -> tuple[Box, Feed]:
     """The stream that is meant: the mailbox, or another one that the actor is fed from."""
     wanted = request.payload.text("stream")
+    shared = _shared(hub, session, request.payload.text("subscriptionId"), wanted)
+    if shared is not None:
+        return shared
     own = mailbox_stream(path)
     box = hub.mailboxes.open(path)
     if wanted is None or wanted == own:
@@ -57,6 +60,21 @@ def _feed(hub: Hub, path: str, request: Request) -> tuple[Box, Feed]:
             feed.topic, feed.subscription_id = topic, subscription_id
             return box, feed
     raise field_error("stream", "the actor is not fed from this stream")
+
+
+def _shared(
+    hub: Hub, session: Session, subscription_id: str | None, wanted: str | None
+) -> tuple[Box, Feed] | None:
+    """A stream of a durable group that the session takes part in."""
+    mine = None if subscription_id is None else session.subscriptions.get(subscription_id)
+    if mine is None or not mine.durable or mine.group is None:
+        return None
+    box = hub.mailboxes.open_group(group_path(mine.group, mine.filter.text))
+    stream = topic_stream(mine.filter.text) if wanted is None else wanted
+    feed = box.feeds.get(stream)
+    if feed is None:
+        raise field_error("stream", "the group is not fed from this stream")
+    return box, feed
 
 
 def _resolved(hub: Hub, stream: str, text: str) -> int:
@@ -72,7 +90,7 @@ def _resolved(hub: Hub, stream: str, text: str) -> int:
 def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     """Reading moves nothing, but what was read may be committed."""
     path = owned(hub, session, request, "mailbox_read", now_ms)
-    box, feed = _feed(hub, path, request)
+    box, feed = _feed(hub, session, path, request)
     hub.mailboxes.let_go(box)
     limit = request.payload.integer("limit")
     entries_max = max(1, min(LIMIT_DEFAULT if limit is None else limit, LIMIT_DEFAULT))
@@ -159,28 +177,45 @@ class Reject(msgspec.Struct):
 _rejects: Final = msgspec.json.Decoder(list[Reject])
 
 
-def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
-    """Cumulative. Never backwards, never past what was delivered or read; answered when it is durable."""
-    path = owned(hub, session, request, "mailbox_commit", now_ms)
-    box, feed = _feed(hub, path, request)
-    text = request.payload.text("offset")
+class Commit(NamedTuple):
+    """What a commit says: everything up to an entry, single ones, and those that nobody can process."""
+
+    upto: int
+    entries: set[int]
+    rejected: set[int]
+
+
+def _read_commit(hub: Hub, box: Box, feed: Feed, request: Request) -> Commit:
+    text, texts = request.payload.text("offset"), request.payload.texts("offsets") or []
     raw = request.payload.raw.get("reject")
     try:
         rejects = _rejects.decode(b"[]" if raw is None or bytes(raw) == b"null" else raw)
     except msgspec.MsgspecError:
         raise field_error("reject", "reject is a list of offsets with reasons") from None
-    if len(rejects) > REJECTS_MAX:
-        raise field_error("reject", f"at most {REJECTS_MAX} entries are rejected at once")
-    if text is None and not rejects:
+    if len(rejects) > ENTRIES_MAX or len(texts) > ENTRIES_MAX:
+        raise field_error("offsets", f"at most {ENTRIES_MAX} entries are named at once")
+    if text is None and not rejects and not texts:
         raise field_error("offset", "offset is missing")
+    if texts and not box.one_by_one:
+        raise field_error("offsets", "single entries are committed with commit manual, or in a durable group")
     bound = max(feed.cursor.delivered, feed.cursor.read_upto, feed.sent)
+    if isinstance(box, GroupBox) and text is not None:
+        text, texts = None, [*texts, text]  # the members commit each for themselves
     upto = feed.cursor.committed if text is None else _within(hub, feed, text, bound)
-    rejected = {_within(hub, feed, one.offset, bound): one.reason for one in rejects}
+    entries = {_within(hub, feed, one, bound) for one in texts}
+    return Commit(upto, entries, {_within(hub, feed, one.offset, bound) for one in rejects})
+
+
+def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
+    """Never backwards, never past what was delivered or read; answered when it is durable."""
+    path = owned(hub, session, request, "mailbox_commit", now_ms)
+    box, feed = _feed(hub, session, path, request)
+    upto, entries, rejected = _read_commit(hub, box, feed, request)
     for entry in rejected:
-        if entry > feed.cursor.committed:
+        if entry > feed.cursor.committed and entry not in feed.cursor.passed:
             _bury(hub, feed, entry)
     for entry, flight in feed.flights.items():
-        if entry <= upto and entry not in rejected:
+        if (entry <= upto or entry in entries) and entry not in rejected:
             offset = hub.streams.offset(feed.stream, entry)
             kind = KINDS[feed.kind]
             hub.trace.note("processed", flight.copy, now_ms, kind=kind, stream=feed.stream, offset=offset)
@@ -188,9 +223,10 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         feed.cursor.committed = upto
         feed.cursor.delivered = max(feed.cursor.delivered, upto)
     feed.land(feed.cursor.committed)
-    if rejected:
-        hub.mailboxes.done_with(box, feed, set(rejected))
-        feed.land(feed.cursor.committed)
+    if entries or rejected:
+        hub.mailboxes.done_with(box, feed, entries | rejected)
+    feed.cursor.follow_passed()
+    feed.land(feed.cursor.committed)
     committed = feed.cursor.committed
 
     def then(settled: Settled, now_ms: int) -> None:
@@ -208,7 +244,7 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             }
             hub.reply(session, request, "hub:mailbox_committed", payload, now_ms)
 
-    hub.mailboxes.cursors.commit(path, feed.stream, then)
+    hub.mailboxes.cursors.commit(box.path, feed.stream, then)
     hub.mailboxes.pump(box, now_ms)
     hub.mailboxes.let_go(box)
 
@@ -255,7 +291,9 @@ def delete(hub: Hub, path: str) -> None:
             return
         hub.effects.append(Remove(stream))
         hub.mailboxes.cursors.forget(path, stream)
+        hub.mailboxes.cursors.forget(path, BROADCASTS)
         box.feeds.pop(stream, None)
+        box.feeds.pop(BROADCASTS, None)
         if hub.mailboxes.boxes.get(path) is box and not box.appends:
             del hub.mailboxes.boxes[path]
 

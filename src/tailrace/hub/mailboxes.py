@@ -11,7 +11,19 @@ from msgspec import Raw
 from tailrace.hub import copies
 from tailrace.hub.address import mailbox_stream
 from tailrace.hub.asks import Ask
-from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Ahead, Box, Feed, Flight
+from tailrace.hub.boxes import (
+    BROADCAST,
+    BROADCASTS,
+    MAILBOX,
+    TOPIC,
+    Ahead,
+    Box,
+    Feed,
+    Flight,
+    GroupBox,
+    HasRoom,
+    group_path,
+)
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor, Cursors
 from tailrace.hub.effects import Append, Create, Found, Read, Settled
@@ -20,6 +32,7 @@ from tailrace.hub.flow import SENT
 from tailrace.hub.message import new_id, parse
 from tailrace.hub.registry import Registration
 from tailrace.hub.session import Session
+from tailrace.hub.subscription import Subscription
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -66,8 +79,15 @@ class Mailboxes:
         self.feed(box, mailbox_stream(path), MAILBOX)
         return box
 
+    def open_group(self, path: str) -> GroupBox:
+        box = self.boxes.get(path)
+        if box is None:
+            box = self.boxes[path] = GroupBox(path)
+        assert isinstance(box, GroupBox)
+        return box
+
     def feed(self, box: Box, stream: str, kind: str, *, begin: int = 0) -> Feed:
-        """The actor's feed from a stream; `begin` if it never had one."""
+        """The feed from a stream; `begin` if it never had one."""
         found = box.feeds.get(stream)
         if found is None:
             cursor = self.cursors.of(box.path, stream)
@@ -83,7 +103,9 @@ class Mailboxes:
         return found
 
     def uncommitted(self, box: Box) -> int:
-        feed = box.feeds[mailbox_stream(box.path)]
+        feed = box.feeds.get(mailbox_stream(box.path))
+        if feed is None:
+            return 0  # a group has no mailbox
         return (self._hub.streams.tail(feed.stream) or 0) - feed.cursor.committed + box.appends
 
     # -- owners ----------------------------------------------------------------------------------------
@@ -121,8 +143,10 @@ class Mailboxes:
         """A session was resumed: what it did not commit is handed over again."""
         for path in tuple(session.boxes):
             box = self.boxes.get(path)
-            if box is not None and box.session is session:
-                if box.options.manual:
+            if box is not None and box.serves(session):
+                if isinstance(box, GroupBox):
+                    box.resumed(session)
+                elif box.options.manual:
                     for feed in box.feeds.values():
                         feed.rewind()
                 box.live = False
@@ -138,9 +162,20 @@ class Mailboxes:
                 del box.feeds[stream]
             self.let_go(box)
 
+    def leave_group(self, found: Subscription) -> None:
+        """A member is gone; what it had goes to the others, and without any it waits."""
+        assert found.group is not None
+        box = self.boxes.get(group_path(found.group, found.filter.text))
+        if not isinstance(box, GroupBox):
+            return
+        box.leave(found)
+        if found.session is not None and not box.serves(found.session):
+            found.session.boxes.discard(box.path)
+        self.let_go(box)
+
     def let_go(self, box: Box) -> None:
         """Nobody is here, and nothing is on its way: the cursors remember enough."""
-        waits = box.session is not None or box.appends or any(feed.deliveries for feed in box.feeds.values())
+        waits = box.attended or box.appends or any(feed.deliveries for feed in box.feeds.values())
         if not waits and self.boxes.get(box.path) is box:
             del self.boxes[box.path]
             for stream in box.feeds:
@@ -214,9 +249,9 @@ class Mailboxes:
 
     def arrived(self, box: Box, feed: Feed, entry: int, copy: Copy, now_ms: int) -> None:
         """An entry is durable: handed over at once if everything before it was."""
-        if box.session is None or not box.options.push:
+        if not box.is_fed:
             return
-        if box.live and feed.sent == entry - 1 and not box.flight_full() and box.online:
+        if box.live and feed.sent == entry - 1 and box.is_ready(self._room(feed, now_ms), at_once=True):
             self._hand(box, feed, Ahead(entry, now_ms * 1_000_000, copy, 0), now_ms)
             if feed.sent == entry:
                 return
@@ -227,10 +262,7 @@ class Mailboxes:
 
     def pump(self, box: Box, now_ms: int) -> None:
         """Hands over what is durable and was not, as long as there is room for it."""
-        session = box.session
-        if session is None or not box.options.push:
-            return
-        while self._hub.flow.has_room(session, now_ms) and not box.flight_full():
+        while box.is_ready(self._room(None, now_ms)):
             behind = [feed for feed in box.feeds.values() if feed.ahead or self._is_behind(feed)]
             if not behind:
                 box.live = True
@@ -243,12 +275,24 @@ class Mailboxes:
             if waits:
                 return
             feed = min(behind, key=lambda one: one.ahead[0].seq)
+            if isinstance(box, GroupBox) and not box.is_ready(self._room(feed, now_ms)):
+                return  # nobody who may have it is here
             ahead = feed.ahead[0]
             self._hand(box, feed, ahead, now_ms)
             if feed.sent < ahead.entry:
                 return  # the connection takes nothing more
             if feed.ahead and feed.ahead[0] is ahead:
                 feed.ahead.popleft()
+
+    def _room(self, feed: Feed | None, now_ms: int) -> HasRoom:
+        """Who can be given something now: something of this feed, if there is one."""
+        hub = self._hub
+        if feed is None or feed.kind != TOPIC:
+            return lambda session: hub.flow.has_room(session, now_ms)
+        topic = feed.topic
+        return lambda session: (
+            hub.flow.has_room(session, now_ms) and hub.policy.may_topic(session.actor, "subscribe", topic)
+        )
 
     def _is_behind(self, feed: Feed) -> bool:
         return (self._hub.streams.tail(feed.stream) or 0) > feed.sent
@@ -282,7 +326,7 @@ class Mailboxes:
             body = bytes(entry.message)
         copy = copies.stored(parse(body, STORED_BYTES_MAX))
         if feed.kind != MAILBOX:
-            copy.id, copy.to = new_id(now_ms), f"@({box.path})"
+            copy.id = new_id(now_ms)
         seq = copies.metadata_of(copy).get("hubSeq")
         return Ahead(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
 
@@ -290,7 +334,10 @@ class Mailboxes:
         """To the connection; `feed.sent` tells whether it was taken."""
         hub, entry, copy = self._hub, ahead.entry, ahead.copy
         assert box.session is not None
-        if not ahead.mine or entry in feed.flights or entry <= feed.cursor.committed or entry in feed.passed:
+        if feed.kind != MAILBOX:
+            copy.to = box.address
+        cursor = feed.cursor
+        if not ahead.mine or entry in feed.flights or entry <= cursor.committed or entry in cursor.passed:
             if not ahead.mine:
                 self._pass(box, feed, entry)
             feed.sent = max(feed.sent, entry)
@@ -307,8 +354,10 @@ class Mailboxes:
             msgspec.json.encode(feed.stream),
             offset.encode(),
         )
-        if feed.subscription_id is not None:
-            more += b',"subscriptionId":"%b"' % feed.subscription_id.encode()
+        holder = box.holder
+        subscription_id = feed.subscription_id if holder is None else holder.subscription.id
+        if subscription_id is not None:
+            more += b',"subscriptionId":"%b"' % subscription_id.encode()
         more += b"}"
         if before or entry <= max(feed.handed_before, feed.cursor.unsure_upto):
             more += b',"redelivered":true,"deliveryCount":%d' % (before + 1)
@@ -317,14 +366,17 @@ class Mailboxes:
             return
         feed.sent = max(feed.sent, entry)
         feed.cursor.delivered = max(feed.cursor.delivered, entry)
-        ask = hub.asks.stored_at(feed.stream, entry) or self._rebuilt(box, feed, entry, copy, offset, now_ms)
+        ask = hub.asks.stored_at(feed.stream, entry)
+        if ask is None and feed.kind == MAILBOX and copy.pattern == "ask":
+            ask = hub.asks.rebuild(copy, box.path, feed.stream, entry, offset, now_ms)
         if box.options.manual:
-            feed.flights[entry] = Flight(now_ms, len(frame), msgspec.structs.replace(copy, payload=b""))
-            feed.flights_bytes += len(frame)
+            due_ms = now_ms + box.options.ack_timeout_ms
+            light = msgspec.structs.replace(copy, payload=b"")
+            feed.take_off(entry, Flight(due_ms, len(frame), light, holder))
             feed.deliveries[entry] = before + 1
+            self.cursors.moved(box.path, feed.stream)
         else:
-            feed.cursor.committed = max(feed.cursor.committed, entry)
-        self.cursors.moved(box.path, feed.stream)
+            self.done_with(box, feed, {entry})
         hub.trace.note("delivered", copy, now_ms, kind=KINDS[feed.kind], stream=feed.stream, offset=offset)
         if ask is not None and not ask.done:
             hub.asks.sent_to(ask, box.session)
@@ -342,32 +394,6 @@ class Mailboxes:
             if not hub.policy.may_topic(box.session.actor, "subscribe", feed.topic):
                 return "denied"
         return None
-
-    def _rebuilt(self, box: Box, feed: Feed, entry: int, copy: Copy, offset: str, now_ms: int) -> Ask | None:
-        """An ask that this process does not know of: it was stored before a restart."""
-        if copy.pattern != "ask" or feed.kind == BROADCAST:
-            return None
-        metadata = copies.metadata_of(copy)
-        original = metadata.get("originalMessageId")
-        by = metadata.get("replyBy")
-        if original is None or by is None or int(bytes(by)) <= now_ms:
-            return None
-        ask = Ask(
-            msgspec.json.decode(original, type=str),
-            None,
-            copy.sender[2:-1],
-            box.path,
-            int(bytes(by)),
-            [],
-            True,
-            b"{}",
-            copy_id=copy.id,
-            stream=feed.stream,
-            entry=entry,
-            offset=offset,
-        )
-        self._hub.asks.begin(ask)
-        return ask
 
     def bury(
         self, feed: Feed, entry: int, copy: Copy, reason: str, attempts: int, time_ns: int, now_ms: int
@@ -391,23 +417,19 @@ class Mailboxes:
     def _pass(self, box: Box, feed: Feed, entry: int) -> None:
         """Done with an entry that was not handed over."""
         feed.sent = max(feed.sent, entry)
-        feed.deliveries.pop(entry, None)
         self.done_with(box, feed, {entry})
 
     def done_with(self, box: Box, feed: Feed, entries: set[int]) -> None:
         """One by one; the committed position follows as far as there is no gap."""
         cursor = feed.cursor
-        feed.passed |= {entry for entry in entries if entry > cursor.committed}
         for entry in entries:
-            flight = feed.flights.pop(entry, None)
-            if flight is not None:
-                feed.flights_bytes -= flight.size
-        if not box.options.manual:
+            feed.touch_down(entry)
+            feed.deliveries.pop(entry, None)
+        if box.one_by_one:
+            cursor.passed |= {entry for entry in entries if entry > cursor.committed}
+        else:
             cursor.committed = max(cursor.committed, *entries)
-        while cursor.committed + 1 in feed.passed:
-            cursor.committed += 1
-        feed.passed = {entry for entry in feed.passed if entry > cursor.committed}
-        cursor.delivered = max(cursor.delivered, cursor.committed)
+        cursor.follow_passed()
         self.cursors.moved(box.path, feed.stream)
 
     # -- time and room ---------------------------------------------------------------------------------
@@ -415,30 +437,25 @@ class Mailboxes:
     def on_room(self, session: Session, now_ms: int) -> None:
         for path in tuple(session.boxes):
             box = self.boxes.get(path)
-            if box is not None and box.session is session and not box.live:
+            if box is not None and box.serves(session) and not box.live:
                 self.pump(box, now_ms)
 
     def tick(self, now_ms: int) -> None:
         """What was handed over and not committed in time is handed over again."""
         for box in tuple(self.boxes.values()):
-            if box.session is None or not box.online:
+            if not box.online:
                 continue
-            if box.options.manual:
+            if box.one_by_one:
                 for feed in box.feeds.values():
                     self._take_back(box, feed, now_ms)
             if not box.live:
                 self.pump(box, now_ms)
 
     def _take_back(self, box: Box, feed: Feed, now_ms: int) -> None:
-        limit = now_ms - box.options.ack_timeout_ms
-        due = [entry for entry, flight in feed.flights.items() if flight.at_ms <= limit]
-        if not due:
-            return
-        for entry in due:
-            feed.flights_bytes -= feed.flights.pop(entry).size
-        feed.sent = min(feed.sent, min(due) - 1)
-        feed.ahead.clear()
-        box.live = False
+        due = [entry for entry, flight in feed.flights.items() if flight.due_ms <= now_ms]
+        if due:
+            feed.take_back(due)
+            box.live = False
 
     def summary(self, session: Session) -> tuple[int, int, bool]:
         """Entries that wait, entries in flight, and whether everything is pushed at once."""

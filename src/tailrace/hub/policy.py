@@ -57,6 +57,7 @@ class Claims(msgspec.Struct):
     capabilities: list[str] | None = None
     addresses: list[str] | None = None
     jti: str = ""
+    iat: float | None = None
 
 
 NO_CLAIMS: Final = Claims()

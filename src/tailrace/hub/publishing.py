@@ -135,12 +135,18 @@ class Publication:
         hub = self._hub
         for found in hub.topics.lasting.match(self._topic):
             box = hub.mailboxes.boxes.get(found.owner)
-            if found.session is None or box is None or box.session is not found.session:
+            there = box is not None and (
+                box.online
+                if found.group is not None
+                else found.session is not None and box.session is found.session
+            )
+            if box is None or not there:
                 self.counts[1] += 1
                 continue
-            if found.session in served:
-                continue
-            served.add(found.session)
+            if found.session is not None:
+                if found.session in served:
+                    continue
+                served.add(found.session)
             feed = hub.mailboxes.feed(box, topic_stream(self._topic), TOPIC)
             feed.topic, feed.subscription_id = self._topic, found.id
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=f"@({found.owner})")

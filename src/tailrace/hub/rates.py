@@ -9,7 +9,6 @@ from tailrace.hub.errors import HubError
 from tailrace.hub.policy import Policy
 from tailrace.limits import Limits
 
-RECIPIENTS_PER_S: Final = 200_000
 # What goes with a message type; heartbeat, disconnect, ping and commit are free.
 KINDS: Final = {
     "hub:send": "send",
@@ -38,7 +37,7 @@ class Rates:
             "send": Rate(limits.hub_sends_per_s, 2 * limits.hub_sends_per_s),
             "bytes": Rate(limits.hub_bytes_per_s, limits.hub_bytes_per_s),
             "broadcast": Rate(limits.hub_broadcasts_per_s, 4 * limits.hub_broadcasts_per_s),
-            "recipients": Rate(RECIPIENTS_PER_S, RECIPIENTS_PER_S),
+            "recipients": Rate(limits.hub_recipients_per_s, limits.hub_recipients_per_s),
             "register": Rate(limits.hub_registers_per_s, 2 * limits.hub_registers_per_s),
             "read": Rate(limits.hub_reads_per_s, 2 * limits.hub_reads_per_s),
         }

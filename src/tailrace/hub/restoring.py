@@ -8,6 +8,7 @@ import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.hub import copies
+from tailrace.hub.address import MAILBOXES, TOPICS
 from tailrace.hub.boxes import BROADCASTS
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor, CursorRecord
@@ -18,9 +19,8 @@ from tailrace.hub.registry import Registration
 from tailrace.hub.state import Hub
 from tailrace.hub.subscription import Record
 
-TOPICS: Final = "hub/topic/"
 # Streams whose entries are messages that somebody may repeat.
-MESSAGES: Final = ("hub/mbox/", TOPICS, BROADCASTS)
+MESSAGES: Final = (MAILBOXES, TOPICS, BROADCASTS)
 
 
 class SubscriptionMessage(msgspec.Struct):
@@ -77,9 +77,17 @@ class Restoring:
         known = hub.registry.by_path.get(sender)
         seen = hub.seen_of(sender if known is None else known.owner)
         at_ms = time_ns // 1_000_000
-        if seen.get(request_id, at_ms) is None:
-            answer = self._answer(stream, entry, request_id, copy, recipients, at_ms)
-            seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
+        if seen.get(request_id, at_ms) is not None:
+            return
+        ask = None
+        if stream.startswith(MAILBOXES):
+            path, offset = stream.removeprefix(MAILBOXES), hub.streams.offset(stream, entry)
+            ask = hub.asks.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
+        if ask is not None:
+            ask.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
+            return
+        answer = self._answer(stream, entry, request_id, copy, recipients, at_ms)
+        seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
 
     def _answer(
         self, stream: str, entry: int, request_id: str, copy: Copy, recipients: list[str], at_ms: int
@@ -112,6 +120,7 @@ class Restoring:
     def finish(self, now_ms: int) -> None:
         """Nobody is online yet: every registration has one whole TTL to be taken back."""
         hub = self._hub
+        hub.mailboxes.cursors.now_ms = now_ms
         for registration in self._registered.values():
             registration.expires_ms = now_ms + registration.ttl_ms
             registration.logged_ms = registration.registered_ms
@@ -123,7 +132,14 @@ class Restoring:
             committed = self._entry(stream, record.committed)
             delivered = max(committed, self._entry(stream, record.delivered))
             tail = hub.streams.tail(stream) or 0
-            cursor = Cursor(committed, delivered, unsure_upto=tail)
+            passed = {entry for first, last in record.passed for entry in range(first, last + 1)}
+            cursor = Cursor(
+                committed,
+                delivered,
+                unsure_upto=tail,
+                moved_ms=record.moved_at or now_ms,
+                passed={entry for entry in passed if committed < entry <= tail},
+            )
             hub.mailboxes.cursors.put(owner[2:-1], stream, cursor, restored=True)
 
     def _entry(self, stream: str, offset: str) -> int:

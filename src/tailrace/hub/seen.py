@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -107,7 +106,8 @@ class SeenSet:
             self._bytes -= entry.size_bytes
 
     def expire(self, now_ms: int) -> None:
-        for entry in self._oldest():
+        while self._entries:
+            entry = next(iter(self._entries.values()))
             if now_ms - entry.seen_ms < self._ttl_ms:
                 break
             self.forget(entry.id)
@@ -119,7 +119,3 @@ class SeenSet:
             entry = next(iter(self._entries.values()))
             self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
             self.forget(entry.id)
-
-    def _oldest(self) -> Iterator[Seen]:
-        while self._entries:
-            yield next(iter(self._entries.values()))

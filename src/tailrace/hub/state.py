@@ -28,6 +28,7 @@ from tailrace.hub.registry import Registry
 from tailrace.hub.seen import SeenSet
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import Key
+from tailrace.hub.sweeping import Sweeping
 from tailrace.hub.topics import Topics
 from tailrace.hub.trace import Trace
 from tailrace.limits import Limits
@@ -68,6 +69,7 @@ class Options(msgspec.Struct, frozen=True):
     verify: Callable[[str], Identity] | None = None  # None: nobody needs a token
     keys_of: Callable[[str], Sequence[Key]] | None = None  # signature keys of an identity
     on_bug: Callable[[Exception], None] | None = None
+    on_broadcast: Callable[[float], None] | None = None  # told how many seconds one took
 
 
 class Hub:
@@ -108,6 +110,7 @@ class Hub:
         self.asks = Asks(self)
         self.mailboxes = Mailboxes(self)
         self.topics = Topics(self)
+        self.sweeping = Sweeping(self)
 
     @property
     def dev(self) -> bool:

@@ -32,6 +32,7 @@ class Record(msgspec.Struct, rename="camel"):
     topic: str
     subscription_id: str
     name: str | None = None
+    group: str | None = None
 
 
 class Group:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from tailrace.hub.address import TopicFilter, TopicTrie, topic_stream
-from tailrace.hub.boxes import TOPIC, Box
+from tailrace.hub.boxes import TOPIC, Box, Member, group_path
 from tailrace.hub.cursors import Cursor
 from tailrace.hub.effects import Append, Found, Read, Settled
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request
 from tailrace.hub.message import new_id
+from tailrace.hub.registry import Options
 from tailrace.hub.session import Session
 from tailrace.hub.subscription import Group, Record, Subscription
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 STREAM: Final = "hub/subscriptions"
 NAME_BYTES_MAX: Final = 128
+
+Entering = Callable[[Settled, int], None]
 
 
 class Topics:
@@ -32,6 +36,8 @@ class Topics:
         self.groups: dict[tuple[str, str], Group] = {}
         self.kept: set[str] = set()  # topics that have a stream
         self._durable: dict[str, dict[str, Subscription]] = {}  # by owner, then by name or filter
+        # Those that are being written down, and who else asked for them meanwhile.
+        self._starting: dict[tuple[str, str], list[Entering]] = {}
 
     # -- durable ones ----------------------------------------------------------------------------------
 
@@ -61,7 +67,12 @@ class Topics:
         if record is not None:
             self._keep(
                 Subscription(
-                    record.subscription_id, owner, TopicFilter(record.topic), record.name, durable=True
+                    record.subscription_id,
+                    owner,
+                    TopicFilter(record.topic),
+                    record.name,
+                    record.group,
+                    durable=True,
                 )
             )
 
@@ -84,8 +95,6 @@ class Topics:
         durable = request.payload.truth("durable") is True
         if not hub.policy.may_filter(session.actor, text):
             raise hub.denied(session, "subscribe", "denied by policy", text, now_ms)
-        if durable and group is not None:
-            raise field_error("group", "a durable subscription has no group")
         for known in session.subscriptions.values():
             same = (known.filter.text, known.group, known.name) == (text, group, name)
             if same and known.durable == durable and known.owner == request.sender:
@@ -95,7 +104,7 @@ class Topics:
             details = {"retryAfter": 1000, "kind": "subscribe", "reason": "subscriptions"}
             raise HubError("rate_limited", "too many subscriptions on this session", details)
         if durable:
-            self._subscribe_durable(session, request, wanted, name, now_ms)
+            self._subscribe_durable(session, request, wanted, name, group, now_ms)
             return
         subscription = Subscription(
             f"sub-{new_id(now_ms)}", request.sender, wanted, name, group, session=session
@@ -124,39 +133,64 @@ class Topics:
         self._hub.reply(session, request, "hub:subscribed", payload, now_ms)
 
     def _subscribe_durable(
-        self, session: Session, request: Request, wanted: TopicFilter, name: str | None, now_ms: int
+        self,
+        session: Session,
+        request: Request,
+        wanted: TopicFilter,
+        name: str | None,
+        group: str | None,
+        now_ms: int,
     ) -> None:
-        hub, owner = self._hub, request.sender
-        known = self._durable.get(owner, {}).get(name or wanted.text)
-        if known is not None and known.filter.text == wanted.text:
-            self._activate(session, known, now_ms)
-            self._subscribed(session, request, known, self._position(known), now_ms)
-            return
-        if known is not None:
+        """One of an actor is its own; one of a group is everybody's who takes part in it."""
+        hub = self._hub
+        owner = request.sender if group is None else group_path(group, wanted.text)
+        key = (owner, wanted.text if group is not None else name or wanted.text)
+        known = self._durable.get(owner, {}).get(key[1])
+        if known is not None and known.filter.text != wanted.text:
             raise field_error("name", "there is a subscription of this name to another topic")
-        begin = request.payload.value("from")
-        subscription = Subscription(f"sub-{new_id(now_ms)}", owner, wanted, name, durable=True)
+
+        def enter(settled: Settled, now_ms: int) -> None:
+            if settled.error is not None:
+                hub.refuse_request(session, request, hub_error(settled.error), now_ms)
+                return
+            there = self._durable[owner][key[1]]
+            mine = self._entered(session, request.sender, there, now_ms)
+            self._subscribed(session, request, mine, self._position(there), now_ms)
+
+        if known is not None:
+            enter(Settled(), now_ms)
+        elif key in self._starting:
+            self._starting[key].append(enter)
+        else:
+            named = name if group is None else None
+            new = Subscription(f"sub-{new_id(now_ms)}", owner, wanted, named, group, durable=True)
+            self._start(request.payload.value("from"), new, enter)
+
+    def _start(self, begin: object, subscription: Subscription, enter: Entering) -> None:
+        """Writes down where it begins, then that it does."""
+        hub, wanted = self._hub, subscription.filter
+        key = (subscription.owner, subscription.key)
 
         def start(position: int | None) -> None:
             self._begin_cursors(subscription, begin, position)
             hub.mailboxes.cursors.flush()  # where it begins is durable before the subscription is
+            self._starting.setdefault(key, [enter])
 
             def then(settled: Settled, now_ms: int) -> None:
-                if settled.error is not None:
-                    hub.refuse_request(session, request, hub_error(settled.error), now_ms)
-                    return
-                self._keep(subscription)
-                if session.alive:
-                    self._activate(session, subscription, now_ms)
-                self._subscribed(session, request, subscription, self._position(subscription), now_ms)
+                if settled.error is None:
+                    self._keep(subscription)
+                for waiting in self._starting.pop(key):
+                    waiting(settled, now_ms)
 
-            hub.append(Append(STREAM, message(subscription), then, key=owner.encode()))
+            hub.append(Append(STREAM, message(subscription), then, key=subscription.owner.encode()))
 
         since = _instant_ns(begin)
         stream = topic_stream(wanted.text)
         if since is None or not wanted.is_plain or hub.streams.tail(stream) is None:
             start(None)
             return
+
+        self._starting[key] = [enter]
 
         def found_time(found: Found, _: int) -> None:
             start(found.entries[0][0] - 1 if found.entries else hub.streams.tail(stream) or 0)
@@ -192,6 +226,31 @@ class Topics:
         cursor = self._hub.mailboxes.cursors.of(found.owner, stream)
         return None if cursor is None else self._hub.streams.offset(stream, cursor.committed)
 
+    def _entered(self, session: Session, sender: str, found: Subscription, now_ms: int) -> Subscription:
+        """What the session has of it: the subscription itself, or a part in its group."""
+        if not session.alive:
+            return found
+        if found.group is None:
+            self._activate(session, found, now_ms)
+            return found
+        mailboxes = self._hub.mailboxes
+        mine = Subscription(
+            f"sub-{new_id(now_ms)}",
+            sender,
+            found.filter,
+            group=found.group,
+            durable=True,
+            session=session,
+        )
+        session.subscriptions[mine.id] = mine
+        registered = self._hub.registry.find(sender, now_ms)
+        own = registered is not None and registered.session is session
+        box = mailboxes.open_group(found.owner)
+        box.members.append(Member(mine, registered.options if registered is not None and own else Options()))
+        session.boxes.add(box.path)
+        self._flow(box, found, now_ms)
+        return mine
+
     def _activate(self, session: Session, found: Subscription, now_ms: int) -> None:
         """The owner is here: its feeds flow."""
         mailboxes = self._hub.mailboxes
@@ -204,10 +263,13 @@ class Topics:
         if registered is not None and registered.session is session:
             box.options = registered.options
         mailboxes.take(box, session)
+        self._flow(box, found, now_ms)
+
+    def _flow(self, box: Box, found: Subscription, now_ms: int) -> None:
         for topic in [topic for topic in self.kept if found.filter.matches(topic)]:
             self.feed(box, found, topic)
         box.live = False
-        mailboxes.pump(box, now_ms)
+        self._hub.mailboxes.pump(box, now_ms)
 
     def feed(self, box: Box, found: Subscription, topic: str) -> None:
         feed = self._hub.mailboxes.feed(box, topic_stream(topic), TOPIC)
@@ -229,8 +291,10 @@ class Topics:
             topic = found.filter.text
             self.drop(found)
             session.subscriptions.pop(found.id, None)
-            if found.durable:
+            if found.durable and found.group is None:
                 self._forget(found)
+            elif found.durable:
+                self._end_group(found)
         if request.is_ask:
             payload = {
                 "topic": topic,
@@ -238,6 +302,15 @@ class Topics:
                 "unsubscribedAt": now_ms,
             }
             self._hub.reply(session, request, "hub:unsubscribed", payload, now_ms)
+
+    def _end_group(self, found: Subscription) -> None:
+        """A group ends when the last of its members says so; one that only lost its connection does not."""
+        assert found.group is not None
+        path = group_path(found.group, found.filter.text)
+        box = self._hub.mailboxes.boxes.get(path)
+        whole = self._durable.get(path, {}).get(found.filter.text)
+        if whole is not None and (box is None or not box.attended):
+            self._forget(whole)
 
     def _forget(self, found: Subscription) -> None:
         hub = self._hub
@@ -256,6 +329,8 @@ class Topics:
     def drop(self, found: Subscription) -> None:
         """It is not a session's any more."""
         if found.durable:
+            if found.group is not None:
+                self._hub.mailboxes.leave_group(found)
             found.session = None
             return
         if found.group is None:
@@ -283,7 +358,7 @@ def message(found: Subscription, *, ended: bool = False) -> bytes:
     key = f"@({found.owner}) {found.key}"
     if ended:
         return msgspec.json.encode({"type": "subscription", "key": key, "headers": {"operation": "delete"}})
-    value = Record(f"@({found.owner})", found.filter.text, found.id, found.name)
+    value = Record(f"@({found.owner})", found.filter.text, found.id, found.name, found.group)
     headers = {"operation": "insert"}
     return msgspec.json.encode({"type": "subscription", "key": key, "value": value, "headers": headers})
 

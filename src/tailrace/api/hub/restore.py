@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.api.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
+from tailrace.hub.address import TOPICS
 from tailrace.hub.cursors import STREAM as CURSORS
 from tailrace.hub.presence import REGISTRY
-from tailrace.hub.restoring import MESSAGES, TOPICS, Restoring
+from tailrace.hub.restoring import MESSAGES, Restoring
 from tailrace.hub.state import Hub
 from tailrace.hub.topics import STREAM as SUBSCRIPTIONS
 from tailrace.log.listing import list_streams

@@ -12,6 +12,7 @@ from typing import Final
 
 from tailrace.api.context import Context
 from tailrace.api.hub.storage import JSON, LogStreams
+from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.hub import connecting, decide
 from tailrace.hub.effects import (
@@ -21,6 +22,7 @@ from tailrace.hub.effects import (
     Effect,
     Found,
     Listen,
+    Names,
     Read,
     Remove,
     Send,
@@ -47,6 +49,7 @@ class Runner:
     def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
         self._context = context
         self._log = context.log
+        self.relay_seconds = context.telemetry.hub_relay_seconds
         self.hub = hub
         self._streams = streams
         self.wires: dict[Session, WebSocketConnection] = {}
@@ -55,6 +58,7 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
+        self.on_bounds: Callable[[], None] | None = None  # told when something of a stream may go
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -94,6 +98,13 @@ class Runner:
         decide.flush(self.hub)
         self.run(decide.finish(self.hub, self.now_ms()))
 
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        now_ms = self.now_ms()
+        lost = connecting.recheck(self.hub, stands, now_ms)
+        self.run(decide.finish(self.hub, now_ms))
+        return lost
+
     # -- effects ---------------------------------------------------------------------------------------
 
     def run(self, effects: list[Effect]) -> None:
@@ -131,6 +142,11 @@ class Runner:
                 wire.resume_reading()
         elif type(effect) is Create:
             self._create(effect)
+        elif type(effect) is Names:
+            names = self._streams.names(effect.prefix, effect.after, effect.names_max)
+            self._after(partial(effect.then, names))
+            if self.hub.sweeping.bounds and self.on_bounds is not None:
+                self.on_bounds()
         else:
             assert isinstance(effect, Remove)
             self._remove(effect)
@@ -151,6 +167,7 @@ class Runner:
         self.run(decide.finish(self.hub, now_ms))
 
     def _append(self, effect: Append) -> None:
+        effect.begun_s = self._context.loop.time()
         request = AppendRequest(effect.body, JSON, effect.lengths, key=effect.key, producer=effect.producer)
         try:
             stream = self._streams.made(effect.stream)
@@ -161,6 +178,7 @@ class Runner:
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
         assert isinstance(effect, Append)
+        self._context.telemetry.hub_commit_wait_seconds.observe(self._context.loop.time() - effect.begun_s)
         if error is not None:
             self._tell(effect, Settled(error=error))
             return

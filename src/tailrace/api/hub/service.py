@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import jwt
 
@@ -19,12 +19,18 @@ from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.storage import LogStreams
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.errors import TailraceError
+from tailrace.hub import connecting, decide
 from tailrace.hub.policy import load_policy
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
+from tailrace.log.model import Lifetime
 from tailrace.net.http1 import Exchange
 from tailrace.settings import Settings
 from tailrace.telemetry import Telemetry
+from tailrace.tier.trims import Bound
+
+if TYPE_CHECKING:
+    from tailrace.tier.seal import Sealing
 
 logger = logging.getLogger("tailrace.hub")
 
@@ -38,6 +44,7 @@ class HubService:
         settings = context.settings
         self._context = context
         self._settings = settings
+        self._keys = read_keys(settings.hub_keys) if settings.hub_keys else {}
         self.streams = LogStreams(context.log)
         self.hub = Hub(
             context.limits,
@@ -51,7 +58,6 @@ class HubService:
         self._connect(context.telemetry)
 
     def _options(self, settings: Settings, verifier: TokenVerifier | None) -> Options:
-        keys = read_keys(settings.hub_keys) if settings.hub_keys else None
         return Options(
             address=settings.hub_address,
             durable_topics=tuple(
@@ -61,24 +67,47 @@ class HubService:
             signatures_required=settings.hub_signatures == "required",
             mint=_minter(settings) if settings.hub_mint_tokens else None,
             verify=None if verifier is None else (lambda token: verifier.verify(b"Bearer " + token.encode())),
-            keys_of=None if keys is None else (lambda path: keys.get(path, [])),
+            keys_of=None if not settings.hub_keys else (lambda path: self._keys.get(path, [])),
             on_bug=_log_bug,
+            on_broadcast=self._context.telemetry.hub_broadcast_seconds.observe,
         )
+
+    def connect(self, sealing: Sealing) -> None:
+        """The tier is told what of the hub's streams may go, beside what others let go."""
+        others = sealing.trims.bounds
+        sealing.trims.bounds = lambda: [*(others() if others is not None else ()), *self._bounds()]
+        self.runner.on_bounds = sealing.trims.look_again
+
+    def _bounds(self) -> list[Bound]:
+        """What the last looks found, once; what is still there is found again by the next round."""
+        bounds, self.hub.sweeping.bounds = self.hub.sweeping.bounds, {}
+        found: list[Bound] = []
+        for name, bound in bounds.items():
+            stream = self.streams.find(name)
+            if stream is not None:
+                lifetime = Lifetime(retention_s=-(-bound.age_ms // 1000), retention_bytes=bound.bytes_max)
+                found.append(Bound(stream.number, lifetime, bound.upto))
+        return found
 
     async def start(self) -> None:
         await restore(self.hub, self.streams, self._context.log, self.runner.now_ms())
         self.runner.start()
 
     def reload(self) -> None:
-        """SIGHUP: the rules are read again."""
+        """SIGHUP: the rules and the keys are read again; whom the new rules do not suffer has to go."""
         settings = self._settings
         try:
             policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
+            keys = read_keys(settings.hub_keys) if settings.hub_keys else {}
         except TailraceError as error:
             logger.error("the hub goes on with its old rules: %s", error)
             return
+        self._keys = keys
         self.hub.policy = policy
         self.hub.rates.policy = policy
+        now_ms = self.runner.now_ms()
+        connecting.rules_changed(self.hub, now_ms)
+        self.runner.run(decide.finish(self.hub, now_ms))
 
     def stop(self) -> None:
         self.runner.stop()
@@ -145,7 +174,11 @@ def _minter(settings: Settings) -> Callable[[Identity, int], str]:
     def mint(identity: Identity, seconds: int) -> str:
         claims = json.loads(identity.claims)
         now_s = int(time.time())
-        claims |= {"iat": now_s, "exp": now_s + seconds}
+        # What the old one was good for, which may be less than what it says.
+        scope = " ".join(sorted(identity.scopes))
+        claims |= {"iat": now_s, "exp": now_s + seconds, "jti": secrets.token_hex(8), "scope": scope}
+        # Whoever revokes the token that all began with revokes what it was exchanged for.
+        claims["trOrigin"] = identity.origin_id or identity.token_id
         return jwt.encode(claims, settings.auth_jwt_secret.encode(), algorithm="HS256")
 
     return mint

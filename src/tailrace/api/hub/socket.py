@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+from typing import Final
+
 from tailrace.api.hub.runner import Runner
 from tailrace.hub import decide
 from tailrace.hub.message import new_id
 from tailrace.hub.session import Session
 from tailrace.net.websocket import WebSocketConnection
 
+MEASURED_EVERY: Final = 16
+
 
 class HubSocket:
     """What the WebSocket layer calls."""
 
-    __slots__ = ("_runner", "session")
+    __slots__ = ("_runner", "_unmeasured", "session")
 
     def __init__(self, runner: Runner, upgrade_token: str | None) -> None:
         self._runner = runner
+        self._unmeasured = 0
         now_ms = runner.now_ms()
         self.session = Session(f"session-{new_id(now_ms)}", _nothing, now_ms)
         self.session.upgrade_token = upgrade_token
@@ -36,7 +42,14 @@ class HubSocket:
     def on_message(self, data: bytes, is_text: bool) -> None:
         """Binary messages of UTF-8 JSON are as good as text; answers are always text."""
         runner, session = self._runner, self.session
-        runner.run(decide.decide(runner.hub, session, data, runner.now_ms()))
+        self._unmeasured += 1
+        if self._unmeasured < MEASURED_EVERY:
+            runner.run(decide.decide(runner.hub, session, data, runner.now_ms()))
+        else:
+            self._unmeasured = 0
+            begun_s = perf_counter()
+            runner.run(decide.decide(runner.hub, session, data, runner.now_ms()))
+            runner.relay_seconds.observe(perf_counter() - begun_s)
         # Whoever sends faster than it takes its answers is not read from for a while.
         if session.broadcasting or session.outbox.bytes > runner.hub.limits.hub_pause_bytes:
             wire = runner.wires.get(session)

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace.errors import TailraceError
-from tailrace.hub.effects import Found
+from tailrace.hub.effects import Found, Named
 from tailrace.log.decide import CreateRequest, gone, resolve
 from tailrace.log.history import Missing
+from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.reader import Page
@@ -76,6 +77,20 @@ class LogStreams:
                 return 0
             raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
         return resolve(found, position, found.earliest)
+
+    def names(self, prefix: str, after: str, limit: int) -> list[Named]:
+        """The next streams by name; those that are not in memory stay where they are."""
+        return [
+            Named(
+                stream.name,
+                stream.earliest,
+                stream.visible,
+                stream.size_bytes,
+                stream.created_ns // 1_000_000,
+                stream.last_ns // 1_000_000,
+            )
+            for stream in list_streams(self._log, after or prefix, prefix, limit, system=True)
+        ]
 
     def made(self, name: str) -> Stream:
         """The stream to append to; it is made in the record before if it is missing."""

@@ -15,11 +15,11 @@ from tailrace.client.hub.model import (
     Ack,
     AckLevel,
     Actor,
-    ActorPage,
     Broadcast,
     Committed,
     MailboxPage,
     Message,
+    Presence,
     Published,
     Registration,
     Subscription,
@@ -158,22 +158,24 @@ class AsyncHub(AsyncClosing):
         page_size: int = PAGE,
     ) -> AsyncIterator[Actor]:
         """All actors that match, sorted by address, page by page as needed."""
-        cursor: str | None = None
-        while True:
-            payload = given(
-                pattern=pattern,
-                capabilities=list(capabilities) or None,
-                metadata=dict(metadata) if metadata else None,
-                asOf=as_of,
-                limit=page_size,
-                cursor=cursor,
-            )
-            page: ActorPage = read_answer(await self._place.ask("hub:discover", payload), ActorPage)
-            for actor in page.actors:
-                yield actor
-            cursor = page.cursor
-            if not page.has_more or cursor is None:
-                return
+        query = given(
+            pattern=pattern,
+            capabilities=list(capabilities) or None,
+            metadata=dict(metadata) if metadata else None,
+            asOf=as_of,
+            limit=page_size,
+        )
+        async for actor in self._place.discover(query):
+            yield actor
+
+    async def watch(self, pattern: str = "*", *, capability: str | None = None) -> AsyncIterator[Presence]:
+        """Who is there, and from then on who comes, goes or changes. It goes on over lost sessions."""
+        watching = await self._place.watch(given(action="watch", pattern=pattern, capability=capability))
+        try:
+            while (event := await watching.next()) is not None:
+                yield event
+        finally:
+            await self._place.unwatch(watching)
 
     # -- messages
 
@@ -353,7 +355,10 @@ class AsyncHub(AsyncClosing):
         return read_answer(await self._place.ask("hub:mailbox_commit", payload), Committed)
 
     async def commit(self, message: Message, *, wait: bool = True) -> None:
-        """A kept message, and what was before it, was processed. Without `wait`, no answer is waited for."""
+        """A kept message was processed, and what was before it; in a durable group it stands alone.
+
+        Without `wait`, no answer is waited for.
+        """
         if message.offset is None:
             return
         payload = given(
@@ -366,6 +371,19 @@ class AsyncHub(AsyncClosing):
             await self._place.ask("hub:mailbox_commit", payload)
         else:
             await self._place.tell("hub:mailbox_commit", payload)
+
+    async def commit_each(self, messages: Sequence[Message]) -> None:
+        """These kept messages were processed, and nothing is said of others: for durable groups."""
+        places: dict[tuple[str, str | None, str | None], list[str]] = {}
+        for message in messages:
+            if message.offset is not None:
+                place = (message.to, message.stream, message.subscription_id)
+                places.setdefault(place, []).append(message.offset)
+        for (address, stream, subscription_id), offsets in places.items():
+            payload = given(
+                actorAddress=address, stream=stream, subscriptionId=subscription_id, offsets=offsets
+            )
+            await self._place.ask("hub:mailbox_commit", payload)
 
     async def follow(
         self, address: str | None = None, *, capabilities: Sequence[str] = ("actor",), **registering: Any

@@ -136,6 +136,25 @@ class Actor(msgspec.Struct, frozen=True, rename="camel"):
     durable: bool = False
 
 
+class Presence(msgspec.Struct, frozen=True, rename="camel"):
+    """Somebody `joined`, `left`, `expired`, or was `updated`. Who is there when a watch begins joins it."""
+
+    event: str
+    actor_address: str
+    capabilities: list[str] = []
+    version: int = 0
+    at: int | None = None  # milliseconds since 1970; None if it was seen by looking
+
+
+class PresencePage(msgspec.Struct, frozen=True, rename="camel"):
+    """Who is there when a watch begins."""
+
+    watch_id: str
+    actors: list[Actor]
+    offset: str
+    has_more: bool = False
+
+
 class ActorPage(msgspec.Struct, frozen=True, rename="camel"):
     actors: list[Actor]
     has_more: bool = False

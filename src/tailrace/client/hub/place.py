@@ -5,19 +5,33 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final
+
+import msgspec
 
 from tailrace.client.error import ClientError
 from tailrace.client.hub import wire
 from tailrace.client.hub.inbox import Inbox
 from tailrace.client.hub.keeping import Followed, Held, Paused
-from tailrace.client.hub.model import Message, Registration, Subscription, read_answer
+from tailrace.client.hub.model import (
+    Actor,
+    ActorPage,
+    Message,
+    Presence,
+    PresencePage,
+    Registration,
+    Subscription,
+    read_answer,
+)
 from tailrace.client.hub.session import Options, Session, now_ms
+from tailrace.client.hub.watching import Watching
 from tailrace.client.hub.wire import Request
 from tailrace.hub.ids import new_id
 
 _REGISTER_TRIES: Final = 3
+EARLY_MAX: Final = 10_000
 
 
 class Place:
@@ -36,6 +50,8 @@ class Place:
         self._on_notice = on_notice
         self._held: dict[str, Held] = {}
         self._followed: dict[str, Followed] = {}
+        self._watched: dict[str, Watching] = {}
+        self._early: deque[dict[str, Any]] = deque(maxlen=EARLY_MAX)  # events of watches that just begin
         self._paused = Paused()
         self._flow_changed = asyncio.Event()
         self._held_changed = asyncio.Event()
@@ -52,6 +68,8 @@ class Place:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.stop()
         self.inbox.end(None)
+        for watching in self._watched.values():
+            watching.end()
 
     # -- requests
 
@@ -157,6 +175,62 @@ class Place:
         followed = self._followed.pop(subscription.subscription_id, None)
         return (subscription if followed is None else followed.subscription).subscription_id
 
+    # -- presence
+
+    async def discover(self, query: dict[str, Any], *, urgent: bool = False) -> AsyncIterator[Actor]:
+        """All who match, page by page."""
+        cursor: str | None = None
+        while True:
+            answer = await self.ask("hub:discover", {**query, **wire.given(cursor=cursor)}, urgent=urgent)
+            page: ActorPage = read_answer(answer, ActorPage)
+            for actor in page.actors:
+                yield actor
+            cursor = page.cursor
+            if not page.has_more or cursor is None:
+                return
+
+    async def watch(self, payload: dict[str, Any]) -> Watching:
+        watching = Watching(payload)
+        await self._watch(watching)
+        return watching
+
+    async def unwatch(self, watching: Watching) -> None:
+        if self._watched.pop(watching.id, None) is None:
+            return
+        try:
+            await self.ask("hub:presence", {"action": "unwatch", "watchId": watching.id})
+        except ClientError:
+            return  # it ends with the session
+
+    async def _watch(self, watching: Watching, *, urgent: bool = False) -> None:
+        answer = await self.ask("hub:presence", watching.payload, urgent=urgent)
+        await self._look(watching, read_answer(answer, PresencePage), urgent=urgent)
+
+    async def _look(self, watching: Watching, page: PresencePage, *, urgent: bool = False) -> None:
+        """Everybody who was there at an offset; what came after it is told after it."""
+        actors = page.actors
+        if page.has_more:
+            named = {name: watching.payload.get(name) for name in ("pattern", "capability")}
+            query = wire.given(asOf=page.offset, **named)
+            actors = [actor async for actor in self.discover(query, urgent=urgent)]
+        watching.look(actors)
+        watching.id = page.watch_id
+        self._watched[watching.id] = watching
+        early, self._early = self._early, deque(maxlen=EARLY_MAX)
+        for payload in early:
+            self._present(payload)
+
+    def _present(self, payload: dict[str, Any]) -> None:
+        watching = self._watched.get(payload["watchId"])
+        if watching is None:
+            self._early.append(payload)
+        elif "actors" in payload:
+            # We fell behind, and are told from the start.
+            del self._watched[watching.id]
+            self._begin(self._look(watching, msgspec.convert(payload, PresencePage)))
+        else:
+            watching.take(msgspec.convert(payload, Presence))
+
     # -- a new session
 
     async def _restore(self) -> None:
@@ -181,6 +255,9 @@ class Place:
                 del self._followed[known_as]
             else:
                 followed.subscription = read_answer(answer, Subscription)
+        watched, self._watched = list(self._watched.values()), {}
+        for watching in watched:
+            await self._watch(watching, urgent=True)
 
     # -- what the hub says by itself
 
@@ -192,6 +269,8 @@ class Place:
         elif kind == "hub:resume":
             self._paused.resume(payload.get("targets"))
             self._flow_changed.set()
+        elif kind == "hub:presence":
+            self._present(payload)
         elif kind == "hub:unregistered":
             self.let_go(payload.get("actorAddress", ""))
         elif kind == "hub:token_expiring" and callable(self.session.options.token):
@@ -208,6 +287,8 @@ class Place:
     async def _watch_end(self) -> None:
         await self.session.ended.wait()
         self.inbox.end(self.session.failure)
+        for watching in self._watched.values():
+            watching.end(self.session.failure)
         self._paused.clear()
         self._flow_changed.set()
 

@@ -1,0 +1,166 @@
+"""What nobody will ask for any more: messages that waited too long, mailboxes that are not used, old entries.
+
+Streams are looked at in order of their names, a few each second, so a million of them costs no more than ten.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tailrace.hub import copies
+from tailrace.hub.address import MAILBOXES, TOPICS
+from tailrace.hub.boxes import BROADCASTS
+from tailrace.hub.cursors import Cursor
+from tailrace.hub.effects import Found, Named, Names, Read, Remove
+from tailrace.hub.mailboxes import PAGE_BYTES, PAGE_ENTRIES, STORED_BYTES_MAX
+from tailrace.hub.message import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tailrace.hub.state import Hub
+
+PREFIXES: Final = (MAILBOXES, TOPICS, BROADCASTS.rpartition("/")[0] + "/")
+NAMES_AT_ONCE: Final = 100
+REMEMBERED_MAX: Final = 100_000
+BEHIND_EVERYTHING: Final = 2**62
+
+
+class Bounds(NamedTuple):
+    """Entries of a stream up to `upto` may go by their age, or because newer ones have so many bytes."""
+
+    age_ms: int
+    bytes_max: int | None
+    upto: int
+
+
+class Sweeping:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._prefix = 0
+        self._after = ""
+        self._next_ms = 0
+        self._looking = False
+        # By mailbox: its committed position, and when the entry behind that will have waited too long.
+        self._due: dict[str, tuple[int, int]] = {}
+        self.bounds: dict[str, Bounds] = {}  # of streams of which something may go
+
+    def tick(self, now_ms: int) -> None:
+        """Once a second: the next few names, or nothing until the next round."""
+        if self._looking or now_ms < self._next_ms:
+            return
+        self._looking = True
+        prefix = PREFIXES[self._prefix]
+        self._hub.effects.append(Names(prefix, self._after, NAMES_AT_ONCE, self._found))
+
+    def _found(self, names: list[Named], now_ms: int) -> None:
+        self._looking = False
+        look = self._look_at_mailbox if PREFIXES[self._prefix] == MAILBOXES else self._look_at_shared
+        for named in names:
+            look(named, now_ms)
+        if len(names) == NAMES_AT_ONCE:
+            self._after = names[-1].stream
+            return
+        self._after = ""
+        self._prefix = (self._prefix + 1) % len(PREFIXES)
+        if self._prefix == 0:
+            self._next_ms = now_ms + self._hub.limits.hub_sweep_ms
+
+    # -- mailboxes -------------------------------------------------------------------------------------
+
+    def _look_at_mailbox(self, named: Named, now_ms: int) -> None:
+        hub, limits = self._hub, self._hub.limits
+        path = named.stream.removeprefix(MAILBOXES)
+        cursor = hub.mailboxes.cursors.of(path, named.stream)
+        committed = named.earliest if cursor is None else max(named.earliest, cursor.committed)
+        age_ms = now_ms - named.created_ms
+        if committed > named.earliest and age_ms >= limits.hub_mailbox_kept_ms:
+            self.bounds[named.stream] = Bounds(limits.hub_mailbox_kept_ms, None, committed)
+        box = hub.mailboxes.boxes.get(path)
+        if box is not None and (box.appends or box.is_fed):
+            return  # its owner is given what is in it, and told what is too old
+        if committed < named.tail:
+            if age_ms >= limits.hub_mailbox_ms:
+                self._expire(path, named.stream, committed, now_ms)
+        elif box is None and path not in hub.registry.by_path and self._is_unused(named, cursor, now_ms):
+            hub.effects.append(Remove(named.stream))
+            hub.mailboxes.cursors.forget(path, named.stream)
+            hub.mailboxes.cursors.forget(path, BROADCASTS)
+
+    def _is_unused(self, named: Named, cursor: Cursor | None, now_ms: int) -> bool:
+        used_ms = max(named.created_ms, named.last_ms, 0 if cursor is None else cursor.moved_ms)
+        # What came since the names were listed is use too.
+        same = self._hub.streams.tail(named.stream) == named.tail
+        return same and now_ms - used_ms >= self._hub.limits.hub_mailbox_unused_ms
+
+    def _expire(self, path: str, stream: str, committed: int, now_ms: int) -> None:
+        """What waited too long becomes dead letters, page by page."""
+        known = self._due.get(stream)
+        if known is not None and known[0] == committed and now_ms < known[1]:
+            return
+
+        def then(found: Found, now_ms: int) -> None:
+            if found.error is None:
+                self._bury_old(path, stream, committed, found, now_ms)
+
+        self._hub.effects.append(Read(stream, committed, PAGE_ENTRIES, PAGE_BYTES, then))
+
+    def _bury_old(self, path: str, stream: str, committed: int, found: Found, now_ms: int) -> None:
+        mailboxes, streams = self._hub.mailboxes, self._hub.streams
+        box = mailboxes.open(path)
+        feed = box.feeds[stream]
+        same = committed == max(streams.earliest(stream), feed.cursor.committed)
+        if not same or box.is_fed:
+            mailboxes.let_go(box)
+            return  # its owner came back meanwhile
+        waits_ms = self._hub.limits.hub_mailbox_ms
+        old: set[int] = set()
+        for number, time_ns, body in found.entries:
+            if now_ms - time_ns // 1_000_000 < waits_ms:
+                self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
+                break
+            copy = copies.stored(parse(body, STORED_BYTES_MAX))
+            mailboxes.bury(feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
+            old.add(number)
+        if old:
+            mailboxes.done_with(box, feed, old)
+        mailboxes.let_go(box)
+        if old and len(old) == len(found.entries) and max(old) < (streams.tail(stream) or 0):
+            self._expire(path, stream, max(old), now_ms)
+
+    def _remember(self, stream: str, committed: int, due_ms: int) -> None:
+        if len(self._due) >= REMEMBERED_MAX:
+            self._due.clear()
+        self._due[stream] = (committed, due_ms)
+
+    # -- topics and broadcasts -------------------------------------------------------------------------
+
+    def _look_at_shared(self, named: Named, now_ms: int) -> None:
+        """Nothing goes that a durable subscriber has yet to read, unless it has not read for long."""
+        limits = self._hub.limits
+        old = now_ms - named.created_ms >= limits.hub_topic_ms
+        if named.earliest == named.tail or not (old or named.size_bytes > limits.hub_topic_bytes):
+            return
+        if named.stream.startswith(TOPICS):
+            upto = self._needed_by(self._subscribers(named), now_ms)
+        else:
+            upto = self._needed_by(self._hub.mailboxes.cursors.holders(named.stream), now_ms)
+        upto = min(upto, named.tail)
+        if upto > named.earliest:
+            self.bounds[named.stream] = Bounds(limits.hub_topic_ms, limits.hub_topic_bytes, upto)
+
+    def _subscribers(self, named: Named) -> Iterable[Cursor]:
+        """One that was away since the topic began has no position: it begins at the start."""
+        hub = self._hub
+        for found in hub.topics.lasting.match(named.stream.removeprefix(TOPICS)):
+            cursor = hub.mailboxes.cursors.of(found.owner, named.stream)
+            yield _at_start(named) if cursor is None else cursor
+
+    def _needed_by(self, cursors: Iterable[Cursor], now_ms: int) -> int:
+        oldest_ms = now_ms - self._hub.limits.hub_cursor_ms
+        positions = [cursor.committed for cursor in cursors if cursor.moved_ms >= oldest_ms]
+        return min(positions, default=BEHIND_EVERYTHING)
+
+
+def _at_start(named: Named) -> Cursor:
+    return Cursor(named.earliest, named.earliest, moved_ms=named.created_ms)
