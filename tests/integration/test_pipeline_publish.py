@@ -333,3 +333,41 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them(
 
     eventually(trimmed, lambda earliest: earliest == 3)
     assert listed() == [(4, 6)], "what is left is still summed up"
+
+
+def test_what_retention_has_left_of_a_merged_file_is_built_again(
+    call: Caller, pipeline: FakePipeline, ev: str
+) -> None:
+    configured(call, ev, {"Stream-Retention-Bytes": "1000"})
+    for number in range(2):
+        fill(call, ev, 3, 3 * number)
+        seal(call, ev)
+    shown = planned(call, ev, 2)
+    assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).status == 200
+    shown = eventually(lambda: plan(call, ev), lambda found: found["work"])
+    (work,) = [work for work in shown["work"] if work.get("family") == "fts"]
+    assert pipeline.publish(pipeline.merge(shown, work)).status == 200
+
+    def listed() -> list[tuple[int, int]]:
+        companions = head_of(pipeline, shown)["companions"]
+        return sorted((one[1], one[2]) for one in companions if one[0] == "fts")
+
+    assert listed() == [(1, 6)]
+    assert call("POST", ev, [{"at": 0, "who": "w", "what": "x" * 915}]).status == 204
+
+    def trimmed() -> int:
+        seal(call, ev)  # retention takes objects away after a checkpoint
+        return head_of(pipeline, shown)["earliest"]
+
+    eventually(trimmed, lambda earliest: earliest == 3)
+
+    def rewrites() -> list[dict[str, Any]]:
+        return [work for work in plan(call, ev)["work"] if "replace" in work]
+
+    (work,) = eventually(rewrites, lambda found: found)
+    assert [(one["first"], one["last"], one["families"]) for one in work["segments"]] == [(4, 6, ["fts"])]
+    body = {**pipeline.offer(shown, work["segments"]), "replace": work["replace"]}
+    assert pipeline.publish(body).body["result"] == "published"
+    assert pipeline.publish(body).body["result"] == "already_published"
+    assert listed() == [(4, 6)]
+    assert rewrites() == []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from support.aggregate_model import INTERVALS, ROLLUPS, AggregateModel, rollup_view
 from support.families import FamilyStore
-from support.log_harness import LogHarness
+from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import payload_of
 from tailrace.limits import Limits
@@ -24,11 +24,10 @@ from tailrace.log.model import Stream
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.execute import Searcher
-from tailrace.query.family_format import AGG, COL, EXACT, FTS
+from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.tail_index import TailIndex
 from tailrace.store.segments import SegmentInfo
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 NOON = 1767225600000
 TIMES = [NOON, NOON + 1, NOON + 5, NOON + 500, NOON + 1000, NOON + 3_600_000, NOON - 1, 0, -5]
 VIEW = rollup_view(None)
@@ -52,7 +51,8 @@ rows = st.fixed_dictionaries(
 ).flatmap(lambda row: few(row, {**row, **PARTS}, {**row, **PARTS, "sum": None}))
 segments = st.lists(st.lists(rows, min_size=1, max_size=8), min_size=1, max_size=4)
 subsets = st.lists(
-    st.sampled_from([(AGG, COL), (AGG, COL), (COL,), (AGG,), (COL, EXACT, FTS), ()]), min_size=4
+    st.sampled_from([(AGG, COL), (AGG, COL, MBLK), (COL, MBLK), (COL,), (AGG,), (COL, EXACT, FTS, MBLK), ()]),
+    min_size=4,
 )
 
 
@@ -82,7 +82,7 @@ class Station:
             for _ in range(2):
                 self.store(turn)
             info = self.segments_of(self.stream.number)[-1]
-            self.families.build(self.stream, info, VIEW.registry, families[turn % len(families)])
+            self.families.build(self.stream, info, VIEW.registry, families[turn % len(families)], "metrics")
         self.append(older[0])
         reader = self.real.log.reader
         tail = TailIndex(reader, 0, self.threads)
@@ -181,5 +181,36 @@ def test_a1_whole_windows_come_from_rollups_and_edges_from_rows(tmp_path: Path) 
         nothing = station.ask(body, families=False)
         assert nothing["buckets"] == whole["buckets"]
         assert not nothing["coverage"]["used_rollups"]
+    finally:
+        station.close()
+
+
+def test_a1_summaries_of_records_come_from_blocks_where_rollups_do_not_help(tmp_path: Path) -> None:
+    """A query that is no dimension: rows are chosen by columns, and their summaries are not decoded again."""
+    sizes = [(1, 5), (2, 2**53 + 1), (3, 0.1), (4, -7)]
+    batch = [
+        {
+            "at": NOON + n,
+            "service": "ab"[n % 2],
+            "status": n,
+            "count": size,
+            "sum": total,
+            "min": n,
+            "max": 2.5 * n,
+        }
+        | ({"buckets": {"1": size}} if n % 3 else {})
+        for n, (size, total) in enumerate(sizes * 5)
+    ]
+    station = Station(tmp_path, [batch, batch], [(COL, MBLK)])
+    body: dict[str, Any] = {"rollup": "some", "from": NOON, "to": NOON + 20, "interval": "7ms"}
+    body |= {"q": "status:>3", "group_by": ["service"]}
+    try:
+        answer = station.ask(body, families=True)
+        assert answer["coverage"]["index_families_used"] == ["col", "mblk"]
+        assert answer["coverage"]["scanned_segments"] == 0
+        assert answer["buckets"] == station.ask(body, families=False)["buckets"]
+        assert any(
+            group["measures"]["value"]["count"] for one in answer["buckets"] for group in one["groups"]
+        )
     finally:
         station.close()

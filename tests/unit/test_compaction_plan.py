@@ -26,7 +26,7 @@ from tailrace.tier.compaction import (
     due,
 )
 from tailrace.tier.coverage import Coverage, MergeRule, merges
-from tailrace.tier.rollup_care import RollupCare
+from tailrace.tier.merged_care import MergedCare
 
 RULE = CompactRule(segments_min=3, small_bytes=1000, age_ns=0)
 FREE = borders_of(NO_LIFETIME, ())
@@ -204,9 +204,9 @@ def test_rollups_are_merged_within_a_part_of_the_retained_time() -> None:
     ]
     each = [companion("agg", info.first, info.last) for info in infos]
     rule = MergeRule(span=4, fan_out=2, level_max=2)
-    free = RollupCare(infos, NO_LIFETIME, 100, CREATED_NS)
+    free = MergedCare(infos, NO_LIFETIME, 100, CREATED_NS)
     assert [one.inputs for one in merges(PLAN, each, rule, free.part)] == [tuple(each)]
-    bound = RollupCare(infos, Lifetime(retention_s=36_000), 100, CREATED_NS)
+    bound = MergedCare(infos, Lifetime(retention_s=36_000), 100, CREATED_NS)
     assert merges(PLAN, each, rule, bound.part) == []
     pairs = merges(PLAN, each, rule._replace(span=2), bound.part)
     assert [one.inputs for one in pairs] == [tuple(each[:2])]
@@ -223,7 +223,7 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them() -> None:
     lifetime = Lifetime(retention_s=36_000)  # a part of it is an hour
 
     def at(now_ns: int) -> tuple[list[int], int | None]:
-        found, next_ns = RollupCare(infos, lifetime, 10**6, now_ns).rewrites(PLAN, merged, coverage)
+        found, next_ns = MergedCare(infos, lifetime, 10**6, now_ns).rewrites(PLAN, merged, coverage, 0)
         return [one.merged.first for one in found], next_ns
 
     due_ns = infos[0].last_ns + 9 * HOUR_NS
@@ -231,9 +231,30 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them() -> None:
     assert at(due_ns) == ([1], infos[2].last_ns + 9 * HOUR_NS)
     assert at(infos[2].last_ns + 9 * HOUR_NS) == ([1, 5], None)
     # By size: all but the newest 100 bytes go, and a tenth more before.
-    care = RollupCare(infos, Lifetime(retention_bytes=100), 6 * 24, CREATED_NS)
+    care = MergedCare(infos, Lifetime(retention_bytes=100), 6 * 24, CREATED_NS)
     assert care.soon == 4
-    (rewrite,), _ = care.rewrites(PLAN, merged, coverage)
+    (rewrite,), _ = care.rewrites(PLAN, merged, coverage, 0)
     assert rewrite.segments == tuple(infos[:2])
     assert care.part(merged[0]) is None, "what goes soon is not merged again"
     assert care.part(merged[3]) == 0
+
+
+def test_what_retention_has_left_of_a_merged_file_is_built_again() -> None:
+    """Text splits stay right when entries go, but carry them along, and no score comes from them any more."""
+    plan = PlanEntry(1, "p", {"fts": "f"})
+    infos = some(6)
+    merged = [companion("fts", 1, 8, 1), *(companion("fts", n, n + 1) for n in (9, 11))]
+    coverage = Coverage(plan, merged)
+
+    def left(earliest: int) -> list[tuple[SegmentInfo, ...]]:
+        shown = [info for info in infos if info.last > earliest]
+        found, next_ns = MergedCare(shown, NO_LIFETIME, 100, CREATED_NS).rewrites(
+            plan, merged, coverage, earliest
+        )
+        assert next_ns is None
+        return [one.segments for one in found]
+
+    assert left(0) == left(2) == []
+    assert left(4) == [tuple(infos[2:4])]
+    assert left(7) == [(infos[3],)], "a segment of which a part is trimmed is built as a whole"
+    assert left(8) == [], "nothing is left of it"

@@ -20,7 +20,7 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.store.companions import PlanEntry, plan_name
 from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
 from tailrace.tier.coverage import Merge, Uncovered
-from tailrace.tier.rollup_care import Rewrite
+from tailrace.tier.merged_care import Rewrite
 from tailrace.tier.seal import Sealing
 from tailrace.tier.seal_job import Publication
 from tailrace.tier.work import StreamWork, Work

@@ -11,7 +11,8 @@ from tailrace.query.aggregate import Groups, Payload, Scanned
 from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.chunk import Chunk, columns_from
 from tailrace.query.column import Column
-from tailrace.query.measures import Number
+from tailrace.query.family_format import MBLK_POINTERS
+from tailrace.query.measures import Number, Parts, pointers_of
 from tailrace.query.packed import rows_of
 from tailrace.query.scan import fields_in
 from tailrace.query.values import Value
@@ -19,11 +20,20 @@ from tailrace.query.view import Decoder, View
 from tailrace.schema.convert import text_of
 
 ROWS_AT_ONCE = 1024  # between two looks at the clock
+PartsOf = Callable[[Sequence[int]], Sequence[Parts | None]]  # of some entries
 
 
 def has_columns(request: AggregateRequest) -> bool:
     """Whether columns have all that is measured. Summaries made by others lie in records alone."""
     return all(measure.kind != "summary_parts" for measure in request.measures.values())
+
+
+def has_blocks(request: AggregateRequest) -> bool:
+    """Whether columns have it all together with blocks of metrics, in which summaries of one form are."""
+    return all(
+        measure.kind != "summary_parts" or pointers_of(measure) == MBLK_POINTERS
+        for measure in request.measures.values()
+    )
 
 
 class ColumnAdder:
@@ -39,9 +49,10 @@ class ColumnAdder:
             for name, measure in request.measures.items()
             if measure.kind == "summary"
         ]
+        self._parts = [name for name, one in request.measures.items() if one.kind == "summary_parts"]
 
-    def add(self, chunk: Chunk) -> int:
-        """Answers how many rows had to be looked at."""
+    def add(self, chunk: Chunk, parts_of: PartsOf | None = None) -> int:
+        """Answers how many rows had to be looked at. `parts_of` has summaries that records bring along."""
         rows = rows_of(self._members(chunk))
         if not rows:
             return 0
@@ -53,6 +64,9 @@ class ColumnAdder:
         includes = [request.measure_includes.get(name) for name in self._groups.counted]
         counted = [None if query is None else set(rows_of(chunk.match(query))) for query in includes]
         summaries = [(name, _numbers(columns[field])) for name, field in self._summaries]
+        brought: dict[int, Parts | None] = {}
+        if parts_of is not None:
+            brought = dict(zip(rows, parts_of([chunk.entries[row] for row in rows]), strict=True))
         for (start_ms, *values), own in found.items():
             group = self._groups.at((start_ms, tuple(values)))
             for index, included in enumerate(counted):
@@ -60,6 +74,9 @@ class ColumnAdder:
             for name, numbers_of in summaries:
                 if numbers := numbers_of(own):
                     group.waiting.setdefault(name, []).extend(numbers)
+            for name in self._parts if brought else ():
+                found_parts = (brought[row] for row in own)
+                group.parts += [(name, parts) for parts in found_parts if parts is not None]
         self._groups.settle()
         return len(rows)
 

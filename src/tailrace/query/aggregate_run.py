@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
 
 import orjson
 
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.query.aggregate import AggregateScanner, Groups, too_late
-from tailrace.query.aggregate_columns import ColumnAdder, ColumnScanner, has_columns
+from tailrace.query.aggregate_columns import ColumnAdder, ColumnScanner, has_blocks, has_columns
 from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.aggregate_spans import (
     Built,
@@ -31,12 +31,15 @@ from tailrace.query.coverage import Counters, omitted, touched, visible_through
 from tailrace.query.execute import READ_BYTES, Outcome, Searcher
 from tailrace.query.families.shelf import Opened, UnusableFileError
 from tailrace.query.families.span import Span
-from tailrace.query.family_format import AGG, COL
+from tailrace.query.family_format import AGG, COL, MBLK
 from tailrace.query.page import coverage_of
 from tailrace.query.plan import Stretch, plan, stretches
 from tailrace.query.view import View
 from tailrace.schema.instants import from_unix_ms
 from tailrace.store.segments import SegmentInfo
+
+if TYPE_CHECKING:
+    from tailrace.query.families.mblk_file import Blocks
 
 SHOWN = (
     "mode",
@@ -136,7 +139,8 @@ class _Run:
         self._indexed: list[Stretch] = []
         self._used_rollups = False
         self._spans: Sequence[Span] = ()
-        self._wanted = columns_wanted(view, request) if has_columns(request) else None
+        self._wanted = columns_wanted(view, request) if has_blocks(request) else None
+        self._blocks = not has_columns(request)  # summaries that records bring along are asked for
 
     def _part_of(self, request: AggregateRequest) -> _Part:
         columns = ColumnAdder(self._view, request, self._groups, self._stream.earliest)
@@ -219,7 +223,7 @@ class _Run:
 
     async def _add_span(self, span: Span, at: int, part: _Part) -> bool:
         """Adds what lies between `at` and a span, and the span; False if its columns are of no use."""
-        files = None if self._wanted is None else files_for_rows(span, self._wanted)
+        files = None if self._wanted is None else files_for_rows(span, self._wanted, blocks=self._blocks)
         library = self._searcher.library
         if files is None or library is None or self._wanted is None or span.first <= self._stream.earliest:
             return False
@@ -236,7 +240,7 @@ class _Run:
             self._counters.indexed_s += time.monotonic() - begun
         else:
             self._see_primary(None if span.primary is None else span.primary[1], span.last)
-        self._counters.families.add(COL)
+        self._counters.families.update((COL, MBLK) if self._blocks else (COL,))
         self._indexed.append(Stretch(span.first, span.last))
         for stretch in stretches(at, span.first - 1, self._searcher.scan_rows):
             self._look_at_clock()
@@ -254,10 +258,23 @@ class _Run:
         if not all(source.has_column(name) for name in wanted):
             raise UnusableFileError("it lacks a column")
         bounds = None if view.primary is None else source.bounds(view.primary)
-        for chunk in chunks_of_span(source, view, part.request, wanted):
-            self._look_at_clock()
-            part.columns.add(chunk)
+        chunks = chunks_of_span(source, view, part.request, wanted)
+        if self._blocks:
+            self._add_with_blocks(chunks, _blocks_of(span, opened), part.request)
+        else:
+            for chunk in chunks:
+                self._look_at_clock()
+                part.columns.add(chunk)
         return None if bounds is None else cast("int", bounds[1])
+
+    def _add_with_blocks(self, chunks: Iterable[Chunk], blocks: Blocks, request: AggregateRequest) -> None:
+        """All of a span or nothing: its blocks may turn out to be broken on the way."""
+        groups = self._groups.fresh()
+        columns = ColumnAdder(self._view, request, groups, self._stream.earliest)
+        for chunk in chunks:
+            self._look_at_clock()
+            columns.add(chunk, blocks.parts)
+        self._groups.absorb(groups)
 
     # -- scans -------------------------------------------------------------------------------------------
 
@@ -378,6 +395,16 @@ class _Run:
         )
         coverage = coverage_of(outcome, self._stream)
         return {**{name: coverage[name] for name in SHOWN}, "used_rollups": self._used_rollups}
+
+
+def _blocks_of(span: Span, opened: Mapping[str, Opened]) -> Blocks:
+    from tailrace.query.families.mblk_file import MblkFile
+
+    served = span.serving(MBLK, MBLK)
+    file = None if served is None else opened.get(served.published.key)
+    if not isinstance(file, MblkFile):
+        raise UnusableFileError("it could not be opened")
+    return file.blocks()
 
 
 def _add_states(

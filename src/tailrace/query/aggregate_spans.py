@@ -16,7 +16,7 @@ from tailrace.query.bind import All, Bound, Equals
 from tailrace.query.chunk import Chunk
 from tailrace.query.column_build import column_from
 from tailrace.query.families.span import Served, Span
-from tailrace.query.family_format import COL
+from tailrace.query.family_format import COL, MBLK
 from tailrace.query.scan import fields_in
 from tailrace.query.view import View
 from tailrace.schema.convert import text_of
@@ -193,11 +193,11 @@ def columns_wanted(view: View, request: AggregateRequest) -> list[str]:
     return sorted({request.timestamp_field, *request.rollup.dimensions, *measured, *asked, *primary})
 
 
-def files_for_rows(span: Span, wanted: Sequence[str]) -> dict[str, Served] | None:
-    """The files that have all these columns; None if some have to be decoded."""
+def files_for_rows(span: Span, wanted: Sequence[str], *, blocks: bool) -> dict[str, Served] | None:
+    """The files that have all these columns, and the blocks of metrics; None if some have to be decoded."""
     found: dict[str, Served] = {}
-    for name in wanted:
-        served = span.serving(COL, name)
+    for family, name in [*((COL, name) for name in wanted), *([(MBLK, MBLK)] if blocks else [])]:
+        served = span.serving(family, name)
         if served is None:
             return None
         found[served.published.key] = served

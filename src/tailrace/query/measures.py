@@ -207,18 +207,23 @@ class Parts(NamedTuple):
     sketch: Sketch | None  # likewise
 
 
+def pointers_of(measure: Measure) -> tuple[str | None, ...]:
+    """Where a record has count, sum, smallest, largest, histogram and sketch."""
+    return (
+        measure.count_json_pointer,
+        measure.sum_json_pointer,
+        measure.min_json_pointer,
+        measure.max_json_pointer,
+        measure.histogram_json_pointer,
+        measure.sketch_json_pointer,
+    )
+
+
 class PartsReader:
     """Finds the summary in a record, by the pointers of a measure."""
 
     def __init__(self, measure: Measure) -> None:
-        pointers = (
-            measure.count_json_pointer,
-            measure.sum_json_pointer,
-            measure.min_json_pointer,
-            measure.max_json_pointer,
-            measure.histogram_json_pointer,
-            measure.sketch_json_pointer,
-        )
+        pointers = pointers_of(measure)
         self._tokens = [None if pointer is None else parse_pointer(pointer) for pointer in pointers]
 
     def read(self, record: object) -> Parts | None:

@@ -30,9 +30,16 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 def decide(
-    offer: Offer, plan: PlanEntry, known: CompanionSet, segments: Mapping[str, SegmentInfo], now_ns: int
+    offer: Offer,
+    plan: PlanEntry,
+    known: CompanionSet,
+    segments: Mapping[str, SegmentInfo],
+    earliest: int,
+    now_ns: int,
 ) -> Accepted:
-    """`segments` are those that the stream shows, by key, as far as the inputs name them."""
+    """`segments` are those that the stream shows, by key, as far as the inputs name them. Entries up to
+    `earliest` are trimmed: nothing has to speak of them.
+    """
     if offer.plan_hash != plan.hash:
         raise TailraceError("plan_superseded", "another plan is wanted now; read the plan again")
     added = [_companion(offer, one, plan, now_ns) for one in offer.add]
@@ -43,7 +50,9 @@ def decide(
     for one in added:
         _check_tiled(one, inputs)
     replaced = {relative(key, offer.stream_id) for key in offer.replace}
-    return _publish(added, given_up, inputs, plan, known, replaced)
+    gone = [one for one in known.companions if one.object in replaced]
+    left = [msgspec.structs.replace(one, first=max(one.first, earliest + 1)) for one in gone]
+    return _publish(added, given_up, inputs, plan, known, left)
 
 
 def give_up(offer: Offer, known: CompanionSet, segments: Mapping[str, SegmentInfo], now_ns: int) -> Accepted:
@@ -135,8 +144,10 @@ def _publish(
     inputs: Mapping[str, SegmentInfo],
     plan: PlanEntry,
     known: CompanionSet,
-    replaced: set[str],
+    gone: Sequence[Companion],
 ) -> Accepted:
+    """`gone` are those that the others take the place of, as far as there are still entries."""
+    replaced = {one.object for one in gone}
     rest = [one for one in known.companions if one.object not in replaced]
     new = _unlisted(added, rest, set())
     coverage = Coverage(plan, [*rest, *new])
@@ -146,7 +157,6 @@ def _publish(
         if missing and key not in stuck:
             message = f"entries {info.first} to {info.last} would have no {', '.join(missing)}"
             raise TailraceError("range_conflict", message)
-    gone = [one for one in known.companions if one.object in replaced]
     _check_replaced(gone, plan, coverage)
     told = {(one.object, one.plan_hash, one.code) for one in known.quarantined}
     fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in told]

@@ -77,7 +77,7 @@ class Publishing:
             raise TailraceError("plan_superseded", "no companions are wanted of this stream")
         known = await self._log.catalogue.of(stream)
         segments = await self._segments(stream)
-        accepted = decide(offer, plan, known, segments, self._log.clock.now_ns())
+        accepted = decide(offer, plan, known, segments, stream.earliest, self._log.clock.now_ns())
         return await self._accept(stream, offer, accepted, segments)
 
     async def _accept(

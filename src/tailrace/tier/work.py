@@ -31,7 +31,7 @@ from tailrace.store.segments import SegmentInfo
 from tailrace.tier.compaction import CompactRule, borders_of, due
 from tailrace.tier.coverage import Coverage, Merge, MergeRule, Uncovered, in_turn, merges, stale, uncovered
 from tailrace.tier.index_summary import NOTHING, IndexSummary, summarise
-from tailrace.tier.rollup_care import Rewrite, RollupCare
+from tailrace.tier.merged_care import MergedCare, Rewrite
 from tailrace.tier.stored import fork_points
 
 logger = logging.getLogger("tailrace.pipeline")
@@ -332,14 +332,14 @@ def find_work(
     if scope.schema is not None:
         cuts.update(version_cuts(scope.schema))
     unsound = {one.object for one in known.quarantined}
-    care = RollupCare(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
+    care = MergedCare(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
 
     def is_settled(info: SegmentInfo) -> bool:
         stays = info.first > max(earliest, care.soon) and info.key not in unsound
         return stays and not coverage.missing(info.first, info.last)
 
     small = due(segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns)
-    rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage)
+    rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage, earliest)
     return StreamWork(
         number,
         plan,

@@ -8,6 +8,7 @@ from tailrace.query.families.col_file import ColFile
 from tailrace.query.families.exact_file import ExactFile
 from tailrace.query.families.fts_file import FtsFile
 from tailrace.query.families.key_files import KeyIndexFile, LexiconFile
+from tailrace.query.families.mblk_file import MblkFile
 from tailrace.query.families.parquet_file import ParquetFile, check_facts
 from tailrace.query.families.shelf import Opened, UnusableFileError
 from tailrace.query.families.span import Served
@@ -27,6 +28,8 @@ def open_file(served: Served, raw: bytes) -> Opened:
         return ExactFile(file)
     if family == names.AGG:
         return AggFile(file)
+    if family == names.MBLK:
+        return MblkFile(file)
     if family == names.ROUTING_KEY_INDEX:
         return KeyIndexFile(file)
     if family == names.ROUTING_KEY_LEXICON:

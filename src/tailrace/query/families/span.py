@@ -12,13 +12,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tailrace.query.families.shelf import Published
-from tailrace.query.family_format import AGG, COL, EXACT, FTS
+from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.index_plan import index_plan, members_of
 from tailrace.query.view import View
 from tailrace.store.companions import Companion, PlanEntry
 from tailrace.store.segments import stream_prefix
 
 SEARCHED = (COL, EXACT, FTS)
+BY_ROWS = (*SEARCHED, MBLK)  # speak of entries one by one
 
 
 class Served(NamedTuple):
@@ -49,10 +50,12 @@ class Prints:
     """Fingerprints of everything that the registry of a view asks for."""
 
     def __init__(self, view: View) -> None:
-        self._prints = index_plan(view.registry).fingerprints
+        # Blocks of metrics are only there where the profile asks for them: then they have this fingerprint.
+        self._prints = index_plan(view.registry, "metrics").fingerprints
         assert view.registry.search is not None
         search = view.registry.search
         self._members = {family: frozenset(found) for family, found in members_of(search).items()}
+        self._members[MBLK] = frozenset({MBLK})
         if view.primary is not None and COL in self._members:
             self._members[COL] |= {view.primary}
 
@@ -85,11 +88,11 @@ class Prints:
 def spans_of(
     prints: Prints, companions: Iterable[Companion], plans: Mapping[str, PlanEntry], stream_id: str
 ) -> list[Span]:
-    """The spans that some file for searches speaks for, in order; they do not overlap."""
+    """The spans that some file speaks for row by row, in order; they do not overlap."""
     begins: dict[int, list[Served]] = {}
     edges: set[int] = set()
     for companion in companions:
-        if companion.family not in SEARCHED:
+        if companion.family not in BY_ROWS:
             continue
         served = prints.served(companion, plans.get(companion.plan_hash), stream_id)
         if served is not None:

@@ -1,7 +1,9 @@
-"""Rollups and retention: sums over many segments are no use once some of their entries are trimmed.
+"""Merged companions and retention.
 
-So they are only merged within a part of the time that is retained, and taken apart again before retention
-comes to that part. Pure: lists in, work out.
+Sums over many segments are no use once some of their entries are trimmed: so they are only merged within a
+part of the time that is retained, and taken apart again before retention comes to that part. Other merged
+files stay right, but carry trimmed entries along: when these are too many, the rest is built again. Pure:
+lists in, work out.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from tailrace.tier.coverage import Coverage
 AGG: Final = "agg"
 OFFERED_MAX: Final = 4  # of one stream in one answer
 SEGMENTS_MAX: Final = 512  # of one rewrite: all are published at once
+TRIMMED_SHARE: Final = 0.3  # of a merged file, beyond which the rest of it is built again
 
 
 class Rewrite(NamedTuple):
-    """A file of rollups that is to be built again, for each of its segments by itself."""
+    """A merged file that is to be built again, for each of the segments that are left by itself."""
 
     merged: Companion
     segments: tuple[SegmentInfo, ...]
 
 
-class RollupCare:
+class MergedCare:
     """The segments that a stream shows, oldest first, and its bounds. `shown_bytes` is all its payload."""
 
     def __init__(
@@ -74,20 +77,28 @@ class RollupCare:
         whole = found and (found[0].first, found[-1].last) == (companion.first, companion.last)
         return found if whole else ()
 
+    def _left(self, companion: Companion, earliest: int) -> Sequence[SegmentInfo]:
+        """The segments that are left of a merged file, if it speaks of trimmed entries for the most part."""
+        trimmed, rows = earliest - companion.first + 1, companion.last - companion.first + 1
+        if not companion.level or trimmed <= rows * TRIMMED_SHARE:
+            return ()
+        found = self._touched(companion)
+        return found if found and found[-1].last == companion.last else ()
+
     def rewrites(
-        self, plan: PlanEntry, companions: Sequence[Companion], coverage: Coverage
+        self, plan: PlanEntry, companions: Sequence[Companion], coverage: Coverage, earliest: int
     ) -> tuple[list[Rewrite], int | None]:
-        """Those that are due, oldest first; and when the next one is."""
+        """Those that are due, oldest first; and when the next is. `earliest` is the last trimmed entry."""
         due: list[Rewrite] = []
         next_ns: int | None = None
         for one in companions:
-            if one.family != AGG or one.fingerprint != plan.families.get(AGG):
+            if one.fingerprint != plan.families.get(one.family):
                 continue
-            found = self._within(one)
+            found = self._within(one) if one.family == AGG else self._left(one, earliest)
             settled = not any(coverage.missing(info.first, info.last) for info in found)
-            if not settled or not 2 <= len(found) <= SEGMENTS_MAX:
+            if not settled or not (2 if one.family == AGG else 1) <= len(found) <= SEGMENTS_MAX:
                 continue
-            if one.first <= self.soon:
+            if one.family != AGG or one.first <= self.soon:
                 due.append(Rewrite(one, tuple(found)))
             elif (at_ns := self._due_ns(found[0])) is not None:
                 next_ns = at_ns if next_ns is None else min(next_ns, at_ns)
