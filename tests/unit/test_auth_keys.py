@@ -262,7 +262,7 @@ def test_a_file_that_is_too_large(path: Path, clock: FakeClock, monkeypatch: pyt
         verifier(path, clock)
 
 
-def test_a_file_that_is_named_has_to_be_there(path: Path, clock: FakeClock) -> None:
+def test_a_file_without_which_nobody_gets_in_has_to_be_there(path: Path, clock: FakeClock) -> None:
     with pytest.raises(TailraceError, match="tailrace key create"):
         verifier(path, clock, auth_jwt_secret="", auth_keys_file=str(path))
     key, text = make_key(sub="admin", scopes=["manage"], clock=clock)
@@ -270,6 +270,8 @@ def test_a_file_that_is_named_has_to_be_there(path: Path, clock: FakeClock) -> N
     check = verifier(path, clock, auth_jwt_secret="", auth_keys_file=str(path))
     assert check.enabled
     assert check.verify(header(text)).scopes == {"manage"}
+    path.unlink()
+    assert verifier(path, clock, auth_keys_file=str(path)).enabled, "tokens are another way in"
 
 
 def test_writers_wait_for_each_other(path: Path, clock: FakeClock) -> None:

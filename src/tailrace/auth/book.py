@@ -47,7 +47,7 @@ class IdentityBook:
     # -- reading ---------------------------------------------------------------------------------------
 
     def load(self, *, required: bool) -> None:
-        """At start: the file has to be right, and to be there if somebody has named it."""
+        """At start: the file has to be right, and to be there if nobody could get in without it."""
         if required and self._file.stamp() is None:
             raise TailraceError(
                 "invalid_request",

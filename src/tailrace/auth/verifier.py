@@ -62,7 +62,8 @@ class TokenVerifier:
         self._rechecked_versions = (0, 0)
         self.enabled = settings.auth_configured
         if self.enabled:
-            self.book.load(required=bool(settings.auth_keys_file))
+            # Without keys nobody gets in, unless there is another kind of token.
+            self.book.load(required=not self._secret and self._ring is None)
             self._rechecked_versions = self._versions
 
     def start(self) -> None:
