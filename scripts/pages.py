@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from tailrace.cli.app import VERBS
+from tailrace.edge.metrics import TABLE as EDGE_METRICS
 from tailrace.settings import PRESETS, TABLE, Setting
 from tailrace.telemetry import TABLE as METRICS
+from tailrace.telemetry import Metric
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -109,12 +111,24 @@ What to look at first: `tailrace_ready` (1 or somebody should be woken), `tailra
 """
 
 
-def metrics_page() -> str:
+METRICS_EDGE = """
+## Edge
+
+`GET /metrics` of an [edge](edge.md) has rows of its own, and the numbers of its process.
+
+"""
+
+
+def _metric_rows(table: dict[str, Metric]) -> str:
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    for metric in METRICS.values():
+    for metric in table.values():
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{metric.exposed}` | {metric.kind} | {labels} | {metric.help} |")
-    return METRICS_INTRO + "\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def metrics_page() -> str:
+    return METRICS_INTRO + "\n" + _metric_rows(METRICS) + METRICS_EDGE + _metric_rows(EDGE_METRICS)
 
 
 CLI_INTRO = """\
@@ -144,7 +158,7 @@ def cli_page() -> str:
         text = re.sub(
             r"^#+ Table of Contents\n.*?(?=^\*\*Commands)", "", text, flags=re.MULTILINE | re.DOTALL
         )
-        if verb == "serve":
+        if verb in ("serve", "edge"):
             text = (
                 text[: text.index("**Settings**")]
                 + "The flags are the settings: see [settings.md](settings.md).\n"

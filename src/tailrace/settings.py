@@ -45,6 +45,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_dir: Annotated[Path, Meta(description="Directory of the journal and the hot store.")] = Path(
         "./tailrace-data"
     )
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            extra={"unit": "count"},
+            description="Processes that share the streams; limits hold for each. Another number than before "
+            "moves streams at start.",
+        ),
+    ] = 1
     preset: Annotated[
         Literal["default", "small"],
         Meta(description="A set of limits: small keeps caches and queues at a quarter."),
@@ -82,6 +92,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "are not kept there."
         ),
     ] = ""
+    init: Annotated[
+        str,
+        Meta(description="TOML file with streams that are made at start; those that exist must be like it."),
+    ] = ""
     public_url: Annotated[
         str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
     ] = ""
@@ -89,14 +103,34 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         False
     )
 
-    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; turns TLS on.")] = ""
+    tls_cert: Annotated[
+        str, Meta(description="PEM file with the certificate chain; turns TLS on. Read again on SIGHUP.")
+    ] = ""
     tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key.")] = ""
+    tls_self_signed: Annotated[
+        bool,
+        Meta(
+            description="Make a certificate for this machine and use it, for development; clients have to be "
+            "told to trust it."
+        ),
+    ] = False
 
     auth_jwt_secret: Annotated[
         Secret, Meta(description="Shared secret of HS256 tokens, 32 bytes or more.")
     ] = ""
     auth_jwks_url: Annotated[str, Meta(description="URL of the keys that tokens are checked with.")] = ""
     auth_jwks_file: Annotated[str, Meta(description="File of the keys that tokens are checked with.")] = ""
+    auth_keys_file: Annotated[
+        str,
+        Meta(
+            description="File of API keys and revoked tokens, made by tailrace key create; without it the "
+            "server keeps its own, identity.json in the data directory."
+        ),
+    ] = ""
+    auth_public_streams: Annotated[
+        str,
+        Meta(description="Prefixes of streams that everybody may read without a token, comma-separated."),
+    ] = ""
     auth_issuer: Annotated[str, Meta(description="Required iss claim of tokens.")] = ""
     auth_audience: Annotated[str, Meta(description="Required aud claim of tokens.")] = ""
 
@@ -176,6 +210,30 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     hub_deflate: Annotated[bool, Meta(description="Compress messages of the hub.")] = False
 
+    edge_upstream: Annotated[
+        str,
+        Meta(
+            description="Servers behind an edge, comma-separated: http://host:port or name=http://host:port."
+        ),
+    ] = ""
+    edge_upstream_mode: Annotated[
+        Literal["single", "any", "sharded"],
+        Meta(
+            description="What several upstreams are: any is doors to one deployment, sharded is servers with "
+            "streams of their own."
+        ),
+    ] = "single"
+    edge_listen: Annotated[str, Meta(description="Address and port of an edge.")] = "127.0.0.1:4438"
+    edge_cache_dir: Annotated[
+        str, Meta(description="Directory in which an edge keeps slices; without it memory only.")
+    ] = ""
+    edge_token_file: Annotated[
+        str, Meta(description="File with the token that an edge uses on its own account, of scope read.")
+    ] = ""
+    edge_expose_server: Annotated[
+        bool, Meta(description="Let clients of an edge reach /v1/server of the server behind it.")
+    ] = False
+
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="Least severe log line that is written."),
@@ -184,6 +242,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "json", "console"],
         Meta(description="Form of log lines; auto is console on a terminal."),
     ] = "auto"
+    log_requests: Annotated[
+        Literal["off", "failures", "all"],
+        Meta(description="Requests that get a line in the log: none, those that fail by our fault, or all."),
+    ] = "failures"
+    request_ids: Annotated[
+        bool,
+        Meta(
+            description="Give every answer an X-Request-Id, not only refusals and answers to requests that "
+            "have one."
+        ),
+    ] = False
     metrics_port: Annotated[
         Port, Meta(description="Listener of its own for /metrics; 0 serves it on the main one.")
     ] = 0
@@ -195,6 +264,21 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool, Meta(description="Make the stream for spans, with its profile, when the first ones come.")
     ] = False
 
+    traces_url: Annotated[
+        str, Meta(description="Collector that spans are sent to, OTLP over HTTP; empty traces nothing.")
+    ] = ""
+    traces_headers: Annotated[
+        Secret, Meta(description="Headers for the collector, name=value, comma-separated.")
+    ] = ""
+    traces_one_in: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra={"unit": "count"},
+            description="Of requests whose caller does not trace, one in so many is traced; 0 traces none.",
+        ),
+    ] = 100
+
     limits: Limits = Limits()
 
     @property
@@ -204,7 +288,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def auth_configured(self) -> bool:
         """Whether requests have to carry a token."""
-        return bool(self.auth_jwt_secret or self.auth_jwks_url or self.auth_jwks_file)
+        return bool(self.auth_jwt_secret or self.auth_jwks_url or self.auth_jwks_file or self.auth_keys_file)
+
+    @property
+    def auth_public_prefixes(self) -> tuple[str, ...]:
+        """Streams that begin with one of these are read without a token."""
+        return tuple(one.strip() for one in self.auth_public_streams.split(",") if one.strip())
 
     @property
     def loopback_only(self) -> bool:
@@ -478,12 +567,19 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"{smaller} ({low}) must not be larger than {larger} ({high})")
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise SettingsError("tls_cert and tls_key are needed together")
+    if settings.tls_self_signed and settings.tls_cert:
+        raise SettingsError("tls_self_signed makes a certificate, tls_cert names one: give one of them")
+    if settings.traces_url and not settings.traces_url.startswith(("http://", "https://")):
+        raise SettingsError("traces_url is not a URL such as http://127.0.0.1:4318")
     try:
         _ = settings.webhook_keys_since_ms
     except ValueError:
         raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
     if settings.recovery_key and len(settings.recovery_key.encode()) < 32:
         raise SettingsError("recovery_key is shorter than 32 bytes, which is not safe")
+    for prefix in settings.auth_public_prefixes:
+        if any(prefix.startswith(own) or own.startswith(prefix) for own in ("__", "hub/")):
+            raise SettingsError(f"auth_public_streams: {prefix!r} would cover streams of the server itself")
     if settings.auth_jwt_secret and len(settings.auth_jwt_secret.encode()) < 32:
         raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import StartServer
+from support.edge import EdgeProcess
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV, hot
 from support.server import ServerProcess
@@ -23,7 +24,7 @@ SUITE_TESTS = 338
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """As it is started by whoever changes nothing."""
-    process = ServerProcess(tmp_path_factory.mktemp("server") / "data", patient=False).start()
+    process = ServerProcess(tmp_path_factory.mktemp("server") / "data", plain=True).start()
     yield process
     process.stop()
 
@@ -71,6 +72,23 @@ def _run_suite(server: ServerProcess, directory: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) -> None:
     _run_suite(server, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_it_passes_through_an_edge(server: ServerProcess, tmp_path: Path) -> None:
+    edge = EdgeProcess(
+        tmp_path / "cache", server.base_url, args=["--cache-dir", str(tmp_path / "slices")], plain=True
+    )
+    edge.start()
+    try:
+        _run_suite(edge, tmp_path)
+    finally:
+        edge.stop()
+
+
+@pytest.mark.timeout(300)
+def test_it_passes_with_two_workers(start_server: StartServer, tmp_path: Path) -> None:
+    _run_suite(start_server("--workers", "2"), tmp_path)
 
 
 @pytest.mark.timeout(300)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from websockets.asyncio.client import connect
 
 from conftest import StartServer
 from support.calls import Caller, eventually
@@ -249,6 +250,94 @@ def test_a_small_ring_sends_readers_back_to_slices(start_server: StartServer, tm
     asyncio.run(_follow(writer, followers, 50, 20))
     edge.stop()
     assert all(follower.entries == list(range(writer.count)) for follower in followers)
+
+
+def test_a_stopping_edge_sends_its_readers_away(server: ServerProcess, tmp_path: Path) -> None:
+    """At the end of an event, with where they are; a long-poll as if its time were up."""
+    edge = EdgeProcess(tmp_path / "cache", server.base_url)
+    edge.start()
+    name = fresh("edge-stop")
+    call = Caller(server)
+    call("PUT", name, headers={"Content-Type": "application/json"})
+    tail = call("POST", name, [1]).headers["stream-next-offset"]
+    connections = [Connection(edge.port) for _ in range(2)]
+    for connection, live in zip(connections, ("sse", "long-poll"), strict=True):
+        connection.send(request_bytes("GET", f"/v1/stream/{name}?offset={tail}&live={live}"))
+    sse, waiting = connections
+    assert sse.read_head().status == 200
+    assert b"upToDate" in sse.read_chunk()
+    eventually(lambda: metrics(edge)['tailrace_edge_clients{mode="long-poll"}'], lambda clients: clients == 1)
+    edge.stop()
+    assert tail.encode() in sse.read_chunk()
+    assert sse.read_chunk() == b"", "the end of the answer"
+    idle = waiting.read_answer()
+    assert (idle.status, idle["stream-next-offset"]) == (204, tail)
+    for connection in connections:
+        connection.close()
+
+
+def test_readers_are_let_go_when_the_owner_stays_away(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server()
+    writer = Writer(server, "away")
+    writer.append(3)
+    edge = EdgeProcess(tmp_path / "cache", server.base_url, env={"TAILRACE_EDGE_HOLD_MS": "500"})
+    edge.start()
+
+    async def watch() -> tuple[bytes, int]:
+        reader, sender = await asyncio.open_connection("127.0.0.1", edge.port)
+        sender.write(b"GET /v1/stream/away?offset=-1&live=sse HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b'"upToDate":true}\n\n\r\n')
+        url = f"ws://127.0.0.1:{edge.port}/v1/stream/away?offset=now&live=ws"
+        async with connect(url, proxy=None) as socket:
+            assert json.loads(await socket.recv())["upToDate"] is True
+            await asyncio.to_thread(server.kill)
+            async with asyncio.timeout(30):
+                rest = await reader.readuntil(b"0\r\n\r\n")
+                await socket.wait_closed()
+        sender.close()
+        assert socket.close_code is not None
+        return rest, socket.close_code
+
+    rest, code = asyncio.run(watch())
+    assert rest == b"0\r\n\r\n", "nothing but the end"
+    assert code == 1013
+    edge.stop()
+
+
+def test_a_reader_that_does_not_read_delays_nobody(start_server: StartServer, tmp_path: Path) -> None:
+    """It is left out until it reads again, and then gets everything, from slices and in order."""
+    server = start_server()
+    call = Caller(server)
+    call("PUT", "slow", headers={"Content-Type": "application/json"})
+    env = {"TAILRACE_LIVE_UNSENT_BYTES": "65536", "TAILRACE_EDGE_RING_BYTES": "1MiB"}
+    edge = EdgeProcess(tmp_path / "cache", server.base_url, env=env)
+    edge.start()
+    stuck = Connection(edge.port)
+    stuck.send(request_bytes("GET", "/v1/stream/slow?offset=-1&live=sse"))
+    assert stuck.read_head().status == 200
+    assert b"upToDate" in stuck.read_chunk()
+    follower = Follower(edge.port, "slow", "sse")
+    padding = "x" * 100_000
+
+    async def watch() -> None:
+        task = asyncio.ensure_future(follower.run())
+        await all_live([follower])
+        for number in range(100):
+            await asyncio.to_thread(call, "POST", "slow", {"n": number, "padding": padding})
+        await asyncio.to_thread(call, "POST", "slow", headers={"Stream-Closed": "true"})
+        async with asyncio.timeout(60):
+            await task
+
+    asyncio.run(watch())
+    assert [entry["n"] for entry in follower.entries] == list(range(100))
+    assert metrics(edge)["tailrace_edge_detached_total"] > 0
+    events = b""
+    while chunk := stuck.read_chunk():
+        events += chunk
+    stuck.close()
+    data = [line[5:] for line in events.split(b"\n") if line.startswith(b"data:[")]
+    assert [entry["n"] for line in data for entry in json.loads(line)] == list(range(100))
+    edge.stop()
 
 
 @pytest.mark.nightly

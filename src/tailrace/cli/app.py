@@ -29,6 +29,7 @@ Exit codes: 0 fine, 1 refused or not found, 2 wrong usage or an unreadable store
 
 _COMMANDS: Final = (
     ("serve", "Start a server.", _SERVER),
+    ("edge", "Hold the clients of a server.", _SERVER),
     ("append", "Append entries to a stream.", _STREAMS),
     ("read", "Read a stream up to its tail.", _STREAMS),
     ("tail", "Follow a stream live.", _STREAMS),
@@ -49,7 +50,8 @@ _COMMANDS: Final = (
     ("verify", "Check that everything in the object store is as it was recorded.", _CARE),
     ("gc", "Delete what no manifest in the object store names any more.", _CARE),
     ("doctor", "Check that this machine can run a server well.", _CARE),
-    ("token", "Create and inspect access tokens.", _CARE),
+    ("token", "Create, inspect and revoke access tokens.", _CARE),
+    ("key", "Create, list and revoke API keys.", _CARE),
 )
 
 VERBS: Final = tuple(verb for verb, _summary, _group in _COMMANDS)

@@ -19,6 +19,8 @@ For example:
 
     tailrace serve --port 5000 --data-dir /var/lib/tailrace
 
+    tailrace serve --workers 2
+
     TAILRACE_AUTH_JWT_SECRET=... tailrace serve --host 0.0.0.0
 
 Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`) or in `tailrace.toml`
@@ -29,19 +31,23 @@ Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`)
 
 def _serve(**flags: str | bool | None) -> int:
     settings = load({name: value for name, value in flags.items() if value is not None})
-    from tailrace.api.serve import run
     from tailrace.auth import bind_check
 
     bind_check(settings)
+    if settings.workers > 1 or (settings.data_dir / "workers.json").exists():
+        from tailrace.workers.supervisor import run
+    else:
+        from tailrace.api.serve import run
     return run(settings)
 
 
-def _parameter(setting: Setting, group: Group) -> inspect.Parameter:
+def parameter_of(setting: Setting, group: Group, flag: str) -> inspect.Parameter:
+    """A row of the table as a parameter of a command."""
     default = str(setting.default).lower() if setting.kind == "bool" else str(setting.default)
     text = setting.help + (f" [default: {default}{_unit(setting)}]" if default else "")
     if setting.choices:
         text += f" [one of: {', '.join(setting.choices)}]"
-    declared = Parameter(name=setting.flag, help=text, group=group, show_default=False, negative="")
+    declared = Parameter(name=flag, help=text, group=group, show_default=False, negative="")
     kind: Any = bool | None if setting.kind == "bool" else str | None
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
@@ -54,7 +60,7 @@ def _unit(setting: Setting) -> str:
 
 def _build() -> App:
     settings, limits = Group("Settings", sort_key=1), Group("Limits", sort_key=2)
-    parameters = [_parameter(row, limits if row.limit else settings) for row in TABLE.values()]
+    parameters = [parameter_of(row, limits if row.limit else settings, row.flag) for row in TABLE.values()]
     # The command line reads a function's signature, so the table is given to it as one.
     _serve.__signature__ = inspect.Signature(parameters)
     _serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
