@@ -40,6 +40,9 @@ NAMES: Final = (
     "bootstrap.after_batch",
     "bootstrap.before_rename",
     "bootstrap.after_rename",
+    "workers.after_fold",
+    "workers.before_switch",
+    "workers.after_switch",
 )
 EXIT_CODE: Final = 137
 

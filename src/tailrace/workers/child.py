@@ -1,0 +1,93 @@
+"""The process of one worker: started by the supervisor, told on its standard input, answering on its output.
+
+In: the setup as one line of JSON, then `drain` and `stop`. Out: `ready <url>`, `drained`. When its input
+ends the supervisor is gone, and the worker stops as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+
+import structlog
+import uvloop
+
+from tailrace.api import request_log
+from tailrace.api.serve import SWITCH_INTERVAL_S
+from tailrace.errors import TailraceError
+from tailrace.log.journal import JournalCorruptError
+from tailrace.logs import configure
+from tailrace.store.directory import DataDirectory
+from tailrace.workers.server import WorkerServer
+from tailrace.workers.setup import Setup
+
+logger = logging.getLogger("tailrace.workers")
+
+
+def main() -> int:
+    setup = Setup.decode(sys.stdin.buffer.readline())
+    settings = setup.settings
+    configure(settings.log_level, settings.log_format)
+    request_log.configure(settings.log_requests)
+    structlog.contextvars.bind_contextvars(worker=setup.index)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    # Signals are for the supervisor, which stops all workers together.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        uvloop.run(work(setup))
+    except (TailraceError, JournalCorruptError) as error:
+        sys.stderr.write(f"tailrace: worker {setup.index}: {error}\n")
+        return 1
+    return 0
+
+
+async def work(setup: Setup) -> None:
+    loop = asyncio.get_running_loop()
+    orders = await _orders(loop)
+    directory = DataDirectory(setup.settings.data_dir)
+    try:
+        server = WorkerServer(setup, directory, loop)
+    except OSError as error:
+        directory.close()
+        raise TailraceError(
+            "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
+        ) from error
+    try:
+        await server.start()
+        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+        say(f"ready {server.url}")
+        order = await orders.readline()
+        if order == b"drain\n":
+            await server.drain_clients()
+            say("drained")
+            await orders.readline()
+        else:
+            logger.warning("the supervisor is gone; stopping")
+            await server.cut_clients()  # another server may be waiting for the directory
+    finally:
+        await server.stop()
+        directory.close()
+
+
+async def _orders(loop: asyncio.AbstractEventLoop) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+def say(line: str) -> None:
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        logger.warning("the supervisor is gone")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""What a worker knows of the others, itself included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tailrace.net.relay import Peer
+from tailrace.workers.placement import Placement
+
+
+class Circle(NamedTuple):
+    own: int  # number of this worker
+    placement: Placement
+    peers: Mapping[int, Peer]  # this worker among them: what is asked of all is asked of it in the same way
+    doors: Mapping[int, str]  # where each takes connections that another accepted, by path

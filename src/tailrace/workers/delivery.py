@@ -1,0 +1,148 @@
+"""Events of all workers in one stream: `__registry__` and `__segments__` live on the first worker.
+
+Every other worker writes its events to a stream of its own (`__registry__/1`) in the records that commit what
+they tell of, and delivers them from there. How far it came is a fact that the first worker writes in the same
+record as the entries: whatever is sent again after a crash is known by its number, so each event arrives once
+and in its worker's order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.log import outbox, registry
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.together import append_together
+from tailrace.log.transaction import Transaction
+from tailrace.net.http1 import Exchange
+from tailrace.net.relay import Peer
+
+logger = logging.getLogger("tailrace.workers")
+
+PATH: Final = "/_worker/deliver"
+FACT: Final = "delivered/"
+NAMES: Final = (registry.NAME, outbox.NAME)
+PAGE_ENTRIES: Final = 500
+PAGE_BYTES: Final = 1024 * 1024
+RETRY_S: Final = 0.5
+STOP_S_MAX: Final = 5.0
+JSON: Final = b"Content-Type: application/json\r\n"
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """Entries of one worker's stream, in order; none of them asks how far the other side is."""
+
+    worker: int
+    stream: str
+    first: int  # number of the first entry
+    entries: list[msgspec.Raw]
+    lost: bool = False  # those before it are gone for good: retention was faster
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    last: int  # entry that has arrived
+
+
+class Outgoing:
+    """On every worker but the first: sends what its own streams have."""
+
+    def __init__(self, log: Log, index: int, first: Peer) -> None:
+        self._log = log
+        self._index = index
+        self._peer = first
+        self._news = asyncio.Event()
+        self._arrived = {name: asyncio.Event() for name in NAMES}  # all there is
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._log.publisher.on_own_streams.append(self._on_news)
+        self._tasks = [asyncio.create_task(self._run(name)) for name in NAMES]
+
+    async def stop(self) -> None:
+        """Delivers the rest, if it can be. What cannot is when the worker comes back."""
+        try:
+            async with asyncio.timeout(STOP_S_MAX):
+                for name in NAMES:
+                    await self._arrived[name].wait()
+        except TimeoutError:
+            logger.warning("not everything that this worker has to tell could be delivered")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_news(self, stream: Stream) -> None:
+        for arrived in self._arrived.values():
+            arrived.clear()
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _run(self, name: str) -> None:
+        position = -1
+        while True:
+            news = self._news
+            try:
+                position = await self._deliver(name, position)
+            except TailraceError as error:
+                logger.debug("%s is not delivered: %s", name, error)
+                await asyncio.sleep(RETRY_S)
+                position = -1
+                continue
+            stream = self._log.find(name + self._log.own_suffix)
+            if stream is None or stream.visible <= position:
+                if news is self._news:
+                    self._arrived[name].set()
+                await news.wait()
+
+    async def _deliver(self, name: str, position: int) -> int:
+        """One page; the number of the last entry that has arrived."""
+        stream = self._log.find(name + self._log.own_suffix)
+        if stream is None:
+            return position
+        if position < 0:
+            position = await self._send(Delivery(self._index, name, 0, []))
+        if stream.visible <= position:
+            return position
+        after = max(position, stream.earliest)
+        page = await self._log.reader.read(stream, after, PAGE_BYTES, PAGE_ENTRIES, apart=True)
+        entries = [msgspec.Raw(bytes(part)) for part in page.parts]
+        return await self._send(Delivery(self._index, name, after + 1, entries, lost=after > position))
+
+    async def _send(self, delivery: Delivery) -> int:
+        status, body = await self._peer.ask("POST", PATH, msgspec.json.encode(delivery))
+        if status != 200:
+            raise TailraceError("unavailable", f"the first worker answered {status}")
+        return msgspec.json.decode(body, type=Delivered).last
+
+
+class Incoming:
+    """On the first worker: takes what the others send."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def receive(self, exchange: Exchange) -> None:
+        delivery = msgspec.json.decode(exchange.body, type=Delivery)
+        assert delivery.stream in NAMES
+        key = f"{FACT}{delivery.worker}/{delivery.stream}"
+        last = int(self._log.streams.meta.get(key, b"0"))
+        fits = delivery.first == last + 1 or (delivery.lost and delivery.first > last)
+        if not delivery.entries or not fits:
+            exchange.respond(200, JSON, msgspec.json.encode(Delivered(last)))
+            return
+        now = delivery.first + len(delivery.entries) - 1
+
+        def reply(_: Transaction, error: TailraceError | None) -> None:
+            if error is None:
+                exchange.respond(200, JSON, msgspec.json.encode(Delivered(now)))
+            else:
+                exchange.respond(503)
+
+        entries = [bytes(entry) for entry in delivery.entries]
+        facts = [(key, b"%d" % now)]
+        append_together(self._log, [(delivery.stream, entries)], self._log.clock.now_ns(), reply, None, facts)

@@ -1,0 +1,86 @@
+"""How the data directory is shared out: the number of workers, and a directory for each.
+
+A server with one worker keeps its data in the data directory itself, as ever. One with several has a
+directory for each below `workers/<generation>/`; which generation counts is said by `workers.json`, which is
+replaced in one step. Another number of workers is another generation, made beside the present one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.store.directory import make_directory, sync_directory, write_durably
+
+FILE: Final = "workers.json"
+DIRECTORY: Final = "workers"
+VERSION: Final = 1
+# What a single worker keeps in the data directory itself.
+_ROOT_PARTS: Final = (
+    *("journal", "hot.db", "hot.db-wal", "hot.db-shm", "watch.db", "watch.db-wal", "watch.db-shm"),
+    *("cache", "companions", "spool"),
+)
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `workers.json`. Without that file there is one worker, of generation 0."""
+
+    version: int = VERSION
+    workers: int = 1
+    generation: int = 0
+
+    def path(self, root: Path, index: int) -> Path:
+        """The directory of one worker."""
+        assert 0 <= index < self.workers
+        return root if self.generation == 0 else root / DIRECTORY / str(self.generation) / str(index)
+
+
+def read_layout(root: Path) -> Layout:
+    file = root / FILE
+    try:
+        layout = msgspec.json.decode(file.read_bytes(), type=Layout)
+    except FileNotFoundError:
+        return Layout()
+    except (OSError, msgspec.DecodeError) as error:
+        raise TailraceError("unavailable", f"{file} cannot be read: {error}") from error
+    if layout.version > VERSION:
+        raise TailraceError("unavailable", f"{file} was written by a newer version of Tailrace")
+    return layout
+
+
+def write_layout(root: Path, layout: Layout) -> None:
+    """From this moment on the directories of this generation count, and no others."""
+    write_durably(root / FILE, msgspec.json.encode(layout).decode() + "\n")
+
+
+def prepare(root: Path, layout: Layout, deployment: str) -> None:
+    """Makes the workers' directories. They share one object store, so they are one deployment."""
+    for index in range(layout.workers):
+        path = layout.path(root, index)
+        make_directory(path)
+        if layout.generation:
+            write_durably(path / "deployment", deployment + "\n")
+
+
+def clear_others(root: Path, layout: Layout) -> None:
+    """Removes what other generations left: those that do not count yet, and those that do not any more."""
+    for found in (root / DIRECTORY).glob("*"):
+        if found.name != str(layout.generation):
+            shutil.rmtree(found, ignore_errors=True)
+    if layout.generation:
+        for part in _ROOT_PARTS:
+            path = root / part
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    sync_directory(root)
+
+
+def is_unused(path: Path) -> bool:
+    """Whether no server has ever written to the directory."""
+    return not (path / "hot.db").exists() and not any((path / "journal").glob("*.jnl"))

@@ -1,0 +1,152 @@
+"""One worker: a server of its own for the streams it owns, and a door to all others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+
+from tailrace.api import answers
+from tailrace.api.context import Context
+from tailrace.api.parse import parse_query
+from tailrace.api.serve import Server
+from tailrace.clock import SYSTEM_CLOCK
+from tailrace.limits import Limits
+from tailrace.net.app import App
+from tailrace.net.handover import Adoption, Handover
+from tailrace.net.http1 import Exchange, HttpServer
+from tailrace.net.relay import Peer
+from tailrace.store.directory import DataDirectory
+from tailrace.subscriptions.service import SubscriptionService
+from tailrace.workers import delivery, feed, homes
+from tailrace.workers.circle import Circle
+from tailrace.workers.front import Front, Inner, MetricsFront
+from tailrace.workers.gather import OPEN_METRICS, Gather
+from tailrace.workers.placement import FIRST, Placement, own_suffix
+from tailrace.workers.setup import Setup
+from tailrace.workers.subscriptions import SpreadSubscriptions
+
+# Between workers a connection rests until one of them stops.
+NEVER_MS: Final = 2**40
+
+
+class WorkerServer(Server):
+    """The first worker has what there is once in a server: subscriptions, documents, the hub."""
+
+    shares_port = True
+
+    def __init__(self, setup: Setup, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
+        self._setup = setup
+        self.index = setup.index
+        workers = range(setup.count)
+        request_ms = setup.settings.limits.request_ms
+        self.peers = {index: Peer(setup.socket(index), loop, request_ms) for index in workers}
+        doors = {index: setup.door(index) for index in workers}
+        super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
+        circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
+        self._homes = homes.Homes(self.log, circle)
+        self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)
+        self._handover = Handover()
+        self._front = Front(
+            circle, self.context, self.app, super().front(), self._homes, self._gather, self._handover
+        )
+        if isinstance(self._subscriptions, SpreadSubscriptions):
+            self._front.settle = self._subscriptions.settle
+        self._feed = feed.Feed(self.log, loop, self.app.guard.check)
+        self._incoming = delivery.Incoming(self.log)
+        self._outgoing = delivery.Outgoing(self.log, self.index, self.peers[FIRST])
+        self._inner: HttpServer | None = None
+        self._adoption: Adoption | None = None
+        peers = tuple(self.peers.values())
+        self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
+        self.telemetry.moved_connections.read = lambda: self._handover.given
+
+    # -- what is otherwise than in a single process --------------------------------------------------------
+
+    def subscriptions(self, context: Context) -> SubscriptionService:
+        if self.index != FIRST:
+            return super().subscriptions(context)
+        others = [peer for index, peer in self.peers.items() if index != FIRST]
+        return SpreadSubscriptions(
+            self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry, others
+        )
+
+    def front(self) -> App:
+        return self._front
+
+    def metrics_app(self) -> App:
+        return MetricsFront(super().metrics_app(), self._gather)
+
+    async def start_services(self) -> None:
+        """The socket comes first: workers that start ask each other."""
+        await self._open_socket()
+        if self.index == FIRST:
+            await super().start_services()
+        else:
+            self._outgoing.start()
+
+    async def stop_services(self) -> None:
+        if self.index == FIRST:
+            await super().stop_services()
+
+    async def before_log_closes(self) -> None:
+        """What was told until now arrives: the first worker stops last."""
+        if self.index != FIRST:
+            await self._outgoing.stop()
+
+    async def _open_socket(self) -> None:
+        inner = Inner(self._front, self.app)
+        inner.questions = {
+            homes.PATH.encode(): self._tell_home,
+            OPEN_METRICS: self.app.health.metrics,
+            delivery.PATH.encode(): self._incoming.receive,
+            feed.FOLLOW.encode(): self._feed.follow,
+            feed.INTEREST.encode(): self._feed.interest,
+            feed.WAKE.encode(): self._feed.wake,
+        }
+        self._inner = HttpServer(inner, between_workers(self._setup.settings.limits))
+        self._front.on_forget.append(self._inner.heads_known.clear)
+        await self._inner.start_unix(self._setup.socket(self.index))
+
+    async def start(self) -> None:
+        await super().start()
+        assert self._http is not None
+        self._adoption = Adoption(self._http, self._setup.door(self.index), asyncio.get_running_loop())
+        self._front.on_forget.append(self._http.heads_known.clear)
+
+    async def drain_clients(self) -> None:
+        """The first half of stopping: clients are served to the end, by all workers together."""
+        self.app.health.stopping = True
+        if self._adoption is not None:
+            self._adoption.close()
+            self._adoption = None
+        if self._http is not None:
+            await self._http.drain()
+        if self._metrics is not None:
+            await self._metrics.drain()
+
+    async def cut_clients(self) -> None:
+        """Instead of the first half, when there is no time for it."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def stop(self) -> None:
+        """The second half: nobody asks any more."""
+        await self.drain_clients()
+        self._feed.end()
+        if self._inner is not None:
+            await self._inner.drain()
+        await super().stop()
+        for peer in self.peers.values():
+            peer.close()
+        self._handover.close()
+
+    def _tell_home(self, exchange: Exchange) -> None:
+        name = parse_query(exchange.query)["name"]
+        exchange.respond(200, answers.JSON_TYPE, msgspec.json.encode(self._homes.tell(name)))
+
+
+def between_workers(limits: Limits) -> Limits:
+    """Clients are counted and timed where they are connected."""
+    return msgspec.structs.replace(limits, idle_ms=NEVER_MS, connections=2**31)

@@ -1,0 +1,36 @@
+"""What a worker is told when it starts: a line of JSON on its standard input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tailrace.settings import Settings
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    settings: Settings  # with the worker's own data directory and the object store that all share
+    index: int
+    count: int
+    sockets: str  # the directory of the workers' sockets
+
+    def socket(self, index: int) -> str:
+        return f"{self.sockets}/{index}"
+
+    def door(self, index: int) -> str:
+        """Where a worker takes connections that another accepted."""
+        return f"{self.sockets}/{index}.door"
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str) + b"\n"
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Setup:
+        return msgspec.json.decode(raw, type=cls, dec_hook=_path)
+
+
+def _path(kind: type, value: Any) -> object:
+    assert kind is Path
+    return Path(value)

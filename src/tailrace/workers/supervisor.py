@@ -1,0 +1,272 @@
+"""`tailrace serve --workers N`: starts the workers, starts one again that dies, stops all together."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tailrace.api import serve as single
+from tailrace.auth.verifier import identity_path
+from tailrace.errors import TailraceError
+from tailrace.logs import configure
+from tailrace.settings import Settings, unknown_variables
+from tailrace.store.directory import DataDirectory
+from tailrace.workers.arrange import arrange
+from tailrace.workers.layout import Layout
+from tailrace.workers.setup import Setup
+
+logger = logging.getLogger("tailrace.workers")
+
+RETRY_S: Final = 0.2
+RETRY_S_MAX: Final = 10.0
+STEADY_S: Final = 30.0  # who has lived so long begins with the shortest pause again
+PORT_S_MAX: Final = 5.0
+STOP_S: Final = 10.0  # beyond the time that draining may take
+
+
+def run(settings: Settings) -> int:
+    """The exit code of a server's whole life."""
+    configure(settings.log_level, settings.log_format)
+    for told in unknown_variables(os.environ):
+        logger.warning(told)
+    try:
+        refuse_what_needs_one_process(settings)
+        root = DataDirectory(settings.data_dir)
+        try:
+            layout = arrange(settings, root)
+            if layout.workers == 1:
+                return single.run(own_settings(settings, root, layout, 0))
+            return asyncio.run(Supervisor(settings, root, layout).run())
+        finally:
+            root.close()
+    except TailraceError as error:
+        sys.stderr.write(f"tailrace: {error}\n")
+        return 1
+
+
+def refuse_what_needs_one_process(settings: Settings) -> None:
+    """What several workers cannot do is said before anything is touched."""
+    if settings.workers == 1:
+        return
+    asked = {
+        "--bootstrap": settings.bootstrap,
+        "--take-over": settings.take_over,
+        "--pipeline external": settings.pipeline == "external",
+        "--init": bool(settings.init),
+    }
+    for flag, given in asked.items():
+        if given:
+            raise TailraceError("unavailable", f"{flag} needs --workers 1")
+
+
+def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
+    """A worker's: its own directory, and what all of them share."""
+    path = layout.path(root.path, index)
+    changed: dict[str, object] = {"data_dir": path, "object_store": settings.object_store_url, "workers": 1}
+    if settings.auth_configured and not settings.auth_keys_file:
+        changed["auth_keys_file"] = str(identity_path(settings))
+    if settings.tls_self_signed:
+        from tailrace.net.self_signed import self_signed
+
+        certificate, key = self_signed(root.path / "tls", settings.host)
+        changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}
+    if layout.workers > 1:
+        changed["pipeline"] = "off"
+        # One worker cannot know what another is about to write: sweeping is left to `tailrace gc`.
+        changed["limits"] = msgspec.structs.replace(settings.limits, sweep_interval_ms=0)
+    return msgspec.structs.replace(settings, **changed)
+
+
+class Worker:
+    """One worker's process, over all its lives."""
+
+    def __init__(self, supervisor: Supervisor, index: int) -> None:
+        self._supervisor = supervisor
+        self.index = index
+        self.url = ""
+        self.process: asyncio.subprocess.Process | None = None
+        self.ready = asyncio.Event()
+        self.drained = asyncio.Event()
+        self.failed = False  # it ended before it was ever ready
+
+    async def run(self) -> None:
+        pause_s = RETRY_S
+        loop = asyncio.get_running_loop()
+        while True:
+            begun_s = loop.time()
+            code = await self._live()
+            self.drained.set()
+            if self._supervisor.stopping.is_set():
+                return
+            if not self.ready.is_set():
+                self.failed = True
+                self._supervisor.stopping.set()
+                return
+            if loop.time() - begun_s > STEADY_S:
+                pause_s = RETRY_S
+            logger.error("worker %d ended with %s; it is started again", self.index, code)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
+            if self._supervisor.stopping.is_set():
+                return
+            self.drained.clear()
+
+    async def _live(self) -> int:
+        setup = self._supervisor.setup(self.index)
+        self._supervisor.clear_sockets(setup)
+        self.process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tailrace.workers.child",
+            str(self.index),  # for whoever looks at the list of processes
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for us; we tell them
+        )
+        assert process.stdout is not None
+        self.tell(setup.encode())
+        while line := await process.stdout.readline():
+            word, _, rest = line.decode().strip().partition(" ")
+            if word == "ready":
+                self.url = rest
+                self.ready.set()
+            elif word == "drained":
+                self.drained.set()
+        return await process.wait()
+
+    def tell(self, line: bytes) -> None:
+        process = self.process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(line)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    def __init__(self, settings: Settings, root: DataDirectory, layout: Layout) -> None:
+        self._settings = settings
+        self._root = root
+        self._layout = layout
+        self._sockets = ""
+        self._reserved: socket.socket | None = None
+        self._port = settings.port
+        self.stopping = asyncio.Event()
+        self._workers: list[Worker] = []
+
+    def setup(self, index: int) -> Setup:
+        settings = own_settings(self._settings, self._root, self._layout, index)
+        settings = msgspec.structs.replace(settings, port=self._port)
+        return Setup(settings=settings, index=index, count=self._layout.workers, sockets=self._sockets)
+
+    @staticmethod
+    def clear_sockets(setup: Setup) -> None:
+        """Those of the worker's life before."""
+        for path in (setup.socket(setup.index), setup.door(setup.index)):
+            Path(path).unlink(missing_ok=True)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        # Paths of sockets are short, whatever the data directory is called; only we may enter.
+        self._sockets = tempfile.mkdtemp(prefix="tailrace-")
+        try:
+            await self._reserve_port()
+            return await self._run()
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _run(self) -> int:
+        self._workers = [Worker(self, index) for index in range(self._layout.workers)]
+        lives = [asyncio.create_task(worker.run()) for worker in self._workers]
+        stop = asyncio.create_task(self.stopping.wait())
+        ready = asyncio.gather(*(worker.ready.wait() for worker in self._workers))
+        await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and not self.stopping.is_set():
+            single.announce(self._workers[0].url, self._settings)
+        else:
+            ready.cancel()
+        await stop
+        await self._stop(lives)
+        return 1 if any(worker.failed for worker in self._workers) else 0
+
+    async def _stop(self, lives: list[asyncio.Task[None]]) -> None:
+        """All finish with their clients first; only then do they stop answering each other."""
+        logger.info("stopping")
+        patience_s = self._settings.limits.drain_ms / 1000 + STOP_S
+        for worker in self._workers:
+            worker.tell(b"drain\n")
+        await self._within(patience_s, *(worker.drained.wait() for worker in self._workers))
+        # The first one takes what the others have to tell, and stops last.
+        for stopped in (slice(1, None), slice(0, 1)):
+            for worker in self._workers[stopped]:
+                worker.tell(b"stop\n")
+            await self._within(patience_s, *(asyncio.shield(life) for life in lives[stopped]))
+        for worker in self._workers:
+            worker.signal(signal.SIGKILL)  # whoever is still there
+        await asyncio.gather(*lives, return_exceptions=True)
+
+    @staticmethod
+    async def _within(seconds: float, *waits: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*waits, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("workers took longer than %d s", seconds)
+
+    async def _reserve_port(self) -> None:
+        """Bound and never listened on: the port stays ours while workers come and go."""
+        host, port = self._settings.host, self._settings.port
+        deadline = time.monotonic() + PORT_S_MAX
+        while True:
+            try:
+                self._reserved = _bound(host, port)
+                self._port = int(self._reserved.getsockname()[1])
+            except OSError as error:
+                # Workers of a supervisor that was killed a moment ago may still be letting go.
+                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                    await asyncio.sleep(0.05)
+                    continue
+                reason = error.strerror or error
+                raise TailraceError(
+                    "unavailable", f"cannot listen on {host} port {port}: {reason}"
+                ) from error
+            else:
+                return
+
+    def _hang_up(self) -> None:
+        for worker in self._workers:
+            worker.signal(signal.SIGHUP)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket on the address. That nobody else listens there is seen without sharing it first."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    if port:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    bound.bind(address)
+    return bound
