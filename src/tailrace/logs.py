@@ -59,10 +59,10 @@ def _json(event: object, **_options: Any) -> str:
 
 
 class _Forward(logging.Handler):
-    """Takes what libraries log the standard way and logs it our way."""
+    """Takes what is logged the standard way and logs it our way; `extra={"fields": ...}` are fields."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        extra: dict[str, Any] = {"logger": record.name}
+        extra: dict[str, Any] = {"logger": record.name, **getattr(record, "fields", {})}
         if record.exc_info:
             extra["exc_info"] = record.exc_info
         structlog.get_logger().log(record.levelno, record.getMessage(), **extra)

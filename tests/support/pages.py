@@ -5,6 +5,7 @@
 | `sh page` | runs in the page's shell and must succeed |
 | `sh page refused` | the same, and its last command must fail |
 | `sh page in NAME` | goes on in a terminal of its own; another one of the same name ends it first |
+| `sh page after NAME` | runs in the page's shell once that terminal was ended, as Ctrl-C would |
 | `text` | these lines were printed by the block before, in this order; `...` stands for anything |
 | `text NAME` | these lines appear in that terminal, from where the last look ended |
 | `python FILE` | is saved under that name in the shell's directory |
@@ -24,7 +25,7 @@ from typing import NamedTuple, Self
 
 from support.cli import environment
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 _FENCE = re.compile(r"^```(sh page|text|python )([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _END = "end of block"
 
@@ -133,6 +134,8 @@ class PageRun:
         elif block.name.startswith("in "):
             self._open(block.name.removeprefix("in "), block.text)
         else:
+            if block.name.startswith("after "):
+                self._terminals.pop(block.name.removeprefix("after ")).end()
             status = self._run(block.text)
             refused = block.name == "refused"
             assert (status != 0) is refused, f"status {status} of\n{block.text}\n{self._printed}"

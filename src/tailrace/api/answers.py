@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tailrace.api.request_log import failures
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
@@ -67,8 +68,17 @@ def not_allowed(allow: str) -> TailraceError:
     return TailraceError("method_not_allowed", f"this path takes {allow}", headers=(("Allow", allow),))
 
 
+def refusal_of(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, bytes, bytes]:
+    """As `error`; the request can be asked about by its id, and is in the log if the fault is ours."""
+    if exchange is not None:
+        exchange.name()
+        if refusal.status >= 500:
+            failures.tell(exchange, refusal)
+    return error(refusal)
+
+
 def refuse(exchange: Exchange, refusal: TailraceError) -> None:
-    exchange.respond(*error(refusal))
+    exchange.respond(*refusal_of(exchange, refusal))
 
 
 def add_phase(exchange: Exchange, name: str, seconds: float) -> None:

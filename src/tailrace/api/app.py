@@ -12,6 +12,7 @@ from tailrace.api.context import Context
 from tailrace.api.guard import Guard
 from tailrace.api.health import HealthRoutes
 from tailrace.api.hub.service import HubService
+from tailrace.api.identities import IdentityRoutes
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.routing_keys import RoutingKeyRoutes
 from tailrace.api.inspection.server import PATHS as SERVER_PATHS
@@ -24,6 +25,7 @@ from tailrace.api.otlp import OtlpRoutes
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.profile import ProfileRoutes
+from tailrace.api.rates import IdentityRates
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
 from tailrace.api.seal import PATH as SEAL_PATH
@@ -31,7 +33,7 @@ from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
 from tailrace.api.watch.service import WatchService
-from tailrace.auth import ANONYMOUS, Identity, TokenVerifier
+from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers, names
@@ -51,9 +53,14 @@ Resource = Callable[[Exchange, Identity, bytes, str], None]  # with the method a
 class TailraceApp:
     """Routes requests. `__ds` first, then sub-resources, then the stream itself."""
 
-    def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
+    def __init__(
+        self, context: Context, verifier: TokenVerifier | None, grants: Grants | None = None
+    ) -> None:
         self._context = context
         self._verifier = verifier
+        self._grants = grants
+        self.rates = IdentityRates(context.limits, context.clock)
+        self.identities = IdentityRoutes(context, verifier)
         self.live = Live(context)
         self._reads = ReadRoutes(context, self.live)
         self.filtered = self._reads.filtered
@@ -129,7 +136,7 @@ class TailraceApp:
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)
-        return answers.error(error)
+        return answers.refusal_of(exchange, error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
         common = self._common
@@ -157,17 +164,34 @@ class TailraceApp:
             self.hub.end_live()
         self.otlp.close()
 
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Ends the connections of whoever has lost their right, and counts them."""
+        ended = self.live.recheck(stands) + self._reads.recheck(stands)
+        if self.watch is not None:
+            ended += self.watch.recheck(stands)
+        if self.hub is not None:
+            ended += self.hub.runner.recheck(stands)
+        return ended
+
     # -- routing ---------------------------------------------------------------------------------------
 
     def identify(self, exchange: Exchange) -> Identity:
         if self._verifier is None:
-            return ANONYMOUS
+            return self._granted(exchange)
+        begun = self._context.loop.time() if self._timing else 0.0
+        identity = self._verifier.verify(exchange.headers.get(b"authorization"))
+        if self.rates.any:
+            self.rates.take(identity, exchange)
         if self._timing:
-            begun = self._context.loop.time()
-            identity = self._verifier.verify(exchange.headers.get(b"authorization"))
             add_phase(exchange, "auth", self._context.loop.time() - begun)
-            return identity
-        return self._verifier.verify(exchange.headers.get(b"authorization"))
+        return identity
+
+    def _granted(self, exchange: Exchange) -> Identity:
+        """Nobody needs a token here; jobs of the server have one, for what others may not do."""
+        given = exchange.headers.get(b"authorization")
+        if given is None or self._grants is None:
+            return ANONYMOUS
+        return self._grants.find(given.partition(b" ")[2]) or ANONYMOUS
 
     def _control(self, exchange: Exchange, rest: bytes) -> None:
         if self.control is None:
@@ -188,7 +212,7 @@ class TailraceApp:
         if names.is_sub_resource(decoded):
             self._sub_resource(exchange, identity, method, decoded)
             return
-        if len(exchange.path) <= PATH_BYTES_CACHED:
+        if len(exchange.path) <= PATH_BYTES_CACHED and not names.is_system(decoded):
             if len(self._names) >= NAMES_CACHED:
                 self._names.clear()
             self._names[exchange.path] = decoded
@@ -248,6 +272,8 @@ class TailraceApp:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")
             description.show(exchange)
+        elif self.identities.handles(path):
+            self.identities.serve(exchange, method, path, self.identify)
         elif path in SERVER_PATHS and self.server is not None:
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")

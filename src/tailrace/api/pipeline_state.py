@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -59,6 +60,7 @@ class PipelineState:
         self.restarts = 0
         self.draining = False
         self.last_error: str | None = None
+        self.on_beat: Callable[[Heartbeat], None] | None = None
 
     # -- heartbeats --------------------------------------------------------------------------------------
 
@@ -66,6 +68,8 @@ class PipelineState:
         """The answer tells the pipeline whether it is to end."""
         self._beat = beat
         self._beat_s = self._context.loop.time()
+        if self.on_beat is not None:
+            self.on_beat(beat)
         for family, seconds in beat.seconds.items():
             if family in FAMILIES:
                 self.observe(family, seconds)

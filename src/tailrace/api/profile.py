@@ -51,22 +51,7 @@ class ProfileRoutes:
             raise answers.not_allowed(METHODS)
 
     def _install(self, exchange: Exchange, stream: Stream, new: Profile) -> None:
-        if new is not GENERIC and not stream.json:
-            raise TailraceError(
-                "invalid_request", f"{new.kind} profile requires application/json stream content-type"
-            )
-        documents = stream.documents or {}
-        before = document_of(stream, documents)
-        registry = read_registry(before)
-        current = read_profile(documents.get(PROFILE))
-        after = install(new, current, registry, stream.tail).to_json()
-        wanted: list[tuple[str, bytes | None]] = [
-            (PROFILE, None if new is GENERIC else to_document(new)),
-            (TOUCH, _touch_document(new, documents.get(TOUCH))),
-        ]
-        if after != before:
-            wanted.append((SCHEMA, after))
-        changes = [(key, value) for key, value in wanted if documents.get(key) != value]
+        changes = profile_changes(stream, new)
         if changes:
             self._log.describe_all(stream, changes, self._decided, exchange)
         else:
@@ -83,6 +68,26 @@ class ProfileRoutes:
             self._live.step_stream = None  # what was encoded for readers was promoted by the old registry
             self._on_changed(stream)
         _answer(exchange, stream)
+
+
+def profile_changes(stream: Stream, new: Profile) -> list[tuple[str, bytes | None]]:
+    """The documents of the stream that change when it gets this profile."""
+    if new is not GENERIC and not stream.json:
+        raise TailraceError(
+            "invalid_request", f"{new.kind} profile requires application/json stream content-type"
+        )
+    documents = stream.documents or {}
+    before = document_of(stream, documents)
+    registry = read_registry(before)
+    current = read_profile(documents.get(PROFILE))
+    after = install(new, current, registry, stream.tail).to_json()
+    wanted: list[tuple[str, bytes | None]] = [
+        (PROFILE, None if new is GENERIC else to_document(new)),
+        (TOUCH, _touch_document(new, documents.get(TOUCH))),
+    ]
+    if after != before:
+        wanted.append((SCHEMA, after))
+    return [(key, value) for key, value in wanted if documents.get(key) != value]
 
 
 def _touch_document(new: Profile, current: bytes | None) -> bytes | None:

@@ -62,7 +62,7 @@ class SchemaRoutes:
             before = document_of(stream, stream.documents)
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 registry, update = await self._context.loop.run_in_executor(
-                    self._thread, _prepare, before, body
+                    self._thread, prepare, before, body
                 )
             self._decide(exchange, name, before, registry, update)
         except TimeoutError:
@@ -112,7 +112,8 @@ def parse(body: bytes) -> object:
         raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
 
 
-def _prepare(document: bytes, body: object) -> tuple[Registry, Update]:
+def prepare(document: bytes, body: object) -> tuple[Registry, Update]:
+    """The registry and a checked update of it; may take long, so it is done on a thread."""
     registry = read_registry(document)
     update = prepare_update(registry, body)
     if isinstance(update.search, SearchConfig):

@@ -10,22 +10,27 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from tailrace import __version__
-from tailrace.api import restore
+from tailrace.api import request_log, restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
 from tailrace.api.companion_files import CompanionFiles
 from tailrace.api.context import Context
+from tailrace.api.declared import DeclaredStreams
 from tailrace.api.disk import DiskGuard
 from tailrace.api.hub.service import HubService
+from tailrace.api.identity_watch import IdentityWatch
 from tailrace.api.inspection.cold import connect_details
 from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.server import ServerRoutes
 from tailrace.api.memory_guard import MemoryGuard, limit_of
 from tailrace.api.metrics import MetricsApp
+from tailrace.api.observed import ObservedApp, is_wanted
 from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.pipeline_metrics import connect_pipeline
 from tailrace.api.seal import SealRoute
@@ -33,15 +38,16 @@ from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.api.watch.service import WatchService
-from tailrace.auth import Identity, TokenVerifier
+from tailrace.auth import Grants, Identity, TokenVerifier
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.errors import TailraceError
 from tailrace.log import registry_snapshot
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
 from tailrace.logs import configure
+from tailrace.net.app import App
 from tailrace.net.http1 import HttpServer
-from tailrace.net.tls import server_context
+from tailrace.net.tls import Certificate
 from tailrace.settings import Settings, unknown_variables
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
@@ -49,6 +55,9 @@ from tailrace.subscriptions.service import SubscriptionService
 from tailrace.telemetry import Telemetry
 from tailrace.tier.checkpoint import Checkpoints
 from tailrace.tier.seal import Sealing
+
+if TYPE_CHECKING:
+    from tailrace.api.tracing.service import Tracing
 
 logger = logging.getLogger("tailrace")
 
@@ -59,6 +68,7 @@ SWITCH_INTERVAL_S = 0.0005
 def run(settings: Settings) -> int:
     """`tailrace serve`: the exit code of a server's whole life."""
     configure(settings.log_level, settings.log_format)
+    request_log.configure(settings.log_requests)
     for told in unknown_variables(os.environ):
         logger.warning(told)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -106,23 +116,41 @@ async def serve(settings: Settings) -> int:
 class Server:
     """All parts of one server process."""
 
-    def __init__(self, settings: Settings, directory: DataDirectory, loop: asyncio.AbstractEventLoop) -> None:
+    shares_port = False  # whether other processes listen on the same one
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: DataDirectory,
+        loop: asyncio.AbstractEventLoop,
+        own_suffix: str = "",
+    ) -> None:
         self._settings = settings
         self.telemetry = Telemetry(__version__)
-        self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop)
+        self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
-        self._verifier = TokenVerifier(settings) if settings.auth_configured else None
-        self.app = TailraceApp(context, self._verifier)
-        self._subscriptions = SubscriptionService(self.log, settings, SYSTEM_CLOCK, loop, self.telemetry)
+        self.context = context
+        self._grants = Grants(SYSTEM_CLOCK)
+        self._verifier: TokenVerifier | None = None
+        if settings.auth_configured:
+            self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants)
+        self.app = TailraceApp(context, self._verifier, self._grants)
+        self._identities: IdentityWatch | None = None
+        if self._verifier is not None:
+            self._identities = IdentityWatch(loop, self._verifier, self.app)
+            self.app.identities.on_change = self._identities.look
+        self._subscriptions = self.subscriptions(context)
         self._subscriptions.check = self.app.guard.check
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self.watch = self.app.watch = WatchService(context, directory.path, self._verifier)
+        self.watch.gateway.grants = self._grants
         self.hub = self.app.hub = HubService(context, self._verifier)
         if settings.hub_root:
             self.app.health.more = self.hub.routes.health
         self._checkpoints = Checkpoints(self.log)
         self.sealing = Sealing(self.log, settings, directory.deployment, loop)
         self.watch.care.connect(self.sealing)
+        self.hub.connect(self.sealing)
         limits = settings.limits
         self._cold = ColdReader(
             settings.object_store_url, directory.path / "cache", limits.cold_cache_bytes, limits, loop
@@ -142,20 +170,14 @@ class Server:
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         self._memory.sheds += [self.app.search.tail.shed, self._companions.shelf.shed]
-        app = self.app
-        node = Node(
-            context,
-            app.live,
-            self._memory,
-            self.sealing,
-            self._checkpoints,
-            self._cold,
-            app.search,
-            app.touch,
-        )
+        node = self._node(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
+        self._tracing = self._trace(context)
+        self._observed = self._observe(settings)
+        self._declared = DeclaredStreams(context, Path(settings.init)) if settings.init else None
+        self._certificate: Certificate | None = None
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
         self.url = ""
@@ -168,19 +190,20 @@ class Server:
         self._stream_metrics.start()
         self._checkpoints.start()
         await registry_snapshot.tell_again(self.log)
+        if self._declared is not None and self.log.refusal is None:
+            logger.info("%d declared streams are there", await self._declared.make(self.owns))
         await self.sealing.start()
         self.pipeline.start()
-        if self._verifier is not None:
-            self._verifier.start()
-        await self._subscriptions.start()
-        await self.watch.start()
-        await self.hub.start()
-        self._http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
+        if self._identities is not None:
+            self._identities.start()
+        await self.start_services()
+        self._http = HttpServer(self.front(), settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(self._http)
-        tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+        self._certificate = certificate_of(settings)
+        tls = None if self._certificate is None else self._certificate.context
         port = await self._listen(self._http, settings.port, tls)
         if settings.metrics_port:
-            self._metrics = HttpServer(MetricsApp(self.app.health), settings.limits)
+            self._metrics = HttpServer(self.metrics_app(), settings.limits)
             await self._listen(self._metrics, settings.metrics_port, tls)
         self.pipeline.supervise(self._grant_pipeline(), lambda: own_url(settings.host, port, tls is not None))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -188,22 +211,59 @@ class Server:
 
     def _grant_pipeline(self) -> Callable[[float], str] | None:
         """Tokens for the local pipeline; none are needed where nobody has one."""
-        verifier = self._verifier
-        if verifier is None:
+        if self._verifier is None:
             return None
         identity = Identity(sub="pipeline", scopes=frozenset({"manage", "system"}))
-        return lambda seconds: verifier.grant(identity, seconds)
+        return lambda seconds: self._grants.give(identity, seconds)
 
     def hang_up(self) -> None:
-        """SIGHUP: what was missing is looked for again."""
+        """SIGHUP: what was missing is looked for again, and files that may have changed are read again."""
         if self.pipeline.child is not None:
             self.pipeline.child.hang_up()
         self.hub.reload()
+        if self._identities is not None:
+            self._identities.reload()
+        if self._certificate is not None:
+            try:
+                self._certificate.reload()
+            except TailraceError as error:
+                logger.error("%s; the old one stays in use", error)
+
+    # -- what is otherwise where a server has several processes ------------------------------------------
+
+    def subscriptions(self, context: Context) -> SubscriptionService:
+        return SubscriptionService(self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry)
+
+    def front(self) -> App:
+        """What the listener serves."""
+        return self._observed or self.app
+
+    def metrics_app(self) -> App:
+        return MetricsApp(self.app.health)
+
+    def owns(self, name: str) -> bool:
+        """Whether a stream of this name is one of this process."""
+        return True
+
+    async def start_services(self) -> None:
+        await self._subscriptions.start()
+        await self.watch.start()
+        await self.hub.start()
+
+    async def stop_services(self) -> None:
+        await self._subscriptions.stop()
+        await self.watch.stop()
+        self.hub.stop()
+
+    async def before_log_closes(self) -> None:
+        """Nobody changes anything any more."""
+
+    # -- inside ------------------------------------------------------------------------------------------
 
     async def _listen(self, http: HttpServer, port: int, tls: ssl.SSLContext | None) -> int:
         host = self._settings.host
         try:
-            return await http.start(host, port, ssl=tls)
+            return await http.start(host, port, ssl=tls, reuse_port=self.shares_port)
         except OSError as error:
             reason = error.strerror or error
             raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
@@ -215,26 +275,63 @@ class Server:
             await self._http.drain()
         if self._metrics is not None:
             await self._metrics.drain()
-        await self._subscriptions.stop()
-        await self.watch.stop()
-        self.hub.stop()
+        await self.stop_services()
         self._disk.stop()
         self._memory.stop()
         self._stream_metrics.stop()
         await self.pipeline.stop()
         await self.sealing.stop()
+        await self.before_log_closes()
         self.log.catalogue.close()
         self.app.search.close()
         await self.log.close()
         await self._checkpoints.stop()
         await self._companions.close()
         await self._cold.close()
-        if self._verifier is not None:
-            self._verifier.close()
+        if self._identities is not None:
+            self._identities.stop()
+        if self._tracing is not None:
+            self._tracing.close()
+
+    def _trace(self, context: Context) -> Tracing | None:
+        if not context.settings.traces_url:
+            return None
+        from tailrace.api.tracing.service import Tracing  # with an HTTP client, which others need not load
+
+        tracing = Tracing(context)
+        tracing.connect(self.sealing, self.pipeline.state, self._subscriptions.webhooks)
+        tracing.start()
+        return tracing
+
+    def _node(self, context: Context) -> Node:
+        """What inspection looks at."""
+        app = self.app
+        return Node(
+            context,
+            app.live,
+            self._memory,
+            self.sealing,
+            self._checkpoints,
+            self._cold,
+            app.search,
+            app.touch,
+        )
+
+    def _observe(self, settings: Settings) -> ObservedApp | None:
+        """Stands before the application where somebody wants to know of single requests."""
+        if not is_wanted(settings):
+            return None
+        tracer = None if self._tracing is None else self._tracing.tracer
+        return ObservedApp(self.app, settings, tracer, self.log.committer)
+
+    def _synced(self, seconds: float, records: int) -> None:
+        self.telemetry.observe_sync(seconds, records)
+        if self._observed is not None:
+            self._observed.synced(seconds, records)
 
     def _connect_telemetry(self, http: HttpServer) -> None:
         telemetry, log = self.telemetry, self.log
-        log.committer.observe_sync = telemetry.observe_sync
+        log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._synced
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
         telemetry.requests.each = lambda: (
             ([method.decode(), str(status)], count) for (method, status), count in list(http.answers.items())
@@ -259,6 +356,20 @@ class Server:
         connect_cold(telemetry, self.sealing, self._cold)
         connect_pipeline(telemetry, self.pipeline)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
+        telemetry.identity_limited.read = lambda: self.app.rates.refused
+        if self._identities is not None:
+            self._identities.connect(telemetry)
+
+
+def certificate_of(settings: Settings) -> Certificate | None:
+    """The certificate that the settings name, or have made."""
+    if settings.tls_cert:
+        return Certificate(settings.tls_cert, settings.tls_key)
+    if not settings.tls_self_signed:
+        return None
+    from tailrace.net.self_signed import self_signed
+
+    return Certificate(*self_signed(settings.data_dir / "tls", settings.host))
 
 
 def own_url(host: str, port: int, tls: bool) -> str:

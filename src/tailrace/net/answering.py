@@ -14,7 +14,14 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tailrace.errors import TailraceError
-from tailrace.net.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, Exchange
+from tailrace.net.exchange import (
+    MODE_CLOSE,
+    MODE_HEAD,
+    MODE_LEGACY,
+    MODE_NOTED,
+    REQUEST_ID_NAME,
+    Exchange,
+)
 from tailrace.net.outlet import Outlet
 from tailrace.net.wire import (
     BODILESS,
@@ -38,6 +45,7 @@ PIPELINE_MAX = 16
 LINGER_S = 2.0
 # A body may take `body_idle_ms` plus the time it needs at this rate, so that dripping cannot go on forever.
 BODY_RATE_MIN = 512
+PATH_BYTES_LOGGED = 512
 
 
 class AnsweringConnection(asyncio.Protocol):
@@ -183,6 +191,10 @@ class AnsweringConnection(asyncio.Protocol):
             persistence = CONNECTION_CLOSE
         elif exchange is not None and exchange.mode & MODE_LEGACY:
             persistence = CONNECTION_KEEP_ALIVE
+        if exchange is not None and exchange.mode & MODE_NOTED:
+            noted = exchange.note_answer(status)
+            if REQUEST_ID_NAME not in head:  # an answer that is passed on has it already
+                head += noted
         return server.start_of_answer(status, exchange) + head + persistence
 
     def answer_unusual(
@@ -211,9 +223,9 @@ class AnsweringConnection(asyncio.Protocol):
                 return
         self._finish(closing=closing)
 
-    def open_outlet(self, exchange: Exchange, status: int, head: bytes) -> Outlet:
-        legacy = exchange.mode & MODE_LEGACY != 0
-        outlet = Outlet(self, plain=legacy)
+    def open_outlet(self, exchange: Exchange, status: int, head: bytes, length: int | None = None) -> Outlet:
+        legacy = exchange.mode & MODE_LEGACY != 0 and length is None
+        outlet = Outlet(self, plain=legacy or length is not None)
         if exchange.answered:
             outlet.closed = True
             return outlet
@@ -226,7 +238,8 @@ class AnsweringConnection(asyncio.Protocol):
         start = self._head(exchange, status, head, closing=closing)
         if closing:
             exchange.mode |= MODE_CLOSE
-        self.write(start + (CRLF if legacy else CHUNKED + CRLF))
+        ending = CHUNKED + CRLF if length is None else length_end(length)
+        self.write(start + (CRLF if legacy else ending))
         if exchange.mode & MODE_HEAD:
             outlet.closed = True
             self._finish(closing=closing)
@@ -301,7 +314,11 @@ class AnsweringConnection(asyncio.Protocol):
 
     def _handler_failed(self, exchange: Exchange, error: Exception) -> None:
         if not isinstance(error, TailraceError):
-            logger.error("handler failed", exc_info=error)
+            about = {
+                "request_id": exchange.name(),
+                "path": exchange.path[:PATH_BYTES_LOGGED].decode("latin-1"),
+            }
+            logger.error("handler failed", exc_info=error, extra={"fields": about})
             error = TailraceError("internal", "internal error")
         if not exchange.answered:
             exchange.respond(*self._refusal_of(exchange, error))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tailrace.net.request_id import new_id
 from tailrace.net.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
 
 if TYPE_CHECKING:
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
 # Answers to one read that are written together; they are small, so this bounds their bytes too.
 CORKED_MAX = 16
 
+# Exposed to browsers on those answers only that have it: all others are spared the line.
+REQUEST_ID_NAME = b"X-Request-Id: "
+REQUEST_ID_LINES = REQUEST_ID_NAME + b"%b\r\nAccess-Control-Expose-Headers: X-Request-Id\r\n"
+
 # Bits of `Exchange.mode`. Zero is the common case: HTTP/1.1, kept alive, not HEAD.
 MODE_CLOSE = 1
 MODE_LEGACY = 2  # HTTP/1.0
 MODE_HEAD = 4
 MODE_UPGRADE = 8  # the client asked to leave HTTP
 MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
+MODE_NOTED = 32  # the answer carries an id, or somebody wants to hear of it
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -51,6 +57,10 @@ class Exchange(msgspec.Struct, eq=False):
     phases: str = ""
     deadline_at: float = inf
     on_deadline: Callable[[], None] | None = None
+    # Names the request in its answer and in the log. Most have none: nobody will ask about them.
+    request_id: bytes = b""
+    # Told the status when the answer begins; set by `watch_answer`.
+    on_answer: Callable[[Exchange, int], None] | None = None
 
     @property
     def peer(self) -> str:
@@ -141,9 +151,30 @@ class Exchange(msgspec.Struct, eq=False):
         if connection.backlog:
             connection.advance()
 
-    def open_stream(self, status: int, head: bytes) -> Outlet:
-        """Begin a streamed answer. After the client is gone the outlet is closed from the start."""
-        return self.connection.open_outlet(self, status, head)
+    def name(self) -> str:
+        """The id of this request, made now if its client gave none; the answer will carry it."""
+        self.request_id = self.request_id or new_id()
+        self.mode |= MODE_NOTED
+        return self.request_id.decode("ascii")
+
+    def watch_answer(self, on_answer: Callable[[Exchange, int], None]) -> None:
+        """Have `on_answer` called with the status once the answer begins. Not if the client leaves first."""
+        self.on_answer = on_answer
+        self.mode |= MODE_NOTED
+
+    def note_answer(self, status: int) -> bytes:
+        """For net: the answer begins. The head lines that it gets by that."""
+        told, self.on_answer = self.on_answer, None
+        if told is not None:
+            told(self, status)
+        return REQUEST_ID_LINES % self.request_id if self.request_id else b""
+
+    def open_stream(self, status: int, head: bytes, length: int | None = None) -> Outlet:
+        """Begin a streamed answer, of `length` bytes if that is known; all of them then have to be written.
+
+        After the client is gone the outlet is closed from the start.
+        """
+        return self.connection.open_outlet(self, status, head, length)
 
     def set_deadline(self, at: float, on_deadline: Callable[[], None]) -> None:
         """Call `on_deadline` soon after loop time `at`, unless the answer came first.

@@ -18,15 +18,18 @@ from tailrace.net.exchange import (
     MODE_CONTINUE,
     MODE_HEAD,
     MODE_LEGACY,
+    MODE_NOTED,
     MODE_UPGRADE,
     Exchange,
 )
+from tailrace.net.request_id import HEADER as REQUEST_ID
+from tailrace.net.request_id import taken_id
 
 if TYPE_CHECKING:
     from httptools import HttpRequestParser
 
-# Headers that change how the connection itself behaves.
-ODD_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade"))
+# Headers that change how the connection behaves, or what its answers carry.
+ODD_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade", REQUEST_ID))
 # Heads that are kept in memory; a head of an append is a few hundred bytes.
 KNOWN_HEAD_BYTES_MAX = 2048
 KNOWN_HEADS_MAX = 1024
@@ -93,6 +96,10 @@ def examine_head(
         raise TailraceError("invalid_request", f"HTTP/{version} is not supported; use HTTP/1.1")
     legacy = version == "1.0"
     mode = (MODE_LEGACY if legacy else 0) | (0 if keep_alive else MODE_CLOSE)
+    request_id = exchange.headers.get(REQUEST_ID)
+    if request_id is not None:
+        exchange.request_id = taken_id(request_id)
+        mode |= MODE_NOTED
     if exchange.method == b"HEAD":
         mode |= MODE_HEAD
     elif exchange.method == b"CONNECT":

@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tailrace.errors import TailraceError
+from tailrace.net.exchange import MODE_NOTED
 from tailrace.net.wire import status_line
 from tailrace.protocol.ws_frames import (
     BINARY,
@@ -392,6 +393,7 @@ def upgrade(
         accept,
         b"\r\n",
         server.app.common_headers(exchange),
+        exchange.note_answer(101) if exchange.mode & MODE_NOTED else b"",
         b"Sec-WebSocket-Protocol: %b\r\n" % subprotocol if subprotocol else b"",
         _DEFLATE_ANSWER if deflate else b"",
         head,

@@ -7,7 +7,8 @@ import logging
 import random
 import secrets
 import ssl
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
@@ -22,6 +23,14 @@ from tailrace.telemetry import Telemetry
 logger = logging.getLogger("tailrace.subscriptions")
 
 DELIVERIES_AT_ONCE: Final = 64
+
+
+class Traced(Protocol):
+    """A call that is part of a trace."""
+
+    @property
+    def traceparent(self) -> str: ...
+    def end(self, outcome: str) -> None: ...
 
 
 class Webhooks:
@@ -45,6 +54,7 @@ class Webhooks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(DELIVERIES_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
+        self.trace: Callable[[str], Traced] | None = None  # begins a trace with a call, by subscription
 
     def send(self, agent: Agent, wake: Wake) -> None:
         agent.sub.delivering = wake.generation
@@ -61,16 +71,22 @@ class Webhooks:
     async def _deliver(self, agent: Agent, wake: Wake) -> None:
         """One attempt; its outcome is a decision like any other."""
         accepted = done = False
+        traced = None if self.trace is None else self.trace(agent.sub.id)
         try:
             async with self._slots:
-                response = await asyncio.wait_for(self._post(agent, wake), self._limits.webhook_ms / 1000)
+                response = await asyncio.wait_for(
+                    self._post(agent, wake, traced), self._limits.webhook_ms / 1000
+                )
             accepted, done = response.accepted, response.done
             trouble = "" if accepted else f"it answered {response.status}"
         except TimeoutError:
             trouble = "it did not answer in time"
         except (deliver.DeliveryError, TailraceError, OSError) as error:
             trouble = str(error)
-        self._outcomes.add("done" if done else "accepted" if accepted else "failed")
+        outcome = "done" if done else "accepted" if accepted else "failed"
+        self._outcomes.add(outcome)
+        if traced is not None:
+            traced.end(outcome)
         if agent.closed:
             return
         if trouble:
@@ -91,7 +107,7 @@ class Webhooks:
 
         agent.submit(Job(decide, _nobody, lasting=True))
 
-    async def _post(self, agent: Agent, wake: Wake) -> deliver.Response:
+    async def _post(self, agent: Agent, wake: Wake, traced: Traced | None) -> deliver.Response:
         sub = agent.sub
         url = agent.config.webhook_url
         assert url is not None, "a webhook subscription has a URL"
@@ -103,10 +119,13 @@ class Webhooks:
         signature = self._keys.current().sign(body, now_ms)
         if target.scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
+        headers = [("Content-Type", "application/json"), ("Webhook-Signature", signature)]
+        if traced is not None:
+            headers.append(("traceparent", traced.traceparent))
         return await deliver.post(
             target,
             addresses,
-            [("Content-Type", "application/json"), ("Webhook-Signature", signature)],
+            headers,
             body,
             answer_bytes_max=self._limits.webhook_answer_bytes,
             tls=self._tls if target.scheme == "https" else None,

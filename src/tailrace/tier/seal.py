@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tailrace.errors import TailraceError
 from tailrace.log.log import Log
@@ -50,6 +50,16 @@ PAUSE_S_MIN = 0.5
 TELL_AGAIN_S = 3600.0
 TOLD_MAX = 1000
 T = TypeVar("T")
+
+
+class SealRun(NamedTuple):
+    """One job for one stream, as it is told to whoever measures."""
+
+    stream: str
+    begun_ns: int
+    segments: int = 0
+    segment_bytes: int = 0
+    error: str = ""
 
 
 class Sealing:
@@ -94,6 +104,7 @@ class Sealing:
         self.fenced = ""
         self._told_s: dict[str, float] = {}  # errors of single streams and when they were logged
         self.segments = self.segment_bytes = self.failures = 0
+        self.on_run: Callable[[SealRun], None] | None = None
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -329,8 +340,10 @@ class Sealing:
         if self.lineage.wait(stream):
             return False
         sealed = stream.sealed
+        begun_ns = self._log.clock.now_ns()
         report = await self.ask("seal", [number], sealed)
         if report.error:
+            self._tell_run(SealRun(stream.name, begun_ns, error=report.error))
             self._later(number, 0.0 if report.trouble in ("unavailable", "ended") else self._pause_s_max)
             return False
         stream = self._log.streams.get(number)
@@ -354,8 +367,14 @@ class Sealing:
             self.segments += 1
             self.segment_bytes += segment.bytes
             self.pressure.sealed(segment.payload_bytes)
+        size_bytes = sum(segment.bytes for segment in report.segments)
+        self._tell_run(SealRun(stream.name, begun_ns, len(report.segments), size_bytes))
         self.lineage.sealed(number)
         return report.more or self._due.is_due(stream)
+
+    def _tell_run(self, run: SealRun) -> None:
+        if self.on_run is not None:
+            self.on_run(run)
 
     def seal_soon(self, number: int) -> None:
         """Whatever its age and size."""

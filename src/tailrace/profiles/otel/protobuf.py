@@ -79,6 +79,10 @@ def write_varint(number: int, value: int) -> bytes:
     return _written(number << 3) + _written(value & (2**64 - 1))
 
 
+def write_fixed64(number: int, value: int) -> bytes:
+    return _written(number << 3 | FIXED64) + _U64.pack(value)
+
+
 def write_bytes(number: int, value: bytes) -> bytes:
     return _written(number << 3 | BYTES) + _written(len(value)) + value
 

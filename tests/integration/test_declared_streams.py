@@ -1,0 +1,188 @@
+"""`--init`: streams that a file declares are there when the server is, and as it says or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.calls import Caller
+from support.cli import tailrace
+from support.server import ServerProcess
+from tailrace.api.declared import FILE_BYTES_MAX, STREAMS_MAX, read_declared
+from tailrace.errors import TailraceError
+
+NOTE = {"op": "add", "path": "/note", "schema": {"type": "string"}, "default": ""}
+SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}
+DECLARED = """
+[streams."orders/eu"]
+content_type = "application/json"
+ttl = "30d"
+retention = "7d"
+retention_bytes = "10GiB"
+schema_file = "order.json"
+routing_key = "/id"
+
+[streams.events]
+content_type = "application/json"
+profile = "evlog"
+
+[streams.raw]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "order.json").write_text(json.dumps(SCHEMA))
+    declared = tmp_path / "streams.toml"
+    declared.write_text(DECLARED)
+    return declared
+
+
+@pytest.fixture
+def server(file: Path, tmp_path: Path) -> ServerProcess:
+    """Not started."""
+    return ServerProcess(tmp_path / "data", args=["--init", str(file)])
+
+
+def refusal(server: ServerProcess) -> str:
+    """Why the server does not start."""
+    done = tailrace("serve", "--port", "0", "--data-dir", str(server.data_dir), *server.args)
+    assert done.code == 1, done.err
+    return done.err
+
+
+def test_they_are_there_from_the_first_request_on(server: ServerProcess) -> None:
+    server.start()
+    call = Caller(server)
+    orders = call("HEAD", "orders/eu").headers
+    assert orders["content-type"] == "application/json"
+    assert orders["stream-ttl"] == str(30 * 86_400)
+    assert (orders["stream-retention"], orders["stream-retention-bytes"]) == (
+        str(7 * 86_400),
+        str(10 * 2**30),
+    )
+    registry = call("GET", "orders/eu/_schema").body
+    assert registry["schemas"]["1"] == SCHEMA
+    assert registry["routingKey"] == {"jsonPointer": "/id", "required": False}
+    assert call("POST", "orders/eu", [{"id": 7}]).status == 400
+    assert call("POST", "orders/eu", [{"id": "one"}]).status == 204
+    assert call("GET", "events/_profile").body["profile"]["kind"] == "evlog"
+    assert call("HEAD", "raw").status == 200
+    server.stop()
+
+
+def test_a_start_with_the_same_file_changes_nothing(server: ServerProcess) -> None:
+    server.start()
+    call = Caller(server)
+    call("POST", "orders/eu", [{"id": "one"}])
+    call("POST", "raw", b"closing", headers={"Content-Type": "text/plain", "Stream-Closed": "true"})
+    before = call("GET", "__registry__").raw
+    server.restart()
+    server.restart(kill=True)
+    assert call("GET", "orders/eu").body == [{"id": "one"}]
+    assert call("HEAD", "raw").headers["stream-closed"] == "true"
+    assert call("GET", "__registry__").raw == before
+    server.stop()
+
+
+DIFFERENT = [
+    ('ttl = "30d"', 'ttl = "1d"', "different lifetime"),
+    ('retention = "7d"', "", "different lifetime"),
+    ('"application/json"\nttl', '"text/plain"\nttl', "different content type"),
+    ('profile = "evlog"', 'profile = "metrics"', "a profile already (evlog)"),
+    ('routing_key = "/id"', 'routing_key = "/other"', "another routing key"),
+    ('schema_file = "order.json"', 'schema = { type = "object" }', "tailrace schema evolve"),
+]
+
+
+def test_a_stream_that_differs_stops_the_start(server: ServerProcess, file: Path) -> None:
+    server.start()
+    server.stop()
+    for written, instead, said in DIFFERENT:
+        assert written in DECLARED
+        file.write_text(DECLARED.replace(written, instead))
+        told = refusal(server)
+        assert said in told
+        assert str(file) in told
+        assert "'orders/eu'" in told or "'events'" in told
+    file.write_text(DECLARED)
+    server.start()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[streams.a", "Expected"),
+        ("[streams.a]\ncontent-type = 'x/y'", "content-type"),
+        ("[streams.a]\nttl = true", "ttl"),
+        ("[stream.a]", "stream"),
+        ("x = '" + "y" * FILE_BYTES_MAX + "'", "larger than"),
+        ("\n".join(f"[streams.s{number}]" for number in range(STREAMS_MAX + 1)), "more than"),
+    ],
+    ids=("toml", "key", "type", "table", "size", "count"),
+)
+def test_a_file_that_cannot_be_read(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(TailraceError, match=said) as refused:
+        read_declared(file)
+    assert str(file) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ("[streams.__a]", "reserved"),
+        ("[streams.'a/../b']", "a stream name is"),
+        ("[streams.a]\nttl = '3 days'", "ttl"),
+        ("[streams.a]\nretention_bytes = 'many'", "whole number"),
+        ("[streams.a]\nschema_file = 'missing.json'", "missing.json"),
+        ("[streams.a]\ncontent_type = 'text/plain'\nschema = { type = 'object' }", "application/json"),
+        ("[streams.a]\ncontent_type = 'application/json'\nprofile = 'none such'", "profile.kind"),
+        ("[streams.a]\ncontent_type = 'application/json'\nschema = { type = 5 }", "schema"),
+    ],
+    ids=("reserved", "name", "ttl", "bytes", "missing", "type", "profile", "schema"),
+)
+def test_a_stream_that_cannot_be_made_stops_the_start(
+    server: ServerProcess, file: Path, declared: str, said: str
+) -> None:
+    file.write_text(declared)
+    told = refusal(server)
+    assert said in told
+    assert str(file) in told
+
+
+def test_a_file_that_is_not_there(server: ServerProcess, file: Path) -> None:
+    file.unlink()
+    assert str(file) in refusal(server)
+
+
+def test_streams_that_were_there_before_may_be_declared(server: ServerProcess, file: Path) -> None:
+    server.args = ()
+    server.start()
+    call = Caller(server)
+    call("PUT", "raw", headers={"Content-Type": "text/plain"})
+    call("PUT", "events", headers={"Content-Type": "application/json"})
+    server.stop()
+    server.args = ("--init", str(file))
+    server.start()
+    assert call("HEAD", "raw").headers["content-type"] == "text/plain"
+    assert call("GET", "events/_profile").body["profile"]["kind"] == "evlog"
+    server.stop()
+
+
+def test_the_next_version_of_a_schema_may_be_declared_once_it_is_there(
+    server: ServerProcess, file: Path
+) -> None:
+    server.start()
+    call = Caller(server)
+    wider = {**SCHEMA, "properties": {**SCHEMA["properties"], "note": {"type": "string"}}}
+    lens = {"apiVersion": "durable.lens/v1", "schema": "orders/eu", "from": 1, "to": 2, "ops": [NOTE]}
+    assert call("POST", "orders/eu/_schema", {"schema": wider, "lens": lens}).status == 200
+    server.stop()
+    assert "tailrace schema evolve" in refusal(server)
+    (file.parent / "order.json").write_text(json.dumps(wider))
+    server.start()
+    server.stop()

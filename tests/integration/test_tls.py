@@ -1,0 +1,94 @@
+"""TLS while a server runs: certificates that are replaced, and one that it makes for itself."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+import socket
+import ssl
+from pathlib import Path
+
+from support.calls import eventually
+from support.cli import tailrace
+from support.server import ServerProcess
+from tailrace.net.self_signed import self_signed
+
+
+def start(directory: Path, *args: str) -> ServerProcess:
+    """Ready as its log says; `/readyz` is asked over TLS by whoever wants to know."""
+    server = ServerProcess(directory / "data", args=args).start(ready=False)
+    eventually(lambda: server.log, lambda log: "tailrace ready  https://" in log)
+    return server
+
+
+def presented(server: ServerProcess) -> str:
+    """The fingerprint of the certificate that a new connection gets."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with (
+        socket.create_connection(("127.0.0.1", server.port), 20) as plain,
+        context.wrap_socket(plain) as secure,
+    ):
+        raw = secure.getpeercert(binary_form=True)
+    assert raw is not None
+    return hashlib.sha256(raw).hexdigest()
+
+
+def fingerprint(cert_file: Path) -> str:
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(cert_file.read_text())).hexdigest()
+
+
+def test_a_new_certificate_is_used_after_sighup(tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path / "old", "localhost")
+    new_cert, new_key = self_signed(tmp_path / "new", "localhost")
+    server = start(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key))
+    first = presented(server)
+    assert first == fingerprint(cert)
+    # A certificate without its key cannot be used: the old one stays.
+    shutil.copy(new_cert, cert)
+    server.signal(signal.SIGHUP)
+    eventually(lambda: server.log, lambda log: "the old one stays in use" in log)
+    assert presented(server) == first
+    shutil.copy(new_key, key)
+    server.signal(signal.SIGHUP)
+    assert eventually(lambda: presented(server), lambda seen: seen != first) == fingerprint(new_cert)
+    server.stop()
+
+
+def test_a_server_makes_its_own_certificate_and_keeps_it(tmp_path: Path) -> None:
+    server = start(tmp_path, "--tls-self-signed")
+    made = server.data_dir / "tls"
+    assert {file.name: file.stat().st_mode & 0o777 for file in made.iterdir()} == {
+        "cert.pem": 0o600,
+        "key.pem": 0o600,
+    }
+    trusting = ssl.create_default_context(cafile=str(made / "cert.pem"))
+    for name in ("localhost", "127.0.0.1"):
+        with socket.create_connection(("127.0.0.1", server.port), 20) as plain:
+            trusting.wrap_socket(plain, server_hostname=name).close()
+    first = presented(server)
+    server.stop()
+    server.start(ready=False)
+    eventually(lambda: server.log.count("tailrace ready"), lambda count: count == 2)
+    assert presented(server) == first
+    server.stop()
+
+
+def test_another_host_gets_another_certificate(tmp_path: Path) -> None:
+    first = fingerprint(self_signed(tmp_path, "localhost")[0])
+    assert fingerprint(self_signed(tmp_path, "127.0.0.1")[0]) == first
+    assert fingerprint(self_signed(tmp_path, "dev.test")[0]) != first
+    (tmp_path / "cert.pem").write_text("damaged")
+    cert, key = self_signed(tmp_path, "dev.test")
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+    assert {file.name for file in tmp_path.iterdir()} == {"cert.pem", "key.pem"}
+
+
+def test_a_certificate_is_named_or_made(tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path, "localhost")
+    both = ["--tls-self-signed", "--tls-cert", str(cert), "--tls-key", str(key)]
+    done = tailrace("serve", "--data-dir", str(tmp_path / "data"), *both)
+    assert done.code == 2
+    assert "tls_self_signed" in done.err
