@@ -1,0 +1,223 @@
+"""A real server process for tests: started as users start it, ended as machines end it.
+
+For pytest there are fixtures that use it: see `pytest_plugin.py`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tailrace.client import Client
+
+START_S_MAX: Final = 30.0
+STOP_S_MAX: Final = 20.0
+LOG_LINES_MAX: Final = 5000
+PAUSE_S: Final = 0.01
+# A server for tests writes nothing by itself and starts no Java.
+QUIET: Final = {"TAILRACE_METRICS_FLUSH_MS": "0", "TAILRACE_PIPELINE": "off"}
+_READY: Final = re.compile(r"tailrace ready\s+(https?://\S+)")
+
+
+class ServerFailedError(AssertionError):
+    """The process did not do what was asked; the message carries its log."""
+
+
+class TailraceServer:
+    """One ``tailrace serve``. The first free port is kept over restarts, so that clients can come back.
+
+    with TailraceServer(tmp_path / "data", settings={"append_body_bytes": "1MiB"}) as server:
+        with server.client() as client:
+            ...
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        port: int = 0,
+        settings: Mapping[str, object] | None = None,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.data_dir = data_dir
+        self.port = port
+        self.args = tuple(args)
+        self.env = {f"TAILRACE_{name.upper()}": str(value) for name, value in (settings or {}).items()}
+        self.env |= env or {}
+        self.base_url = ""
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: deque[str] = deque(maxlen=LOG_LINES_MAX)
+        self._announced = threading.Event()
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- starting and ending ---------------------------------------------------------------------------
+
+    def start(self, *, ready: bool = True) -> Self:
+        """Start the process and wait until it serves. With ``ready=False`` only start it."""
+        assert self._process is None, "already running"
+        self._announced.clear()
+        self._process = subprocess.Popen(  # noqa: S603 - our own command
+            self.command(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env=self.environment(),
+            cwd=self._directory(),
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._collect, args=(self._process,), daemon=True)
+        self._reader.start()
+        if ready:
+            self.wait_ready()
+        return self
+
+    def command(self) -> list[str]:
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--data-dir", str(self.data_dir)]
+        return [sys.executable, "-m", "tailrace", "serve", *flags, *self.args]
+
+    def environment(self) -> dict[str, str]:
+        """Settings of whoever runs the tests must not reach the server under test."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
+        return {**kept, "PYTHONUNBUFFERED": "1", **QUIET, **self.env}
+
+    def wait_ready(self, timeout_s: float = START_S_MAX) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._announced.wait(PAUSE_S):
+            self._fail_if_gone("ended before it was ready")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ServerFailedError(f"not ready after {timeout_s} s\n{self.log}")
+        while self.status("/readyz") != 200:
+            self._fail_if_gone("ended before /readyz answered 200")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ServerFailedError(f"/readyz is not 200 after {timeout_s} s\n{self.log}")
+            time.sleep(PAUSE_S)
+
+    def kill(self) -> None:
+        """SIGKILL: what a crash or the out-of-memory killer does."""
+        if self._process is not None:
+            self._process.kill()
+            self._finish(STOP_S_MAX)
+
+    def stop(self) -> None:
+        """SIGTERM; the server must drain and leave with 0."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        code = self._finish(STOP_S_MAX)
+        if code != 0:
+            raise ServerFailedError(f"exit code {code} after SIGTERM\n{self.log}")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def restart(self, *, kill: bool = False) -> None:
+        """End the process (gently, or not) and start it again on the same port and directory."""
+        if kill:
+            self.kill()
+        else:
+            self.stop()
+        self.start()
+
+    def wait_exit(self, timeout_s: float = STOP_S_MAX) -> int:
+        """Wait for a process that ends by itself; its exit code."""
+        assert self._process is not None
+        return self._finish(timeout_s)
+
+    # -- looking at it ---------------------------------------------------------------------------------
+
+    def client(self) -> Client:
+        """A new client of this server; close it, or use it in a ``with``."""
+        from tailrace.client import Client
+
+        return Client(self.base_url)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What the process printed, all its lives, newest last."""
+        return "".join(self._lines)
+
+    def status(self, path: str, method: str = "GET") -> int | None:
+        """The status of one request, or None while nobody answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _directory(self) -> Path:
+        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
+        return self.data_dir.parent
+
+    def _collect(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._lines.append(line)
+            if (match := _READY.search(line)) and not self._announced.is_set():
+                self.base_url = match[1].rstrip("/")
+                self.port = int(self.base_url.rsplit(":", 1)[1])
+                self._announced.set()
+
+    def _fail_if_gone(self, what: str) -> None:
+        if not self.running:
+            code = self._finish(STOP_S_MAX)
+            raise ServerFailedError(f"{what} (exit code {code})\n{self.log}")
+
+    def _finish(self, timeout_s: float) -> int:
+        process, reader = self._process, self._reader
+        assert process is not None
+        assert reader is not None
+        assert process.stdout is not None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise ServerFailedError(
+                f"still running {timeout_s} s after it was told to end\n{self.log}"
+            ) from None
+        finally:
+            reader.join(timeout=5)
+            process.stdout.close()
+            self._process = None
+        return code
