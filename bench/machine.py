@@ -36,11 +36,15 @@ def _output(argv: list[str]) -> str:
     return done.stdout.strip() or "?"
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def commit() -> str:
+    return _output(["git", "rev-parse", "--short", "HEAD"])
 
 
 def _npm_version(package: str) -> str:
@@ -91,13 +95,13 @@ def describe() -> Machine:
     DATA.mkdir(parents=True, exist_ok=True)
     return Machine(
         date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        cpu=_cpu_model(),
+        cpu=cpu_model(),
         cores=os.cpu_count() or 1,
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         kernel=platform.release(),
         filesystem=_output(["stat", "-f", "-c", "%T", str(DATA)]),
         python=platform.python_version(),
         node=_output(["node", "--version"]).lstrip("v"),
-        commit=_output(["git", "rev-parse", "--short", "HEAD"]),
+        commit=commit(),
         peer_versions=_peer_versions(),
     )

@@ -53,6 +53,29 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+def tree_rss_bytes(pid: int) -> int:
+    """Of a process and all that it started."""
+    total = 0
+    for one in _descendants(pid):
+        try:
+            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE_BYTES
+        except OSError:
+            continue
+    return total
+
+
+def tree_cpu_seconds(pid: int) -> float:
+    """Of a process and all that it started and that still run."""
+    ticks = 0
+    for one in _descendants(pid):
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / TICKS_PER_S
+
+
 @dataclass(slots=True)
 class Running:
     """One started server."""
@@ -64,23 +87,10 @@ class Running:
     stopped: bool = field(default=False)
 
     def rss_bytes(self) -> int:
-        total = 0
-        for pid in _descendants(self.process.pid):
-            try:
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-            except OSError:
-                continue
-        return total
+        return tree_rss_bytes(self.process.pid)
 
     def cpu_seconds(self) -> float:
-        ticks = 0
-        for pid in _descendants(self.process.pid):
-            try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / TICKS_PER_S
+        return tree_cpu_seconds(self.process.pid)
 
     def cpu_seconds_of(self, word: str) -> float:
         """Of those children, the server itself left out, that were started with this word."""

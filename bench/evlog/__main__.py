@@ -18,8 +18,9 @@ from bench.evlog.compare import agree, true_counts
 from bench.evlog.events import read_events, write_events
 from bench.evlog.measure import read
 from bench.evlog.queries import QueryClass, aggregate_classes, search_classes
-from bench.evlog.report import Report, markdown, new_report, write_into
+from bench.evlog.report import HEADING, SECTION, Report, markdown, new_report
 from bench.evlog.target import Answer, Json, Target
+from bench.pages import write_section
 from bench.peers import ALL, US
 from bench.places import BUILD, DATA, RESULTS, ROOT
 from bench.processes import PeerError
@@ -135,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     (out / "evlog.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     (out / "evlog.md").write_text(text)
     if options.write:
-        write_into(ROOT / "docs/benchmarks.md", text)
+        write_section(ROOT / "docs/benchmarks.md", SECTION, HEADING, text)
     shutil.rmtree(directory, ignore_errors=True)
     print(text)
     return 1 if any(failure.startswith(ALL[US].title) for failure in report.failures) else 0

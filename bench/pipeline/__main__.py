@@ -1,151 +1,86 @@
-"""``python -m bench.pipeline``: companions of generated wide events, one segment after the other on one core.
+# pyright: strict
+"""`python -m bench.pipeline`: companions, questions, Spark and other engines over the same wide events.
 
-It measures the kernel, which is what a task of the pipeline runs; Spark adds the spreading. Rates are of the
-rows counted in what was built. With `--reference` every value comes the slow way. Output is one JSON object.
+    python -m bench.pipeline --events 1000000,10000000 --write
+
+Stages run one after the other, each in a process of its own with a time limit. What a stage found is kept: a
+run that was broken off goes on where it was, and a stage that failed is run again. Run it on a machine with
+nothing else to do; ten million events take about 25 GB of disk and some hours.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import resource
-import tempfile
-import time
-from array import array
+import shutil
+import sys
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import pyarrow.parquet as pq
-
-from bench.evlog.events import BLOCK, block_of
-from tailrace.pipeline.kernels.batch import Batch
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, prepare, read_segment
-from tailrace.profiles.evlog import Evlog
-from tailrace.profiles.evlog_config import EvlogConfig
-from tailrace.profiles.profile import GENERIC, EvlogProfile, install
-from tailrace.query.index_plan import BuildPlan, index_plan
-from tailrace.schema.record import dump_record
-from tailrace.schema.registry import Registry
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import SegmentRows
-
-STREAM_ID = "ab" * 16
+from bench.pages import write_section
+from bench.pipeline import stages
+from bench.pipeline.place import Place, read_record
+from bench.pipeline.report import HEADING, SECTION, markdown
+from bench.places import DATA, RESULTS, ROOT
+from bench.run import say
 
 
-def plan() -> BuildPlan:
-    registry = install(EvlogProfile({"kind": "evlog"}, "profile"), GENERIC, Registry(name="bench"), 0)
-    return BuildPlan(index_plan(registry, "evlog", keyed=True), registry, {"kind": "evlog"})
-
-
-def segment(path: Path, first: int, count: int) -> tuple[bytes, int]:
-    """A segment of generated events, and how large they are."""
-    normalise = Evlog(EvlogConfig()).normalise
-    events = [event for block in range(count // BLOCK) for event in block_of(7, first // BLOCK + block, 10.0)]
-    records = [normalise(event, 0) for event in events]
-    payloads = [dump_record(record) for record in records]
-    ends: array[int] = array("I")
-    at = 0
-    for payload in payloads:
-        at += len(payload)
-        ends.append(at)
-        at += 1
-    keys: list[bytes | None] = [str(record["requestId"]).encode() for record in records]
-    rows = SegmentRows(first, b",".join(payloads), ends, array("q", range(count)), keys)
-    write_segment([rows], path, name="bench", stream_id=STREAM_ID, epoch=0, json=True)
-    return path.read_bytes(), sum(map(len, payloads))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--segments", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=16_000)
-    parser.add_argument("--reference", action="store_true")
-    parser.add_argument("--by-family", action="store_true", help="also time each family alone")
-    arguments = parser.parse_args()
-    found = plan()
-    totals: dict[str, Any] = {"rows": 0, "raw_bytes": 0, "segment_bytes": 0, "wall_s": 0.0, "cpu_s": 0.0}
-    sizes: dict[str, int] = {}
-    families: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        for number in range(arguments.segments + 1):
-            raw, size = segment(
-                Path(directory) / f"{number}.parquet", 1 + number * arguments.rows, arguments.rows
-            )
-            request = BuildRequest(
-                STREAM_ID,
-                1 + number * arguments.rows,
-                (number + 1) * arguments.rows,
-                arguments.rows,
-                hashlib.sha256(raw).hexdigest(),
-                frozenset(found.families),
-                found,
-                Path(directory),
-                reference=arguments.reference,
-            )
-            wall, cpu = time.perf_counter(), time.process_time()
-            built = build_segment(raw, request)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if not number:
-                continue  # the first one warms up
-            totals["rows"] += sum(_rows(one.data) for one in built if one.family == "col")
-            totals["raw_bytes"] += size
-            totals["segment_bytes"] += len(raw)
-            totals["wall_s"] += wall
-            totals["cpu_s"] += cpu
-            for one in built:
-                sizes[one.family] = sizes.get(one.family, 0) + len(one.data)
-            if arguments.by_family:
-                _time_families(raw, request, families)
-    companions = sum(sizes.values())
-    print(
-        json.dumps(
-            {
-                **totals,
-                "rows_per_s": round(totals["rows"] / totals["wall_s"]),
-                "rows_per_cpu_s": round(totals["rows"] / totals["cpu_s"]),
-                "companion_bytes": sizes,
-                "companions_per_segment_byte": round(companions / totals["segment_bytes"], 3),
-                "companions_per_raw_byte": round(companions / totals["raw_bytes"], 3),
-                "cpu_s_by_step": {name: round(value, 3) for name, value in families.items()},
-                "rss_max_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-            },
-            indent=1,
-        )
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.pipeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="stages:\n" + "\n".join(f"  {one.name:11} {one.help}" for one in stages.ALL),
     )
+    parser.add_argument("--events", default="1000000", help="how many; several sizes with commas (1000000)")
+    parser.add_argument("--only", default="", help="comma-separated stages; what these need has to be there")
+    parser.add_argument("--again", action="store_true", help="also run stages that were done before")
+    parser.add_argument(
+        "--limit", type=float, default=None, help="seconds for each stage, instead of its own"
+    )
+    parser.add_argument("--data", type=Path, default=DATA, help="directory for the servers' data")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for results")
+    parser.add_argument("--tidy", action="store_true", help="remove data and events when all stages are done")
+    parser.add_argument("--write", action="store_true", help="also replace the section in docs/benchmarks.md")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
 
 
-def _rows(data: bytes) -> int:
-    import io
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    data, out = Path(options.data).resolve(), Path(options.out).resolve()
+    places = [Place(int(size), data, out) for size in str(options.events).replace("_", "").split(",")]
+    if options.inside:
+        return stages.inside(stages.BY_NAME[str(options.inside)], places[0])
+    names = [name for name in str(options.only).split(",") if name] or list(stages.BY_NAME)
+    strange = [name for name in names if name not in stages.BY_NAME]
+    if strange:
+        say(f"there is no stage {', '.join(strange)}; there are {', '.join(stages.BY_NAME)}")
+        return 2
+    stages.adopt()
+    failed = False
+    for place in places:
+        done = [_done(stages.BY_NAME[name], place, options) for name in names]
+        failed = failed or not all(done)
+        if options.tidy and all(done):
+            shutil.rmtree(place.directory, ignore_errors=True)
+            place.file.unlink(missing_ok=True)
+        # After each size: whoever looks in between sees what there is.
+        text = markdown(places)
+        (out / "pipeline").mkdir(parents=True, exist_ok=True)
+        (out / "pipeline" / "pipeline.md").write_text(text)
+        if options.write:
+            write_section(ROOT / "docs" / "benchmarks.md", SECTION, HEADING, text)
+    print(markdown(places))
+    return 1 if failed else 0
 
-    return pq.ParquetFile(io.BytesIO(data)).metadata.num_rows
 
-
-def _time_families(raw: bytes, request: BuildRequest, into: dict[str, float]) -> None:
-    """CPU time of reading, and of each builder."""
-    builders, reader = prepare(request)
-    for batch in _timed(read_segment(raw, reader), into):
-        for builder in builders:
-            name = type(builder).__name__
-            began = time.process_time()
-            builder.add(batch)
-            into[name] = into.get(name, 0.0) + time.process_time() - began
-    for builder in builders:
-        name = f"{type(builder).__name__}.finish"
-        began = time.process_time()
-        builder.finish()
-        into[name] = into.get(name, 0.0) + time.process_time() - began
-
-
-def _timed(batches: Any, into: dict[str, float]) -> Any:
-    while True:
-        began = time.process_time()
-        batch: Batch | None = next(batches, None)
-        into["read"] = into.get("read", 0.0) + time.process_time() - began
-        if batch is None:
-            return
-        yield batch
+def _done(stage: stages.Stage, place: Place, options: argparse.Namespace) -> bool:
+    found = read_record(place.results / f"{stage.name}.json")
+    if found is not None and found.failed is None and not options.again:
+        say(f"{place.events:,} events, {stage.name}: done on {found.date}")
+        return True
+    return stages.run(stage, place, cast("float | None", options.limit), adopting=True).failed is None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
