@@ -11,7 +11,7 @@ from crash.faults import Disk
 from crash.wire import TEXT, Answer, Content, LostError, Wire
 from support.server import ServerProcess
 
-WAIT_S_MAX = 30.0
+WAIT_S_MAX = 60.0
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.aggregate_model import INTERVALS, ROLLUPS, AggregateModel, rollup_view
-from support.log_harness import LogHarness
+from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import SEARCHES, objects, payload_of, questions, records
 from tailrace.errors import TailraceError
@@ -31,7 +31,6 @@ from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
 from tailrace.store.segments import SegmentInfo
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 NOON = 1767225600000
 TIMES = [NOON, NOON + 1, NOON + 500, NOON + 1000, NOON + 3_600_000, NOON - 1, 0, 5, -5]
 

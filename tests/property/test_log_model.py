@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from support.log_harness import LogHarness, Pending
+from support.log_harness import MEMORY, LogHarness, Pending
 from support.log_model import Append, Lifetime, Model, ModelStream, RefusedError
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -25,8 +25,6 @@ from tailrace.protocol.content_types import DEFAULT, is_json
 JSON, TEXT = "application/json", "text/plain"
 NAMES = ["a", "b", "c/d", "e", "f", "g/h"]
 TTLS_S = [10, 100]
-# Thousands of syncs that no power cut will ever test: in memory where there is such a place.
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 TEXTS = [b"1.0", b'{"n": 1}', b'"\\u00e9"', b"[ ]", b'{"a":"' + b"x" * 40 + b'"}']
 
 picks = st.integers(0, 59)

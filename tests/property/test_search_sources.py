@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.log_harness import LogHarness
+from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import SearchModel, registry_of
@@ -34,7 +34,6 @@ from tailrace.query.tail_index import TailIndex
 from tailrace.query.values import dates_of, to_date, values_of
 from tailrace.query.view import Decoder, Extractor, View
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SOME = settings(max_examples=60, deadline=None)
 MANY = settings(max_examples=5000, deadline=None)
 VIEW = View(registry_of())

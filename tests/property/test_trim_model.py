@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from support.log_harness import LogHarness
+from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from tailrace.limits import Limits
 from tailrace.log.decide import CreateRequest
@@ -28,7 +28,7 @@ from tailrace.tier.sealer import Sealer
 from tailrace.tier.trims import look_at_due
 
 TEXT = "text/plain"
-LIMITS = Limits(seal_entries=3, block_cache_bytes=1)
+LIMITS = Limits(journal_file_bytes=4096, seal_entries=3, block_cache_bytes=1)
 START = (-(2**63), 0)
 
 
@@ -49,7 +49,7 @@ class TrimMachine(RuleBasedStateMachine):
 
     @initialize(bytes_max=st.integers(0, 8), before=st.integers(1, 9), at=st.integers(0, 9))
     def begin(self, bytes_max: int, before: int, at: int) -> None:
-        self.root = Path(tempfile.mkdtemp())
+        self.root = Path(tempfile.mkdtemp(dir=MEMORY))
         self.url = (self.root / "objects").as_uri()
         self.log = LogHarness(self.root / "lives", LIMITS)
         self.streams: dict[str, Known] = {}

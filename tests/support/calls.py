@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from support.server import ServerProcess
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 PAUSE_S = 0.02
 
 T = TypeVar("T")

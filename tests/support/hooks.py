@@ -9,7 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Call(NamedTuple):

@@ -16,7 +16,7 @@ from tailrace.limits import Limits
 from tailrace.net import Exchange, HttpServer, Outlet, WebSocketConnection
 
 HOST = b"Host: tailrace.test\r\n"
-WAIT_S = 20
+WAIT_S = 60
 BIG_BYTES = 8 * 1024 * 1024
 
 

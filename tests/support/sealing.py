@@ -18,7 +18,7 @@ SEALING_ENV = {
     "TAILRACE_JOURNAL_FILE_BYTES": "131072",
     "TAILRACE_BLOCK_CACHE_BYTES": "1",
 }
-WAIT_S_MAX = 30.0
+WAIT_S_MAX = 60.0
 
 
 def hot(data_dir: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from support.log_harness import LogHarness
+from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import ModelHit, SearchModel, registry_of
@@ -33,7 +33,6 @@ from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
 from tailrace.store.segments import SegmentInfo
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 FAR_S = 600.0
 BUDGETS = [0, 4096, 16_384, 1 << 30]
 
