@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.processes import Running, free_port, launch
 
@@ -175,17 +175,46 @@ async def _write(port: int, rate: int, seconds: float, rooms: int) -> int:
     return written
 
 
-def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | None) -> None:
-    """Each connection watches a room of its own; each change is in one room."""
-    bench = Bench(cpus, connections)
+class Late(NamedTuple):
+    """How late events were."""
+
+    connections: int
+    stalled: int
+    changes_per_s: float
+    events: int
+    p50_ms: float
+    p99_ms: float
+    cores: float
+
+    def __str__(self) -> str:
+        beside = f" beside {self.stalled} that read nothing" if self.stalled else ""
+        return (
+            f"{self.connections:>8,} connections{beside}, {self.changes_per_s:,.0f} changes/s: "
+            f"write to client p50 {self.p50_ms:.1f} ms, p99 {self.p99_ms:.1f} ms "
+            f"over {self.events:,} events; "
+            f"server {self.cores:.2f} cores"
+        )
+
+
+def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | None, stalled: int) -> Late:
+    """Each connection watches a room of its own; each change is in one room.
+
+    Those that are stalled ask for everything and read nothing, and talk nonsense before that.
+    """
+    bench = Bench(cpus, connections + stalled)
     late_ms: list[float] = []
 
     async def main() -> int:
-        queries = [
+        queries: list[dict[str, Any]] = [
             {"collection": "rooms", "filters": [{"field": "room", "op": "==", "value": number}]}
             for number in range(connections)
         ]
         await bench.connect(queries, late_ms)
+        for client in await bench.connect([{"collection": "rooms"}] * stalled, []):
+            assert client.transport is not None
+            for _ in range(2):
+                client.send({"type": "nonsense", "payload": {}})
+            client.transport.pause_reading()
         await _write(bench.server.port, rate, 1.0, connections)
         late_ms.clear()
         written = await _write(bench.server.port, rate, seconds, connections)
@@ -201,16 +230,32 @@ def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | 
     late_ms.sort()
     # A document that changes its room concerns two of them.
     p50, p99 = (late_ms[int(len(late_ms) * share)] for share in (0.5, 0.99))
-    print(
-        f"{connections:>8,} connections, {written / seconds:,.0f} changes/s: "
-        f"write to client p50 {p50:.1f} ms, p99 {p99:.1f} ms over {len(late_ms):,} events; "
-        f"server {spent_s / (seconds + 1):.2f} cores"
-    )
+    found = Late(connections, stalled, written / seconds, len(late_ms), p50, p99, spent_s / (seconds + 1))
+    print(found)
+    return found
 
 
-def idle(steps: list[int], cpus: frozenset[int] | None) -> None:
+class Idle(NamedTuple):
+    """What connections cost that only wait."""
+
+    connections: int
+    each_bytes: float
+    all_bytes: int
+    opened_per_s: float
+    cores: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.connections:>8,} connections: {self.each_bytes:,.0f} bytes each, "
+            f"{self.all_bytes / 1e6:,.0f} MB in all; {self.opened_per_s:,.0f} opened/s; "
+            f"idle {self.cores:.3f} cores"
+        )
+
+
+def idle(steps: list[int], cpus: frozenset[int] | None) -> list[Idle]:
     """Connections with one subscription each that nothing happens to."""
     bench = Bench(cpus, max(steps))
+    found: list[Idle] = []
 
     async def main() -> None:
         empty = bench.server.rss_bytes()
@@ -228,12 +273,11 @@ def idle(steps: list[int], cpus: frozenset[int] | None) -> None:
             await asyncio.sleep(3)
             cores = (bench.server.cpu_seconds() - before_s) / (time.monotonic() - begun)
             used = bench.server.rss_bytes() - empty
-            print(
-                f"{count:>8,} connections: {used / count:,.0f} bytes each, {used / 1e6:,.0f} MB in all; "
-                f"{len(queries) / opened_s:,.0f} opened/s; idle {cores:.3f} cores"
-            )
+            found.append(Idle(count, used / count, used, len(queries) / opened_s, cores))
+            print(found[-1])
 
     try:
         asyncio.run(main())
     finally:
         bench.close()
+    return found

@@ -11,7 +11,7 @@ import gc
 import random
 import time
 import tracemalloc
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailrace.watch.bloom import Bloom, key_of
 from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Prev
@@ -22,6 +22,8 @@ from tailrace.watch.query import read_query
 from tailrace.watch.syntax import Call
 
 USERS = 100_000
+BROAD_USERS = 400
+FILED = 2000
 NAIVE_CHANGES = 10
 
 
@@ -120,12 +122,59 @@ def changes(chance: random.Random, users: int, count: int) -> list[Prepared]:
     return found
 
 
-def run(count: int, change_count: int, *, broad: bool, naive: bool) -> None:
+class Matched(NamedTuple):
+    """One set of subscriptions, and what the matcher does with it."""
+
+    subscriptions: int
+    broad: bool
+    per_s: float
+    p99_us: float
+    candidates: float  # for each change
+    matches: float
+    each_bytes: float
+    filed_per_s: float
+    naive_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.subscriptions:>8,} subscriptions{' (broad)' if self.broad else ''}: "
+            f"{self.per_s:,.0f} changes/s, p99 {self.p99_us:,.0f} us, {self.candidates:.1f} candidates and "
+            f"{self.matches:.2f} matches per change; {self.each_bytes:,.0f} bytes per subscription; "
+            f"{self.filed_per_s:,.0f} filed/s; all evaluated: {self.naive_per_s:,.1f} changes/s, "
+            f"{self.per_s / self.naive_per_s:,.0f} times slower"
+        )
+
+
+def run(count: int, change_count: int, *, broad: bool) -> Matched:
     chance = random.Random(7)
-    users = 400 if broad else USERS
+    users = BROAD_USERS if broad else USERS
     matcher: Matcher[int] = Matcher(1000)
     for _ in range(2000):
         matcher.index.sample.add(document(chance, users))
+    interests, each_bytes = _filled(matcher, chance, users, count)
+    filed_per_s = _filing(matcher, chance, users, count)
+    prepared = changes(chance, users, change_count)
+    matcher.candidates = matcher.hits = 0
+    times = _timed(matcher, prepared)
+    found = Matched(
+        count,
+        broad,
+        change_count / sum(times),
+        sorted(times)[int(change_count * 0.99)] * 1e6,
+        matcher.candidates / change_count,
+        matcher.hits / change_count,
+        each_bytes,
+        filed_per_s,
+        _naive(interests, prepared[:NAIVE_CHANGES]),
+    )
+    print(found)
+    return found
+
+
+def _filled(
+    matcher: Matcher[int], chance: random.Random, users: int, count: int
+) -> tuple[list[Interest], float]:
+    """Subscriptions, and how much memory each has taken."""
     gc.collect()
     tracemalloc.start()
     held = tracemalloc.get_traced_memory()[0]
@@ -136,42 +185,41 @@ def run(count: int, change_count: int, *, broad: bool, naive: bool) -> None:
         matcher.add(interest, number)
     each_bytes = (tracemalloc.get_traced_memory()[0] - held) / count
     tracemalloc.stop()
-    more = [Interest(Predicate(parts(chance, users)), None) for _ in range(2000)]
-    begun = time.perf_counter()
+    return interests, each_bytes
+
+
+def _filing(matcher: Matcher[int], chance: random.Random, users: int, count: int) -> float:
+    """How many more can be filed in a second."""
+    more = [Interest(Predicate(parts(chance, users)), None) for _ in range(FILED)]
+    begun = time.process_time()
     for number, interest in enumerate(more):
         matcher.add(interest, count + number)
-    subscribing_s = (time.perf_counter() - begun) / len(more)
+    spent_s = time.process_time() - begun
     for number, interest in enumerate(more):
         matcher.discard(interest, count + number)
-    prepared = changes(chance, users, change_count)
-    matcher.candidates = matcher.hits = 0
+    return FILED / spent_s
+
+
+def _timed(matcher: Matcher[int], prepared: list[Prepared]) -> list[float]:
     gc.collect()
     gc.disable()
     times: list[float] = []
     for change in prepared:
-        begun = time.perf_counter()
+        begun = time.process_time()
         for _ in matcher.matches(change, set()):
             pass
-        times.append(time.perf_counter() - begun)
+        times.append(time.process_time() - begun)
     gc.enable()
-    total_s = sum(times)
-    times.sort()
-    p99_us = times[int(change_count * 0.99)] * 1e6
-    line = (
-        f"{count:>8,} subscriptions{' (broad)' if broad else ''}: {change_count / total_s:,.0f} changes/s, "
-        f"p99 {p99_us:,.0f} us, {matcher.candidates / change_count:.1f} candidates and "
-        f"{matcher.hits / change_count:.2f} matches per change; {each_bytes:,.0f} bytes per subscription; "
-        f"{1 / subscribing_s:,.0f} filed/s"
-    )
-    if naive:
-        begun = time.perf_counter()
-        for change in prepared[:NAIVE_CHANGES]:
-            for interest in interests:
-                interest.event(change)
-        naive_s = (time.perf_counter() - begun) / NAIVE_CHANGES
-        slower = naive_s * change_count / total_s
-        line += f"; all evaluated: {1 / naive_s:,.1f} changes/s, {slower:,.0f} times slower"
-    print(line)
+    return times
+
+
+def _naive(interests: list[Interest], prepared: list[Prepared]) -> float:
+    """Changes per second if every subscription is evaluated."""
+    begun = time.process_time()
+    for change in prepared:
+        for interest in interests:
+            interest.event(change)
+    return len(prepared) / (time.process_time() - begun)
 
 
 def bloom(keys: int, asked: int) -> None:
@@ -183,12 +231,12 @@ def bloom(keys: int, asked: int) -> None:
         exact[("user",), class_of(f"u{number}")] = number
         filtered.add(key_of(("user",), f"u{number}"))
     probes = [f"u{chance.randrange(20 * keys)}" for _ in range(asked)]
-    begun = time.perf_counter()
+    begun = time.process_time()
     hits = sum((("user",), class_of(value)) in exact for value in probes)
-    exact_s = time.perf_counter() - begun
-    begun = time.perf_counter()
+    exact_s = time.process_time() - begun
+    begun = time.process_time()
     found = sum(key_of(("user",), value) in filtered for value in probes)
-    bloom_s = time.perf_counter() - begun
+    bloom_s = time.process_time() - begun
     wrong = (found - hits) / max(1, asked - hits)
     print(
         f"{keys:>8,} keys: exact lookup {exact_s / asked * 1e9:,.0f} ns, "

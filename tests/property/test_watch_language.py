@@ -6,6 +6,8 @@ import random
 import sys
 from typing import Any
 
+import msgspec
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.errors import TailraceError
 from tailrace.watch.cel import compile_text, environments
+from tailrace.watch.change import Change, ChangeEntry, Images, Op, Prev
 from tailrace.watch.index import Index
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import value
+from tailrace.watch.matcher import BATCH_MIN, Found, Interest, Matcher
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.query import read_query
 from tailrace.watch.rules import Rule
@@ -234,7 +238,7 @@ def indexable(maker: Maker) -> str:
 @given(st.integers(0, 2**32))
 def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None:
     maker = Maker(seed)
-    index = Index(10_000)
+    index: Index[Predicate] = Index(10_000)
     predicates: dict[bytes, Predicate] = {}
     for _ in range(120):
         if predicates and maker.random.random() < 0.2:
@@ -254,6 +258,63 @@ def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None
         assert found <= set(predicates.values()), "nothing that was taken out comes back"
         matching = {predicate for predicate in predicates.values() if predicate.matches(document)}
         assert matching <= found
+
+
+def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Change:
+    op: Op = "insert" if before is None else "delete" if after is None else "replace"
+    entry = ChangeEntry(
+        database="d",
+        collection="c",
+        documentKey=f"d{seq}",
+        op=op,
+        before=msgspec.Raw(orjson.dumps(before)),
+        after=msgspec.Raw(orjson.dumps(after)),
+        images=Images("full", "full"),
+        version=2,
+        createdAt=0,
+        prev=None if before is None else Prev(1, 0),
+        txn=None,
+        commitTime="",
+    )
+    return Change(entry, 0, seq, 0)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_w21_many_changes_together_are_what_they_are_one_by_one(seed: int) -> None:
+    maker = Maker(seed)
+    matcher: Matcher[int] = Matcher(10_000)
+    interests: list[Interest] = []
+    for number in range(100):
+        try:
+            interests.append(Interest(Predicate([Part(*compile_text(indexable(maker)))]), None))
+        except TailraceError:
+            continue
+        matcher.add(interests[-1], number)
+    for _ in range(2):
+        changes: list[Change] = []
+        for seq in range(BATCH_MIN + 8):
+            before, after = (maker.document() if maker.random.random() < 0.8 else None for _ in range(2))
+            changes.append(change_of(seq, before, after if before is not None else maker.document()))
+        together = matcher.matches_of(changes)
+        for change, found in zip(changes, together, strict=True):
+            alone = matcher.found(change)
+            assert told(found) == told(alone)
+            assert len(told(found)) == sum(one.event(change) is not None for one in distinct(interests))
+        gone = set(maker.random.sample(interests, 10))
+        for interest in gone:
+            for number in range(100):
+                matcher.discard(interest, number)
+        hashes = {interest.whole.hash for interest in gone}
+        interests = [one for one in interests if one.whole.hash not in hashes]
+
+
+def told(found: Found[int]) -> dict[tuple[int, ...], tuple[str, str]]:
+    return {tuple(sorted(one.subscribers)): (one.op, one.reason) for one in found.matches}
+
+
+def distinct(interests: list[Interest]) -> list[Interest]:
+    return list({one.whole.hash: one for one in interests}.values())
 
 
 def test_intervals_find_exactly_those_that_hold_the_point() -> None:

@@ -12,12 +12,19 @@ from websockets.exceptions import ConnectionClosed
 
 from support.calls import Caller
 from support.server import ServerProcess
+from support.sources import changes
 from support.watch_client import Live
+from tailrace.pipeline.watch.compiled import Compiled, SubscriptionSet, told_of
 from tailrace.pipeline.watch.place import Place
-from tailrace.watch.deliveries import Batch, decode
+from tailrace.pipeline.watch.subscriptions import fold
+from tailrace.protocol import offsets
+from tailrace.watch.change import Change
+from tailrace.watch.change import decode as decode_change
+from tailrace.watch.deliveries import Batch, Item, Told, decode
 
 BASE = "/v1/databases/default"
 LAST = "zz-last"
+EXAMINED_EACH = 20  # numbers in one delivery of a job that is no job
 QUERIES: dict[str, dict[str, Any]] = {
     "all": {},
     "large": {"filters": [{"field": "n", "op": ">", "value": 50}]},
@@ -110,16 +117,8 @@ def place_of(server: ServerProcess) -> Place:
 
 def deliveries(call: Caller, stream: str) -> list[Batch]:
     """Everything that was delivered, in the order of the log."""
-    found: list[Batch] = []
-    offset = "-1"
-    while True:
-        answer = call("GET", f"/v1/stream/{stream}?offset={offset}")
-        assert answer.status == 200, answer.raw
-        batches = [decode(json.dumps(entry).encode()) for entry in answer.body]
-        found += [batch for batch in batches if batch is not None]
-        offset = answer.headers["stream-next-offset"]
-        if answer.headers.get("stream-up-to-date") == "true":
-            return found
+    batches = [decode(json.dumps(entry).encode()) for entry in _entries(call, stream)]
+    return [batch for batch in batches if batch is not None]
 
 
 def tuples(batches: list[Batch]) -> list[Tuple]:
@@ -129,3 +128,105 @@ def tuples(batches: list[Batch]) -> list[Tuple]:
         for item in batch.items
         for told in item.subs
     ]
+
+
+def metric(call: Caller, name: str) -> float:
+    """A number that the server counts; without its labels, all of them together."""
+    lines = call("GET", "/metrics").raw.decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    return sum(float(value) for found, value in pairs if found == name or found.startswith(f"{name}{{"))
+
+
+class Held:
+    """Subscriptions that are sent one event at a time: what happens meanwhile they read from the log."""
+
+    def __init__(self, server: ServerProcess, collection: str, queries: dict[str, dict[str, Any]]) -> None:
+        self.live = Live(server)
+        self.live.send("auth", "a")
+        self.connection: str = self.live.take_until("auth_ack")[-1]["payload"]["connectionId"]
+        self._waiting = dict.fromkeys(queries, (0, 0))  # by subscription: what is not acknowledged
+        for name, query in queries.items():
+            self.live.send("subscribe", name, query={"collection": collection, **query}, maxUnacked=1)
+            self.live.take_until("subscribe_ack")
+
+    def take_first(self) -> None:
+        """From here on they are held back."""
+        while not all(seq for _, seq in self._waiting.values()):
+            self._take()
+
+    def catch_up(self, count: int) -> list[Tuple]:
+        """So many events, in the order in which they came."""
+        for name in self._waiting:
+            self._acknowledge(name)
+        found: list[Tuple] = []
+        while len(found) < count:
+            taken = self._take()
+            found += taken
+            for one in taken:
+                self._acknowledge(one[2].partition("/")[2])
+        return found
+
+    def _take(self) -> list[Tuple]:
+        event = self.live.take_until("event")[-1]
+        partition, seq, delta = event["partition"], event["seq"], event["payload"]["delta"]
+        for sub in event["subIds"]:
+            self._waiting[sub] = (partition, seq)
+        return [
+            (partition, seq, f"{self.connection}/{sub}", delta["op"], delta["reason"])
+            for sub in event["subIds"]
+        ]
+
+    def _acknowledge(self, name: str) -> None:
+        partition, seq = self._waiting[name]
+        self.live.send("ack", subId=name, positions={str(partition): seq})
+
+
+def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Batch]]:
+    """What a job would deliver of a collection, by the same matcher without Spark; and what it was told."""
+    answer = call("POST", f"{BASE}/summaries", {"seconds": 60})
+    assert answer.status == 200, answer.raw
+    announced, info = answer.body, call("GET", f"{BASE}/collections/{collection}").body
+    upto = offsets.parse_position(announced["offset"])[1]
+    summaries = fold(json.dumps(one).encode() for one in _entries(call, announced["stream"])[:upto])
+    subs = {key: one for key, one in summaries.items() if one.collection == collection}
+    matcher = Compiled(SubscriptionSet(subs)).matchers.get(collection)
+    found: list[Batch] = []
+    for partition, entries in enumerate(changes(call, collection, info["partitions"])):
+        told: dict[int, tuple[Change, list[Told]]] = {}
+        for seq, entry in enumerate(entries, 1):
+            change = decode_change(json.dumps(entry).encode(), partition, seq, 0)
+            if change is not None and (subs_told := told_of(matcher, change)):
+                told[seq] = (change, subs_told)
+        for first in range(1, len(entries) + 1, EXAMINED_EACH):
+            last = min(len(entries), first + EXAMINED_EACH - 1)
+            items = [item_of(*told[seq]) for seq in range(first, last + 1) if seq in told]
+            found.append(
+                Batch(
+                    database="default",
+                    collection=collection,
+                    partition=partition,
+                    owner="test",
+                    generation=info["generation"],
+                    asOf=upto,
+                    first=first,
+                    last=last,
+                    items=items,
+                )
+            )
+    return announced, found
+
+
+def item_of(change: Change, told: list[Told]) -> Item:
+    return Item(change.seq, change.lsn or "", change.entry.op, told, {"id": change.entry.documentKey})
+
+
+def _entries(call: Caller, stream: str) -> list[Any]:
+    found: list[Any] = []
+    offset = "-1"
+    while True:
+        answer = call("GET", f"{stream}?offset={offset}")
+        assert answer.status == 200, answer.raw
+        found += answer.body
+        offset = answer.headers["stream-next-offset"]
+        if answer.headers.get("stream-up-to-date") == "true":
+            return found

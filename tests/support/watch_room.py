@@ -104,6 +104,7 @@ class Room:
 
         async def started(gateway: Gateway) -> None:
             self.book.on_applied = self._applied
+            self.book.on_page = gateway.on_page
             self.book.lost = lambda collection: begin_anew(self.book, collection)
             await self.book.start()
             gateway.start()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.watch.deliveries import Batch, Contiguity, Event, Hole, Item, Step, Told, decode, encode
+from tailrace.watch.deliveries import Ahead, Batch, Examined, Item, Told, decode, encode
 
 SUBS = ("c/1", "c/2", "c/3")
 Matches = dict[int, tuple[str, ...]]  # by number: who is concerned
 
 
-def batch_of(first: int, last: int, matches: Matches, *, epoch: int = 0, generation: int = 1) -> Batch:
+def batch_of(
+    first: int, last: int, matches: Matches, *, epoch: int = 0, generation: int = 1, as_of: int = 9
+) -> Batch:
     items = [
         Item(seq, str(seq), "update", [Told(key, "update", "changed") for key in keys], {"id": str(seq)})
         for seq, keys in matches.items()
@@ -24,31 +26,37 @@ def batch_of(first: int, last: int, matches: Matches, *, epoch: int = 0, generat
         owner="m",
         leaseEpoch=epoch,
         generation=generation,
+        asOf=as_of,
         first=first,
         last=last,
         items=items,
     )
 
 
-class Gateway:
-    """Sends what it is told to, and closes holes by looking at the log itself."""
+class Reader:
+    """Somebody behind: takes the way that others have found, and reads the log where there is none."""
 
-    def __init__(self, matches: Matches, positions: dict[str, int]) -> None:
+    def __init__(self, key: str, at: int, matches: Matches) -> None:
+        self._key = key
         self._matches = matches
-        self.check = Contiguity(1)
-        self.sent: dict[str, list[int]] = {key: [] for key in positions}
-        for key, seq in positions.items():
-            self.check.include(key, [seq])
+        self.at = at
+        self.sent: list[int] = []
+        self.read: list[int] = []  # what it had to look at in the log
 
-    def do(self, steps: list[Step]) -> None:
-        for step in steps:
-            if isinstance(step, Event):
-                self.sent[step.key].append(step.item.seq)
-                continue
-            assert isinstance(step, Hole)
-            for seq in range(step.first, step.last + 1):
-                for key in set(self._matches.get(seq, ())) & set(step.keys):
-                    self.sent[key].append(seq)
+    def step(self, examined: Examined, page: int = 3) -> None:
+        if self.at >= LENGTH:
+            return
+        ahead = examined.ahead(self._key, 5, 0, self.at)
+        assert ahead is None or ahead.last > self.at, "it always gets on"
+        if ahead is not None and ahead.seqs is not None:
+            last = min(ahead.last, LENGTH)
+            self.sent += [seq for seq in ahead.seqs if seq <= last]
+        else:
+            last = min(self.at + page, LENGTH if ahead is None else ahead.last)
+            looked = range(self.at + 1, last + 1)
+            self.read += looked
+            self.sent += [seq for seq in looked if self._key in self._matches.get(seq, ())]
+        self.at = last
 
 
 LENGTH = 30
@@ -56,65 +64,78 @@ matching = st.dictionaries(
     st.integers(1, LENGTH), st.lists(st.sampled_from(SUBS), unique=True).map(tuple), max_size=LENGTH
 )
 cuts = st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=8).map(sorted)
-# Which batches arrive, in which order, and how often: numbers beyond the last are passed over.
-arrivals = st.lists(st.integers(0, 9), max_size=25)
+# Which batches arrive, in which order, and how often; beyond the last of them somebody reads.
+arrivals = st.lists(st.integers(0, 12), max_size=30)
 positions = st.fixed_dictionaries({key: st.integers(0, LENGTH) for key in SUBS})
 
 
 @given(matching, cuts, arrivals, positions)
-def test_lost_repeated_and_reordered_batches(
+def test_w40_lost_repeated_and_reordered_batches(
     matches: Matches, cuts: list[int], arrivals: list[int], positions: dict[str, int]
 ) -> None:
     ends = [*cuts, LENGTH]
     batches = [batch_of(first + 1, last, matches) for first, last in zip([0, *cuts], ends, strict=True)]
-    gateway = Gateway(matches, positions)
+    examined = Examined(1)
+    readers = [Reader(key, at, matches) for key, at in positions.items()]
     for number in arrivals:
         if number < len(batches):
-            gateway.do(gateway.check.take(batches[number]))
-    gateway.do(gateway.check.finish(0, LENGTH))
-    for key, sent in gateway.sent.items():
-        wanted = [seq for seq in sorted(matches) if key in matches[seq] and seq > positions[key]]
-        assert sent == wanted
+            examined.take(batches[number])
+        else:
+            readers[number % len(readers)].step(examined)
+    for reader, (key, at) in zip(readers, positions.items(), strict=True):
+        while reader.at < LENGTH:
+            reader.step(examined)
+        assert reader.sent == [seq for seq in sorted(matches) if key in matches[seq] and seq > at]
 
 
 @given(matching, st.lists(st.tuples(st.integers(1, LENGTH), st.integers(1, LENGTH)), max_size=12))
-def test_overlapping_ranges(matches: Matches, ranges: list[tuple[int, int]]) -> None:
-    gateway = Gateway(matches, dict.fromkeys(SUBS, 0))
-    for one, other in ranges:
-        gateway.do(gateway.check.take(batch_of(min(one, other), max(one, other), matches)))
-    gateway.do(gateway.check.finish(0, LENGTH))
-    for key, sent in gateway.sent.items():
-        assert sent == [seq for seq in sorted(matches) if key in matches[seq]]
+def test_w40_overlapping_ranges(matches: Matches, ranges: list[tuple[int, int]]) -> None:
+    examined = Examined(1)
+    extents = [examined.take(batch_of(min(one, other), max(one, other), matches)) for one, other in ranges]
+    for extent in extents[::3]:
+        if extent is not None:
+            examined.drop(extent)
+    for key in SUBS:
+        reader = Reader(key, 0, matches)
+        while reader.at < LENGTH:
+            reader.step(examined)
+        assert reader.sent == [seq for seq in sorted(matches) if key in matches[seq]]
 
 
 def test_a_hole_is_found_by_the_range_that_was_examined() -> None:
-    check = Contiguity(1)
-    check.include("c/1", [4])
-    check.include("c/2", [9])
-    steps = check.take(batch_of(8, 12, {9: ("c/1", "c/2"), 11: ("c/2", "c/3")}))
-    assert steps[0] == Hole(("c/1",), 0, 5, 7)
-    assert [(step.key, step.item.seq) for step in steps[1:] if isinstance(step, Event)] == [
-        ("c/1", 9),
-        ("c/2", 11),
-    ], "nobody is told again, and who is not known to be matched is not told"
-    assert check.reached("c/1") == check.reached("c/2") == [12]
-    assert check.take(batch_of(13, 20, {})) == []
-    assert check.reached("c/1") == [20], "nothing matched, but it was looked at"
+    examined = Examined(1)
+    assert examined.take(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is not None
+    assert examined.ahead("c/1", 5, 0, 4) == Ahead(7, None), "nobody has looked at 5 to 7"
+    assert examined.ahead("c/1", 5, 0, 7) == Ahead(12, (9,))
+    assert examined.ahead("c/1", 5, 0, 9) == Ahead(12, ())
+    assert examined.ahead("c/3", 5, 0, 9) == Ahead(12, ()), "nothing matched, but it was looked at"
+    assert examined.ahead("c/1", 5, 0, 12) is None
+    assert examined.ahead("c/1", 5, 1, 7) is None, "another partition"
+    assert examined.take(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is None, "once is enough"
+
+
+def test_who_was_not_known_to_the_job_reads_for_itself() -> None:
+    examined = Examined(1)
+    examined.take(batch_of(1, 9, {3: ("c/1",)}, as_of=6))
+    assert examined.ahead("c/1", 6, 0, 0) == Ahead(9, (3,))
+    assert examined.ahead("c/1", 7, 0, 0) is None
+    examined.take(batch_of(4, 9, {}, as_of=8))
+    assert examined.ahead("c/1", 7, 0, 0) == Ahead(3, None)
+    assert examined.ahead("c/1", 7, 0, 3) == Ahead(9, ())
 
 
 def test_who_has_lost_the_partition_is_not_heard() -> None:
-    check = Contiguity(1)
-    check.include("c/1", [0])
-    check.take(batch_of(1, 5, {}, epoch=3))
-    assert check.take(batch_of(6, 9, {7: ("c/1",)}, epoch=2)) == []
-    assert check.take(batch_of(6, 9, {7: ("c/1",)}, generation=2)) == []
-    assert check.reached("c/1") == [5]
-    assert len(check.take(batch_of(6, 9, {7: ("c/1",)}, epoch=3))) == 1
+    examined = Examined(1)
+    assert examined.take(batch_of(1, 5, {}, epoch=3)) is not None
+    assert examined.take(batch_of(6, 9, {7: ("c/1",)}, epoch=2)) is None
+    assert examined.take(batch_of(6, 9, {7: ("c/1",)}, generation=2)) is None
+    assert examined.take(batch_of(9, 6, {})) is None
+    assert examined.take(batch_of(6, 9, {7: ("c/1",)}, epoch=3)) is not None
 
 
 def test_the_form_on_the_wire() -> None:
     batch = batch_of(1, 5, {3: ("c/1",)})
     raw = encode(batch)
-    assert b'"from":1,"to":5' in raw
+    assert b'"asOf":9,"from":1,"to":5' in raw
     assert decode(raw) == batch
     assert decode(b'{"v":1,"kind":"control","control":"begin"}') is None

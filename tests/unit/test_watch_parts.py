@@ -82,7 +82,7 @@ def test_a_sample_tells_how_many_satisfy_a_conjunct() -> None:
 
 
 def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> None:
-    index = Index(10)
+    index: Index[Predicate] = Index(10)
     predicates = [predicate(("kind", "==", "same"), ("n", ">", float(number))) for number in range(200)]
     for one in predicates:
         index.add(one)

@@ -13,6 +13,7 @@ from support.watch_room import DATABASE, PacedWire, Room
 from tailrace.api.watch.resume import resume
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscribing import subscribe
+from tailrace.api.watch.summaries import Summaries
 from tailrace.auth import ANONYMOUS
 from tailrace.log.records import Trim
 
@@ -287,4 +288,31 @@ def test_w45_nobody_is_told_what_they_may_not_read(tmp_path: Path) -> None:
         }
         assert {"hidden", "visible"} <= reasons
     assert not any(b"secret" in frame.body for frame in silent.frames), "a rule that cannot be decided denies"
+    room.close()
+
+
+def test_summaries_are_written_anew_so_that_older_ones_may_go(tmp_path: Path) -> None:
+    room = Room(tmp_path, watch_audit_retention_ms=0)
+    fill(room, 1)
+    session, _ = room.connect()
+    ask(room, session, "s")
+    subscription = session.subscriptions["s"]
+    summaries = Summaries(room.context, room.gateway)
+    first = room.harness.run(summaries.announce(60, ANONYMOUS))
+    stream = room.harness.log.find(summaries.stream)
+    assert stream is not None
+    assert subscription.written == stream.visible == 3, "a mark, one subscription, and that all is said"
+    assert [one.number for one in summaries.bounds()] != [stream.number]
+    again = room.harness.run(summaries.announce(60, ANONYMOUS))
+    assert (first["subscriptions"], again["subscriptions"]) == (1, 1)
+    before = stream.visible
+    assert before == 4, "nothing has changed"
+    room.harness.clock.advance(3600)
+    room.harness.run(summaries.announce(60, ANONYMOUS))
+    assert stream.visible == before + 3
+    assert subscription.written == 3, "it has been known since then"
+    bounds = {one.number: one.upto for one in summaries.bounds()}
+    assert bounds[stream.number] == before
+    room.harness.call(summaries.stop)
+    room.harness.call(room.gateway.delivered.stop)
     room.close()

@@ -6,12 +6,16 @@ missed: it believes nobody that batches are complete, in order, or sent once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 DELIVERIES: Final = "__deliveries__/"
+LOOK_EXTENTS: Final = 16  # that may overlap; what is not found among them is read in the log
+# About what an extent and a key of it take in memory.
+EXTENT_BYTES: Final = 200
+KEY_BYTES: Final = 150
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -43,6 +47,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     leaseEpoch: int = 0  # noqa: N815 - the name on the wire
     generation: int
     index: str = ""  # the set of subscriptions that was matched
+    asOf: int = 0  # noqa: N815 - entry of the gateway's summaries up to which it was read
     first: int = msgspec.field(name="from")
     last: int = msgspec.field(name="to")
     mode: str = "directed"
@@ -65,87 +70,89 @@ def decode(raw: bytes) -> Batch | None:
     return None if _decode_kind(raw).kind else _decode(raw)
 
 
-class Hole(NamedTuple):
-    """What nobody told these subscriptions about: the gateway reads it in the log itself."""
+class Extent(NamedTuple):
+    """A stretch of a partition that somebody has examined, and which of its changes concern whom."""
 
-    keys: tuple[str, ...]
     partition: int
     first: int
     last: int
+    as_of: int
+    seqs: dict[str, tuple[int, ...]]
+    size_bytes: int
 
 
-class Event(NamedTuple):
-    """To be sent to a subscription now."""
+class Ahead(NamedTuple):
+    """The way on from a place, up to `last`: what of it concerns the asker, or None if nobody has looked."""
 
-    key: str
-    partition: int
-    told: Told
-    item: Item
+    last: int
+    seqs: tuple[int, ...] | None
 
 
-Step = Hole | Event
+class Examined:
+    """What was examined of one collection by others than the gateway.
 
-
-class Contiguity:
-    """The gateway's check of one collection: every event once, in order, whatever became of the batches.
-
-    A subscription counts from when it is known to be in the set that is matched, at its own positions. What
-    `take` answers is to be done in order: first holes are closed, then events are sent.
+    Whoever is behind asks for the way on from where it stands, so it makes no difference in which order
+    batches come, how often, or whether they come at all: where there is none, the log is read.
     """
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self._reached: dict[str, list[int]] = {}
+        self._extents: dict[int, list[Extent]] = {}  # by partition, in the order of where they begin
         self._epochs: dict[int, int] = {}  # highest lease epoch, by partition
 
-    def include(self, key: str, positions: Sequence[int]) -> None:
-        self._reached[key] = list(positions)
-
-    def exclude(self, key: str) -> None:
-        self._reached.pop(key, None)
-
-    def reached(self, key: str) -> list[int]:
-        """Everything up to these was sent to the subscription."""
-        return list(self._reached[key])
-
-    def take(self, batch: Batch) -> list[Step]:
-        """What a batch asks for. One of another generation, or of somebody who has lost the partition, is
-        about nothing that would still have to be sent."""
+    def take(self, batch: Batch) -> Extent | None:
+        """Keeps what a batch says. One of another generation, of somebody who has lost the partition, or one
+        that was here before says nothing."""
         partition = batch.partition
         if batch.generation != self.generation or batch.leaseEpoch < self._epochs.get(partition, 0):
-            return []
+            return None
+        if not 1 <= batch.first <= batch.last:
+            return None
         self._epochs[partition] = batch.leaseEpoch
-        behind = self._behind(partition, batch.last)
-        steps: list[Step] = list(_holes(behind, partition, batch.first - 1))
-        for item in sorted(batch.items, key=lambda one: one.seq):
-            if batch.first <= item.seq <= batch.last:
-                steps += [
-                    Event(told.key, partition, told, item)
-                    for told in item.subs
-                    if item.seq > behind.get(told.key, item.seq)
-                ]
-        self._advance(behind, partition, batch.last)
-        return steps
+        extent = _extent(batch)
+        known = self._extents.setdefault(partition, [])
+        place = bisect_left(known, _place(extent), key=_place)
+        if place < len(known) and _place(known[place]) == _place(extent):
+            return None
+        known.insert(place, extent)
+        return extent
 
-    def finish(self, partition: int, upto: int) -> list[Step]:
-        """No more batches come: the rest of the partition is read in the log."""
-        behind = self._behind(partition, upto)
-        steps: list[Step] = list(_holes(behind, partition, upto))
-        self._advance(behind, partition, upto)
-        return steps
+    def drop(self, extent: Extent) -> None:
+        """There is no room for it any more."""
+        known = self._extents.get(extent.partition, [])
+        place = bisect_left(known, _place(extent), key=_place)
+        if place < len(known) and known[place] is extent:
+            del known[place]
 
-    def _behind(self, partition: int, upto: int) -> dict[str, int]:
-        return {key: seqs[partition] for key, seqs in self._reached.items() if seqs[partition] < upto}
+    def ahead(self, key: str, written: int, partition: int, after: int) -> Ahead | None:
+        """The way on behind `after`, for a subscription that was written down at `written`: whoever had not
+        read that far has not examined anything for it. None if there is nothing but the log."""
+        known = self._extents.get(partition, [])
+        place = bisect_right(known, after + 1, key=_first)
+        for extent in reversed(known[max(0, place - LOOK_EXTENTS) : place]):
+            if extent.last > after and extent.as_of >= written:
+                mine = extent.seqs.get(key, ())
+                return Ahead(extent.last, tuple(seq for seq in mine if seq > after))
+        for extent in known[place : place + LOOK_EXTENTS]:
+            if extent.as_of >= written:
+                return Ahead(extent.first - 1, None)
+        return None
 
-    def _advance(self, behind: dict[str, int], partition: int, upto: int) -> None:
-        for key in behind:
-            self._reached[key][partition] = upto
+
+def _extent(batch: Batch) -> Extent:
+    seqs: dict[str, list[int]] = {}
+    for item in batch.items:
+        if batch.first <= item.seq <= batch.last:
+            for told in item.subs:
+                seqs.setdefault(told.key, []).append(item.seq)
+    found = {key: tuple(sorted(set(numbers))) for key, numbers in seqs.items()}
+    size = EXTENT_BYTES + sum(KEY_BYTES + 8 * len(numbers) for numbers in found.values())
+    return Extent(batch.partition, batch.first, batch.last, batch.asOf, found, size)
 
 
-def _holes(behind: dict[str, int], partition: int, upto: int) -> list[Hole]:
-    """Up to `upto` there is no batch; those who stand at the same place read together."""
-    by_place: dict[int, list[str]] = {}
-    for key, seq in behind.items():
-        if seq < upto:
-            by_place.setdefault(seq, []).append(key)
-    return [Hole(tuple(keys), partition, seq + 1, upto) for seq, keys in sorted(by_place.items())]
+def _place(extent: Extent) -> tuple[int, int, int]:
+    return extent.first, extent.last, extent.as_of
+
+
+def _first(extent: Extent) -> int:
+    return extent.first

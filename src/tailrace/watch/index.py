@@ -3,67 +3,101 @@
 Every predicate is filed under the conjunct that the fewest documents satisfy. A bucket that grows is indexed
 again by the next conjunct of its predicates. What comes out of a probe is a superset of what matches; the
 predicates themselves decide.
+
+Most values are looked for by one predicate alone, which then stands in the table itself: a bucket is made for
+the second one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import MISSING, getter
-from tailrace.watch.predicate import Condition, Path, Predicate, class_of
+from tailrace.watch.predicate import Condition, Path, class_of
 from tailrace.watch.sample import Sample, elements
 
 BUCKET_MAX: Final = 8
+LIST_MAX: Final = 16  # entries of a bucket beyond which it is worth a set
 DEPTH_MAX: Final = 4
 MISJUDGED: Final = 4  # times that another conjunct has to be better for a predicate to be moved
 
 # What is filed under an interval is not divided further; a bucket is divided by the next conjunct, which
 # may be that very interval.
 _WEIGHTS: Final = {"range": 50}
+# Both are looked up in one table.
+_TABLES: Final = {"among": "equal"}
 
 Get = Callable[[Any], Any]
+Used = tuple[tuple[str, Path], ...]  # kinds and fields that led to a bucket
+
+
+class Filed(Protocol):
+    """Something that is found by its conjuncts: a predicate, or whoever shares one."""
+
+    @property
+    def branches(self) -> Sequence[tuple[Condition, ...]]: ...
+
+
+T = TypeVar("T", bound=Filed)
 
 
 def _weight(condition: Condition, sample: Sample) -> float:
     return sample.share(condition) * _WEIGHTS.get(condition.kind, 1)
 
 
-class _Bucket:
-    """Predicates that share a conjunct, each with those of its conjuncts that were not used yet."""
+class _Bucket(Generic[T]):
+    """Items that share a conjunct."""
 
-    __slots__ = ("below", "depth", "entries")
+    __slots__ = ("_used", "below", "entries")
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.entries: dict[Predicate, list[Condition]] = {}
-        self.below: _Level | None = None
+    def __init__(self, used: Used) -> None:
+        self._used = used
+        self.entries: list[T] | set[T] = []
+        self.below: _Level[T] | None = None
 
-    def add(self, predicate: Predicate, rest: list[Condition], sample: Sample) -> None:
+    def _rest(self, item: T) -> tuple[Condition, ...]:
+        """Conjuncts that did not lead here. One that is found by several ways is not filed any further."""
+        if len(item.branches) != 1:
+            return ()
+        used = self._used
+        return tuple(
+            one for one in item.branches[0] if (_TABLES.get(one.kind, one.kind), one.path) not in used
+        )
+
+    def add(self, item: T, sample: Sample) -> None:
+        rest = self._rest(item)
         if self.below is not None and rest:
-            self.below.add(predicate, rest, sample)
+            self.below.add(item, rest, sample)
             return
-        self.entries[predicate] = rest
-        if len(self.entries) > BUCKET_MAX and self.depth < DEPTH_MAX and self.below is None:
+        entries = self.entries
+        if isinstance(entries, set):
+            entries.add(item)
+        elif item not in entries:
+            entries.append(item)
+            if len(entries) > LIST_MAX:
+                self.entries = set(entries)
+        if rest and len(self.entries) > BUCKET_MAX and len(self._used) <= DEPTH_MAX:
             self._split(sample)
 
     def _split(self, sample: Sample) -> None:
-        below = _Level(self.depth + 1)
-        kept: dict[Predicate, list[Condition]] = {}
-        for predicate, rest in self.entries.items():
+        below: _Level[T] = _Level(self._used)
+        kept: list[T] = []
+        for item in self.entries:
+            rest = self._rest(item)
             if rest:
-                below.add(predicate, rest, sample)
+                below.add(item, rest, sample)
             else:
-                kept[predicate] = rest
-        if len(kept) < len(self.entries):
-            self.below, self.entries = below, kept
+                kept.append(item)
+        self.below, self.entries = below, kept if len(kept) <= LIST_MAX else set(kept)
 
-    def discard(self, predicate: Predicate, rest: list[Condition]) -> None:
-        self.entries.pop(predicate, None)
+    def discard(self, item: T) -> None:
+        if item in self.entries:
+            self.entries.remove(item)
         if self.below is not None:
-            self.below.discard(predicate, rest)
+            self.below.discard(item, self._rest(item))
             if self.below.is_empty:
                 self.below = None
 
@@ -71,84 +105,79 @@ class _Bucket:
     def is_empty(self) -> bool:
         return not self.entries and self.below is None
 
-    def collect(self, document: Any, found: set[Predicate]) -> None:
+    def collect(self, document: Any, found: set[T]) -> None:
         found.update(self.entries)
         if self.below is not None:
             self.below.probe(document, found)
 
 
-class _Level:
-    """Buckets by conjunct."""
+class _Level(Generic[T]):
+    """Items by conjunct: alone, or in a bucket with others."""
 
-    __slots__ = ("_depth", "contains", "equal", "gets", "has", "prefix", "ranges")
+    __slots__ = ("_used", "contains", "equal", "gets", "has", "prefix", "ranges")
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, used: Used) -> None:
+        self._used = used
         self.gets: dict[Path, Get] = {}
-        self.equal: dict[Path, dict[Any, _Bucket]] = {}
-        self.contains: dict[Path, dict[Any, _Bucket]] = {}
-        self.prefix: dict[Path, dict[int, dict[str, _Bucket]]] = {}
-        self.ranges: dict[Path, Intervals[Predicate]] = {}
-        self.has: dict[Path, _Bucket] = {}
+        self.equal: dict[Path, dict[Any, T | _Bucket[T]]] = {}
+        self.contains: dict[Path, dict[Any, T | _Bucket[T]]] = {}
+        self.prefix: dict[Path, dict[int, dict[str, T | _Bucket[T]]]] = {}
+        self.ranges: dict[Path, Intervals[T]] = {}
+        self.has: dict[Path, T | _Bucket[T]] = {}
 
     @property
     def is_empty(self) -> bool:
         return not (self.equal or self.contains or self.prefix or self.ranges or self.has)
 
-    def add(self, predicate: Predicate, conditions: list[Condition], sample: Sample) -> Condition:
-        """Files the predicate under the best of its conjuncts, and tells which that is."""
+    def add(self, item: T, conditions: Sequence[Condition], sample: Sample) -> Condition:
+        """Files the item under the best of these conjuncts, and tells which that is."""
         best = min(conditions, key=lambda one: _weight(one, sample)) if len(conditions) > 1 else conditions[0]
         path = best.path
         if path not in self.gets:
             self.gets[path] = getter(path)
         if best.kind == "range":
-            self.ranges.setdefault(path, Intervals()).add(best.value.low, best.value.high, predicate)
+            self.ranges.setdefault(path, Intervals()).add(best.value.low, best.value.high, item)
             return best
-        rest = [condition for condition in conditions if condition is not best]
-        for bucket in self._buckets(best):
-            bucket.add(predicate, rest, sample)
+        for table, key in self._tables(best, make=True):
+            self._put(table, key, item, best, sample)
         return best
 
-    def _buckets(self, condition: Condition) -> list[_Bucket]:
-        """The buckets of a condition, made if they are not there."""
-        path, value = condition.path, condition.value
-        if condition.kind == "equal":
-            return [self._made(self.equal.setdefault(path, {}), value)]
-        if condition.kind == "among":
-            return [self._made(self.equal.setdefault(path, {}), item) for item in value]
-        if condition.kind == "contains":
-            return [self._made(self.contains.setdefault(path, {}), value)]
-        if condition.kind == "prefix":
-            by_length = self.prefix.setdefault(path, {}).setdefault(len(value), {})
-            return [self._made(by_length, value)]
-        return [self._made(self.has, path)]
+    def _put(
+        self, table: dict[Any, T | _Bucket[T]], key: Any, item: T, condition: Condition, sample: Sample
+    ) -> None:
+        known = table.get(key)
+        if known is None:
+            table[key] = item
+        elif isinstance(known, _Bucket):
+            known.add(item, sample)
+        elif known is not item:
+            kind = _TABLES.get(condition.kind, condition.kind)
+            bucket: _Bucket[T] = _Bucket((*self._used, (kind, condition.path)))
+            bucket.add(known, sample)
+            bucket.add(item, sample)
+            table[key] = bucket
 
-    def _made(self, table: dict[Any, _Bucket], key: Any) -> _Bucket:
-        found = table.get(key)
-        if found is None:
-            found = table[key] = _Bucket(self._depth)
-        return found
-
-    def discard(self, predicate: Predicate, conditions: list[Condition]) -> None:
+    def discard(self, item: T, conditions: Sequence[Condition]) -> None:
         """Wherever it may have been filed: estimates change, so all its conjuncts are looked at."""
         for condition in conditions:
-            rest = [other for other in conditions if other is not condition]
             if condition.kind == "range":
                 ranges = self.ranges.get(condition.path)
                 if ranges is not None:
-                    ranges.discard(predicate)
+                    ranges.discard(item)
                     if ranges.is_empty:
                         del self.ranges[condition.path]
-            else:
-                for table, key in self._tables(condition):
-                    bucket = table.get(key)
-                    if bucket is not None:
-                        bucket.discard(predicate, rest)
-                        if bucket.is_empty:
-                            del table[key]
+                continue
+            for table, key in self._tables(condition, make=False):
+                known = table.get(key)
+                if known is item:
+                    del table[key]
+                elif isinstance(known, _Bucket):
+                    known.discard(item)
+                    if known.is_empty:
+                        del table[key]
         self._tidy(conditions)
 
-    def _tidy(self, conditions: list[Condition]) -> None:
+    def _tidy(self, conditions: Sequence[Condition]) -> None:
         """Fields that nobody asks for any more are not looked at any more."""
         for path in {condition.path for condition in conditions}:
             by_length = self.prefix.get(path)
@@ -159,26 +188,25 @@ class _Level:
                 if path in tables and not tables[path]:
                     del tables[path]
 
-    def _tables(self, condition: Condition) -> list[tuple[dict[Any, _Bucket], Any]]:
-        path, value = condition.path, condition.value
-        if condition.kind == "equal":
-            return [(self.equal.get(path, {}), value)]
-        if condition.kind == "among":
-            return [(self.equal.get(path, {}), item) for item in value]
-        if condition.kind == "contains":
-            return [(self.contains.get(path, {}), value)]
-        if condition.kind == "prefix":
-            return [(self.prefix.get(path, {}).get(len(value), {}), value)]
-        return [(self.has, path)]
+    def _tables(self, condition: Condition, *, make: bool) -> list[tuple[dict[Any, T | _Bucket[T]], Any]]:
+        """Where a condition is looked up: tables and keys."""
+        kind, path, value = condition.kind, condition.path, condition.value
+        if kind == "has":
+            return [(self.has, path)]
+        if kind == "prefix":
+            by_length = self.prefix.setdefault(path, {}) if make else self.prefix.get(path, {})
+            size = len(value)
+            return [(by_length.setdefault(size, {}) if make else by_length.get(size, {}), value)]
+        tables = self.contains if kind == "contains" else self.equal
+        table = tables.setdefault(path, {}) if make else tables.get(path, {})
+        return [(table, one) for one in value] if kind == "among" else [(table, value)]
 
-    def probe(self, document: Any, found: set[Predicate]) -> None:
+    def probe(self, document: Any, found: set[T]) -> None:
         gets = self.gets
         for path, table in self.equal.items():
             value = gets[path](document)
             if value is not MISSING:
-                bucket = table.get(class_of(value))
-                if bucket is not None:
-                    bucket.collect(document, found)
+                _collect(table.get(value if type(value) is str else class_of(value)), document, found)
         for path, ranges in self.ranges.items():
             value = gets[path](document)
             if type(value) is int or type(value) is float:
@@ -187,54 +215,59 @@ class _Level:
             value = gets[path](document)
             if type(value) is str:
                 for length, table in by_length.items():
-                    bucket = table.get(value[:length])
-                    if bucket is not None:
-                        bucket.collect(document, found)
+                    _collect(table.get(value[:length]), document, found)
         for path, table in self.contains.items():
             for element in elements(gets[path](document)):
-                bucket = table.get(element)
-                if bucket is not None:
-                    bucket.collect(document, found)
-        for path, bucket in self.has.items():
+                _collect(table.get(element), document, found)
+        for path, known in self.has.items():
             if gets[path](document) is not MISSING:
-                bucket.collect(document, found)
+                _collect(known, document, found)
 
 
-class Index:
-    """The predicates of one collection."""
+def _collect(known: T | _Bucket[T] | None, document: Any, found: set[T]) -> None:
+    if known is not None:
+        if isinstance(known, _Bucket):
+            known.collect(document, found)
+        else:
+            found.add(known)
+
+
+class Index(Generic[T]):
+    """The predicates of one collection, or whoever shares them."""
 
     def __init__(self, scan_max: int) -> None:
         self._scan_max = scan_max
-        self._top = _Level(0)
-        self.scan: set[Predicate] = set()
+        self._top: _Level[T] = _Level(())
+        self.scan: set[T] = set()
         self.sample = Sample()
         self.kinds: Counter[str] = Counter()  # predicates by what finds them
-        self._filed: dict[Predicate, tuple[Condition, ...]] = {}
-        self._turn: Iterator[Predicate] = iter(())
+        self._filed: dict[T, tuple[Condition, ...]] = {}
+        self._turn: Iterator[T] = iter(())
         self.refiled = 0
 
     def __len__(self) -> int:
         return len(self._filed)
 
-    def has_room(self, predicate: Predicate) -> bool:
+    def has_room(self, item: Filed) -> bool:
         """Whether one more predicate may be looked at for every change, if that is what it needs."""
-        return bool(predicate.branches) or len(self.scan) < self._scan_max
+        return bool(item.branches) or len(self.scan) < self._scan_max
 
-    def add(self, predicate: Predicate) -> None:
-        """In force from the next probe on. Each predicate is added once."""
-        if not predicate.branches:
-            self.scan.add(predicate)
-        filed = tuple(self._top.add(predicate, conditions, self.sample) for conditions in predicate.branches)
-        self._filed[predicate] = filed
+    def add(self, item: T) -> None:
+        """In force from the next probe on. Each is added once."""
+        if not item.branches:
+            self.scan.add(item)
+        filed = tuple(self._top.add(item, conditions, self.sample) for conditions in item.branches)
+        # Most have one conjunct, which is how they are filed: then that is one tuple and not two.
+        self._filed[item] = item.branches[0] if filed in item.branches[:1] else filed
         self.kinds.update(condition.kind for condition in filed)
 
-    def discard(self, predicate: Predicate) -> None:
-        self.scan.discard(predicate)
-        for conditions in predicate.branches:
-            self._top.discard(predicate, conditions)
-        self.kinds.subtract(condition.kind for condition in self._filed.pop(predicate, ()))
+    def discard(self, item: T) -> None:
+        self.scan.discard(item)
+        for conditions in item.branches:
+            self._top.discard(item, conditions)
+        self.kinds.subtract(condition.kind for condition in self._filed.pop(item, ()))
 
-    def probe(self, document: dict[str, Any] | None, found: set[Predicate]) -> None:
+    def probe(self, document: dict[str, Any] | None, found: set[T]) -> None:
         """Adds all that may match the document."""
         if document is not None:
             found |= self.scan
@@ -247,23 +280,23 @@ class Index:
         """
         moved = 0
         for _ in range(min(limit, len(self._filed))):
-            predicate = self._next()
-            if predicate is not None and self._is_misjudged(predicate):
-                self.discard(predicate)
-                self.add(predicate)
+            item = self._next()
+            if item is not None and self._is_misjudged(item):
+                self.discard(item)
+                self.add(item)
                 moved += 1
         self.refiled += moved
         return moved
 
-    def _next(self) -> Predicate | None:
+    def _next(self) -> T | None:
         try:
             return next(self._turn)
         except StopIteration:
             self._turn = iter(tuple(self._filed))
             return next(self._turn, None)
 
-    def _is_misjudged(self, predicate: Predicate) -> bool:
-        for conditions, filed in zip(predicate.branches, self._filed.get(predicate, ()), strict=False):
+    def _is_misjudged(self, item: T) -> bool:
+        for conditions, filed in zip(item.branches, self._filed.get(item, ()), strict=False):
             if len(conditions) > 1:
                 best = min(_weight(one, self.sample) for one in conditions)
                 if best * MISJUDGED <= _weight(filed, self.sample):

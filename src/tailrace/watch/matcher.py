@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from tailrace import __version__
+from tailrace.watch.batch import NO_ROW, Rows, has_arrays
 from tailrace.watch.change import Change
 from tailrace.watch.index import Index
-from tailrace.watch.predicate import SEMANTICS, Predicate
+from tailrace.watch.predicate import SEMANTICS, Condition, Predicate
 from tailrace.watch.values import CostError
 
 S = TypeVar("S")
 
 EventOp = Literal["insert", "update", "delete"]
+FEW_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
+BATCH_MIN: Final = 32  # changes that are worth an array
+TEXTS_SPARE: Final = 10_000
 # The part behind the plus sign changes only when the meaning of expressions does.
 VERSION: Final = f"{__version__}+{hashlib.sha256(SEMANTICS.encode()).hexdigest()[:4]}"
 
@@ -28,11 +32,16 @@ class Interest:
         self.whole = whole
         self.rule = rule  # None: everybody with the scope may read
 
-    def event(self, change: Change) -> tuple[EventOp, str] | None:
-        """What the change is to whoever watches this; raises CostError if it cannot be afforded."""
+    def event(
+        self, change: Change, *, maybe_before: bool = True, maybe_after: bool = True
+    ) -> tuple[EventOp, str] | None:
+        """What the change is to whoever watches this; raises CostError if it cannot be afforded.
+
+        An image that cannot match, as the index knows, need not be looked at.
+        """
         before, after = change.before, change.after
-        was = before is not None and self.whole.matches(before)
-        now = after is not None and self.whole.matches(after)
+        was = maybe_before and before is not None and self.whole.matches(before)
+        now = maybe_after and after is not None and self.whole.matches(after)
         if now:
             if was:
                 return ("update", "changed")
@@ -50,32 +59,60 @@ class Interest:
 
 
 class Match(NamedTuple, Generic[S]):
-    subscribers: set[S]
+    subscribers: Collection[S]
     op: EventOp
     reason: str
 
 
-class _Shared(Generic[S]):
-    __slots__ = ("interest", "subscribers")
+class Found(NamedTuple, Generic[S]):
+    """Whom a change concerns, and those whose predicate took too many steps to tell."""
+
+    matches: list[Match[S]]
+    too_costly: set[S]
+
+
+class Shared(Generic[S]):
+    """A predicate and all who watch it: one, most of the time."""
+
+    __slots__ = ("interest", "row", "subscribers")
 
     def __init__(self, interest: Interest) -> None:
         self.interest = interest
-        self.subscribers: set[S] = set()
+        self.subscribers: tuple[S, ...] | set[S] = ()
+        self.row: int | None = None  # where it is decided together with others; None: not asked yet
+
+    @property
+    def branches(self) -> Sequence[tuple[Condition, ...]]:
+        return self.interest.whole.branches
+
+    def add(self, subscriber: S) -> None:
+        known = self.subscribers
+        if isinstance(known, set):
+            known.add(subscriber)
+        elif subscriber not in known:
+            self.subscribers = (*known, subscriber) if len(known) < FEW_MAX else {*known, subscriber}
+
+    def discard(self, subscriber: S) -> None:
+        known = self.subscribers
+        if isinstance(known, set):
+            known.discard(subscriber)
+        else:
+            self.subscribers = tuple(one for one in known if one != subscriber)
 
 
 class Matcher(Generic[S]):
     """Equal predicates are decided once, whoever asked for them."""
 
     def __init__(self, scan_max: int) -> None:
-        self.index = Index(scan_max)
-        self._shared: dict[Predicate, _Shared[S]] = {}
-        self._by_hash: dict[bytes, Predicate] = {}
+        self.index: Index[Shared[S]] = Index(scan_max)
+        self._by_hash: dict[bytes, Shared[S]] = {}
+        self._rows: Rows | None = None
         self.candidates = 0
         self.hits = 0
         self.fallbacks = 0  # evaluations by the library
 
     def __len__(self) -> int:
-        return len(self._shared)
+        return len(self._by_hash)
 
     def counts(self) -> tuple[int, int, int]:
         return self.candidates, self.hits, self.fallbacks
@@ -85,51 +122,136 @@ class Matcher(Generic[S]):
 
     def add(self, interest: Interest, subscriber: S) -> None:
         key = interest.whole.hash
-        known = self._by_hash.get(key)
-        if known is None:
-            known = self._by_hash[key] = interest.whole
-            self.index.add(known)
-            self._shared[known] = _Shared(interest)
-        self._shared[known].subscribers.add(subscriber)
+        shared = self._by_hash.get(key)
+        if shared is None:
+            shared = self._by_hash[key] = Shared(interest)
+            self.index.add(shared)
+        shared.add(subscriber)
 
     def discard(self, interest: Interest, subscriber: S) -> None:
-        known = self._by_hash.get(interest.whole.hash)
-        if known is None:
+        key = interest.whole.hash
+        shared = self._by_hash.get(key)
+        if shared is None:
             return
-        shared = self._shared[known]
-        shared.subscribers.discard(subscriber)
+        shared.discard(subscriber)
         if not shared.subscribers:
-            self.index.discard(known)
-            del self._shared[known]
-            del self._by_hash[known.hash]
+            self.index.discard(shared)
+            del self._by_hash[key]
+            if self._rows is not None and shared.row is not None:
+                self._rows.discard(shared.row)
 
-    def _found(self, change: Change) -> set[Predicate]:
-        found: set[Predicate] = set()
-        before, after = change.before, change.after
-        self.index.probe(before, found)
-        if after is not before:
-            self.index.probe(after, found)
-        return found
+    def _probed(self, change: Change) -> tuple[set[Shared[S]], set[Shared[S]]]:
+        """What may match the document before the change, and what the one after it."""
+        before: set[Shared[S]] = set()
+        after: set[Shared[S]] = set()
+        self.index.probe(change.before, before)
+        self.index.probe(change.after, after)
+        return before, after
 
     def candidates_of(self, change: Change) -> list[Interest]:
         """What the index finds, without deciding anything."""
-        return [self._shared[predicate].interest for predicate in self._found(change)]
+        before, after = self._probed(change)
+        return [shared.interest for shared in before | after]
 
     def matches(self, change: Change, too_costly: set[S]) -> Iterator[Match[S]]:
         """Every match; those whose predicate took too many steps are added to `too_costly`."""
-        found, after = self._found(change), change.after
-        if after is not None:
-            self.index.sample.add(after)
-        self.candidates += len(found)
-        shared_by = self._shared
-        for predicate in found:
-            shared = shared_by[predicate]
-            self.fallbacks += predicate.fallback
-            try:
-                event = shared.interest.event(change)
-            except CostError:
-                too_costly |= shared.subscribers
-                continue
-            if event is not None:
-                self.hits += 1
-                yield Match(shared.subscribers, *event)
+        before, after = self._probed(change)
+        self._seen(change, len(before | after))
+        for shared in before | after:
+            found = self._decided(shared, change, shared in before, shared in after, too_costly)
+            if found is not None:
+                yield found
+
+    def _seen(self, change: Change, candidates: int) -> None:
+        self.candidates += candidates
+        if change.after is not None:
+            self.index.sample.add(change.after)
+
+    def _decided(
+        self, shared: Shared[S], change: Change, before: bool, after: bool, too_costly: set[S]
+    ) -> Match[S] | None:
+        interest = shared.interest
+        self.fallbacks += interest.whole.fallback
+        try:
+            event = interest.event(change, maybe_before=before, maybe_after=after)
+        except CostError:
+            too_costly.update(shared.subscribers)
+            return None
+        if event is None:
+            return None
+        self.hits += 1
+        return Match(shared.subscribers, *event)
+
+    # -- many at once ----------------------------------------------------------------------------------
+
+    def matches_of(self, changes: Sequence[Change]) -> list[Found[S]]:
+        """As `matches`, for several changes: most of it is decided in arrays, where there are any."""
+        if len(changes) <= BATCH_MIN or not has_arrays():
+            return [self.found(change) for change in changes]
+        if self._rows is None or self._rows.texts > 2 * len(self._by_hash) + TEXTS_SPARE:
+            # Anew: texts that nobody compares with any more are forgotten.
+            self._rows = Rows()
+            for shared in self._by_hash.values():
+                shared.row = None
+        return self._together(self._rows, changes)
+
+    def found(self, change: Change) -> Found[S]:
+        """All of it at once."""
+        too_costly: set[S] = set()
+        return Found(list(self.matches(change, too_costly)), too_costly)
+
+    def _together(self, rows: Rows, changes: Sequence[Change]) -> list[Found[S]]:
+        documents: list[dict[str, Any]] = []  # two for each change
+        asked: list[tuple[int, int]] = []  # a row, and the document to decide it on
+        asked_of: list[Shared[S]] = []
+        apart: list[dict[Shared[S], tuple[bool, bool]]] = []  # those that have no row
+        for change in changes:
+            before, after = self._probed(change)
+            self._seen(change, len(before | after))
+            alone: dict[Shared[S], tuple[bool, bool]] = {}
+            for image, candidates in ((change.before, before), (change.after, after)):
+                for shared in candidates:
+                    row = shared.row if shared.row is not None else _given_row(rows, shared)
+                    if row == NO_ROW:
+                        alone[shared] = (shared in before, shared in after)
+                    else:
+                        asked.append((row, len(documents)))
+                        asked_of.append(shared)
+                documents.append({} if image is None else image)
+            apart.append(alone)
+        hits: list[set[Shared[S]]] = [set() for _ in documents]
+        for place in rows.holding(documents, asked):
+            hits[asked[place][1]].add(asked_of[place])
+        return [
+            self._sorted_out(change, hits[2 * number], hits[2 * number + 1], apart[number])
+            for number, change in enumerate(changes)
+        ]
+
+    def _sorted_out(
+        self,
+        change: Change,
+        was: set[Shared[S]],
+        now: set[Shared[S]],
+        apart: dict[Shared[S], tuple[bool, bool]],
+    ) -> Found[S]:
+        """What a change is to those who matched before it or after it."""
+        entered = "created" if change.before is None else "entered"
+        left = "deleted" if change.after is None else "left"
+        found = [Match(shared.subscribers, "update", "changed") for shared in was & now]
+        found += [Match(shared.subscribers, "insert", entered) for shared in now - was]
+        found += [Match(shared.subscribers, "delete", left) for shared in was - now]
+        self.hits += len(found)
+        too_costly: set[S] = set()
+        for shared, (before, after) in apart.items():
+            match = self._decided(shared, change, before, after, too_costly)
+            if match is not None:
+                found.append(match)
+        return Found(found, too_costly)
+
+
+def _given_row(rows: Rows, shared: Shared[Any]) -> int:
+    """With a read rule there are more reasons than a row can tell apart."""
+    interest = shared.interest
+    simple = interest.rule is None and interest.whole.is_plain
+    shared.row = rows.add(interest.whole.branches[0]) if simple else NO_ROW
+    return shared.row

@@ -1,4 +1,8 @@
-"""A predicate: an expression ready to be decided on documents, and what an index can use of it."""
+"""A predicate: an expression ready to be decided on documents, and what an index can use of it.
+
+Conjuncts that compare a field with a value are kept as values and not as closures: they are decided from
+what the index knows of them anyway, which is what lets a subscription be small.
+"""
 
 # pyright: reportUnknownVariableType=false
 # Values are whatever JSON holds.
@@ -6,38 +10,48 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 from tailrace.watch.cel import Program
-from tailrace.watch.lower import NotLoweredError, Truth, conjunction, guards, truth
-from tailrace.watch.syntax import Call, Const, Node, Select, both, constant, flatten, path_of, text
+from tailrace.watch.lower import MISSING, NotLoweredError, Truth, conjunction, getter, guards, truth
+from tailrace.watch.syntax import Call, Const, Node, Select, constant, flatten, path_of, text
 from tailrace.watch.values import CostError, EvaluationError
 
 # Moves when the meaning of expressions does; part of every hash of a query.
 SEMANTICS: Final = "1"
 IN_MAX: Final = 64  # longer lists are not filed under each of their values
 BRANCHES_MAX: Final = 8
+# Below it, doubles and integers compare alike, however they are compared.
+EXACT_BELOW: Final = 2**53
 
 ConditionKind = Literal["equal", "among", "range", "prefix", "contains", "has"]
 Path = tuple[str, ...]
 _BELOW: Final = float("-inf")
 _ABOVE: Final = float("inf")
+WITHOUT_LOW, WITHOUT_HIGH = 1, 2
 
 
 class Range(NamedTuple):
-    """Numbers from `low` to `high`, as doubles; whether the ends belong to it is left to the exact stage."""
+    """Numbers from `low` to `high`, as doubles; `ends` says which of the two do not belong to it."""
 
     low: float
     high: float
+    ends: int = 0
 
 
 class Condition(NamedTuple):
-    """A conjunct in a form that an index can look up: it is false, or an error, wherever it is not found."""
+    """A conjunct in a form that an index can look up: it is false, or an error, wherever it is not found.
+
+    One that is `exact` is true wherever it is found, and stands for its conjunct altogether.
+    """
 
     kind: ConditionKind
     path: Path
     value: Any = None
+    exact: bool = False
 
 
 def class_of(value: Any) -> Any:
@@ -54,22 +68,57 @@ def class_of(value: Any) -> Any:
     return value
 
 
-def conditions_of(node: Node) -> list[Condition]:
+@lru_cache(4096)
+def _shared_path(path: Path) -> Path:
+    """One for all who name the field."""
+    return tuple(map(sys.intern, path))
+
+
+@lru_cache(4096)
+def _shared(condition: Condition) -> Condition:
+    """Many ask for the same."""
+    return condition
+
+
+def conditions_of(node: Node) -> tuple[Condition, ...]:
     """What every matching document satisfies, as far as an index understands it."""
-    found: list[Condition] = []
-    ranges: dict[Path, Range] = {}
+    return _merged(_taken(node)[0])
+
+
+def _taken(node: Node) -> tuple[list[Condition], list[Node]]:
+    """The conditions of an expression, and those of its conjuncts that they do not decide."""
+    conditions: list[Condition] = []
+    rest: list[Node] = []
     for part in flatten(node, "_&&_"):
         condition = _condition(part)
-        if condition is None:
-            continue
-        if condition.kind == "range":
-            known = ranges.get(condition.path, Range(_BELOW, _ABOVE))
-            ranges[condition.path] = Range(
-                max(known.low, condition.value.low), min(known.high, condition.value.high)
-            )
+        if condition is not None:
+            conditions.append(condition)
+        if condition is None or not condition.exact:
+            rest.append(part)
+    return conditions, rest
+
+
+def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
+    """Each once, and one range for each field."""
+    found: dict[Condition, None] = {}
+    ranges: dict[Path, Range] = {}
+    for condition in conditions:
+        if condition.kind == "range" and condition.exact:
+            known = ranges.get(condition.path)
+            ranges[condition.path] = condition.value if known is None else _both(known, condition.value)
         else:
-            found.append(condition)
-    return found + [Condition("range", path, value) for path, value in ranges.items()]
+            found[_shared(condition)] = None
+    return (*found, *(_shared(Condition("range", path, value, exact=True)) for path, value in ranges.items()))
+
+
+def _both(one: Range, other: Range) -> Range:
+    """What is in both of two ranges."""
+    low, high = max(one.low, other.low), min(one.high, other.high)
+    ends = 0
+    for given in (one, other):
+        ends |= given.ends & WITHOUT_LOW if given.low == low else 0
+        ends |= given.ends & WITHOUT_HIGH if given.high == high else 0
+    return Range(low, high, ends)
 
 
 def _condition(node: Node) -> Condition | None:
@@ -77,12 +126,15 @@ def _condition(node: Node) -> Condition | None:
         path = path_of(Select(node.operand, node.field))
         if path is None:
             return None
-        return Condition("has", path) if node.test else Condition("equal", path, ("b", True))
+        path = _shared_path(path)
+        if node.test:
+            return Condition("has", path, exact=True)
+        return Condition("equal", path, ("b", True), exact=True)
     if not isinstance(node, Call):
         return None
     if node.function == "!_":
         path = path_of(node.args[0])
-        return None if path is None else Condition("equal", path, ("b", False))
+        return None if path is None else Condition("equal", _shared_path(path), ("b", False), exact=True)
     if len(node.args) != 2:
         return None
     function, (left, right) = node.function, node.args
@@ -90,37 +142,68 @@ def _condition(node: Node) -> Condition | None:
         function, left, right = _SWAPPED[function], right, left
     path, literal = path_of(left), constant(right)
     if path is not None and literal is not None and literal.kind == "json":
-        return _of_field(function, path, literal.value)
+        return _of_field(function, _shared_path(path), literal.value)
     path, literal = path_of(right), constant(left)
     if function == "@in" and path is not None and literal is not None and literal.kind == "json":
         element = class_of(literal.value)
-        return None if element is None else Condition("contains", path, element)
+        return None if element is None else Condition("contains", _shared_path(path), element)
     return None
 
 
 _SWAPPED: Final = {"_==_": "_==_", "_<_": "_>_", "_<=_": "_>=_", "_>_": "_<_", "_>=_": "_<=_"}
+_UPPER: Final = frozenset(("_<_", "_<=_"))
+_ENDS: Final = {"_<_": WITHOUT_HIGH, "_<=_": 0, "_>_": WITHOUT_LOW, "_>=_": 0}
 
 
 def _of_field(function: str, path: Path, value: Any) -> Condition | None:
     kind: type[Any] = type(value)
+    is_number = kind is int or kind is float
+    exact = not is_number or abs(value) < EXACT_BELOW
     if function == "_==_":
         wanted = class_of(value)
-        return Condition("has", path) if wanted is None else Condition("equal", path, wanted)
-    if function in ("_<_", "_<=_", "_>_", "_>=_"):
-        if kind is not int and kind is not float:
+        return Condition("has", path) if wanted is None else Condition("equal", path, wanted, exact)
+    if function in _ENDS:
+        if not is_number:
             return Condition("has", path)
-        upper = function in ("_<_", "_<=_")
-        return Condition("range", path, Range(_BELOW, float(value)) if upper else Range(float(value), _ABOVE))
+        bound, ends = float(value), _ENDS[function]
+        between = Range(_BELOW, bound, ends) if function in _UPPER else Range(bound, _ABOVE, ends)
+        return Condition("range", path, between, exact)
     if function == "@in" and kind is list:
         classes = [class_of(item) for item in value]
         if len(classes) > IN_MAX or None in classes:
             return Condition("has", path)
-        return Condition("among", path, tuple(dict.fromkeys(classes)))
+        texts = all(type(item) is str for item in value)
+        return Condition("among", path, tuple(dict.fromkeys(classes)), exact=texts)
     if function == "startsWith" and kind is str:
-        return Condition("prefix", path, value) if value else Condition("has", path)
+        return Condition("prefix", path, value, exact=True) if value else Condition("has", path)
     if function in ("endsWith", "contains", "_!=_"):
         return Condition("has", path)
     return None
+
+
+def holds_on(condition: Condition, doc: Any) -> bool:
+    """Whether an exact condition is true on a document."""
+    kind, path, wanted, _ = condition
+    found = doc.get(path[0], MISSING) if len(path) == 1 else getter(path)(doc)
+    is_a = type(found)
+    if kind == "equal":
+        if type(wanted) is str:
+            return found == wanted
+        if type(wanted) is float:
+            return (is_a is int or is_a is float) and found == wanted
+        return found is (wanted[1] if len(wanted) == 2 else None)
+    if kind == "range":
+        low, high, ends = wanted
+        if (is_a is not int and is_a is not float) or not low <= found <= high:
+            return False
+        return not (
+            ends and ((ends & WITHOUT_LOW and found == low) or (ends & WITHOUT_HIGH and found == high))
+        )
+    if kind == "among":
+        return is_a is str and found in wanted
+    if kind == "prefix":
+        return is_a is str and found.startswith(wanted)
+    return found is not MISSING
 
 
 class Part(NamedTuple):
@@ -131,44 +214,66 @@ class Part(NamedTuple):
     variables: dict[str, Any] | None = None  # beside the document
 
 
+def canonical(parts: Sequence[Part], documents: frozenset[str] | None = None) -> str:
+    """Texts that are equal mean the same on every document."""
+    conjuncts = sorted({text(piece) for part in parts for piece in flatten(part.node, "_&&_")})
+    named = "" if documents is None else f"documents{sorted(documents)}"
+    return f"{named}{' && '.join(conjuncts)}"
+
+
 class Predicate:
     """All parts have to be true. Two with the same hash decide the same."""
 
-    __slots__ = ("branches", "fallback", "hash", "matches", "text")
+    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash")
 
     def __init__(self, parts: Sequence[Part], documents: frozenset[str] | None = None) -> None:
-        nodes = [part.node for part in parts]
-        conjuncts = sorted({text(piece) for node in nodes for piece in flatten(node, "_&&_")})
-        named = "" if documents is None else f"documents{sorted(documents)}"
-        self.text = f"{named}{' && '.join(conjuncts)}"
-        self.hash = hashlib.sha256(f"{SEMANTICS}\n{self.text}".encode("utf-8", "surrogatepass")).digest()
+        meaning = f"{SEMANTICS}\n{canonical(parts, documents)}"
+        self.hash = hashlib.sha256(meaning.encode("utf-8", "surrogatepass")).digest()
         self.fallback = False
+        conditions: list[Condition] = []
         truths: list[Truth] = []
-        if documents is not None:
-            truths.append(lambda doc: doc["id"] in documents)
         for part in parts:
-            try:
-                holds = truth(part.node)
-            except NotLoweredError:
-                self.fallback = True
-                holds = _by_library(part)
-            truths.append(holds if part.variables is None else _denying(holds))
-        self.matches: Truth = conjunction(truths)
-        self.branches = self._branches(nodes, documents)
-
-    def _branches(self, nodes: list[Node], documents: frozenset[str] | None) -> list[list[Condition]]:
-        """What the index files it under: one list of conjuncts, or one for each branch of an OR."""
-        conditions = conditions_of(both(nodes))
+            taken, rest = _taken(part.node)
+            conditions += taken
+            truths += self._truths(part, rest)
         if documents is not None:
-            conditions.append(Condition("among", ("id",), tuple(sorted(documents))))
-        if conditions:
-            return [conditions]
-        for node in nodes:
-            for part in flatten(node, "_&&_"):
-                branches = [conditions_of(branch) for branch in flatten(part, "_||_")]
-                if 1 < len(branches) <= BRANCHES_MAX and all(branches):
-                    return branches
-        return []
+            conditions.append(Condition("among", ("id",), tuple(sorted(documents)), exact=True))
+        known = _merged(conditions)
+        exact = tuple(one for one in known if one.exact)
+        self._tests: tuple[Condition, ...] = known if len(exact) == len(known) else exact
+        self._rest: Truth | None = conjunction(truths) if truths else None
+        # What the index files it under: one list of conjuncts, or one for each branch of an OR.
+        self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
+
+    def _truths(self, part: Part, rest: list[Node]) -> list[Truth]:
+        """What is left to decide of a part, if anything is."""
+        try:
+            found = [truth(node) for node in rest]
+        except NotLoweredError:
+            self.fallback = True
+            found = [_by_library(part)]
+        return found if part.variables is None else [_denying(holds) for holds in found]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its conditions say all of it."""
+        return self._rest is None and len(self.branches) == 1
+
+    def matches(self, doc: Any) -> bool:
+        for condition in self._tests:
+            if not holds_on(condition, doc):
+                return False
+        rest = self._rest
+        return rest is None or rest(doc)
+
+
+def _branches(parts: Sequence[Part]) -> tuple[tuple[Condition, ...], ...]:
+    for part in parts:
+        for piece in flatten(part.node, "_&&_"):
+            branches = tuple(conditions_of(branch) for branch in flatten(piece, "_||_"))
+            if 1 < len(branches) <= BRANCHES_MAX and all(branches):
+                return branches
+    return ()
 
 
 def _denying(holds: Truth) -> Truth:

@@ -39,6 +39,7 @@ logger = logging.getLogger("tailrace.watch")
 
 PAGE_BYTES = 4 * 1024 * 1024
 PAGE_ENTRIES = 2000
+SHOWN_TOGETHER = 256  # changes, whose documents are in memory at once
 RETRY_S = 1.0
 
 Key = tuple[str, str]  # database and name
@@ -58,6 +59,8 @@ class Book:
         self._by_stream: dict[str, tuple[Collection, int]] = {}
         # Told of every change that is durable, before the view has it.
         self.on_applied: Callable[[Collection, Change], None] | None = None
+        # Shown some of them before that, as they come together.
+        self.on_page: Callable[[Collection, list[Change]], None] | None = None
         # Puts a published view in place of a log that does not reach back far enough; False if there is none.
         self.restore: Callable[[Collection], Awaitable[bool]] | None = None
         # Whether a source writes to the collection.
@@ -245,16 +248,26 @@ class Book:
     ) -> None:
         """Shows the changes of a page, one by one, and gathers what the view is to know."""
         assert page.labels is not None
-        for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
-            change = decode(bytes(raw), partition, seq, time_ns)
-            if change is not None:
-                self.changes[change.entry.op] += 1
-                rows.append(row_of(change))
-                if change.entry.writeId is not None:
-                    writes.append(write_of(change))
-                if self.on_applied is not None:
-                    self.on_applied(collection, change)
-            collection.applied[partition] = seq
+        entries = list(zip(page.entries(), page.parts, page.labels.times, strict=True))
+        for begin in range(0, len(entries), SHOWN_TOGETHER):
+            some = [
+                (seq, decode(bytes(raw), partition, seq, time_ns))
+                for seq, raw, time_ns in entries[begin : begin + SHOWN_TOGETHER]
+            ]
+            if self.on_page is not None:
+                self.on_page(collection, [change for _, change in some if change is not None])
+            for seq, change in some:
+                if change is not None:
+                    self._show(collection, change, rows, writes)
+                collection.applied[partition] = seq
+
+    def _show(self, collection: Collection, change: Change, rows: list[Row], writes: list[WriteRow]) -> None:
+        self.changes[change.entry.op] += 1
+        rows.append(row_of(change))
+        if change.entry.writeId is not None:
+            writes.append(write_of(change))
+        if self.on_applied is not None:
+            self.on_applied(collection, change)
 
     def _apply(
         self, collection: Collection, rows: list[Row], writes: list[WriteRow], positions: dict[int, int]

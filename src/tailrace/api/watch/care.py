@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import apsw
@@ -39,6 +40,7 @@ class Care:
         self._sealing: Sealing | None = None
         self._task: asyncio.Task[None] | None = None
         self._removed: list[Collection] = []
+        self.other_bounds: Callable[[], list[Bound]] = list  # of streams that are no collections
         self.purged = 0
 
     def connect(self, sealing: Sealing) -> None:
@@ -126,7 +128,7 @@ class Care:
 
     def _bounds(self) -> list[Bound]:
         """Changes that may go by their age, if a published view has them."""
-        found: list[Bound] = []
+        found = self.other_bounds()
         for collection in self._book.collections():
             retention_s = collection.config.retention_s(self._limits)
             if retention_s is None or collection.base is None or collection.state != "live":

@@ -16,6 +16,7 @@ from tailrace.api.watch import frames
 from tailrace.api.watch.access import Access
 from tailrace.api.watch.audit import Audit
 from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.delivered import Delivered
 from tailrace.api.watch.messages import Refused
 from tailrace.api.watch.objectives import Objectives
 from tailrace.api.watch.replay import Replays
@@ -24,8 +25,9 @@ from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscription import PRIORITIES, Subscription
 from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.api.watch.watched import Watched
-from tailrace.auth import Identity, TokenVerifier
+from tailrace.auth import Grants, Identity, TokenVerifier
 from tailrace.watch.change import Change
+from tailrace.watch.matcher import BATCH_MIN, Found
 from tailrace.watch.tokens import Position, Signer
 
 __all__ = ["Gateway", "Watched"]
@@ -49,6 +51,7 @@ class Gateway:
         self.book = book
         self.access = access
         self.verifier = verifier
+        self.grants: Grants | None = None
         self.keys = TokenKeys(book.log, context.clock, context.limits)
         self.audit = Audit(context)
         self.samples = Samples(context.loop)
@@ -56,6 +59,7 @@ class Gateway:
         self.sessions: set[Session] = set()
         self._watched: dict[tuple[str, str], Watched] = {}
         self._principals: Counter[str] = Counter()
+        self.delivered = Delivered(context, self)
         self.replays = Replays(self)
         self._timer: asyncio.TimerHandle | None = None
         self.outbound_bytes = 0  # of all connections, at the last tick
@@ -68,6 +72,8 @@ class Gateway:
         self.auth_failures: Counter[str] = Counter()
         self._recent: dict[bytes, tuple[float, bytes]] = {}
         self._past = (0, 0, 0)  # candidates, hits and library evaluations of what is watched no more
+        self._found: dict[Change, Found[Subscription]] = {}  # for changes that are about to be shown
+        self._found_each_s = 0.0
         # Begins a stream of replication on a connection.
         self.on_stream: Callable[[Session, str | None, dict[str, Any]], None] | None = None
 
@@ -90,6 +96,15 @@ class Gateway:
             self._timer.cancel()
             self._timer = None
         self.audit.flush()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        lost = [one for one in self.sessions if one.identity is not None and not stands(one.identity)]
+        for session in lost:
+            self.auth_failed("invalid_auth")
+            session.refuse(None, "invalid_auth", "the token was revoked")
+            session.close(4401, "the token was revoked")
+        return len(lost)
 
     def opened(self, session: Session) -> None:
         self.sessions.add(session)
@@ -154,8 +169,12 @@ class Gateway:
             self._watched[key] = found
         return found
 
+    def watched_named(self, database: str, name: str) -> Watched | None:
+        """Only if somebody watches it."""
+        return self._watched.get((database, name))
+
     def watched_if_any(self, collection: Collection) -> Watched | None:
-        return self._watched.get((collection.database, collection.name))
+        return self.watched_named(collection.database, collection.name)
 
     def check_room(self, subscription: Subscription) -> None:
         if not subscription.watched.matcher.has_room(subscription.interest.whole):
@@ -329,19 +348,28 @@ class Gateway:
 
     # -- changes ---------------------------------------------------------------------------------------
 
+    def on_page(self, collection: Collection, changes: list[Change]) -> None:
+        """Changes are about to be shown: whom they concern is found for all of them together."""
+        watched = self.watched_if_any(collection)
+        self._found, self._found_each_s = {}, 0.0
+        if watched is not None and len(watched.matcher) and len(changes) > BATCH_MIN:
+            begun = time.perf_counter()
+            self._found = dict(zip(changes, watched.matcher.matches_of(changes), strict=True))
+            self._found_each_s = (time.perf_counter() - begun) / len(changes)
+
     def on_applied(self, collection: Collection, change: Change) -> None:
         """A change is durable. The collection's position is still the one before it."""
         watched = self.watched_if_any(collection)
         if watched is None or not len(watched.matcher):
             return
         begun = time.perf_counter()
-        costly: set[Subscription] = set()
+        found = self._found.pop(change, None) or watched.matcher.found(change)
         groups: dict[tuple[Session, str, str, bool], list[Subscription]] = {}
-        for subscribers, op, reason in watched.matcher.matches(change, costly):
+        for subscribers, op, reason in found.matches:
             for subscription in subscribers:
                 key = (subscription.session, op, reason, subscription.options.include_data)
                 groups.setdefault(key, []).append(subscription)
-        match_s = time.perf_counter() - begun
+        match_s = time.perf_counter() - begun + self._found_each_s
         self.context.telemetry.watch_match_latency_seconds.observe(match_s)
         self.samples.matched(watched, change, match_s)
         if groups:
@@ -354,7 +382,7 @@ class Gateway:
                     content = deltas[op, reason, include] = frames.delta(change, op, reason, include)
                 session.deliver(change, lsn, op, content, (reason, str(include)), subscriptions, shared)
             self.objectives.delivered(watched, change.updated_ms)
-        for subscription in costly:
+        for subscription in found.too_costly:
             subscription.session.invalidate(subscription, "cost-exceeded")
 
     def lsn(self, collection: Collection, change: Change) -> str:

@@ -47,6 +47,11 @@ def _connect_gateway(telemetry: Telemetry, gateway: Gateway) -> None:
     telemetry.watch_outbound_bytes.read = lambda: gateway.outbound_bytes
     telemetry.watch_watermark_level.read = lambda: gateway.level
     telemetry.watch_demotions.read = lambda: gateway.demotions
+    delivered = gateway.delivered
+    telemetry.watch_delivered_batches.each = lambda: [
+        ([why], count) for why, count in delivered.batches.items()
+    ]
+    telemetry.watch_delivered_skipped.read = lambda: delivered.skipped
     telemetry.watch_resync_required.each = lambda: [([why], count) for why, count in gateway.resyncs.items()]
     telemetry.watch_resume.each = lambda: [([*key], count) for key, count in gateway.resumes.items()]
     telemetry.watch_snapshots.read = lambda: gateway.replays.snapshots

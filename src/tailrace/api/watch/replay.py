@@ -15,7 +15,8 @@ from tailrace.api.watch.book import Collection
 from tailrace.api.watch.query import flat_of
 from tailrace.api.watch.subscription import Subscription
 from tailrace.errors import TailraceError
-from tailrace.watch.change import decode
+from tailrace.log.model import Stream
+from tailrace.watch.change import Change, decode
 from tailrace.watch.query import sort_key, sort_values
 from tailrace.watch.values import CostError
 from tailrace.watch.view import Row
@@ -31,6 +32,7 @@ SCAN_ROWS: Final = 200
 NEWER_MAX: Final = 100_000
 ORDERED_MAX: Final = 100_000
 POLL_S: Final = 0.25
+NO_END: Final = 2**62
 _READING: Final = ("behind", "snapshot")
 
 
@@ -103,26 +105,53 @@ class Replays:
         if stream is None or stream.earliest > own[partition]:
             subscription.session.invalidate(subscription, "retention")
             return
+        ahead = gateway.delivered.ahead(subscription, partition) if subscription.state == "behind" else None
+        if ahead is not None and ahead.seqs is not None:
+            last = min(ahead.last, collection.applied[partition])
+            await self._jump(
+                subscription, stream, partition, [seq for seq in ahead.seqs if seq <= last], last
+            )
+            return
         async with self._turns:
             page = await gateway.book.log.reader.read_labelled(
                 stream, own[partition], PAGE_BYTES, PAGE_ENTRIES
             )
         assert page.labels is not None
+        last = NO_END if ahead is None else ahead.last
         for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
-            if subscription.state not in _READING or seq > collection.applied[partition]:
+            if subscription.state not in _READING or seq > min(last, collection.applied[partition]):
                 return  # it is over, or the collection itself has not looked at this yet
             change = decode(bytes(raw), partition, seq, time_ns)
             if change is not None and not _was_sent(subscription, change.entry.documentKey, seq):
-                event = subscription.interest.event(change)
-                if event is not None:
-                    op, reason = event
-                    content = frames.delta(change, op, reason, subscription.options.include_data)
-                    lsn = change.lsn or stream.offset(seq)
-                    subscription.session.replayed(subscription, change, lsn, op, content)
+                _show(subscription, stream, change)
             own[partition] = seq
             if subscription.full and subscription.state == "behind":
                 subscription.state = "paused"
                 return
+
+    async def _jump(
+        self, subscription: Subscription, stream: Stream, partition: int, seqs: list[int], last: int
+    ) -> None:
+        """Reads only what concerns the subscription, as somebody else has found; that is judged again."""
+        gateway, own, begun = self._gateway, subscription.own, subscription.own[partition]
+        for seq in seqs:
+            async with self._turns:
+                page = await gateway.book.log.reader.read_labelled(stream, seq - 1, PAGE_BYTES, 1)
+            if subscription.state != "behind" or subscription.watched.state != "live":
+                return
+            assert page.labels is not None
+            change = decode(bytes(page.parts[0]), partition, seq, page.labels.times[0])
+            if change is None or not _show(subscription, stream, change):
+                gateway.delivered.doubt(subscription)
+                return
+            own[partition] = seq
+            if subscription.full:
+                subscription.state = "paused"
+                return
+            if not await self._room(subscription):
+                return
+        gateway.delivered.passed(last - begun - len(seqs))
+        own[partition] = last
 
     def _caught_up(self, subscription: Subscription) -> None:
         """Nothing has happened since the last look: this is the same turn of the loop."""
@@ -282,6 +311,18 @@ def _lacking(subscription: Subscription) -> int | None:
         if seq < applied[partition]:
             return partition
     return None
+
+
+def _show(subscription: Subscription, stream: Stream, change: Change) -> bool:
+    """Sends what a change is to the subscription; False if it is nothing to it."""
+    event = subscription.interest.event(change)
+    if event is None:
+        return False
+    op, reason = event
+    content = frames.delta(change, op, reason, subscription.options.include_data)
+    lsn = change.lsn or stream.offset(change.seq)
+    subscription.session.replayed(subscription, change, lsn, op, content)
+    return True
 
 
 def _was_sent(subscription: Subscription, document_id: str, seq: int) -> bool:

@@ -48,12 +48,14 @@ class WatchService:
         self._realtime = RealtimeRoutes(self.gateway)
         self._replication = ReplicationService(context, self.gateway, self._writer)
         self._summaries = Summaries(context, self.gateway)
+        self.care.other_bounds = self._summaries.bounds
         self._jobs = JobRoutes(context, self.book, self._writer, self._summaries)
         self._sources = Sources(context, self.book, self.gateway)
         self._sources.connect(context.telemetry)
         self._sources.on_changed = self._replication.on_changed
         self._source_routes = SourceRoutes(context, self._sources)
         self.book.on_applied = self._applied
+        self.book.on_page = self.gateway.on_page
 
         metrics.connect(context.telemetry, self.gateway, self.book, self.care)
 
@@ -69,12 +71,17 @@ class WatchService:
         await self.care.stop()
         self._sources.stop()
         self._summaries.stop()
+        self.gateway.delivered.stop()
         self.book.close()
 
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
         self.gateway.end_all()
         self._replication.end_all()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Sends away whoever has lost their right, and counts them."""
+        return self.gateway.recheck(stands) + self._replication.recheck(stands)
 
     def handles(self, path: bytes) -> bool:
         return path.startswith(PREFIX) or path in (WS_PATH, SSE_PATH) or self._replication.handles(path)

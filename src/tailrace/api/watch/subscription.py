@@ -49,6 +49,7 @@ class Subscription:
         "told",
         "unacked",
         "watched",
+        "written",
     )
 
     def __init__(
@@ -75,6 +76,12 @@ class Subscription:
         self.unacked: deque[tuple[int, int]] = deque()
         self.task: asyncio.Task[None] | None = None
         self.principal: str | None = None  # who it counts for
+        self.written = 0  # entry of the summaries by which jobs know of it; 0: they do not
+
+    @property
+    def key(self) -> str:
+        """What jobs beside the gateway call it."""
+        return f"{self.session.id}/{self.id}"
 
     @property
     def positions(self) -> list[int]:

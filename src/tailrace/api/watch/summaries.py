@@ -21,15 +21,21 @@ from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.subscription import Subscription
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
+from tailrace.log.model import Lifetime
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.durations import format_instant
+from tailrace.tier.trims import NO_END, Bound
 from tailrace.watch.deliveries import DELIVERIES
+from tailrace.watch.predicate import canonical
 from tailrace.watch.summary import SUBS, TTL_MS, Summary, form_of
 
 logger = logging.getLogger("tailrace.watch")
 
 REFRESH_S: Final = 30.0
+ROUND_MS: Final = 3_600_000  # after which everything is written anew, so that what was before may go
+SUMMARIES_KEPT_S: Final = 600
+DELIVERIES_KEPT_S: Final = 86_400
 LEASE_S_MAX: Final = 3600
 PAGE_BYTES: Final = 1024 * 1024
 PAGE_ENTRIES: Final = 500
@@ -49,6 +55,9 @@ class Summaries:
         self.deliveries = DELIVERIES + self.name
         self._written: dict[str, int] = {}  # by key: what was written last, as a hash
         self._begun = False
+        self._begun_ms = 0
+        self._begins = 0  # the entry in front of the last mark that everything begins anew
+        self._fresh: list[Subscription] = []  # whose summaries are in the page
         self._until_s = 0.0
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -67,28 +76,29 @@ class Summaries:
         always = self._context.settings.watch_summaries
         return always or self._context.loop.time() < self._until_s
 
-    async def announce(self, seconds: int) -> Json:
+    async def announce(self, seconds: int, asker: Identity) -> Json:
         """Somebody needs summaries for so long: where they are, and up to where they are complete now.
 
         0 says that nobody does any more.
         """
         loop = self._context.loop
         self._until_s = max(self._until_s, loop.time() + seconds) if seconds else 0.0
+        upto = self._tail()
         if seconds:
-            await self._write()
+            upto = await self._write()
             self._keep(REFRESH_S)
         stream = self._log.find(self.stream)
-        verifier = self._gateway.verifier if seconds else None
-        # To append deliveries with, for as long as the job was announced.
-        who = Identity(sub="watch-job", scopes=frozenset({"manage", "system"}))
+        grants = self._gateway.grants if seconds else None
+        # To append deliveries with and nothing else, for as long as the job was announced.
+        who = Identity(sub="watch-job", scopes=frozenset({"read", "system"}), streams=(self.deliveries,))
         return {
             "gateway": self.name,
             "stream": self.stream,
             "deliveries": self.deliveries,
-            "offset": "" if stream is None else stream.offset(stream.visible),
+            "offset": "" if stream is None else stream.offset(upto),
             "subscriptions": len(self._written),
             "expires": self._now_ms() + seconds * 1000,
-            "token": None if verifier is None else verifier.grant(who, seconds),
+            "token": None if grants is None else grants.give(who, seconds, asker),
         }
 
     def _keep(self, pause_s: float) -> None:
@@ -110,26 +120,56 @@ class Summaries:
 
     # -- one round -------------------------------------------------------------------------------------
 
-    async def _write(self) -> None:
-        """What has changed since the last round; in the first one everything, behind a mark."""
+    async def _write(self) -> int:
+        """What has changed since the last round; now and then everything, behind a mark.
+
+        Tells the entry up to which they are complete.
+        """
         async with self._lock:
             page: list[bytes] = []
+            self._fresh = []
+            now_ms = self._now_ms()
             # A round that is broken off is followed by one that begins anew.
             begun, self._begun = self._begun, False
-            if not begun:
+            if not begun or now_ms - self._begun_ms >= ROUND_MS:
+                self._begun_ms = now_ms
                 self._written.clear()
+                self._begins = self._tail()
                 page.append(self._entry("reset", None, None))
                 if self._log.find(self.deliveries) is None:
                     begin = orjson.dumps({"v": 1, "kind": "control", "control": "begin"})
                     await self._append(self.deliveries, [begin])
+                self._gateway.delivered.follow(self.deliveries)
             async for entry in self._changes():
                 page.append(entry)
                 if len(page) >= PAGE_ENTRIES or sum(map(len, page)) >= PAGE_BYTES:
-                    await self._append(self.stream, page)
+                    await self._summarise(page)
                     page = []
             page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + TTL_MS}))
-            await self._append(self.stream, page)
+            await self._summarise(page)
             self._begun = True
+            return self._tail()
+
+    async def _summarise(self, page: list[bytes]) -> None:
+        await self._append(self.stream, page)
+        fresh, self._fresh = self._fresh, []
+        for subscription in fresh:
+            # Whoever reads on from here knows of it; that it is written down once more changes nothing.
+            subscription.written = subscription.written or self._tail()
+
+    def _tail(self) -> int:
+        stream = self._log.find(self.stream)
+        return 0 if stream is None else max(0, stream.visible)
+
+    def bounds(self) -> list[Bound]:
+        """What may go of both streams: summaries that were all written anew since, and old deliveries."""
+        found: list[Bound] = []
+        kept = ((self.stream, SUMMARIES_KEPT_S, self._begins), (self.deliveries, DELIVERIES_KEPT_S, NO_END))
+        for name, kept_s, upto in kept:
+            stream = self._log.find(name)
+            if stream is not None and stream.earliest < min(upto, stream.visible):
+                found.append(Bound(stream.number, Lifetime(retention_s=kept_s), upto))
+        return found
 
     async def _changes(self) -> AsyncIterator[bytes]:
         current: dict[str, int] = {}
@@ -140,10 +180,13 @@ class Summaries:
                     await asyncio.sleep(0)  # others have something to do, too
                 if subscription.state == "invalid":
                     continue
-                key = f"{subscription.session.id}/{subscription.id}"
+                key = subscription.key
                 current[key] = hash((subscription.interest.whole.hash, subscription.options.priority))
                 before = known.pop(key, None)
-                if before != current[key]:
+                if before == current[key]:
+                    subscription.written = subscription.written or self._tail()
+                else:
+                    self._fresh.append(subscription)
                     operation = "insert" if before is None else "update"
                     yield self._entry("sub", key, self._value(subscription), operation)
         for key in known:
@@ -158,7 +201,7 @@ class Summaries:
         summary = Summary(
             database=watched.database,
             collection=watched.name,
-            predicate=whole.text,
+            predicate=canonical(query.parts if rule is None else [*query.parts, rule], query.documents),
             predicateHash=whole.hash.hex(),
             parts=[form_of(part) for part in query.parts],
             ruleInputs=None if rule is None else form_of(rule),

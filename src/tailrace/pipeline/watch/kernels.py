@@ -31,6 +31,7 @@ class MatchTask(msgspec.Struct, frozen=True):
     target: str
     owner: str
     ranges: dict[str, ChangeRange]  # by stream
+    as_of: int = 0  # entry of the summaries up to which the subscriptions were read
 
 
 class Entry(NamedTuple):
@@ -100,6 +101,7 @@ class _Deliveries:
             owner=self._task.owner,
             generation=one.generation,
             index=self._task.index,
+            asOf=self._task.as_of,
             first=self._after + 1,
             last=self._reached,
             items=self._items,

@@ -15,7 +15,8 @@ import orjson
 
 from tailrace.watch import trees
 from tailrace.watch.change import ChangeEntry
-from tailrace.watch.summary import PartForm, Summary, interest_of
+from tailrace.watch.predicate import canonical
+from tailrace.watch.summary import PartForm, Summary, interest_of, part_of
 from tailrace.watch.syntax import Call, Const, Node, Select, children, constant, path_of
 
 COPIED_CHARACTERS_MIN: Final = 3  # a shorter text is found everywhere
@@ -112,7 +113,10 @@ class Masker:
             documents = sorted(self.document_id(name) for name in documents)
         masked = msgspec.structs.replace(summary, parts=parts, ruleInputs=rule, documents=documents)
         whole = interest_of(masked).whole
-        return msgspec.structs.replace(masked, predicate=whole.text, predicateHash=whole.hash.hex())
+        forms = parts if rule is None else [*parts, rule]
+        named = None if documents is None else frozenset(documents)
+        meaning = canonical([part_of(form) for form in forms], named)
+        return msgspec.structs.replace(masked, predicate=meaning, predicateHash=whole.hash.hex())
 
     def _part(self, form: PartForm) -> PartForm:
         node = trees.load(form.tree)

@@ -17,6 +17,7 @@ from tailrace.pipeline.watch.blobs import blobs
 from tailrace.pipeline.watch.kernels import DELIVERED_DDL, MatchTask, match_changes
 from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.subscriptions import put_set, read_set
+from tailrace.protocol import offsets
 from tailrace.spark.sink_options import store_url
 from tailrace.store.objects import ObjectMissingError
 
@@ -40,6 +41,7 @@ class Choice(msgspec.Struct, frozen=True):
     gateway: str
     target: str
     ranges: list[ChangeRange]
+    as_of: int = 0  # entry of the summaries up to which the subscriptions were read
 
     @property
     def producer(self) -> str:
@@ -100,7 +102,9 @@ def _chosen(place: Place, options: MatchOptions, store: str, announced: Any) -> 
     ]
     subscriptions = read_set(place.server, announced.stream, announced.offset, options.database, names)
     index = put_set(store, subscriptions)
-    choice = Choice(index, len(subscriptions.subs), announced.gateway, announced.deliveries, ranges)
+    as_of = offsets.parse_position(announced.offset)[1]
+    count = len(subscriptions.subs)
+    choice = Choice(index, count, announced.gateway, announced.deliveries, ranges, as_of)
     if kept is not None and not kept.create(CHOICE, msgspec.json.encode(choice)):
         return msgspec.json.decode(kept.get(CHOICE), type=Choice)  # somebody was faster
     return choice
@@ -110,7 +114,7 @@ def _write(
     spark: Any, place: Place, options: MatchOptions, store: str, choice: Choice, token: str | None
 ) -> None:
     ranges = {one.stream: one for one in choice.ranges}
-    task = MatchTask(store, choice.index, choice.target, choice.owner, ranges)
+    task = MatchTask(store, choice.index, choice.target, choice.owner, ranges, choice.as_of)
     found = place.frame(spark, choice.ranges).mapInArrow(partial(match_changes, task), DELIVERED_DDL)
     given = {name: value for name, value in place.given.items() if name in CONNECTING}
     if token is not None:

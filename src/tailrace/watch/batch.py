@@ -1,0 +1,144 @@
+"""Many changes at once: comparisons of fields with values are decided for all of them together, in arrays.
+
+A predicate that is made of a few such comparisons has a row here: for each, the column of values that it
+looks at and the least and the greatest value that it takes. Texts are compared by numbers that they are given
+when the first predicate asks for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Final
+
+from tailrace.watch.lower import getter
+from tailrace.watch.predicate import WITHOUT_HIGH, WITHOUT_LOW, Condition, Path
+
+TESTS_MAX: Final = 4  # comparisons of one predicate; with more it is decided one by one
+ROWS_FIRST: Final = 1024
+NO_ROW: Final = -1
+_ALWAYS: Final = (0, -math.inf, math.inf)  # the first column holds nothing but zeros
+_PLAIN: Final = {("b", False): 0.0, ("b", True): 1.0, ("n",): 2.0}
+
+Test = tuple[int, float, float]
+
+
+@cache
+def has_arrays() -> bool:
+    """Whether numbers can be worked on in arrays here."""
+    return find_spec("numpy") is not None
+
+
+class Rows:
+    """The comparisons of all predicates of a collection."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self._np: Any = np
+        self._columns: dict[tuple[Path, str], int] = {}
+        self._texts: dict[str, float] = {}
+        self._free: list[int] = []
+        self._count = 0
+        self._column: Any = np.zeros((TESTS_MAX, ROWS_FIRST), np.intp)
+        self._low: Any = np.full((TESTS_MAX, ROWS_FIRST), -math.inf)
+        self._high: Any = np.full((TESTS_MAX, ROWS_FIRST), math.inf)
+
+    @property
+    def texts(self) -> int:
+        """How many were given a number; they keep it as long as the rows last."""
+        return len(self._texts)
+
+    def add(self, conditions: Sequence[Condition]) -> int:
+        """The row of a predicate that says this and no more; `NO_ROW` if it cannot be said here."""
+        if len(conditions) > TESTS_MAX:
+            return NO_ROW
+        tests: list[Test] = []
+        for condition in conditions:
+            test = self._test(condition)
+            if test is None:
+                return NO_ROW
+            tests.append(test)
+        row = self._free.pop() if self._free else self._next()
+        for place, test in enumerate(tests + [_ALWAYS] * (TESTS_MAX - len(tests))):
+            self._column[place, row], self._low[place, row], self._high[place, row] = test
+        return row
+
+    def discard(self, row: int) -> None:
+        if row != NO_ROW:
+            self._free.append(row)
+
+    def _next(self) -> int:
+        row, size = self._count, self._column.shape[1]
+        self._count += 1
+        if row == size:
+            grow = [(0, 0), (0, size)]
+            self._column = self._np.pad(self._column, grow)
+            self._low, self._high = self._np.pad(self._low, grow), self._np.pad(self._high, grow)
+        return row
+
+    def _test(self, condition: Condition) -> Test | None:
+        path, wanted = condition.path, condition.value
+        if not condition.exact:
+            return None
+        if condition.kind == "range":
+            low, high, ends = wanted
+            low = math.nextafter(low, math.inf) if ends & WITHOUT_LOW else low
+            high = math.nextafter(high, -math.inf) if ends & WITHOUT_HIGH else high
+            return self._at(path, "number"), low, high
+        if condition.kind != "equal":
+            return None
+        if type(wanted) is str:
+            number = self._texts.setdefault(wanted, float(len(self._texts)))
+            return self._at(path, "text"), number, number
+        if type(wanted) is float:
+            return self._at(path, "number"), wanted, wanted
+        number = _PLAIN[wanted]
+        return self._at(path, "plain"), number, number
+
+    def _at(self, path: Path, kind: str) -> int:
+        return self._columns.setdefault((path, kind), len(self._columns) + 1)
+
+    # -- deciding --------------------------------------------------------------------------------------
+
+    def holding(self, documents: Sequence[dict[str, Any]], asked: Sequence[tuple[int, int]]) -> list[int]:
+        """Which of the predicates are true on the documents beside them: rows and places, asked together."""
+        if not asked:
+            return []
+        np, values = self._np, self._values(documents)
+        pairs = np.array(asked, np.intp)
+        rows, places = pairs[:, 0], pairs[:, 1]
+        holds = np.ones(len(asked), bool)
+        for test in range(TESTS_MAX):
+            found = values[self._column[test, rows], places]
+            holds &= (found >= self._low[test, rows]) & (found <= self._high[test, rows])
+        return np.flatnonzero(holds).tolist()
+
+    def _values(self, documents: Sequence[dict[str, Any]]) -> Any:
+        """What the documents have in the columns that anybody looks at."""
+        found = self._np.full((len(self._columns) + 1, len(documents)), math.nan)
+        found[0] = 0.0
+        for (path, kind), column in self._columns.items():
+            found[column] = _column(getter(path), kind, self._texts, documents)
+        return found
+
+
+def _column(
+    get: Callable[[Any], Any], kind: str, texts: dict[str, float], documents: Iterable[dict[str, Any]]
+) -> list[float]:
+    """One field of all documents as numbers; whatever is of another kind is no number."""
+    nan = math.nan
+    if kind == "text":
+        number = texts.get
+        return [number(found, nan) if type(found := get(one)) is str else nan for one in documents]
+    if kind == "number":
+        return [
+            float(found) if type(found := get(one)) is float or type(found) is int else nan
+            for one in documents
+        ]
+    return [
+        2.0 if (found := get(one)) is None else float(found) if type(found) is bool else nan
+        for one in documents
+    ]
