@@ -359,3 +359,30 @@ def test_bytes_are_counted_too(slow: ServerProcess) -> None:
     refused = call("POST", "public/large", b"x" * 100, headers={"Content-Type": "text/plain"})
     assert (refused.status, refused.code) == (429, "overloaded")
     assert int(refused.headers["retry-after"]) > 10
+
+
+# -- tokens that the hub makes
+
+
+def test_what_the_hub_makes_of_a_token_is_no_more_than_the_token(
+    tmp_path: Path, start_server: StartServer
+) -> None:
+    """A provider cannot hand out `system` by way of the hub, and a revoked token leaves no offspring."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    shown = {**algorithms.OKPAlgorithm.to_jwk(key.public_key(), as_dict=True), "kid": "k"}
+    file = tmp_path / "jwks.json"
+    file.write_text(json.dumps({"keys": [shown]}))
+    env = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_HUB_MINT_TOKENS": "yes"}
+    server = start_server("--auth-jwks-file", str(file), env=env)
+    claims = {"sub": "ada", "scope": "read system", "jti": "first"}
+    first = jwt.encode(claims, key, algorithm="EdDSA", headers={"kid": "k"})
+    actor = Actor(server, token=first)
+    made = actor.ask("hub:refresh_token", {"token": first})["payload"]["token"]
+    actor.close()
+    holder = Caller(server, made)
+    assert holder("GET", "/v1/streams").status == 200
+    assert holder("POST", "__registry__", [{}]).code == "read_only_stream"
+    assert jwt.decode(made, SECRET, algorithms=["HS256"])["scope"] == "read"
+    assert Caller(server, MANAGER)("POST", "/v1/server/_revocations", {"jti": "first"}).status == 200
+    for bearer in (first, made):
+        assert Caller(server, bearer)("GET", "/v1/streams").code == "unauthorized"

@@ -283,3 +283,19 @@ def test_system_streams_are_written_by_nobody(place: Place, http: Wire, method: 
         assert answer.status in (400, 405), (name, answer.status)
         assert answer.code in ("read_only_stream", "reserved_name"), name
     guarded_wire.close()
+
+
+@pytest.mark.parametrize("scopes", [("read",), ("write",), ("read", "write")])
+def test_whoever_may_not_look_is_not_told_what_there_is(place: Place, scopes: tuple[str, ...]) -> None:
+    """Every answer about a system stream is the same whether or not there is one."""
+    wire = Wire(place.port, bearer=create_token(SECRET, sub="x", scopes=scopes, streams=["mine/"]))
+    for method in METHODS:
+        there, not_there = (
+            wire.call(
+                method.upper(), name, {"Content-Type": JSON}, b"[1]" if method in ("put", "post") else None
+            )
+            for name in ("__registry__", "__nothing__")
+        )
+        told = there.body.replace(b"__registry__", b"__nothing__")
+        assert (there.status, told) == (not_there.status, not_there.body), method
+    wire.close()

@@ -14,7 +14,7 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.api.guard import PROFILE, Guard
 from tailrace.api.plain_append import PlainAppend
 from tailrace.api.profile import TOUCH
-from tailrace.auth import ANONYMOUS, Action, Identity, authorise
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise, may
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
@@ -137,7 +137,9 @@ class StreamRoutes:
 
     def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
         if raw_name is not None and is_system(raw_name) and self._log.find(raw_name) is not None:
-            raise read_only()
+            # Whoever may not look at it is not told that it is there: to them the name is reserved.
+            if may(identity, Action.READ_STREAM, stream=raw_name):
+                raise read_only()
         parse.check_once(exchange)
         name = check_creatable(raw_name, self._limits.name_bytes)
         fork = parse.fork(exchange)

@@ -8,7 +8,7 @@ from tailrace.auth.book import IdentityBook
 from tailrace.auth.grants import Grants
 from tailrace.auth.identity_file import IdentityFile, Register
 from tailrace.auth.issue import TokenReport, create_token, inspect_token
-from tailrace.auth.policy import Action, authorise, covers, covers_pattern, visible_prefixes
+from tailrace.auth.policy import Action, authorise, covers, covers_pattern, may, visible_prefixes
 from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token
 from tailrace.auth.verifier import TokenVerifier
 
@@ -31,5 +31,6 @@ __all__ = [
     "create_token",
     "inspect_token",
     "make_key",
+    "may",
     "visible_prefixes",
 ]

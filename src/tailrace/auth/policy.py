@@ -113,6 +113,15 @@ def authorise(
     _authorise(identity, action, stream, source, db, pattern)
 
 
+def may(identity: Identity, action: Action, *, stream: str) -> bool:
+    """The same as a question."""
+    try:
+        authorise(identity, action, stream=stream)
+    except TailraceError:
+        return False
+    return True
+
+
 def _authorise_public(identity: Identity, action: Action, stream: str | None, source: str | None) -> None:
     """Somebody without a token is asked for one wherever the settings do not let everybody in."""
     if action is Action.PUBLIC:
