@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bench.history import cold_reads, sealing
+from bench.hub.scenarios import SCENARIOS as HUB
 from bench.idle import idle_streams
 from bench.scenarios import Scenario, appends, fanout, json_arrays, latency, reads, slow_disk
 
@@ -127,5 +128,6 @@ SCENARIOS: tuple[Scenario, ...] = (
             ("s3", "Tailrace from an S3 server on the same machine", ("tailrace",)),
         )
     ),
+    *HUB,
 )
 GROUPS = tuple(dict.fromkeys(scenario.group for scenario in SCENARIOS))

@@ -14,6 +14,7 @@ from pathlib import Path
 from bench.places import BENCH, NODE_MODULES, PEERS
 
 REDIS_PACKAGES = ("redis-server", "redis-tools", "liblzf1", "libjemalloc2")
+MOSQUITTO_PACKAGES = ("mosquitto", "libmosquitto1", "libcjson1", "libdlt2", "libwrap0")
 
 
 class UnavailableError(Exception):
@@ -65,17 +66,28 @@ def redis_server() -> tuple[Path, Path | None]:
     on_path = shutil.which("redis-server")
     if on_path is not None:
         return Path(on_path), None
-    root = PEERS / "redis"
-    binary = root / "usr/bin/redis-server"
+    return _unpacked("redis", REDIS_PACKAGES, "usr/bin/redis-server")
+
+
+def mosquitto() -> tuple[Path, Path | None]:
+    on_path = shutil.which("mosquitto")
+    if on_path is not None:
+        return Path(on_path), None
+    return _unpacked("mosquitto", MOSQUITTO_PACKAGES, "usr/sbin/mosquitto")
+
+
+def _unpacked(name: str, packages: tuple[str, ...], program: str) -> tuple[Path, Path | None]:
+    root = PEERS / name
+    binary = root / program
     if not binary.exists():
         if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-            raise UnavailableError("no redis-server on the PATH and no apt to fetch it with")
-        packages = PEERS / "packages"
-        packages.mkdir(parents=True, exist_ok=True)
-        run(["apt-get", "download", *REDIS_PACKAGES], cwd=packages)
-        for package in sorted(packages.glob("*.deb")):
+            raise UnavailableError(f"no {binary.name} on the PATH and no apt to fetch it with")
+        files = PEERS / "packages" / name
+        files.mkdir(parents=True, exist_ok=True)
+        run(["apt-get", "download", *packages], cwd=files)
+        for package in sorted(files.glob("*.deb")):
             run(["dpkg", "-x", str(package), str(root)])
-    libraries = sorted(root.glob("usr/lib/*/libjemalloc.so.2"))
+    libraries = sorted(root.glob("usr/lib/*/*.so.*"))
     return binary, libraries[0].parent if libraries else None
 
 
@@ -86,6 +98,7 @@ def main() -> int:
         ("bun", bun),
         ("redis", redis_server),
         ("nats", nats_server),
+        ("mosquitto", mosquitto),
     ):
         try:
             fetch()

@@ -70,6 +70,7 @@ COLUMNS: dict[str, list[tuple[str, str, Cell]]] = {
         *CPU,
     ],
     "idle": [
+        ("rest_s", "at rest after", _seconds),
         ("empty_rss_mb", "empty MB", _count),
         ("creates_per_s", "creates/s", _count),
         ("restart_s", "restart", _seconds),
@@ -84,6 +85,8 @@ COLUMNS: dict[str, list[tuple[str, str, Cell]]] = {
         ("read_p99_us", "read p99 ms", _ms),
         *ERRORS,
     ],
+    "hub": [*TAIL, *ERRORS, *CPU],
+    "hub-idle": [("rss_mb", "MB resident", _count), ("opened_per_s", "opened/s", _count)],
     "sealing": [
         ("of_without", "of without", lambda v: f"{v:.2f}x"),
         ("sealed_mb", "sealed MB meanwhile", _count),

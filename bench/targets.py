@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from bench.peers import DURABLE_HTTP, US
 from bench.results import Results, Series
 
+# Of the hub, per second and by the row's name: on one core, beside a load that has one of its own.
+HUB_GOALS = {
+    ("hub-relay", "100 pairs, 8 in flight"): 60_000,
+    ("hub-broadcast", "1 sender, 500 receivers"): 150_000,
+    ("hub-publish", "1 sender, 500 receivers"): 150_000,
+    ("hub-durable", "100 senders"): 20_000,
+}
+HUB_BYTES_EACH = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -69,6 +78,16 @@ def _limit(series: Series, metric: str, limit: float, unit: str, scale: float = 
         )
 
 
+def _hub(series: Series, ours: float) -> Iterator[Verdict]:
+    goal = HUB_GOALS.get((series.scenario, series.row))
+    if goal is not None:
+        what = f"{series.scenario}, {series.row}"
+        yield Verdict(what, f"at least {goal:,} {series.unit}", f"{ours:,.0f}", ours >= goal)
+    elif series.row == "half of that speed":
+        yield from _limit(series, "p50_us", 1.0, "ms", 1000.0)
+        yield from _limit(series, "p99_us", 5.0, "ms", 1000.0)
+
+
 def _of(series: Series) -> Iterator[Verdict]:
     ours = series.median(US)
     if ours is None:
@@ -102,6 +121,10 @@ def _of(series: Series) -> Iterator[Verdict]:
         yield Verdict(
             f"sealing, {series.row}", "at least 0.8x of without", got, share >= 0.8 and sealed_mb > 0
         )
+    elif series.group == "hub":
+        yield from _hub(series, ours)
+    elif series.group == "hub-idle":
+        yield from _limit(series, "bytes_each", HUB_BYTES_EACH, "bytes")
     elif series.group == "history":
         yield from _limit(series, "rss_mb", 300.0, "MB")
 

@@ -51,7 +51,7 @@ static void next(const struct options *o, struct connection *c) {
 }
 
 /* Length of one whole value at `at`, or 0 if it is not all there. Arrays nest. */
-static size_t value_length(const char *at, size_t n) {
+size_t redis_value_length(const char *at, size_t n) {
     const char *end = memchr(at, '\n', n);
     if (!end) return 0;
     size_t line = (size_t)(end - at) + 1;
@@ -59,7 +59,7 @@ static size_t value_length(const char *at, size_t n) {
     if (*at == '$' && count >= 0) return n >= line + (size_t)count + 2 ? line + (size_t)count + 2 : 0;
     size_t used = line;
     for (long i = 0; *at == '*' && i < count; i++) {
-        size_t part = used < n ? value_length(at + used, n - used) : 0;
+        size_t part = used < n ? redis_value_length(at + used, n - used) : 0;
         if (part == 0) return 0;
         used += part;
     }
@@ -78,7 +78,7 @@ static size_t feed(const struct options *o, struct connection *c, const char *by
         at = c->carry;
         length = c->carry_length += n;
     }
-    size_t used = value_length(at, length);
+    size_t used = redis_value_length(at, length);
     if (used == 0) {
         if (!c->carry) c->carry = malloc(CARRY_BYTES_MAX);
         if (c->carry_length == 0) memcpy(c->carry, bytes, n), c->carry_length = n;
@@ -115,7 +115,7 @@ static size_t page_feed(const struct options *o, struct connection *c, const cha
     if (!*done || c->status != 200) return used;
     long entries = atol(reply_start + 1);
     const char *last = NULL, *at = memchr(reply_start, '\n', c->body_bytes) + 1;
-    for (long i = 0; i < entries; i++) last = at, at += value_length(at, (size_t)(reply_start + c->body_bytes - at));
+    for (long i = 0; i < entries; i++) last = at, at += redis_value_length(at, (size_t)(reply_start + c->body_bytes - at));
     c->body_bytes = (uint64_t)entries * (uint64_t)o->body_bytes; /* payload only, as with HTTP */
     c->offset[0] = 0;
     if (entries == PAGE_ENTRIES) sscanf(last, "*2\r\n$%*d\r\n%127[0-9-]", c->offset);

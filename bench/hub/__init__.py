@@ -1,0 +1,1 @@
+"""The hub beside other ways to pass messages between connected programs."""
