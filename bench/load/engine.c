@@ -1,4 +1,5 @@
-/* Closed loop: every connection has one request on the way; its reply starts the next one. */
+/* Closed loop: every connection has one request on the way; its reply starts the next one. With a rate, each connection's
+ * requests are due at fixed times instead, and latency counts from then: a late answer makes those behind it late too. */
 #define _GNU_SOURCE
 #include "load.h"
 
@@ -9,6 +10,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #define STALL_NS 10000000000ull /* nothing heard for this long: give up and say so */
@@ -23,7 +25,9 @@ static struct {
     bool measuring, stalled;
 } run;
 static char receive_buffer[RECV_BUFFER_BYTES];
-static int poller;
+static int poller, timer;
+
+static bool polled(const struct options *o) { return o->connections > 1 || o->rate_per_s > 0; }
 
 static void watch(struct connection *c, uint32_t events, int operation) {
     struct epoll_event e = {.events = events, .data.ptr = c};
@@ -35,7 +39,7 @@ static void open_connection(const struct options *o, const struct protocol *p, s
     c->carry_length = 0;
     reply_reset(&c->reply);
     if (p->opened) p->opened(o, c);
-    if (o->connections > 1) {
+    if (polled(o)) {
         set_nonblocking(c->fd, true);
         watch(c, EPOLLIN, EPOLL_CTL_ADD);
     }
@@ -63,6 +67,42 @@ static bool begin_request(const struct options *o, const struct protocol *p, str
     c->sent_ns = now;
     flush_out(c);
     return true;
+}
+
+/* After an answer: at once, or when it is due. */
+static bool next_request(const struct options *o, const struct protocol *p, struct connection *c, uint64_t now) {
+    if (o->rate_per_s <= 0) return begin_request(o, p, c, now);
+    c->due_ns += 1000000000ull * (uint64_t)o->connections / (uint64_t)o->rate_per_s;
+    c->waiting = true;
+    return true;
+}
+
+/* Sends what is due, and sets the timer for the next one. */
+static void begin_due(const struct options *o, const struct protocol *p, struct connection *all) {
+    uint64_t now = now_ns(), soonest = UINT64_MAX;
+    for (struct connection *c = all; c < all + o->connections; c++) {
+        if (!c->waiting) continue;
+        if (c->due_ns <= now) {
+            c->waiting = false;
+            begin_request(o, p, c, c->due_ns);
+        } else if (c->due_ns < soonest) {
+            soonest = c->due_ns;
+        }
+    }
+    if (soonest == UINT64_MAX) return;
+    struct itimerspec at = {.it_value = {.tv_sec = (time_t)(soonest / 1000000000u), .tv_nsec = (long)(soonest % 1000000000u)}};
+    timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
+}
+
+static void start_pacing(const struct options *o, struct connection *all) {
+    uint64_t now = now_ns();
+    for (int i = 0; i < o->connections; i++) {
+        all[i].due_ns = now + 1000000000ull * (uint64_t)i / (uint64_t)o->rate_per_s;
+        all[i].waiting = true;
+    }
+    timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    struct epoll_event e = {.events = EPOLLIN | EPOLLET, .data.ptr = NULL};
+    if (epoll_ctl(poller, EPOLL_CTL_ADD, timer, &e) < 0) die("epoll_ctl: %s", strerror(errno));
 }
 
 static void start_measuring(uint64_t now) {
@@ -111,7 +151,7 @@ static bool serve(const struct options *o, const struct protocol *p, struct conn
     uint64_t now = now_ns();
     finish_reply(c, now);
     reply_reset(&c->reply);
-    return begin_request(o, p, c, now);
+    return next_request(o, p, c, now);
 }
 
 static bool finished(const struct options *o, uint64_t now) {
@@ -129,9 +169,10 @@ static void loop_one(const struct options *o, const struct protocol *p, struct c
     }
 }
 
-static void loop_many(const struct options *o, const struct protocol *p) {
+static void loop_many(const struct options *o, const struct protocol *p, struct connection *all) {
     struct epoll_event events[EVENTS];
     for (uint64_t now = now_ns(); !finished(o, now); now = now_ns()) {
+        if (o->rate_per_s > 0) begin_due(o, p, all);
         int n = epoll_wait(poller, events, EVENTS, 100);
         if (n == 0 && now > run.last_ns + STALL_NS) {
             run.stalled = true;
@@ -139,6 +180,7 @@ static void loop_many(const struct options *o, const struct protocol *p) {
         }
         for (int i = 0; i < n; i++) {
             struct connection *c = events[i].data.ptr;
+            if (c == NULL) continue; /* the timer */
             if (events[i].events & EPOLLOUT) {
                 watch(c, EPOLLIN, EPOLL_CTL_MOD);
                 flush_out(c);
@@ -184,9 +226,10 @@ void run_closed_loop(const struct options *o, const struct protocol *p) {
     run.last_ns = now;
     run.begin_ns = now + (o->count ? 0 : (uint64_t)(o->warmup_seconds * 1e9));
     if (o->count) start_measuring(now);
-    for (int i = 0; i < o->connections; i++) begin_request(o, p, &all[i], now_ns());
-    if (o->connections == 1) loop_one(o, p, &all[0]);
-    else loop_many(o, p);
+    if (o->rate_per_s > 0) start_pacing(o, all);
+    else for (int i = 0; i < o->connections; i++) begin_request(o, p, &all[i], now_ns());
+    if (polled(o)) loop_many(o, p, all);
+    else loop_one(o, p, &all[0]);
     uint64_t end = o->count ? run.last_ns : now_ns();
     double cpu = cpu_seconds() - run.begin_cpu;
     print_report(o, (double)(end - run.begin_ns) / 1e9, cpu);

@@ -48,7 +48,7 @@ struct options {
     bool unique;
     bool discard; /* read: drop body bytes in the kernel instead of copying them out */
     int readers;  /* fanout */
-    int rate_per_s;
+    int rate_per_s; /* requests of all connections together; 0: as fast as they are answered */
     double drain_seconds;
 };
 
@@ -87,6 +87,8 @@ struct connection {
     uint32_t id;
     uint64_t turn; /* number of its request, counted over all connections: streams are taken in turn */
     uint64_t sent_ns;
+    uint64_t due_ns; /* with a rate: when its next request is to be sent */
+    bool waiting;
     const char *out;
     size_t out_length, out_sent;
     char *scratch; /* for requests built one by one */

@@ -25,7 +25,8 @@ static const char usage[] =
     "  --seconds S       measured time (5)             --warmup S         before it (1)\n"
     "  --count N         stop after N replies instead  --create           create the streams first\n"
     "  --unique          a new path for each request   --discard          read: let the kernel drop body bytes\n"
-    "  --readers N (1000)  --rate N (100)  --drain S (5)                  for fanout\n";
+    "  --rate N          requests/s of all connections, latency from when each was due (0: closed loop; fanout: 100)\n"
+    "  --readers N (1000)  --drain S (5)                                  for fanout\n";
 
 enum { OPT_HOST = 256, OPT_PORT, OPT_PATH, OPT_METHOD, OPT_TYPE, OPT_HEADER, OPT_BODY, OPT_ARRAY, OPT_CONNECTIONS, OPT_STREAMS,
        OPT_SECONDS, OPT_WARMUP, OPT_COUNT, OPT_CREATE, OPT_UNIQUE, OPT_DISCARD, OPT_READERS, OPT_RATE, OPT_DRAIN, OPT_MODE, OPT_HELP };
@@ -82,7 +83,7 @@ static const struct protocol *protocol_of(const char *mode) {
 int main(int argc, char **argv) {
     struct options o = {.mode = "append", .host = "127.0.0.1", .method = "POST", .path = "/v1/stream/bench-%d",
                         .content_type = "application/octet-stream", .connections = 64, .streams = 1, .body_bytes = 100,
-                        .seconds = 5, .warmup_seconds = 1, .readers = 1000, .rate_per_s = 100, .drain_seconds = 5};
+                        .seconds = 5, .warmup_seconds = 1, .readers = 1000, .drain_seconds = 5};
     for (int c; (c = getopt_long(argc, argv, "", names, NULL)) != -1;) take(&o, c, optarg);
     if (o.port <= 0 || o.connections < 1 || o.streams < 1 || o.body_bytes < 1) die("see --help");
     struct rlimit files;
@@ -90,7 +91,9 @@ int main(int argc, char **argv) {
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
     signal(SIGPIPE, SIG_IGN);
-    if (strcmp(o.mode, "fanout") == 0) run_fanout(&o);
+    bool fanout = strcmp(o.mode, "fanout") == 0;
+    if (fanout && o.rate_per_s == 0) o.rate_per_s = 100;
+    if (fanout) run_fanout(&o);
     else run_closed_loop(&o, protocol_of(o.mode));
     return 0;
 }

@@ -1,0 +1,362 @@
+# pyright: strict
+"""A load that lasts: appends, reads, live readers and seals at a share of the measured maximum.
+
+`python -m bench.soak --minutes 30` measures the maximum with the whole mix running and holds appends at 70 %
+of it. Every interval it notes rates, latencies, errors and memory; at the end it draws them and judges: no
+errors, memory flat, p99 stable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from bench import install
+from bench.chart import Panel, draw_png, draw_svg
+from bench.loadgen import Fanout, Generator, Load
+from bench.machine import commit, cpu_model
+from bench.peers import ALL, US
+from bench.places import DATA, RESULTS
+from bench.processes import PAGE_BYTES, PeerError, Running
+
+MIB = 1024 * 1024
+OCTETS = "application/octet-stream"
+# Small segments and journal files, so that checkpoints, seals and trims go on all the while.
+ENV = {
+    "TAILRACE_SEAL_BYTES": "4MiB",
+    "TAILRACE_SEAL_AGE_MS": "30s",
+    "TAILRACE_SEAL_INTERVAL_MS": "5s",
+    "TAILRACE_JOURNAL_FILE_BYTES": "16MiB",
+}
+# The pipeline starts with the first segments instead of waiting for more.
+PIPELINE = {"TAILRACE_PIPELINE": "auto", "TAILRACE_PIPELINE_START_BYTES": "256KiB"}
+RETENTION_BYTES = 64 * MIB  # of each stream that is appended to: the disk stays as full as it is
+HISTORY_MESSAGES = 20_000
+MEMORY_GROWTH_MAX = 1.10  # of the last third over the middle one
+P99_GROWTH_MAX = 1.5
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One interval."""
+
+    minutes: float
+    appends_per_s: float
+    append_p50_ms: float
+    append_p99_ms: float
+    reads_per_s: float
+    read_p99_ms: float
+    delivery_p99_ms: float
+    missed: int  # messages that live readers did not get, or got twice
+    errors: int
+    server_mb: float
+    all_mb: float  # with the processes it has started
+    segments: int
+    publications: int
+
+
+class Soak(msgspec.Struct, frozen=True):
+    """A whole run."""
+
+    commit: str
+    cpu: str
+    share: float
+    max_per_s: float
+    rows: list[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What runs at once, besides what the server does by itself."""
+
+    generator: Generator
+    connections: int
+    streams: int
+    readers: int
+    live_rate: int
+    read_rate: int
+
+    def appends(self, port: int, seconds: float, rate: int = 0) -> Load:
+        options = {"rate": rate} if rate else {}
+        return self.generator.run(
+            port,
+            mode="append",
+            path="/v1/stream/soak-%d",
+            streams=self.streams,
+            connections=self.connections,
+            seconds=seconds,
+            warmup=0,
+            **options,
+        )
+
+    def reads(self, port: int, seconds: float) -> Load:
+        return self.generator.run(
+            port,
+            mode="read",
+            path="/v1/stream/history-%d",
+            streams=4,
+            connections=4,
+            seconds=seconds,
+            warmup=0,
+            rate=self.read_rate,
+        )
+
+    def live(self, port: int, seconds: float, number: int) -> Fanout:
+        """On a stream of its own each time: readers count what they see from its start."""
+        found = self.generator.fanout(
+            port,
+            path=f"/v1/stream/live-{number}",
+            content_type="application/json",
+            create=True,
+            readers=self.readers,
+            rate=self.live_rate,
+            seconds=seconds,
+            drain=5,
+        )
+        call(port, "DELETE", f"live-{number}")
+        return found
+
+
+def call(port: int, method: str, name: str, body: bytes | None = None, **headers: str) -> None:
+    named = {key.replace("_", "-"): value for key, value in headers.items()}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/stream/{name}", body, named, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        answer.read()
+
+
+def prepare(port: int, mix: Mix, *, pipeline: bool) -> None:
+    for number in range(mix.streams):
+        kept = str(RETENTION_BYTES)
+        call(
+            port,
+            "PUT",
+            f"soak-{number}",
+            Content_Type=OCTETS,
+            Stream_Retention_Bytes=kept,
+        )
+    for number in range(4):
+        call(port, "PUT", f"history-{number}", Content_Type=OCTETS)
+    filled = mix.generator.run(
+        port, mode="append", path="/v1/stream/history-%d", streams=4, body_bytes=1000, count=HISTORY_MESSAGES
+    )
+    if filled.errors:
+        raise PeerError(f"filling failed: {filled.status}")
+    if pipeline:
+        call(port, "PUT", "events", Content_Type="application/json")
+        profile = msgspec.json.encode({"profile": {"kind": "evlog"}})
+        call(port, "POST", "events/_profile", profile, Content_Type="application/json")
+
+
+class Events:
+    """Wide events at a modest rate, so that the pipeline has something to index."""
+
+    def __init__(self, port: int, per_s: int = 200) -> None:
+        self._port = port
+        self._per_s = per_s
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.errors = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._end.wait(1.0):
+            batch = [
+                {"service": f"service-{one % 7}", "message": f"request {one} served", "status": 200 + one % 3}
+                for one in range(number, number + self._per_s)
+            ]
+            number += self._per_s
+            try:
+                call(
+                    self._port, "POST", "events", msgspec.json.encode(batch), Content_Type="application/json"
+                )
+            except OSError:
+                self.errors += 1
+
+
+def metric(port: int, name: str) -> int:
+    """The sum of a counter over its labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return int(
+        sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+    )
+
+
+def resident_mb(server: Running) -> float:
+    fields = Path(f"/proc/{server.process.pid}/statm").read_text().split()
+    return int(fields[1]) * PAGE_BYTES / 1e6
+
+
+def interval(server: Running, mix: Mix, seconds: float, rate: int, number: int, began: float) -> Row:
+    """The whole mix for some seconds; with a rate of 0 appends go as fast as they can."""
+    port = server.port
+    with ThreadPoolExecutor(3) as pool:
+        live = pool.submit(mix.live, port, seconds, number)
+        reads = pool.submit(mix.reads, port, seconds)
+        appends = pool.submit(mix.appends, port, seconds, rate)
+        appended, read, seen = appends.result(), reads.result(), live.result()
+    return Row(
+        minutes=(time.monotonic() - began) / 60,
+        appends_per_s=appended.ops_per_s,
+        append_p50_ms=appended.latency_us.p50 / 1000,
+        append_p99_ms=appended.latency_us.p99 / 1000,
+        reads_per_s=read.ops_per_s,
+        read_p99_ms=read.latency_us.p99 / 1000,
+        delivery_p99_ms=seen.delivery_us.p99 / 1000,
+        missed=abs(seen.expected - seen.delivered) + seen.duplicates,
+        errors=appended.errors + read.errors + seen.append_errors,
+        server_mb=resident_mb(server),
+        all_mb=server.rss_bytes() / 1e6,
+        segments=metric(port, "tailrace_sealed_segments_total"),
+        publications=metric(port, "tailrace_pipeline_publish_total"),
+    )
+
+
+def run(server: Running, mix: Mix, minutes: float, interval_s: float, share: float) -> Soak:
+    began = time.monotonic()
+    fastest = [interval(server, mix, interval_s, 0, number, began).appends_per_s for number in range(3)]
+    max_per_s = statistics.median(fastest)
+    rate = max(1, int(share * max_per_s))
+    print(
+        f"at most {max_per_s:,.0f} appends/s with the mix; holding {rate:,} for {minutes:g} minutes",
+        flush=True,
+    )
+    began = time.monotonic()
+    rows: list[Row] = []
+    while time.monotonic() - began < minutes * 60:
+        row = interval(server, mix, interval_s, rate, len(rows) + len(fastest), began)
+        rows.append(row)
+        print(
+            f"{row.minutes:6.1f} min  {row.appends_per_s:8,.0f}/s  p99 {row.append_p99_ms:7.2f} ms  "
+            f"live p99 {row.delivery_p99_ms:7.2f} ms  {row.server_mb:6.0f} MB  errors {row.errors}",
+            flush=True,
+        )
+    return Soak(commit=commit(), cpu=cpu_model(), share=share, max_per_s=max_per_s, rows=rows)
+
+
+def verdict(soak: Soak) -> list[str]:
+    """What is wrong with the run; nothing if it held."""
+    rows = soak.rows
+    found: list[str] = []
+    if errors := sum(row.errors for row in rows):
+        found.append(f"{errors} requests failed")
+    if missed := sum(row.missed for row in rows):
+        found.append(f"live readers missed, or saw twice, {missed} messages")
+    third = len(rows) // 3
+    if third:
+        middle, last = rows[third : 2 * third], rows[-third:]
+        grown = _median([row.server_mb for row in last]) / _median([row.server_mb for row in middle])
+        if grown > MEMORY_GROWTH_MAX:
+            found.append(f"memory grew by {grown - 1:.0%} from the middle third to the last")
+        slower = _median([row.append_p99_ms for row in last]) / _median([row.append_p99_ms for row in middle])
+        if slower > P99_GROWTH_MAX:
+            found.append(f"p99 of appends grew {slower:.1f}-fold from the middle third to the last")
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    return max(statistics.median(values), 1e-9)
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    return [
+        Panel("Appends", "per second", {"appends": [row.appends_per_s for row in rows]}),
+        Panel(
+            "Latency, p99",
+            "ms",
+            {
+                "append": [row.append_p99_ms for row in rows],
+                "read": [row.read_p99_ms for row in rows],
+                "live delivery": [row.delivery_p99_ms for row in rows],
+            },
+        ),
+        Panel(
+            "Memory",
+            "MB",
+            {"server": [row.server_mb for row in rows], "with its processes": [row.all_mb for row in rows]},
+        ),
+        Panel("Errors", "in an interval", {"errors": [float(row.errors + row.missed) for row in rows]}),
+        Panel("Segments sealed", "since the start", {"segments": [float(row.segments) for row in rows]}),
+    ]
+
+
+def write(soak: Soak, out: Path) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(soak)))
+    title = (
+        f"{soak.commit} at {soak.share:.0%} of {soak.max_per_s:,.0f} appends/s, with reads and live readers"
+    )
+    minutes, drawn = [row.minutes for row in soak.rows], panels(soak.rows)
+    draw_svg(out / "soak.svg", title, minutes, drawn)
+    files = [out / "soak.json", out / "soak.svg"]
+    if draw_png(out / "soak.png", title, minutes, drawn):
+        files.append(out / "soak.png")
+    return files
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--interval", type=float, default=10.0, help="seconds of each reading (10)")
+    parser.add_argument("--share", type=float, default=0.7, help="of the measured maximum (0.7)")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--readers", type=int, default=200, help="live readers (200)")
+    parser.add_argument("--live-rate", type=int, default=50, help="messages/s to them (50)")
+    parser.add_argument("--read-rate", type=int, default=200, help="catch-up reads/s (200)")
+    parser.add_argument("--pipeline", action="store_true", help="let the server run its pipeline on events")
+    parser.add_argument("--server-cpus", default="0", help="cores of the server, any for all (0)")
+    parser.add_argument("--load-cpus", default="1", help="cores of the load, any for all (1)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def cores(text: str) -> frozenset[int] | None:
+    return None if text == "any" else frozenset(int(core) for core in text.split(","))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    install.tools()
+    mix = Mix(
+        generator=Generator(cores(options.load_cpus)),
+        connections=options.connections,
+        streams=options.streams,
+        readers=options.readers,
+        live_rate=options.live_rate,
+        read_rate=options.read_rate,
+    )
+    env = {**ENV, **(PIPELINE if options.pipeline else {"TAILRACE_PIPELINE": "off"})}
+    with ALL[US].running(DATA / "soak", cores(options.server_cpus), env) as server:
+        prepare(server.port, mix, pipeline=options.pipeline)
+        events = Events(server.port)
+        if options.pipeline:
+            events.start()
+        soak = run(server, mix, options.minutes, options.interval, options.share)
+        if options.pipeline:
+            events.stop()
+    found = verdict(soak) + ([f"{events.errors} batches of events failed"] if events.errors else [])
+    for file in write(soak, options.out):
+        print(f"wrote {file}")
+    print("\n".join(found) or "held: no errors, memory flat, p99 stable")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
