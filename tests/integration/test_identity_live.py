@@ -386,3 +386,29 @@ def test_what_the_hub_makes_of_a_token_is_no_more_than_the_token(
     assert Caller(server, MANAGER)("POST", "/v1/server/_revocations", {"jti": "first"}).status == 200
     for bearer in (first, made):
         assert Caller(server, bearer)("GET", "/v1/streams").code == "unauthorized"
+
+
+# -- several processes
+
+
+def test_every_worker_follows_a_revocation(start_server: StartServer) -> None:
+    """Whichever worker is asked: the others see the file, and close what they hold."""
+    server = start_server("--workers", "2", env={"TAILRACE_AUTH_JWT_SECRET": SECRET})
+    call = Caller(server, MANAGER)
+    names = [fresh("shared") for _ in range(8)]  # of both workers
+    for name in names:
+        assert call("PUT", name, headers={"Content-Type": JSON}).status == 201
+    key_id, key = made_key(call, "ci", "read")
+    reader = Caller(server, key)
+    for name in names:
+        eventually(lambda name=name: reader("GET", name).status, lambda status: status == 200)
+    with ExitStack() as stack:
+        wire = Wire(server.port, bearer=key)
+        streams = [stack.enter_context(wire.events(f"{name}?offset=now&live=sse")) for name in names]
+        for events in streams:
+            events.control()
+        assert call("DELETE", f"/v1/server/_keys/{key_id}").status == 204
+        for events in streams:
+            assert events.next() is None
+    for name in names:
+        eventually(lambda name=name: reader("GET", name).status, lambda status: status == 401)
