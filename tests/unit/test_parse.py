@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from tailrace.api import parse
-from tailrace.protocol import content_types
+from tailrace.protocol import content_types, query
 
 
 def test_long_queries_are_not_remembered() -> None:
-    parse.parse_query(b"offset=-1&live=sse")
-    before = parse.parse_known_query.cache_info().currsize
+    query.parse_query(b"offset=-1&live=sse")
+    before = query.parse_known_query.cache_info().currsize
     for number in range(50):
-        assert parse.parse_query(b"key=%d&x=" % number + b"a" * 10_000)["key"] == str(number)
-    assert parse.parse_known_query.cache_info().currsize == before
+        assert query.parse_query(b"key=%d&x=" % number + b"a" * 10_000)["key"] == str(number)
+    assert query.parse_known_query.cache_info().currsize == before
 
 
 def test_long_content_types_are_not_remembered() -> None:

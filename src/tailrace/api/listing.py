@@ -9,7 +9,6 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.inspection.documents import observability_of, profile_kind_of
-from tailrace.api.parse import parse_query
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.errors import TailraceError
 from tailrace.log.listing import list_streams
@@ -18,6 +17,7 @@ from tailrace.net.http1 import Exchange
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line
+from tailrace.protocol.query import parse_query
 
 
 class ListingRoutes:

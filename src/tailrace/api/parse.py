@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import unquote_to_bytes
 
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -16,26 +15,8 @@ from tailrace.protocol.content_types import is_valid
 from tailrace.protocol.names import decode as decode_name
 
 INTEGER_MAX = 2**53 - 1
-QUERY_BYTES_CACHED = 512
 _INTEGER = re.compile(rb"[0-9]{1,16}")
 _COUNT = re.compile(rb"0|[1-9][0-9]{0,15}")
-_SINGLE = frozenset(
-    {
-        "offset",
-        "live",
-        "cursor",
-        "key",
-        "since",
-        "filter",
-        "format",
-        "timeout",
-        "timeout_ms",
-        "limit",
-        "after",
-        "max_bytes",
-        "max_entries",
-    }
-)
 # Headers that mean nothing when they come twice.
 _ONCE = frozenset(
     {
@@ -59,17 +40,6 @@ _ONCE = frozenset(
 )
 
 
-def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
-    """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
-    if (exact := query.get("timeout_ms")) is not None:
-        if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
-            raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
-        return min(int(exact), max_ms)
-    if (text := query.get("timeout")) is not None:
-        return min(durations.parse_wait_ms(text), max_ms)
-    return min(default_ms, max_ms)
-
-
 def at_most(query: dict[str, str], name: str, most: int) -> int:
     """How much a page may hold: what is asked for, cut down to what is allowed."""
     text = query.get(name)
@@ -82,33 +52,6 @@ def at_most(query: dict[str, str], name: str, most: int) -> int:
 
 def bad_header(name: str, why: str) -> TailraceError:
     return TailraceError("invalid_header", f"{name} {why}", header=name)
-
-
-def parse_query(raw: bytes) -> dict[str, str]:
-    """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
-    return parse_known_query(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse_query(raw)
-
-
-def _parse_query(raw: bytes) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for item in raw.split(b"&"):
-        if not item:
-            continue
-        name, _, value = item.partition(b"=")
-        try:
-            key = unquote_to_bytes(name.replace(b"+", b" ")).decode()
-            text = unquote_to_bytes(value.replace(b"+", b" ")).decode()
-        except UnicodeDecodeError:
-            raise TailraceError("invalid_request", "the query string is not valid UTF-8") from None
-        if key in found and key in _SINGLE:
-            raise TailraceError(
-                "invalid_offset" if key == "offset" else "invalid_request", f"{key} is given more than once"
-            )
-        found[key] = text
-    return found
-
-
-parse_known_query = lru_cache(maxsize=4096)(_parse_query)
 
 
 def check_once(exchange: Exchange) -> None:

@@ -13,7 +13,7 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.index_status import Indexed
-from tailrace.api.parse import check_encoding, parse_query
+from tailrace.api.parse import check_encoding
 from tailrace.api.pipeline_child import PipelineChild
 from tailrace.api.pipeline_metrics import SealTiming
 from tailrace.api.pipeline_plan import JOBS, Json, Plans, plan_of
@@ -23,6 +23,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.catalogue import plans_of
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
+from tailrace.protocol.query import parse_query
 from tailrace.store.cold import ColdReader
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import ManifestError

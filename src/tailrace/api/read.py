@@ -10,7 +10,7 @@ from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
 from tailrace.api.live import Live
 from tailrace.api.long_poll import LongPoll
-from tailrace.api.parse import at_most, parse_query, wait_ms
+from tailrace.api.parse import at_most
 from tailrace.api.read_request import ReadRequest
 from tailrace.api.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
 from tailrace.auth import Action, Identity, authorise, bad_token
@@ -24,23 +24,13 @@ from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
+from tailrace.protocol.query import live_mode, parse_query, wait_ms
 from tailrace.query.filtering import Sieve
 from tailrace.schema.registry import Registry
 
 Answer = Callable[[Exchange], None]
 
 YEAR_S = 31_536_000
-LIVE_MODES = {
-    "long-poll": "long-poll",
-    "true": "long-poll",
-    "1": "long-poll",
-    "sse": "sse",
-    "ws": "ws",
-    "ws-internal": "ws",
-    "": "",
-    "false": "",
-    "0": "",
-}
 
 
 class ReadRoutes:
@@ -100,10 +90,7 @@ class ReadRoutes:
     ) -> ReadRequest:
         """What is asked for; `found` is where a read by time begins, if that is known already."""
         query = parse_query(exchange.query)
-        raw_live = query.get("live", "")
-        mode = LIVE_MODES.get(raw_live)
-        if mode is None:
-            raise TailraceError("invalid_request", "live must be long-poll, sse or ws")
+        mode = live_mode(query)
         stream = self._log.readable(name)
         filter_text = query.get("filter")
         if filter_text is not None:
@@ -124,7 +111,7 @@ class ReadRoutes:
             start,
             at_now,
             mode,
-            raw_live == "long-poll",
+            query.get("live") == "long-poll",
             fmt,
             bool(query.get("format")),
             key,

@@ -8,10 +8,10 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.parse import parse_query
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
+from tailrace.protocol.query import parse_query
 from tailrace.tier.seal import Sealing
 
 PATH = b"/v1/server/_seal"

@@ -10,7 +10,6 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.guard import PROFILE
-from tailrace.api.parse import parse_query
 from tailrace.api.profile import TOUCH
 from tailrace.api.schema import parse
 from tailrace.api.touch_feed import Feed
@@ -24,6 +23,7 @@ from tailrace.profiles.touch.config import TouchConfig
 from tailrace.profiles.touch.state import Stale, TouchState
 from tailrace.profiles.touch.templates import parse_ttl
 from tailrace.profiles.touch.waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
+from tailrace.protocol.query import parse_query
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05

@@ -41,7 +41,7 @@ LIVE_MODES = {
 
 def parse_query(raw: bytes) -> dict[str, str]:
     """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
-    return _parse_known(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse(raw)
+    return parse_known_query(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse(raw)
 
 
 def _parse(raw: bytes) -> dict[str, str]:
@@ -63,7 +63,7 @@ def _parse(raw: bytes) -> dict[str, str]:
     return found
 
 
-_parse_known = lru_cache(maxsize=4096)(_parse)
+parse_known_query = lru_cache(maxsize=4096)(_parse)
 
 
 def live_mode(query: dict[str, str]) -> str:

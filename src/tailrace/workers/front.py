@@ -15,7 +15,6 @@ from tailrace.api import parse
 from tailrace.api.app import CONTROL, TailraceApp
 from tailrace.api.context import Context
 from tailrace.api.otlp import PATH as TRACES_PATH
-from tailrace.api.parse import parse_query
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.auth import Action, authorise
@@ -26,6 +25,7 @@ from tailrace.net.handover import Handover
 from tailrace.net.http1 import Exchange
 from tailrace.net.relay import ALONE, receive
 from tailrace.protocol.names import check_creatable
+from tailrace.protocol.query import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
 from tailrace.workers.later import Later

@@ -9,7 +9,6 @@ import msgspec
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.parse import parse_query
 from tailrace.api.serve import Server
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.limits import Limits
@@ -17,6 +16,7 @@ from tailrace.net.app import App
 from tailrace.net.handover import Adoption, Handover
 from tailrace.net.http1 import Exchange, HttpServer
 from tailrace.net.relay import Peer
+from tailrace.protocol.query import parse_query
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.workers import delivery, feed, homes
@@ -45,6 +45,7 @@ class WorkerServer(Server):
         doors = {index: setup.door(index) for index in workers}
         super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
         circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
+        self.log.is_elsewhere = lambda name: circle.placement.home(name) != circle.own
         self._homes = homes.Homes(self.log, circle)
         self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)
         self._handover = Handover()

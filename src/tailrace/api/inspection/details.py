@@ -16,12 +16,12 @@ from tailrace.api.inspection.descriptor import Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
 from tailrace.api.inspection.index_status import Indexed, Manifest, TailRows, index_status
 from tailrace.api.live import Live
-from tailrace.api.parse import parse_query, wait_ms
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
+from tailrace.protocol.query import parse_query, wait_ms
 from tailrace.store.object_book import RecordedHead
 
 WAIT_DEFAULT_MS = 3000

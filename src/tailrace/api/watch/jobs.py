@@ -11,7 +11,6 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.parse import parse_query
 from tailrace.api.watch.book import Book, Collection
 from tailrace.api.watch.collection import NATIVE
 from tailrace.api.watch.documents import Correction, Result, Writer
@@ -20,6 +19,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import names as stream_names
+from tailrace.protocol.query import parse_query
 from tailrace.watch import names, view_files
 from tailrace.watch.view import Row
 
