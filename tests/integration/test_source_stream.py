@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import StartServer
 from support.calls import Caller
+from support.cli import Finished, tailrace
 from support.server import ServerProcess
 from support.sources import BASE, QUICK, changes, check_log, documents, status, wait_phase, wait_until
 from support.watch_client import Live
@@ -162,3 +164,27 @@ def test_sources_are_for_managers(start_server: StartServer) -> None:
     assert admin("DELETE", "/v1/databases/app/collections/orders").code == "conflict"
     assert admin("DELETE", path).status == 200
     assert admin("DELETE", "/v1/databases/app/collections/orders").status == 204
+
+
+def test_doctor_tells_of_sources_that_nobody_reads(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "data", env=QUICK).start()
+    call = Caller(server)
+    looked = ("doctor", "--port", "0", "--data-dir", str(server.data_dir), "--json")
+    assert verdict(tailrace(*looked)) == ("ok", "none")
+    assert call("PUT", "records", headers={"Content-Type": "application/json"}).status == 201
+    assert call("POST", "records/_profile", {"profile": {"kind": "state-protocol"}}).status == 200
+    follow(call, "records")
+    server.stop()
+    found, detail = verdict(tailrace(*looked))
+    assert (found, detail.partition(";")[0]) == ("warn", "default/records live")
+    server.start()
+    wait_phase(call, "records", "live")
+    assert verdict(tailrace(*looked))[0] == "ok"
+    assert call("DELETE", f"{BASE}/sources/records").status == 200
+    server.stop()
+    assert verdict(tailrace(*looked)) == ("ok", "none")
+
+
+def verdict(finished: Finished) -> tuple[str, str]:
+    (row,) = [row for row in finished.rows if row["check"] == "sources"]
+    return row["verdict"], row["detail"]

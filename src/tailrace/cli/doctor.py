@@ -18,8 +18,8 @@ Verdict = Literal["ok", "warn", "fail"]
 _HELP: Final = """Check that this machine can run a server well, with the settings `tailrace serve` would use.
 
 Looks at Python and its packages, the data directory (writable, free space, how long one fsync takes, another
-server's lock), the port, the clock and the limit of open files. The exit code is 1 if something would stop a
-server; warnings alone leave it at 0.
+server's lock), the port, the clock, the limit of open files, and the sources that are followed. The exit code
+is 1 if something would stop a server; warnings alone leave it at 0.
 
 For example:
 
@@ -87,6 +87,7 @@ def examine(flags: dict[str, str]) -> Iterator[Finding]:
         _files,
         _clock,
         _pipeline,
+        _sources,
     )
     for check in checks:
         yield check(settings)
@@ -239,6 +240,31 @@ def _pipeline(settings: Settings) -> Finding:
         detail = f"no Java {VERSION_MIN}+ found (JAVA_HOME, PATH); companions are not built, searches scan"
         return Finding("pipeline", "warn", detail)
     return Finding("pipeline", "ok", java)
+
+
+def _sources(settings: Settings) -> Finding:
+    """What is followed outside. A database keeps its log for as long as nobody reads it."""
+    import apsw
+
+    from tailrace.api.watch.source_progress import read_facts
+    from tailrace.log.journal import JournalCorruptError
+    from tailrace.log.records import UNREADABLE
+
+    if not (settings.data_dir / "journal").is_dir():
+        return Finding("sources", "ok", "none")
+    try:
+        found = read_facts(settings.data_dir)
+    except (apsw.Error, OSError, JournalCorruptError, *UNREADABLE) as error:
+        return Finding("sources", "warn", f"the data directory cannot be read: {error}")
+    shown = [
+        f"{name} {one.phase}" + (f" ({one.reason})" if one.reason else "") for name, one in found.items()
+    ]
+    if not shown:
+        return Finding("sources", "ok", "none")
+    served = _lock(settings).verdict == "warn"
+    detail = ", ".join(shown) + ("" if served else "; no server reads them, and databases keep their log")
+    wrong = not served or any(one.phase == "stale" for one in found.values())
+    return Finding("sources", "warn" if wrong else "ok", detail)
 
 
 def _clock(settings: Settings) -> Finding:

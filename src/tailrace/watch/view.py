@@ -45,6 +45,17 @@ CREATE INDEX writes_by_time ON writes(at_ms);
 """
 _FIND: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id=?"""
+IDS_EACH: Final = 50  # in one statement; a list that is shorter repeats its last
+_IDS: Final = ", ".join("?" * IDS_EACH)
+_FIND_MANY: Final = _FIND.replace("id=?", f"id IN ({_IDS})")
+_COUNT: Final = "SELECT count(*) FROM documents WHERE collection=? AND deleted=0 AND id=?"
+_LIVING: Final = _COUNT.replace("id=?", f"id IN ({_IDS})")
+_PUT: Final = """INSERT INTO documents(
+    collection, id, partition, seq, version, created_ms, updated_ms, deleted, data)
+VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(collection, id) DO UPDATE SET
+    seq=excluded.seq, version=excluded.version, created_ms=excluded.created_ms,
+    updated_ms=excluded.updated_ms, deleted=excluded.deleted, data=excluded.data"""
+_PUT_WRITE: Final = "INSERT OR REPLACE INTO writes VALUES(?, ?, ?, ?, ?, ?, ?)"
 _AFTER: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id>? AND deleted=0 ORDER BY id LIMIT ?"""
 _ALL: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
@@ -76,6 +87,12 @@ class Execute(Protocol):
     """What we use of a connection's `execute`; the library's own annotation is only partly known."""
 
     def __call__(self, query: str, bindings: Sequence[object] = ()) -> _Rows: ...
+
+
+class ExecuteMany(Protocol):
+    """Likewise of `executemany`."""
+
+    def __call__(self, query: str, bindings: Iterable[Sequence[object]]) -> object: ...
 
 
 class Row(NamedTuple):
@@ -114,6 +131,13 @@ NOTHING_PURGED: Final = Purged(0, 0)
 
 def _row(found: tuple[object, ...]) -> Row:
     return Row(*cast("tuple[str, int, int, int, int, int, int, bytes]", found))
+
+
+def _pieces(ids: Sequence[str]) -> Iterator[list[str]]:
+    """As many as a statement takes."""
+    for begin in range(0, len(ids), IDS_EACH):
+        some = list(ids[begin : begin + IDS_EACH])
+        yield some + some[-1:] * (IDS_EACH - len(some))
 
 
 def _open(path: Path) -> tuple[apsw.Connection, Execute]:
@@ -197,6 +221,7 @@ class View:
         self._path = path
         self._free: list[tuple[apsw.Connection, Execute]] = []
         self._connection, self._execute = self._opened()
+        self._execute_many = cast("ExecuteMany", self._connection.executemany)  # pyright: ignore[reportUnknownMemberType]
         self.now = Moment(self._execute)
 
     def close(self) -> None:
@@ -274,6 +299,14 @@ class View:
         found = self._execute(_FIND, (number, document_id)).fetchone()
         return None if found is None else _row(found)
 
+    def find_many(self, number: int, ids: Sequence[str]) -> dict[str, Row]:
+        """Those of the documents that there are, tombstones included."""
+        found: dict[str, Row] = {}
+        for some in _pieces(ids):
+            for row in map(_row, self._execute(_FIND_MANY, (number, *some))):
+                found[row.id] = row
+        return found
+
     def remembered(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
         """What a write with this key did, if it is not too long ago."""
         rows = self._execute(
@@ -298,27 +331,16 @@ class View:
         self, number: int, rows: Iterable[Row], writes: Iterable[WriteRow], positions: dict[int, int]
     ) -> None:
         """Inside `writing`: what a stretch of the log did, and how far it goes."""
-        execute = self._execute
-        added = 0
-        for row in rows:
-            known = execute(
-                "SELECT deleted FROM documents WHERE collection=? AND id=?", (number, row.id)
-            ).fetchone()
-            lived = known is not None and not known[0]
-            added += (not row.deleted) - lived
-            execute(
-                "INSERT INTO documents(collection, id, partition, seq, version, created_ms, updated_ms,"
-                " deleted, data) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(collection, id) DO UPDATE SET"
-                " seq=excluded.seq, version=excluded.version, created_ms=excluded.created_ms,"
-                " updated_ms=excluded.updated_ms, deleted=excluded.deleted, data=excluded.data",
-                (number, *row),
-            )
-        for write in writes:
-            execute("INSERT OR REPLACE INTO writes VALUES(?, ?, ?, ?, ?, ?, ?)", (number, *write))
+        execute, last = self._execute, {row.id: row for row in rows}  # what was in between nobody can see
+        if last:
+            added = sum(not row.deleted for row in last.values())
+            for ids in _pieces(list(last)):
+                added -= cast("tuple[int]", execute(_LIVING, (number, *ids)).fetchone())[0]
+            self._execute_many(_PUT, ((number, *row) for row in last.values()))
+            execute("UPDATE collections SET documents=documents+? WHERE number=?", (added, number))
+        self._execute_many(_PUT_WRITE, ((number, *write) for write in writes))
         for partition, seq in positions.items():
             execute("INSERT OR REPLACE INTO positions VALUES(?, ?, ?)", (number, partition, seq))
-        if added:
-            execute("UPDATE collections SET documents=documents+? WHERE number=?", (added, number))
 
     def purge(self, number: int, before_ms: int, limit: int) -> int:
         """Gives up older tombstones; what has to be known of them stays. Tells how many there were."""

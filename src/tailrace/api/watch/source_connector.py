@@ -28,7 +28,10 @@ from tailrace.watch.sources.postgres import Page, Postgres, Table, primary_keys
 
 logger = logging.getLogger("tailrace.watch")
 
+# Every look reads the log again from where the database keeps it, so that few long ones cost less than many.
 PEEK_CHANGES: Final = 20_000
+PEEK_CHANGES_MAX: Final = 200_000
+PEEK_BYTES: Final = 64 * 1024 * 1024  # about what the database puts aside for one
 BUSY_S: Final = 0.02
 RETRY_S_MIN: Final = 1.0
 MOVE_BYTES: Final = 1024 * 1024
@@ -63,6 +66,7 @@ class Connector:
         self._drained_at = -1  # how much of the log had been written when all of it was read
         self._boundary = 0  # an end of a record that was seen before
         self._checked_s = 0.0
+        self._peek_changes = PEEK_CHANGES
 
     async def run(self) -> None:
         try:
@@ -224,8 +228,9 @@ class Connector:
 
     async def _round(self, ingest: Ingest) -> bool:
         """Reads what the log has now; True if nothing was left."""
-        adapter, end = self._adapter, 0
-        await self._call(adapter.peek, PEEK_CHANGES)
+        adapter, end, size_bytes = self._adapter, 0, 0
+        asked = self._peek_changes
+        await self._call(adapter.peek, asked)
         try:
             # The next page is decoded while this one is written down.
             ahead: asyncio.Future[Page] | None = self._page()
@@ -237,12 +242,15 @@ class Connector:
                 if page.changes:
                     self._status.changed(page.changes[-1].time)
                 await self._pace(len(page.changes), page.size_bytes, began)
-                end = page.end
+                end, size_bytes = page.end, size_bytes + page.size_bytes
         finally:
             await self._call(adapter.done)
         if end > self._status.confirmed:
             await self._call(adapter.advance, end)
             self._status.confirmed = end
+        # There is a backlog: more at once, if it is not too large.
+        fitting = min(PEEK_CHANGES_MAX, asked * PEEK_BYTES // max(1, size_bytes))
+        self._peek_changes = PEEK_CHANGES if adapter.drained else max(PEEK_CHANGES, fitting)
         return adapter.drained
 
     def _page(self) -> asyncio.Future[Page]:

@@ -24,6 +24,7 @@ from tailrace.watch.change import NULL, ChangeEntry, Images, Op, Prev, Source, T
 from tailrace.watch.document import Document
 from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import Position, SourceChange, SourceError, lsn_text
+from tailrace.watch.view import Row
 
 CLEAR_DOCUMENTS = 500
 TURN_CHANGES = 64  # between two looks at what else the loop has to do
@@ -38,6 +39,7 @@ class _Plan:
         self.time = format_instant(now_ns)
         self.position = position
         self.states: dict[tuple[Collection, str], State] = {}
+        self.looked_up: dict[tuple[Collection, str], Row | None] = {}  # what the view has
         self.entries: dict[str, list[bytes]] = {}
 
     def next_index(self, lsn: int) -> int:
@@ -72,6 +74,8 @@ class Ingest:
     async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
         """Returns when they are durable, and with them that the source may be moved to `safe`."""
         plan = self._plan()
+        for name, keys in _keys_of(changes).items():
+            self._look_up(plan, self._collections[name], list(keys))
         taken: tuple[int, int] | None = None
         for number, change in enumerate(changes):
             place = (change.lsn, change.ordinal)
@@ -132,6 +136,7 @@ class Ingest:
         """Rows as they are at the source: those that differ become changes. Tells how many."""
         plan = self._plan()
         differing = 0
+        self._look_up(plan, collection, [key for key, _ in rows])
         for number, (key, data) in enumerate(rows):
             state = self._state(plan, collection, key)
             if state is None or state.deleted or state.data != data:
@@ -164,12 +169,21 @@ class Ingest:
     def _plan(self) -> _Plan:
         return _Plan(self._log.clock.now_ns(), self.progress.position)
 
+    def _look_up(self, plan: _Plan, collection: Collection, keys: Sequence[str]) -> None:
+        """The documents that a batch is about, all at once: nobody else writes to them."""
+        self._book.check_applied(collection)
+        found = self._book.view.find_many(collection.number, keys)
+        plan.looked_up.update({(collection, key): found.get(key) for key in keys})
+
     def _state(self, plan: _Plan, collection: Collection, key: str) -> State | None:
         planned = plan.states.get((collection, key))
         if planned is not None:
             return planned
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, key)
+        if (collection, key) in plan.looked_up:
+            row = plan.looked_up[collection, key]
+        else:
+            self._book.check_applied(collection)
+            row = self._book.view.find(collection.number, key)
         if row is None:
             return None
         return State(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
@@ -274,3 +288,15 @@ class Ingest:
         append_together(self._log, parts, now_ns, reply, None, facts)
         await settled
         self.progress = progress
+
+
+def _keys_of(changes: Sequence[SourceChange]) -> dict[str, dict[str, None]]:
+    """The documents of a batch, by collection, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for change in changes:
+        if change.op != "clear":
+            keys = found.setdefault(change.collection, {})
+            keys[change.key] = None
+            if change.was is not None:
+                keys[change.was] = None
+    return found

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal, cast
 
+import apsw
 import msgspec
 import orjson
 
+from tailrace.log.journal import Scan, chain
+from tailrace.log.records import Meta, decode, decode_plain_append
 from tailrace.protocol.durations import format_instant
 from tailrace.watch.sources.model import START, Position
+from tailrace.watch.view import Execute
 
 SOURCES: Final = "__sources__/"
 _FACT: Final = "watch/source/"
@@ -73,3 +78,30 @@ def stream_of(database: str, name: str) -> str:
 
 def read_progress(raw: bytes | None) -> Progress:
     return Progress() if raw is None else msgspec.json.decode(raw, type=Progress)
+
+
+def read_facts(data_dir: Path) -> dict[str, Progress]:
+    """The progress of all sources in a data directory, by database and name. A server may be at work."""
+    found: dict[str, bytes] = {}
+    checkpoint_seq = 0
+    if (data_dir / "hot.db").is_file():
+        connection = apsw.Connection(str(data_dir / "hot.db"), flags=apsw.SQLITE_OPEN_READONLY)
+        try:
+            execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
+            for key, value in execute("SELECT key, value FROM meta"):
+                found[str(key)] = cast("bytes", value)
+            row = execute("SELECT value FROM facts WHERE key='journal_seq'").fetchone()
+            checkpoint_seq = 0 if row is None else int(str(row[0]))
+        finally:
+            connection.close()
+    for path, header, end in chain(data_dir / "journal", checkpoint_seq):
+        for _, payload in Scan(path, header, end):
+            if decode_plain_append(payload) is None:
+                for op in decode(payload):
+                    if isinstance(op, Meta):
+                        found[op.key] = op.value or b""
+    return {
+        key.removeprefix(_FACT): read_progress(value)
+        for key, value in sorted(found.items())
+        if key.startswith(_FACT) and value
+    }
