@@ -247,6 +247,8 @@ def test_a_file_that_cannot_be_used(path: Path, clock: FakeClock, content: str) 
     path.unlink()
     assert not check.changed()
     assert reason(check, token) == "the token was revoked"
+    with pytest.raises(TailraceError, match="is gone"):
+        check.book.revoke_subject("bob")
     book.revoke_subject("bob")
     assert check.changed()
     assert check.verify(header(token)).sub == "ada", "a new file counts as it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -10,7 +11,6 @@ import msgspec
 from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
 from tailrace.auth.identity_file import IdentityFile, Register, Stamp
 from tailrace.auth.revocations import Revocations, with_subject, with_token
-from tailrace.auth.tokens import Identity
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.errors import TailraceError
 
@@ -107,7 +107,7 @@ class IdentityBook:
                 raise TailraceError("insufficient_storage", f"there are {KEYS_MAX} keys already")
             return _replaced(register, keys=(*kept, key))
 
-        self._file.change(edit)
+        self._change(edit)
 
     def remove_key(self, key_id: str) -> None:
         def edit(register: Register) -> Register:
@@ -120,22 +120,25 @@ class IdentityBook:
                 register, keys=kept, tokens=with_token(register.tokens, PREFIX + key_id, now_s, now_s)
             )
 
-        self._file.change(edit)
+        self._change(edit)
 
     def revoke_token(self, jti: str, expires_s: int | None) -> None:
-        self._file.change(
+        self._change(
             lambda register: _replaced(
                 register, tokens=with_token(register.tokens, jti, self._now_s(), expires_s)
             )
         )
 
     def revoke_subject(self, sub: str) -> None:
-        self._file.change(
+        self._change(
             lambda register: _replaced(register, subjects=with_subject(register.subjects, sub, self._now_s()))
         )
 
-    def concerns(self, identity: Identity) -> bool:
-        return self.revocations.concern(identity)
+    def _change(self, edit: Callable[[Register], Register]) -> None:
+        if (self._keys or self.revocations) and self._file.stamp() is None:
+            # A new one with this change alone would bring back what the old one had revoked.
+            raise TailraceError("unavailable", f"{self._file.path} is gone: put it back")
+        self._file.change(edit)
 
     def _now_s(self) -> int:
         return self._clock.now_ns() // 1_000_000_000
