@@ -3,7 +3,7 @@
 
 The machine may have fewer cores than workers: what is compared is what the same CPU time gives. Every worker
 is put into a control group of its own with that quota (v1 or v2, which needs the right to make one); the load
-runs beside them without one. Clients are not told which worker has what. Each writes to one stream of its own,
+runs beside them without one. Clients are not told which worker has what. Each writes to a stream of its own,
 and all workers have as many; with `--mixed` all write to all streams in turn, so that most requests reach a
 worker that does not own theirs.
 """

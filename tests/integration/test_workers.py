@@ -79,7 +79,7 @@ def test_one_connection_may_ask_for_streams_of_all_workers(server: ServerProcess
 
 
 def test_large_bodies_and_pages_pass_unchanged(call: Caller) -> None:
-    body = bytes(range(256)) * 16 * 1024
+    body = bytes(range(256)) * 4 * 1024
     for name in both("large/"):
         call("PUT", name, headers={"Content-Type": "application/octet-stream"})
         for _ in range(4):

@@ -75,6 +75,7 @@ class Log:
         # Logs that share an object store must not use the same names: all but one have a suffix for those of
         # the server's own streams that each of them writes.
         self.own_suffix = own_suffix
+        self.is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another log may have a stream
         self.registry_name = registry.NAME + own_suffix
         self.outbox_name = outbox.NAME + own_suffix
         self.limits = limits

@@ -103,6 +103,8 @@ class StreamConnector:
 
     def _found(self) -> Stream:
         stream = self._log.find(self._config.stream)
+        if stream is None and self._log.is_elsewhere(self._config.stream):
+            raise SourceError(f"the stream {self._config.stream!r} lives on another worker than documents do")
         if stream is None or stream.gone or stream.visible < 0:
             raise SourceError(f"there is no stream {self._config.stream!r}")
         profile = read_profile((stream.visible_documents or {}).get(PROFILE))
