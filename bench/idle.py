@@ -12,7 +12,11 @@ from bench.peers import Peer
 from bench.processes import PeerError, Running
 from bench.scenarios import Bench, Rows
 
-SETTLE_SECONDS = 75.0  # idle, not just created: what is done once a minute has been done
+# Idle, not just created: what is done once a minute has been done, and what that began has come to its end.
+SETTLE_SECONDS = 75.0
+REST_SECONDS = 20.0  # longer than helper processes are kept without work
+REST_SHARE = 0.02  # of a core
+REST_PATIENCE_SECONDS = 600.0
 CREATE_PATIENCE_SECONDS = 900.0
 
 
@@ -38,6 +42,18 @@ def _last_is_there(bench: Bench, peer: Peer, server: Running) -> bool:
     return answer.status == {"200": 1}
 
 
+def _come_to_rest(server: Running) -> float:
+    """How long it took until the server and its helpers had nothing left to do."""
+    begun = time.monotonic()
+    time.sleep(SETTLE_SECONDS)
+    while time.monotonic() - begun < REST_PATIENCE_SECONDS:
+        used = server.cpu_seconds()
+        time.sleep(REST_SECONDS)
+        if server.cpu_seconds() - used < REST_SHARE * REST_SECONDS:
+            break
+    return time.monotonic() - begun
+
+
 def idle_streams(bench: Bench, peer: Peer) -> Rows:
     directory = bench.data(peer)
     shutil.rmtree(directory, ignore_errors=True)
@@ -48,8 +64,9 @@ def idle_streams(bench: Bench, peer: Peer) -> Rows:
         created = _create(bench, peer, server)
         if created.errors:
             raise PeerError(f"creating streams failed: {created.status}")
-        time.sleep(SETTLE_SECONDS)
+        rest_s = _come_to_rest(server)
         row = {
+            "rest_s": rest_s,
             "rss_mb": server.rss_bytes() / 1e6,
             "empty_rss_mb": empty_bytes / 1e6,
             "creates_per_s": created.ops_per_s,
