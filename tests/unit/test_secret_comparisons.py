@@ -10,7 +10,9 @@ import tailrace
 
 SOURCES = Path(tailrace.__file__).parent
 # What a name ends with that may hold a secret, or what is made of one.
-TELLING = re.compile(r"(secret|mac|hmac|signature|password|token|credential|api_key)$", re.IGNORECASE)
+WORDS = r"(secret|mac|hmac|signature|password|token|credential|api_key)"
+TELLING = re.compile(WORDS + "$", re.IGNORECASE)
+SUSPECT = re.compile(rf"{WORDS}\b.*[=!]=|[=!]=.*{WORDS}\b", re.IGNORECASE)
 # Comparisons that tell nobody anything: file and comparison, and why.
 HARMLESS = {
     "profiles/otel/cleaning.py": {"fate == SECRET": "a word for what becomes of an attribute"},
@@ -21,8 +23,11 @@ HARMLESS = {
 
 def compared_secrets(source: Path) -> list[str]:
     """`==` and `!=` between two values, one of which has a telling name and none is a constant."""
+    text = source.read_text(encoding="utf-8")
+    if not SUSPECT.search(text):
+        return []  # most files are not worth parsing
     found: list[str] = []
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
             continue
         sides = [node.left, *node.comparators]
