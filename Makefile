@@ -84,7 +84,7 @@ $(RUN_STAMP): requirements/run.txt pyproject.toml | $(BIN)/python
 
 $(DEV_STAMP): requirements/dev.txt $(RUN_STAMP)
 	@echo "==> installing the development tools"
-	@sh scripts/need npm curl git cc java postgres
+	@sh scripts/need npm curl git cc java postgres chromium
 	@$(PIP) --require-hashes -r requirements/dev.txt
 	@touch $@
 

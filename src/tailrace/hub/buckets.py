@@ -21,13 +21,13 @@ class Rate(msgspec.Struct, frozen=True):
 class TokenBucket:
     """Full at first. One token is kept as a thousand million parts, a nanosecond's worth being `per_s`."""
 
-    __slots__ = ("_filled_ns", "_parts", "rate")
+    __slots__ = ("_filled_ns", "_full", "_parts", "rate")
 
     def __init__(self, rate: Rate, now_ns: int) -> None:
         assert rate.per_s > 0
         assert rate.burst > 0
         self.rate = rate
-        self._parts = rate.burst * _SECOND_NS
+        self._parts = self._full = rate.burst * _SECOND_NS
         self._filled_ns = now_ns
 
     def take(self, now_ns: int, count: int = 1) -> int:
@@ -36,9 +36,10 @@ class TokenBucket:
         What is more than the bucket holds needs a full one, and leaves a debt that is paid before anything
         else is let in.
         """
-        self._fill(now_ns)
+        if now_ns > self._filled_ns:
+            self._fill(now_ns)
         wanted = count * _SECOND_NS
-        needed = min(wanted, self.rate.burst * _SECOND_NS)
+        needed = wanted if wanted < self._full else self._full
         if self._parts >= needed:
             self._parts -= wanted
             return 0
@@ -47,16 +48,16 @@ class TokenBucket:
 
     def give_back(self, count: int = 1) -> None:
         """What was taken for something that was refused for another reason."""
-        self._parts = min(self._parts + count * _SECOND_NS, self.rate.burst * _SECOND_NS)
+        self._parts = min(self._parts + count * _SECOND_NS, self._full)
 
     def is_full(self, now_ns: int) -> bool:
         self._fill(now_ns)
-        return self._parts >= self.rate.burst * _SECOND_NS
+        return self._parts >= self._full
 
     def _fill(self, now_ns: int) -> None:
         passed_ns = now_ns - self._filled_ns
         if passed_ns > 0:
-            self._parts = min(self._parts + passed_ns * self.rate.per_s, self.rate.burst * _SECOND_NS)
+            self._parts = min(self._parts + passed_ns * self.rate.per_s, self._full)
             self._filled_ns = now_ns
 
 
@@ -77,7 +78,7 @@ class Buckets:
         """0 if this may be done now, else the milliseconds to wait. `rate` replaces the usual one."""
         wanted = rate or self._rates[kind]
         bucket = self._buckets.get((identity, kind))
-        if bucket is None or bucket.rate != wanted:
+        if bucket is None or (bucket.rate is not wanted and bucket.rate != wanted):
             if len(self._buckets) >= self._buckets_max:
                 self._sweep(now_ns)
             bucket = self._buckets[identity, kind] = TokenBucket(wanted, now_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 import msgspec
@@ -33,7 +34,7 @@ class Seen(msgspec.Struct, eq=False):
 class SeenSet:
     """The newest messages of one sender, bounded in age, number and bytes; the oldest leave first."""
 
-    __slots__ = ("_bytes", "_bytes_max", "_entries", "_entries_max", "_ttl_ms", "floor_ms")
+    __slots__ = ("_bytes", "_bytes_max", "_entries", "_entries_max", "_expiry_ms", "_ttl_ms", "floor_ms")
 
     def __init__(
         self,
@@ -42,11 +43,13 @@ class SeenSet:
         bytes_max: int = BYTES_MAX,
         ttl_ms: int = TTL_MS_DEFAULT,
     ) -> None:
-        self._entries: dict[str, Seen] = {}
+        # Not a dict: that one looks for its first entry among all places that were left before it.
+        self._entries: OrderedDict[str, Seen] = OrderedDict()
         self._entries_max = entries_max
         self._bytes_max = bytes_max
         self._ttl_ms = min(ttl_ms, TTL_MS_MAX)
         self._bytes = 0
+        self._expiry_ms = 0  # nothing is over before
         # The newest timestamp that was forgotten before its time: at or below it, nobody can say whether a
         # message is a repeat.
         self.floor_ms = -1
@@ -69,9 +72,11 @@ class SeenSet:
         self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()
     ) -> Seen:
         """Remember an accepted message, which must not be known. `answers` if it is finished at once."""
-        self.expire(now_ms)
+        if now_ms >= self._expiry_ms:
+            self.expire(now_ms)
         # One whose time is over may still be there if the clock was set back after younger ones came.
-        self.forget(identifier)
+        if identifier in self._entries:
+            self.forget(identifier)
         entry = Seen(identifier, now_ms, timestamp_ms, answers, finished=bool(answers))
         self._entries[identifier] = entry
         self._bytes += entry.size_bytes
@@ -109,7 +114,8 @@ class SeenSet:
         while self._entries:
             entry = next(iter(self._entries.values()))
             if now_ms - entry.seen_ms < self._ttl_ms:
-                break
+                self._expiry_ms = entry.seen_ms + self._ttl_ms
+                return
             self.forget(entry.id)
 
     def _make_room(self) -> None:

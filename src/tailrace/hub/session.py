@@ -26,6 +26,7 @@ FEATURES: Final = frozenset(
 )
 NOBODY: Final = Actor("")
 STRIKE_WINDOW_MS: Final = 60_000
+MINUTE_MS: Final = 60_000
 
 
 class Session:
@@ -162,13 +163,14 @@ class Minute:
         self.last: dict[str, int] = {}
 
     def add(self, name: str, now_ms: int) -> None:
-        self.roll(now_ms)
+        if now_ms - self.began_ms >= MINUTE_MS:
+            self.roll(now_ms)
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def roll(self, now_ms: int) -> None:
         passed = now_ms - self.began_ms
-        if passed >= 60_000:
-            self.last = self.counts if passed < 120_000 else {}
-            self.last_began_ms = now_ms - passed % 60_000 - 60_000
-            self.began_ms = now_ms - passed % 60_000
+        if passed >= MINUTE_MS:
+            self.last = self.counts if passed < 2 * MINUTE_MS else {}
+            self.last_began_ms = now_ms - passed % MINUTE_MS - MINUTE_MS
+            self.began_ms = now_ms - passed % MINUTE_MS
             self.counts = {}
