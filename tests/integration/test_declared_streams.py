@@ -159,6 +159,20 @@ def test_a_file_that_is_not_there(server: ServerProcess, file: Path) -> None:
     assert str(file) in refusal(server)
 
 
+def test_several_workers_make_them_together(server: ServerProcess, file: Path) -> None:
+    server.args = (*server.args, "--workers", "2")
+    server.start()
+    call = Caller(server)
+    names = [one["name"] for one in call("GET", "/v1/streams").body]
+    assert names == ["events", "orders/eu", "raw"]
+    assert call("POST", "orders/eu", [{"id": "one"}]).status == 204
+    server.restart()
+    assert call("GET", "orders/eu").body == [{"id": "one"}]
+    server.stop()
+    file.write_text(DECLARED.replace('ttl = "30d"', 'ttl = "1d"'))
+    assert "different lifetime" in refusal(server)
+
+
 def test_streams_that_were_there_before_may_be_declared(server: ServerProcess, file: Path) -> None:
     server.args = ()
     server.start()

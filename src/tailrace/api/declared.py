@@ -99,15 +99,16 @@ class DeclaredStreams:
         self._name_bytes = context.limits.name_bytes
         self._file = file
 
-    async def make(self, owned: Callable[[str], bool]) -> int:
+    async def make(self) -> int:
         """Returns how many there are once all of them are durable; raises at the first that cannot be.
 
-        Streams that this process does not own are made by the one that does.
+        Streams of another process of the server are made there.
         """
-        streams = {name: one for name, one in read_declared(self._file).items() if owned(name)}
-        for name, declared in streams.items():
+        declared = read_declared(self._file)
+        streams = {name: declared[name] for name in declared if not self._log.is_elsewhere(name)}
+        for name, one in streams.items():
             try:
-                await self._make(name, declared)
+                await self._make(name, one)
             except (TailraceError, SettingsError, OSError, msgspec.MsgspecError) as error:
                 reason = error.message if isinstance(error, TailraceError) else str(error)
                 raise TailraceError("conflict", f"{self._file}: stream {name!r}: {reason}") from None

@@ -191,7 +191,7 @@ class Server:
         self._checkpoints.start()
         await registry_snapshot.tell_again(self.log)
         if self._declared is not None and self.log.refusal is None:
-            logger.info("%d declared streams are there", await self._declared.make(self.owns))
+            logger.info("%d declared streams are there", await self._declared.make())
         await self.sealing.start()
         self.pipeline.start()
         if self._identities is not None:
@@ -240,10 +240,6 @@ class Server:
 
     def metrics_app(self) -> App:
         return MetricsApp(self.app.health)
-
-    def owns(self, name: str) -> bool:
-        """Whether a stream of this name is one of this process."""
-        return True
 
     async def start_services(self) -> None:
         await self._subscriptions.start()

@@ -313,15 +313,17 @@ class AnsweringConnection(asyncio.Protocol):
     # --- refusing and closing
 
     def _handler_failed(self, exchange: Exchange, error: Exception) -> None:
-        if not isinstance(error, TailraceError):
-            about = {
-                "request_id": exchange.name(),
-                "path": exchange.path[:PATH_BYTES_LOGGED].decode("latin-1"),
-            }
-            logger.error("handler failed", exc_info=error, extra={"fields": about})
-            error = TailraceError("internal", "internal error")
-        if not exchange.answered:
-            exchange.respond(*self._refusal_of(exchange, error))
+        refusal = error if isinstance(error, TailraceError) else TailraceError("internal", "internal error")
+        answer = None if exchange.answered else self._refusal_of(exchange, refusal)
+        if refusal is not error:
+            path, named = (
+                exchange.path[:PATH_BYTES_LOGGED],
+                exchange.request_id,
+            )
+            fields = {"path": path.decode("latin-1"), "request_id": named.decode("ascii")}
+            logger.error("handler failed", exc_info=error, extra={"fields": fields})
+        if answer is not None:
+            exchange.respond(*answer)
         elif self.current is exchange:
             # The answer is half out; cutting it off is the only honest end.
             self.transport.abort()

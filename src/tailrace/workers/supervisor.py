@@ -65,7 +65,6 @@ def refuse_what_needs_one_process(settings: Settings) -> None:
         "--bootstrap": settings.bootstrap,
         "--take-over": settings.take_over,
         "--pipeline external": settings.pipeline == "external",
-        "--init": bool(settings.init),
     }
     for flag, given in asked.items():
         if given:
