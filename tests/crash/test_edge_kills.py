@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support.cutting_proxy import CuttingProxy, at_random
 from support.edge import EdgeProcess, Follower, Writer, all_live, metrics
 from support.server import ServerProcess
 
 MODES = ("sse", "ws", "long-poll")
-KILLS = 3
+KILLS = 2
 APPENDS = 10
 
 
@@ -74,3 +76,46 @@ def test_writes_through_an_edge_are_not_repeated_by_it(server: ServerProcess, ed
     followers = [Follower(edge.port, "written", "sse")]
     asyncio.run(_follow_through(writer, followers, server))
     assert followers[0].entries == list(range(writer.count))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_everything_at_once(tmp_path: Path, seed: int) -> None:
+    """Cuts on both sides of an edge, small rings and pages, joins anywhere, and everybody is killed once."""
+    chance = random.Random(seed)
+    server = ServerProcess(tmp_path / "server" / "data", env={"TAILRACE_READ_PAGE_ENTRIES": "7"}).start()
+    writer = Writer(server, "torn")
+    env = {
+        "TAILRACE_EDGE_RING_BYTES": str(chance.choice([20, 200, 100_000])),
+        "TAILRACE_EDGE_LINGER_MS": "500",
+        "TAILRACE_SSE_ROTATION_MS": "1500",
+    }
+    followers: list[tuple[int, Follower]] = []
+
+    async def watch(edge: EdgeProcess, port: int) -> None:
+        tasks: list[asyncio.Future[None]] = []
+        for number in range(250):
+            if number % 6 == 0:
+                entry = chance.randrange(writer.count + 1)
+                follower = Follower(port, "torn", chance.choice(MODES), f"{0:016}_{entry:016}")
+                followers.append((entry, follower))
+                tasks.append(asyncio.ensure_future(follower.run()))
+            await asyncio.to_thread(writer.append, chance.randint(1, 4))
+            if number == 120:
+                await asyncio.to_thread(edge.restart, kill=True)
+            if number == 180:
+                await asyncio.to_thread(server.restart, kill=True)
+        await asyncio.to_thread(writer.close)
+        async with asyncio.timeout(120):
+            await asyncio.gather(*tasks)
+
+    with CuttingProxy(server.port, at_random(seed, 0.02)) as far:
+        args = ["--cache-dir", str(tmp_path / "slices")]
+        edge = EdgeProcess(tmp_path / "edge" / "cache", far.base_url, args=args, env=env)
+        edge.start()
+        with CuttingProxy(edge.port, at_random(seed + 1, 0.01)) as near:
+            asyncio.run(watch(edge, int(near.base_url.rpartition(":")[2])))
+        edge.kill()
+    server.kill()
+    for entry, follower in followers:
+        assert follower.entries == list(range(entry, writer.count)), (follower.mode, entry)

@@ -69,7 +69,7 @@ class Slice:
         return len(self.body) + len(self.lines) + ENTRY_OVERHEAD_BYTES
 
 
-_SEPARATE = frozenset((b"content-type", b"stream-end-offset", b"age"))
+_SEPARATE = frozenset((b"content-type", b"stream-end-offset", b"age", b"x-request-id"))
 
 
 class MemoryCache:

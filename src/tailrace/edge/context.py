@@ -71,6 +71,8 @@ class EdgeContext:
                 exchange.connection.transport.abort()
             else:
                 exchange.respond(*error_answer(TailraceError("internal", "internal error")))
+        finally:
+            exchange.on_gone = None
 
     def note_upstream(self, exchange: Exchange, begun: float, reply: Reply) -> None:
         """For Server-Timing: how long the upstream took, and what it says itself."""

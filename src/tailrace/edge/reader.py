@@ -35,6 +35,34 @@ RETRY_S = 0.25
 class LiveReader:
     """One SSE or WebSocket client, from its offset to the tail and on."""
 
+    # There are tens of thousands of them.
+    __slots__ = (
+        "_context",
+        "_drained",
+        "_floor",
+        "_greeted",
+        "_joining",
+        "_live",
+        "_number",
+        "_path",
+        "_reading",
+        "_rounds",
+        "_shared",
+        "_silent_since",
+        "_task",
+        "_text",
+        "asked_upstream",
+        "authorization",
+        "caller",
+        "channel",
+        "ended",
+        "last",
+        "mode",
+        "rotate_at",
+        "until_s",
+        "wire",
+    )
+
     def __init__(self, live: Live, channel: Channel, reading: Reading, caller: Caller, offset: str) -> None:
         self._live = live
         self._context = live.context
@@ -53,7 +81,7 @@ class LiveReader:
         self._floor = int(cursor) if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18 else -1
         self._greeted = False
         self._joining = True
-        self._drained = asyncio.Event()
+        self._drained: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
         self.asked_upstream = False
         self.ended = False
@@ -140,6 +168,7 @@ class LiveReader:
                 self.finish(OVERLOADED if refusal.code == "overloaded" else GOING_AWAY)
                 return
             if batch is None:
+                self._task = None
                 self._attach()
                 return
 
@@ -156,7 +185,7 @@ class LiveReader:
     async def _until_drained(self) -> None:
         assert self.wire is not None
         while not self.ended and self.wire.unsent_bytes > self._context.limits.live_unsent_bytes:
-            self._drained.clear()
+            self._drained = asyncio.Event()
             await self._drained.wait()
 
     async def _go_private(self) -> None:
@@ -260,7 +289,8 @@ class LiveReader:
     # -- events
 
     def on_drain(self) -> None:
-        self._drained.set()
+        if self._drained is not None:
+            self._drained.set()
         self.on_batches()
 
     def on_tick(self, now: float, now_s: float, keep_alive_s: float) -> None:
@@ -301,7 +331,8 @@ class LiveReader:
         if self.ended:
             return
         self.ended = True
-        self._drained.set()
+        if self._drained is not None:
+            self._drained.set()
         self._leave()
         self._live.dismiss(self)
         if self._task is not None and self._task is not asyncio.current_task():
