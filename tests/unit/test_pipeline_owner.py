@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
-from tailrace.pipeline.run import Tries
+from tailrace.pipeline.run import PAUSE_S_DONE, Tries
 from tailrace.store.offers import Offer
 
 PUBLICATION = Offer(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
@@ -101,3 +101,17 @@ def test_work_that_comes_back_waits() -> None:
     assert pauses == [0.5, 2, 8, 32, 128, 300, 300, 300]
     assert tries.may("b", "h")
     assert tries.worst == 8
+
+
+def test_what_was_published_just_now_is_not_built_again() -> None:
+    """However long it took: the server lists it until it has looked again."""
+    now = 0.0
+    tries = Tries(lambda: now)
+    tries.tried("a", "h")
+    now = 60.0
+    tries.done("a", "h")
+    assert not tries.may("a", "h")
+    assert tries.may("a", "another plan")
+    now += PAUSE_S_DONE
+    assert tries.may("a", "h"), "it is still wanted"
+    assert tries.worst == 1

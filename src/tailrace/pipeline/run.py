@@ -32,6 +32,7 @@ logger = logging.getLogger("tailrace.pipeline")
 JOBS: Final = ("companions", "merge", "compact")
 PAUSE_S_FIRST: Final = 0.5
 PAUSE_S_MAX: Final = 300.0
+PAUSE_S_DONE: Final = 1.0  # until the server has surely noticed what was published
 TRIES_MAX: Final = 4  # of one piece of work by `--once`
 MERGES_MAX: Final = 16  # between two looks at the plan: segments come first
 
@@ -186,6 +187,10 @@ class Pipeline:
         for outcome in job.run(works):
             publisher.add(outcome)
         publisher.flush()
+        put_off = {outcome.work.segment.object for outcome in publisher.put_off}
+        for work in works:
+            if work.segment.object not in put_off:
+                self._tries.done(work.segment.object, work.plan.hash)
 
     def _merge(
         self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeWork | CompactWork]]
@@ -210,6 +215,7 @@ class Pipeline:
                 self.status.failed(f"{name}: {type(error).__name__}")
             else:
                 send(self._owner, self.status, publication)
+                self._tries.done(name, stream.plan.hash)
 
     def _session(self) -> SparkSession:
         """Started when there is something to do: a stream without work never costs a JVM."""
@@ -275,6 +281,11 @@ class Tries:
         pause_s = min(PAUSE_S_FIRST * 4**count, PAUSE_S_MAX)
         self._known[name, plan_hash] = (count + 1, self._clock() + pause_s)
         self._forget()
+
+    def done(self, name: str, plan_hash: str) -> None:
+        """It was published just now: whoever lists it still has not looked since."""
+        count, not_before = self._known.get((name, plan_hash), (0, 0.0))
+        self._known[name, plan_hash] = (count, max(not_before, self._clock() + PAUSE_S_DONE))
 
     def _forget(self) -> None:
         """What has not come back for long was done."""
