@@ -13,6 +13,7 @@ from websockets.sync.client import connect
 
 from conftest import StartServer
 from support.calls import Caller, eventually
+from support.edge import EdgeProcess
 from support.server import ServerProcess
 from support.wire import Wire
 
@@ -82,6 +83,21 @@ def test_all_answers_have_one_if_that_is_set(start_server: StartServer) -> None:
     made = {call("POST", "a", [1]).headers["x-request-id"] for _ in range(20)}
     assert len(made) == 20
     assert call("POST", "a", [1], headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+
+
+def test_an_edge_gives_everybody_their_own(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--request-ids")
+    edge = EdgeProcess(tmp_path / "edge", server.base_url).start()
+    call = Caller(edge)
+    call("PUT", "a", [1])
+    assert call("POST", "a", [2], headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    for number in range(3):  # what is kept has the id of nobody
+        reply = call("GET", "a?offset=-1", headers={"X-Request-Id": f"mine-{number}"})
+        assert reply.headers["x-request-id"] == f"mine-{number}"
+    assert "x-request-id" not in call("GET", "a?offset=-1").headers
+    assert call("GET", "missing", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert MADE.fullmatch(call("GET", "missing").headers["x-request-id"])
+    edge.stop()
 
 
 def test_every_request_has_a_line_if_that_is_set(start_server: StartServer) -> None:

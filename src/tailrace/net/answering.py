@@ -19,10 +19,10 @@ from tailrace.net.exchange import (
     MODE_HEAD,
     MODE_LEGACY,
     MODE_NOTED,
-    REQUEST_ID_NAME,
     Exchange,
 )
 from tailrace.net.outlet import Outlet
+from tailrace.net.request_id import without_id
 from tailrace.net.wire import (
     BODILESS,
     CHUNKED,
@@ -193,8 +193,8 @@ class AnsweringConnection(asyncio.Protocol):
             persistence = CONNECTION_KEEP_ALIVE
         if exchange is not None and exchange.mode & MODE_NOTED:
             noted = exchange.note_answer(status)
-            if REQUEST_ID_NAME not in head:  # an answer that is passed on has it already
-                head += noted
+            if noted:
+                head = without_id(head) + noted
         return server.start_of_answer(status, exchange) + head + persistence
 
     def answer_unusual(
@@ -316,11 +316,8 @@ class AnsweringConnection(asyncio.Protocol):
         refusal = error if isinstance(error, TailraceError) else TailraceError("internal", "internal error")
         answer = None if exchange.answered else self._refusal_of(exchange, refusal)
         if refusal is not error:
-            path, named = (
-                exchange.path[:PATH_BYTES_LOGGED],
-                exchange.request_id,
-            )
-            fields = {"path": path.decode("latin-1"), "request_id": named.decode("ascii")}
+            path = exchange.path[:PATH_BYTES_LOGGED].decode("latin-1")
+            fields = {"path": path, "request_id": exchange.request_id.decode("ascii")}
             logger.error("handler failed", exc_info=error, extra={"fields": fields})
         if answer is not None:
             exchange.respond(*answer)

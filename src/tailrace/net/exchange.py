@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tailrace.net.request_id import new_id
+from tailrace.net.request_id import LINE_START, new_id
 from tailrace.net.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 CORKED_MAX = 16
 
 # Exposed to browsers on those answers only that have it: all others are spared the line.
-REQUEST_ID_NAME = b"X-Request-Id: "
-REQUEST_ID_LINES = REQUEST_ID_NAME + b"%b\r\nAccess-Control-Expose-Headers: X-Request-Id\r\n"
+REQUEST_ID_LINES = LINE_START + b"%b\r\nAccess-Control-Expose-Headers: X-Request-Id\r\n"
 
 # Bits of `Exchange.mode`. Zero is the common case: HTTP/1.1, kept alive, not HEAD.
 MODE_CLOSE = 1

@@ -7,6 +7,7 @@ import secrets
 from typing import Final
 
 HEADER: Final = b"x-request-id"
+LINE_START: Final = b"X-Request-Id: "
 ID_BYTES_MAX: Final = 128
 
 _USABLE: Final = re.compile(rb"[\x21-\x7e]{1,%d}" % ID_BYTES_MAX)
@@ -19,3 +20,9 @@ def taken_id(value: bytes) -> bytes:
 
 def new_id() -> bytes:
     return secrets.token_hex(8).encode()
+
+
+def without_id(head: bytes) -> bytes:
+    """The head lines of an answer that is passed on, without the id that somebody else gave the request."""
+    begin = head.find(LINE_START)
+    return head if begin < 0 else head[:begin] + head[head.index(b"\r\n", begin) + 2 :]
