@@ -12,7 +12,7 @@ import pytest
 
 from support.calls import Caller
 from support.server import ServerProcess
-from support.watch_jobs import BASE, QUERIES, change, deliveries, tuples, watch
+from support.watch_jobs import BASE, QUERIES, Held, change, deliveries, metric, tuples, watch
 from tailrace.pipeline.failpoints import VARIABLE
 
 RUN_S_MAX = 300.0
@@ -39,9 +39,13 @@ def test_a_killed_match_is_run_again(failpoint: str, tmp_path: Path) -> None:
     try:
         call = Caller(server)
         assert call("PUT", f"{BASE}/collections/things", {"partitions": 3}).status == 201
+        held = Held(server, "things", {"large": {"where": "doc.n > 50 || doc.id == 'held'"}})
         watching = watch(server, "things", QUERIES)
+        call("PUT", f"{BASE}/docs/things/held", {"n": 1})
+        held.take_first()
         change(call, "things", 150)
         events = watching.events()
+        expected = {one for one in events if one[2].endswith("/large")}
         first = match(server, tmp_path, failpoint)
         assert (tmp_path / "reached").exists(), first.stderr
         if not failpoint.startswith("worker"):
@@ -51,7 +55,12 @@ def test_a_killed_match_is_run_again(failpoint: str, tmp_path: Path) -> None:
         report = json.loads(again.stdout)
         found = tuples(deliveries(call, report["deliveries"]))
         assert len(found) == len(set(found))
-        assert set(found) == events
+        assert {one for one in found if one[2].startswith(watching.connection)} == events
+        told = held.catch_up(len(expected))
+        assert len(set(told)) == len(told)
+        assert {one[:2] for one in told} == {one[:2] for one in expected}
+        assert metric(call, "tailrace_watch_delivered_batches_total") > 0
+        held.live.close()
         watching.live.close()
     finally:
         server.stop()

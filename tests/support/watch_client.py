@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
@@ -77,16 +77,33 @@ class Live:
         self.socket.close()
 
 
+class Life(NamedTuple):
+    """From the end of a snapshot to the next one: every event between two positions, or a word about it."""
+
+    start: dict[int, int]
+    seen: set[tuple[int, int]]
+
+
 class Follower:
     """Holds the result of one query, whatever happens to its connection."""
 
-    def __init__(self, server: ServerProcess, query: dict[str, Any], *, patient: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        server: ServerProcess,
+        query: dict[str, Any],
+        *,
+        patient: Callable[[], bool],
+        max_unacked: int = 0,
+    ) -> None:
         self._server = server
         self.query = query
         self._patient = patient  # False: it does not read for now
+        self._max_unacked = max_unacked
         self.held: dict[str, int] = {}
         self.positions: dict[int, int] = {}
         self.seen: dict[tuple[int, int], str] = {}
+        self.lives: list[Life] = []
+        self.generation = 0
         self.token: str | None = None
         self._since: dict[int, int] = {}  # what was applied after the token was given
         self.resyncs: list[str] = []
@@ -106,7 +123,15 @@ class Follower:
                 self._subscribe(live)
             else:
                 positions = {str(partition): seq for partition, seq in self._since.items()}
-                live.send("resume", "r", subId="s", token=self.token, positions=positions, query=self.query)
+                live.send(
+                    "resume",
+                    "r",
+                    subId="s",
+                    token=self.token,
+                    positions=positions,
+                    query=self.query,
+                    maxUnacked=self._max_unacked,
+                )
         except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError):
             self._live = None
             return
@@ -115,7 +140,7 @@ class Follower:
 
     def _subscribe(self, live: Live) -> None:
         self.token = None
-        live.send("subscribe", "s", query=self.query, sendSnapshot=True)
+        live.send("subscribe", "s", query=self.query, sendSnapshot=True, maxUnacked=self._max_unacked)
 
     def cut(self) -> None:
         """The connection is gone from one moment to the next."""
@@ -151,7 +176,9 @@ class Follower:
 
     def _apply(self, live: Live, envelope: dict[str, Any], last: dict[int, int]) -> None:
         kind, payload = envelope["type"], envelope.get("payload", {})
-        if kind == "snapshot":
+        if kind == "subscribe_ack":
+            self.generation = payload["generation"]
+        elif kind == "snapshot":
             if payload["page"] == 0:
                 self._snapshot, self.positions = {}, {}
             assert self._snapshot is not None
@@ -163,8 +190,12 @@ class Follower:
             self.held, self._snapshot = self._snapshot, None
             self.token, self._since = payload["token"], {}
             self.positions = dict(enumerate(payload["positions"]))
+            self.lives.append(Life(dict(self.positions), set()))
         elif kind == "event":
             self._event(envelope, last)
+            if self._max_unacked:
+                acked = {str(envelope["partition"]): envelope["seq"]}
+                live.send("ack", subId="s", positions=acked)
         elif kind == "resync-required":
             self.resyncs.append(payload["reason"])
             last.clear()
@@ -183,6 +214,7 @@ class Follower:
             assert self.seen.setdefault((partition, seq), content) == content, "equal keys, equal content"
             if seq <= self.positions.get(partition, 0):
                 return  # a repeat
+            self.lives[-1].seen.add((partition, seq))
             self.positions[partition] = seq
             self._since[partition] = seq
             if seq % 3:  # now and then the older token, and what was applied since, have to do
