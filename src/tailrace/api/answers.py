@@ -6,14 +6,17 @@ from tailrace.api.request_log import failures
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
+from tailrace.protocol import refusals
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line
 
-NO_STORE = b"Cache-Control: no-store\r\n"
+NO_STORE = refusals.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"
 UP_TO_DATE = b"Stream-Up-To-Date: true\r\n"
-JSON_TYPE = b"Content-Type: application/json; charset=utf-8\r\n"
+JSON_TYPE = refusals.JSON_TYPE
+
+error = refusals.error_answer
 
 
 def next_offset(offset: str) -> bytes:
@@ -47,21 +50,6 @@ def lifetime(stream: Stream) -> bytes:
     if set_to.retention_bytes is not None:
         lines += line("Stream-Retention-Bytes", str(set_to.retention_bytes))
     return lines
-
-
-def error(refusal: TailraceError) -> tuple[int, bytes, bytes]:
-    """Status, header lines and body of a refusal: the only place where an error becomes HTTP.
-
-    The way it came is of no use any more, and holds the request with its body: some refusals are in frames of
-    that way themselves, others are raised again and again.
-    """
-    refusal.__traceback__ = refusal.__context__ = None
-    head = JSON_TYPE + NO_STORE
-    if refusal.retry_after_s is not None:
-        head += line("Retry-After", str(refusal.retry_after_s))
-    for name, value in refusal.headers:
-        head += line(name, "".join(char if char.isprintable() else "?" for char in value))
-    return refusal.status, head, refusal.body()
 
 
 def not_allowed(allow: str) -> TailraceError:

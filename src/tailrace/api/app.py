@@ -94,12 +94,12 @@ class TailraceApp:
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = self._streams.append
-        self._common = common_headers(context.settings.resource_policy, "*")
+        self._common = headers.common_lines(context.settings.resource_policy, "*")
         origins = context.settings.cors_origins
         self._origins: frozenset[str] | None = None
         if origins != "*":
             self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
-            self._common = common_headers(context.settings.resource_policy, None)
+            self._common = headers.common_lines(context.settings.resource_policy, None)
         self._timing = context.settings.server_timing
         self.fixed_headers = self._common if self._origins is None and not self._timing else None
 
@@ -117,7 +117,7 @@ class TailraceApp:
                 self._stream_method(exchange, identity, method, name)
             return
         if method == b"OPTIONS":
-            exchange.respond(204, preflight())
+            exchange.respond(204, headers.preflight_lines())
             return
         if path.startswith(PREFIX):
             if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
@@ -292,21 +292,3 @@ class TailraceApp:
             self.seal(exchange, self.identify(exchange))
         else:
             raise TailraceError("not_found", "there is nothing at this path")
-
-
-def common_headers(resource_policy: str, origin: str | None) -> bytes:
-    """On every response, errors and preflights included."""
-    lines = headers.line("X-Content-Type-Options", "nosniff")
-    lines += headers.line("Cross-Origin-Resource-Policy", resource_policy)
-    lines += headers.exposed(headers.RESPONSE_HEADERS)
-    if origin is not None:
-        return lines + headers.line("Access-Control-Allow-Origin", origin)
-    return lines + headers.line("Vary", "Origin")
-
-
-def preflight() -> bytes:
-    return (
-        headers.line("Access-Control-Allow-Methods", headers.METHODS)
-        + headers.line("Access-Control-Allow-Headers", ", ".join(headers.REQUEST_HEADERS))
-        + headers.line("Access-Control-Max-Age", str(headers.PREFLIGHT_MAX_AGE_S))
-    )

@@ -26,7 +26,7 @@ from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.query import live_mode, parse_query
-from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_answer
+from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
 logger = logging.getLogger("tailrace.edge")
 
@@ -85,8 +85,7 @@ class EdgeApp:
         return self.handle
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
-        self._context.telemetry.edge_refused.add(error.code)
-        return error_answer(error)
+        return self._context.refusal(exchange, error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
         common = self._common

@@ -61,8 +61,7 @@ class EdgeContext:
         try:
             await work
         except TailraceError as refusal:
-            self.telemetry.edge_refused.add(refusal.code)
-            exchange.respond(*error_answer(refusal))
+            exchange.respond(*self.refusal(exchange, refusal))
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -70,9 +69,16 @@ class EdgeContext:
             if exchange.answered:
                 exchange.connection.transport.abort()
             else:
-                exchange.respond(*error_answer(TailraceError("internal", "internal error")))
+                exchange.respond(*self.refusal(exchange, TailraceError("internal", "internal error")))
         finally:
             exchange.on_gone = None
+
+    def refusal(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        """A no of the edge itself; the request can be asked about by its id, as on a server."""
+        self.telemetry.edge_refused.add(error.code)
+        if exchange is not None:
+            exchange.name()
+        return error_answer(error)
 
     def note_upstream(self, exchange: Exchange, begun: float, reply: Reply) -> None:
         """For Server-Timing: how long the upstream took, and what it says itself."""

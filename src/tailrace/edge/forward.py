@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
@@ -14,9 +13,7 @@ from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange, Outlet
 from tailrace.net.wire import BODILESS
-from tailrace.protocol.refusals import error_answer
 
-logger = logging.getLogger("tailrace.edge")
 
 READS = frozenset((b"GET", b"HEAD"))
 # Answers up to this size go out in one piece.
@@ -93,11 +90,7 @@ class Forwarder:
 
     async def relay(self, exchange: Exchange, reply: Reply, cache: str) -> None:
         """Gives the client an upstream's answer, as fast as it takes it."""
-        fields = reply.fields
-        if exchange.request_id:
-            # The client has named its request: the edge answers with that name itself.
-            fields = [field for field in fields if field[0].lower() != b"x-request-id"]
-        head = response_lines(fields, cache_line(cache) if cache else b"")
+        head = response_lines(reply.fields, cache_line(cache) if cache else b"")
         length = reply.length
         if exchange.is_head or reply.status in BODILESS:
             exchange.respond(reply.status, head)
@@ -164,7 +157,3 @@ def check_once(exchange: Exchange) -> None:
         if name in ONCE or name.startswith((b"stream-", b"producer-")):
             text = name.decode("latin-1")
             raise TailraceError("invalid_header", f"{text} is given more than once", header=text)
-
-
-def refuse(exchange: Exchange, error: TailraceError) -> None:
-    exchange.respond(*error_answer(error))
