@@ -412,3 +412,20 @@ def test_every_worker_follows_a_revocation(start_server: StartServer) -> None:
             assert events.next() is None
     for name in names:
         eventually(lambda name=name: reader("GET", name).status, lambda status: status == 401)
+
+
+def test_commands_say_what_is_wrong(tmp_path: Path) -> None:
+    at = ("--file", str(tmp_path / "keys.json"))
+    wrong: list[tuple[tuple[str, ...], int, str]] = [
+        (("token", "revoke", *at), 2, "name a token or its id"),
+        (("token", "revoke", jwt.encode({"sub": "x"}, SECRET), *at), 2, "revoke its subject"),
+        (("key", "revoke", "0123456789abcdef", *at), 1, "there is no such key"),
+        (("key", "create", *at, "--sub", "x", "--scope", "system"), 1, "cannot have the scope"),
+        (("key", "create", *at, "--sub", "x", "--scope", "read", "--expires", "soon"), 2, "not a lifetime"),
+    ]
+    for command, code, message in wrong:
+        done = tailrace(*command)
+        assert (done.code, message in done.err) == (code, True), done.err
+    shown = tailrace("key", "create", *at, "--sub", "x", "--scope", "read", "--json").rows[0]
+    assert shown["key"].startswith(f"trk_{shown['id']}_")
+    assert [row["id"] for row in tailrace("key", "list", *at, "--json").rows] == [shown["id"]]

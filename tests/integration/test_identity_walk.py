@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -152,8 +153,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def _payload(token: str) -> bytes:
-    import base64
-
     middle = token.split(".")[1]
     return base64.urlsafe_b64decode(middle + "=" * (-len(middle) % 4))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import json
 import tempfile
 from collections.abc import Iterator
@@ -128,9 +130,6 @@ def test_claims_of_any_form_make_a_token_invalid_never_stronger(
     verifier: tuple[TokenVerifier, str], claims: dict[str, Any]
 ) -> None:
     """Signed with the right secret by somebody who makes mistakes."""
-    import hashlib
-    import hmac
-
     try:
         body = segment(json.dumps(claims, allow_nan=False).encode())
     except ValueError:
