@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tailrace.cli.app import VERBS
+from tailrace.edge.metrics import TABLE as EDGE_METRICS
 from tailrace.settings import TABLE as SETTINGS
 from tailrace.telemetry import TABLE as METRICS
 
@@ -39,7 +40,7 @@ _BY = re.compile(r"\bby \(([^)]*)\)")
 def series() -> dict[str, set[str]]:
     """Every series of `/metrics` with its labels."""
     known: dict[str, set[str]] = {}
-    for metric in METRICS.values():
+    for metric in (*METRICS.values(), *EDGE_METRICS.values()):
         if metric.kind == "histogram":
             known[f"{metric.exposed}_bucket"] = {*metric.labels, "le"}
             known[f"{metric.exposed}_sum"] = known[f"{metric.exposed}_count"] = set(metric.labels)
@@ -75,7 +76,8 @@ def test_queries_ask_for_what_there_is(query: str) -> None:
 
 def test_a_counter_is_asked_for_its_rate() -> None:
     """The number itself says nothing: it begins again with every start."""
-    counters = [metric.exposed for metric in METRICS.values() if metric.kind == "counter"]
+    everything = (*METRICS.values(), *EDGE_METRICS.values())
+    counters = [metric.exposed for metric in everything if metric.kind == "counter"]
     raw = [
         f"{name} in {query}"
         for query in queries()
