@@ -8,7 +8,7 @@ back and is told everything again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -30,6 +30,7 @@ WAKE: Final = "/_worker/wake"
 Check = Callable[[AppendRequest, Stream], Sequence[bytes | None] | None]
 
 UNSENT_BYTES_MAX: Final = 16 * 1024 * 1024
+SHOWN_BYTES_MAX: Final = 1024 * 1024  # of what there is; what happens has the rest
 SCAN_PAGE: Final = 500
 
 
@@ -76,6 +77,8 @@ class Feed:
         # What has happened in this turn of the loop. A stream that moved often is told once, where it is.
         self._happened: list[tuple[str, str, Stream | int]] = []
         self._moved: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drained = asyncio.Event()
 
     # -- questions of the first worker -------------------------------------------------------------------
 
@@ -87,6 +90,7 @@ class Feed:
         self._moved.clear()
         self._outlet = outlet = exchange.open_stream(200, b"Content-Type: application/x-ndjson\r\n")
         outlet.on_gone = lambda: self._gone(outlet)
+        outlet.on_drain = self._drained.set
         self._log.publisher.observers.append(self)
         outlet.write(_line(News("begun")))
 
@@ -96,10 +100,13 @@ class Feed:
         known = {pattern.text for pattern in self._patterns}
         self._patterns += [pattern for pattern in patterns if pattern.text not in known]
         self._names.update(wanted.names)
-        for stream in self._found(patterns, wanted.names):
-            self._happen("found", stream.name, stream)
-        self._happen("marked", "", wanted.mark)
         exchange.respond(204)
+        if patterns or wanted.names:
+            task = self._loop.create_task(self._show(patterns, wanted))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._happen("marked", "", wanted.mark)
 
     def wake(self, exchange: Exchange) -> None:
         """Appends the event of a wake; what the stream's schema says holds for it as for everybody."""
@@ -118,6 +125,7 @@ class Feed:
 
     def end(self) -> None:
         outlet, self._outlet = self._outlet, None
+        self._drained.set()
         if outlet is not None:
             self._log.publisher.observers.remove(self)
             outlet.end()
@@ -147,16 +155,29 @@ class Feed:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _found(self, patterns: Iterable[Pattern], names: Iterable[str]) -> Iterator[Stream]:
+    async def _show(self, patterns: list[Pattern], wanted: Interest) -> None:
+        """What there is, page by page: appends go on meanwhile, and so does what is told of them."""
+        outlet = self._outlet
+        for page in self._pages(patterns, wanted.names):
+            for stream in page:
+                self._happen("found", stream.name, stream)
+            await asyncio.sleep(0)
+            if outlet is not None and outlet.unsent_bytes > SHOWN_BYTES_MAX:
+                self._drained.clear()
+                await self._drained.wait()
+            if outlet is not self._outlet:
+                return  # somebody else follows by now, and has asked anew
+        self._happen("marked", "", wanted.mark)
+
+    def _pages(self, patterns: list[Pattern], names: list[str]) -> Iterator[list[Stream]]:
         for pattern in patterns:
             after = ""
             while page := list_streams(self._log, after, pattern.prefix, SCAN_PAGE, system=False):
-                yield from (stream for stream in page if pattern.matches(stream.name))
+                yield [stream for stream in page if pattern.matches(stream.name)]
                 after = page[-1].name
-        for name in names:
-            stream = self._log.find(name)
-            if stream is not None and not stream.gone and stream.visible >= 0:
-                yield stream
+        for start in range(0, len(names), SCAN_PAGE):
+            found = [self._log.find(name) for name in names[start : start + SCAN_PAGE]]
+            yield [one for one in found if one is not None and not one.gone and one.visible >= 0]
 
     def _happen(self, kind: str, name: str, subject: Stream | int) -> None:
         if not self._happened:
