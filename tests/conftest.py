@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,15 @@ settings.register_profile("repeat", settings.get_profile("explore"), derandomize
 settings.load_profile("repeat")
 
 StartServer = Callable[..., ServerProcess]
+
+
+def pytest_configure() -> None:
+    """Who wants no bytecode in the tree gets it elsewhere: without, each process compiles all it loads."""
+    if sys.dont_write_bytecode:
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = str(Path(sys.prefix) / "bytecode")
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -37,7 +37,8 @@ _Static_assert(sizeof(struct rule) == 64, "faults.py relies on the layout");
 
 static struct rule *rules;
 
-__attribute__((constructor)) static void attach(void) {
+/* Also called by a process that was forked off one without rules, and got its variables afterwards. */
+__attribute__((constructor)) void faults_attach(void) {
     const char *path = getenv("FAULTS_CONTROL");
     if (!path) return;
     int fd = open(path, O_RDWR | O_CLOEXEC);

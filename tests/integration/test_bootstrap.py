@@ -374,7 +374,7 @@ def test_a_bootstrap_can_be_stopped(lost: Lost, tmp_path: Path, running: list[Se
     server.start(ready=False)
     eventually(lambda: server.log, lambda log: "restoring from" in log)
     server.stop()
-    server.env |= ENV
+    server.env = dict(ENV)
     server.start()
     running.append(server)
     lost.world.check(Caller(server))

@@ -276,8 +276,8 @@ def test_an_open_server_stays_on_this_machine(tmp_path: Path, host: str) -> None
 class OpenProcess(ServerProcess):
     """Listens on every address."""
 
-    def command(self) -> list[str]:
-        return ["0.0.0.0" if word == "127.0.0.1" else word for word in super().command()]
+    def arguments(self) -> list[str]:
+        return ["0.0.0.0" if word == "127.0.0.1" else word for word in super().arguments()]
 
 
 @pytest.mark.parametrize("args", [("--insecure",), ("--auth-jwt-secret", SECRET)])

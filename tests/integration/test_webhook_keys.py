@@ -21,7 +21,7 @@ from tailrace.settings import Settings
 from tailrace.subscriptions.keys import SIGNING_KEYS, TOKEN_KEY, ServerKeys
 from tailrace.subscriptions.signing import ANNOUNCED_MS, CLOCK_SKEW_MS, REPLAY_WINDOW_MS, SavedKey
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 AGE_S = Settings().limits.webhook_key_ms / 1000
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from support.forked import ForkedCommand
+
+RUN_S_MAX = 240  # a busy machine is not a failure
 
 
 class Finished:
     """A command that has ended."""
 
-    def __init__(self, done: subprocess.CompletedProcess[bytes]) -> None:
-        self.code = done.returncode
-        self.raw = done.stdout
-        self.out = done.stdout.decode(errors="replace")
-        self.err = done.stderr.decode(errors="replace")
+    def __init__(self, code: int, out: bytes, err: bytes) -> None:
+        self.code = code
+        self.raw = out
+        self.out = out.decode(errors="replace")
+        self.err = err.decode(errors="replace")
 
     @property
     def rows(self) -> list[Any]:
@@ -40,14 +44,18 @@ def tailrace(
     *args: str, stdin: bytes = b"", env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Finished:
     """Run one command to its end."""
-    return Finished(
-        subprocess.run(
-            command(*args),
-            input=stdin,
-            capture_output=True,
-            env=environment(env),
-            cwd=cwd,
-            timeout=240,  # a busy machine is not a failure
-            check=False,
-        )
-    )
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin)
+        given.seek(0)
+        streams = (given.fileno(), out.fileno(), err.fileno())
+        running = ForkedCommand(args, env=environment(env), cwd=cwd or Path.cwd(), streams=streams)
+        try:
+            code = running.wait(RUN_S_MAX)
+        finally:
+            running.kill()
+        return Finished(code, *(_content(file) for file in (out, err)))
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()

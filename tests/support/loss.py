@@ -14,8 +14,8 @@ from support.server import ServerProcess
 JSON = {"Content-Type": "application/json"}
 BYTES = {"Content-Type": "application/octet-stream"}
 TEXT = {"Content-Type": "text/plain"}
-# Small segments, so that streams have several; the server before is known to be dead.
-ENV = {"TAILRACE_SEAL_ENTRIES": "40", "TAILRACE_BOOTSTRAP_SETTLE_MS": "1"}
+# Small segments, so that streams have several.
+ENV = {"TAILRACE_SEAL_ENTRIES": "40"}
 SHOWN = (
     "content-type",
     "stream-closed",

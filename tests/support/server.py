@@ -14,10 +14,21 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
-START_S_MAX = 30.0
-STOP_S_MAX = 20.0
+from support.forked import ForkedCommand
+
+START_S_MAX = 60.0
+STOP_S_MAX = 60.0
 _READY = re.compile(r"tailrace ready\s+(https?://\S+)")
+# Tests run side by side: what takes seconds on a busy machine is not what they are about. A journal of the
+# usual size is 64 MiB of zeros, for each of a thousand servers. Before a bootstrap there is no living server.
+HURRY = {
+    "TAILRACE_REQUEST_MS": "60000",
+    "TAILRACE_APPEND_MS": "30000",
+    "TAILRACE_JOURNAL_FILE_BYTES": "2MiB",
+    "TAILRACE_BOOTSTRAP_SETTLE_MS": "1",
+}
 
 
 def free_port() -> int:
@@ -41,15 +52,16 @@ class ServerProcess:
         port: int = 0,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        patient: bool = True,
+        plain: bool = False,
     ) -> None:
+        """`plain` is as users start it, with a fresh interpreter and every default."""
         self.data_dir = data_dir
-        self.patient = patient
+        self.plain = plain
         self.port = port
         self.args = tuple(args)
         self.env = dict(env or {})
         self.base_url = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedCommand | None = None
         self._lines: deque[str] = deque(maxlen=5000)
         self._announced = threading.Event()
         self._reader: threading.Thread | None = None
@@ -60,26 +72,21 @@ class ServerProcess:
         """Start the process and wait until it serves. With ``ready=False`` only start it."""
         assert self._process is None, "already running"
         self._announced.clear()
-        self._process = subprocess.Popen(
-            self.command(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=self._environment(),
-            cwd=self._directory(),
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._collect, args=(self._process,), daemon=True)
+        reading, writing = os.pipe()
+        try:
+            self._process = self._begin(writing)
+        finally:
+            os.close(writing)
+        output = os.fdopen(reading, encoding="utf-8", errors="replace")
+        self._reader = threading.Thread(target=self._collect, args=(output,), daemon=True)
         self._reader.start()
         if ready:
             self.wait_ready()
         return self
 
-    def command(self) -> list[str]:
+    def arguments(self) -> list[str]:
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        return [sys.executable, "-m", "tailrace", "serve", *flags, *self.args]
+        return ["serve", *flags, *self.args]
 
     def wait_ready(self, timeout_s: float = START_S_MAX) -> None:
         deadline = time.monotonic() + timeout_s
@@ -161,22 +168,35 @@ class ServerProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
         # Only tests about it want a server that writes something by itself, or starts a pipeline.
         quiet = {"TAILRACE_METRICS_FLUSH_MS": "0", "TAILRACE_PIPELINE": "off"}
-        # Tests run side by side: what takes seconds on a busy machine is not what they are about.
-        waits = {"TAILRACE_REQUEST_MS": "60000", "TAILRACE_APPEND_MS": "30000"} if self.patient else {}
-        return {**kept, "PYTHONUNBUFFERED": "1", **quiet, **waits, **self.env}
+        return {**kept, "PYTHONUNBUFFERED": "1", **quiet, **({} if self.plain else HURRY), **self.env}
 
     def _directory(self) -> Path:
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         return self.data_dir.parent
 
-    def _collect(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    def _begin(self, output: int) -> subprocess.Popen[bytes] | ForkedCommand:
+        arguments, env, cwd = self.arguments(), self._environment(), self._directory()
+        if self.plain:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tailrace", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                cwd=cwd,
+                start_new_session=True,
+            )
+        with Path(os.devnull).open("rb") as nothing:
+            return ForkedCommand(arguments, env=env, cwd=cwd, streams=(nothing.fileno(), output, output))
+
+    def _collect(self, output: TextIO) -> None:
+        for line in output:
             self._lines.append(line)
             if (match := _READY.search(line)) and not self._announced.is_set():
                 self.base_url = match[1].rstrip("/")
                 self.port = int(self.base_url.rsplit(":", 1)[1])
                 self._announced.set()
+        output.close()
 
     def _fail_if_gone(self, what: str) -> None:
         if not self.running:
@@ -187,7 +207,6 @@ class ServerProcess:
         process, reader = self._process, self._reader
         assert process is not None
         assert reader is not None
-        assert process.stdout is not None
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -198,6 +217,5 @@ class ServerProcess:
             ) from None
         finally:
             reader.join(timeout=5)
-            process.stdout.close()
             self._process = None
         return code
