@@ -76,6 +76,8 @@ def test_w14_closures_equal_the_library_on_many() -> None:
         "duration('1s') < duration('2s') && doc.flag",
         "{'a': 1}.a == doc.a",
         "doc.list.exists(x, x == 1u)",
+        "{1: 'a', 1: doc.text}.size() == 1",
+        "{doc.a: 1, doc.b: 2}.size() == 2",
     ],
 )
 def test_what_is_not_lowered_is_left_to_the_library(source: str) -> None:

@@ -67,7 +67,10 @@ class Program:
 
     def value(self, **variables: Any) -> tuple[str, Any]:
         """Type and value; the type is ERROR if there is none."""
-        found = self._expression.eval(data=variables)
+        try:
+            found = self._expression.eval(data=variables)
+        except RuntimeError:
+            return "ERROR", None  # some errors are no values of the library's, as a key that is there twice
         return found.type().name(), found.value()
 
     def holds(self, **variables: Any) -> bool:
