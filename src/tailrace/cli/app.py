@@ -65,7 +65,7 @@ def build(arguments: Sequence[str]) -> App:
     for verb, summary, group in _COMMANDS:
         if verb in arguments[:1]:
             module = importlib.import_module(f"tailrace.cli.{verb}")
-            app.command(module.command)
+            app.command(module.command_for(arguments[1:]) if verb == "serve" else module.command)
         else:
             app.command(f"tailrace.cli.{verb}:command", name=verb, help=summary, group=group)
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
@@ -29,7 +30,7 @@ Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`)
 """
 
 
-def _serve(**flags: str | bool | None) -> int:
+def _serve(flags: Mapping[str, str | bool | None]) -> int:
     settings = load({name: value for name, value in flags.items() if value is not None})
     from tailrace.auth import bind_check
 
@@ -58,15 +59,28 @@ def _unit(setting: Setting) -> str:
     return f" {setting.unit}" if setting.unit in {"bytes", "ms"} else ""
 
 
-def _build() -> App:
+def command_for(arguments: Sequence[str]) -> App:
+    """With the flags that are named alone: to declare them all takes longer than to open a log.
+
+    Whoever asks for help, or names something that is no flag, gets all of them.
+    """
+    named = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    rows = [row for row in TABLE.values() if row.flag in named]
+    return _declared(rows) if len(rows) == len(named) else command
+
+
+def _declared(rows: Iterable[Setting]) -> App:
+    def serve(**flags: str | bool | None) -> int:
+        return _serve(flags)
+
     settings, limits = Group("Settings", sort_key=1), Group("Limits", sort_key=2)
-    parameters = [parameter_of(row, limits if row.limit else settings, row.flag) for row in TABLE.values()]
+    parameters = [parameter_of(row, limits if row.limit else settings, row.flag) for row in rows]
     # The command line reads a function's signature, so the table is given to it as one.
-    _serve.__signature__ = inspect.Signature(parameters)
-    _serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    serve.__signature__ = inspect.Signature(parameters)
+    serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = App(name="serve", help=_HELP, help_format="markdown", result_action="return_value")
-    app.default(_serve)
+    app.default(serve)
     return app
 
 
-command = _build()
+command = _declared(TABLE.values())
