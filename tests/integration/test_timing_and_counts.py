@@ -89,3 +89,13 @@ def test_requests_are_counted_by_method_and_status(start_server: StartServer) ->
             ("DELETE", 204): 1,
         }
     )
+
+
+def test_refusals_are_counted_by_code_whenever_they_are_decided(start_server: StartServer) -> None:
+    call = Caller(start_server())
+    assert call("PUT", "a", [1]).status == 201
+    assert call("POST", "a/_schema", {"schema": {"type": 5}}).code == "invalid_request"  # by a thread, later
+    assert call("POST", "missing", [2]).code == "not_found"  # at once
+    text = call("GET", "/metrics").raw.decode()
+    assert 'tailrace_refused_total{code="invalid_request"} 1.0' in text
+    assert 'tailrace_refused_total{code="not_found"} 1.0' in text

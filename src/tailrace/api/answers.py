@@ -66,7 +66,8 @@ def refusal_of(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, 
 
 
 def refuse(exchange: Exchange, refusal: TailraceError) -> None:
-    exchange.respond(*refusal_of(exchange, refusal))
+    """For those who answer later; whoever raises is answered in the same way by net."""
+    exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
 
 
 def add_phase(exchange: Exchange, name: str, seconds: float) -> None:

@@ -24,7 +24,6 @@ logger = logging.getLogger("tailrace.requests")
 STREAM = "/v1/stream/"
 # The first segments of other routes; what comes behind them is named by clients and tells routes not apart.
 _AREAS = ("v1", "hub", "realtime", "replication")
-
 _PAGES = ("", "metrics", "healthz", "readyz", "health", "openapi.json")
 
 Handle = Callable[[Exchange], None]
