@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,6 +11,8 @@ from support.server import ServerProcess
 from support.spark_rows import Filled, fill
 from tailrace.spark.segment_objects import STORES
 from tailrace.spark.server import SERVERS
+
+StartServer = Callable[..., ServerProcess]
 
 
 @pytest.fixture(scope="module")

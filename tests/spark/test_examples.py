@@ -7,12 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from conftest import StartServer
+from support.calls import Caller, eventually
+from support.hub_client import registered
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
@@ -102,3 +106,53 @@ def test_a_declarative_pipeline(server: ServerProcess, tmp_path: Path) -> None:
         {"entry": 1, "user": "ada", "page": "/DOCS"},
         {"entry": 2, "user": "bob", "page": "/"},
     ]
+
+
+def test_the_flow_of_the_hub(
+    spark: SparkSession, start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(env={"TAILRACE_HUB_TRACE": "all"})
+    monkeypatch.setenv("TAILRACE_ENDPOINT", server.base_url)
+    asker, actor = registered(server, "@(flow/asker)"), registered(server, "@(flow/actor)")
+    with closing(asker), closing(actor):
+        for number in range(3):
+            asker.ask("hub:send", {"to": "@(flow/actor)", "type": "t", "data": number})
+        asker.write(
+            "hub:send", {"to": "@(flow/actor)", "type": "q", "expectReply": True}, pattern="ask", ttl=20_000
+        )
+        asked = actor.of("q")
+        actor.write("hub:reply", {"ok": True, "data": 1}, correlationId=asked["id"])
+        asker.of("hub:reply")
+        asker.write("hub:send", {"to": "@(flow/nobody)", "type": "t"})
+    call = Caller(server)
+    eventually(
+        lambda: call("GET", "hub/trace?offset=-1"),
+        lambda found: (
+            found.status == 200 and {"delivered", "replied", "dead"} <= {step["ev"] for step in found.body}
+        ),
+    )
+    flow = load("hub_flow")
+    found = flow.steps(flow.read_stream_history(spark, flow.STREAM)).cache()
+    (edge,) = spark.sql(flow.EDGES, steps=found).collect()
+    assert (edge["from"], edge["to"]) == ("@(flow/asker)", "@(flow/actor)")
+    assert (edge["messages"], edge["answers"]) == (4, 1)
+    assert edge["answer_p95_ms"] >= 0
+    flow.main(tmp_path / "flow.dot")
+    drawn = (tmp_path / "flow.dot").read_text(encoding="utf-8")
+    assert '"@(flow/asker)" -> "@(flow/actor)" [label="4", penwidth=5.0];' in drawn
+
+
+def test_the_notebook(
+    spark: SparkSession,
+    server: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TAILRACE_ENDPOINT", server.base_url)
+    book = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "notebook.ipynb", "exec"), names)
+    assert names["chart"]._repr_svg_().count("<rect") == 10
+    assert "|600  |" in capsys.readouterr().out
