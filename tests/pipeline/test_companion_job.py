@@ -12,13 +12,13 @@ from pyspark import cloudpickle
 from support import failing
 from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
-from support.pipeline import PREFIX, FakeOwner, Shelf
+from support.pipeline import PREFIX, FakeOwner, Shelf, run_once
 from support.queries import payload_of
 from tailrace.pipeline import companions
 from tailrace.pipeline.companions import CompanionJob, OtherVersionError, Outcome
 from tailrace.pipeline.owner import Owner
 from tailrace.pipeline.publisher import Publisher
-from tailrace.pipeline.run import Options, Pipeline, UnfinishedError
+from tailrace.pipeline.run import UnfinishedError
 from tailrace.pipeline.status import Status
 
 if TYPE_CHECKING:
@@ -113,23 +113,6 @@ def test_other_versions_are_refused(shelf: Shelf, run: Run, monkeypatch: pytest.
         run()
 
 
-def _once(spark: SparkSession, owner: FakeOwner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Pipeline:
-    monkeypatch.setattr("tailrace.pipeline.run.open_session", lambda *_args, **_named: _Unstoppable(spark))
-    pipeline = Pipeline(cast("Owner", owner), Options("local[2]", once=True, check_ms=1, **options))
-    pipeline.run()
-    return pipeline
-
-
-class _Unstoppable:
-    """The session of all tests, which no pipeline may stop."""
-
-    def __init__(self, spark: SparkSession) -> None:
-        self._spark = spark
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda: None) if name == "stop" else getattr(self._spark, name)
-
-
 def _added(owner: FakeOwner) -> Sequence[str]:
     return sorted(one.object for body in owner.published for one in body.add if one.family != "fts")
 
@@ -140,7 +123,7 @@ def test_once_does_everything(
     for first in range(1, 50, 7):
         shelf.seal(_rows(first, 7))
     owner = FakeOwner(shelf)
-    pipeline = _once(spark, owner, monkeypatch, batch_segments=3, group_segments=2, directory=tmp_path)
+    pipeline = run_once(owner, spark, monkeypatch, batch_segments=3, group_segments=2, directory=tmp_path)
     assert owner.covered == {segment.object for segment in shelf.segments}
     assert all(len(body.inputs) <= 2 for body in owner.published)
     assert pipeline.status.totals.rows == 49
@@ -148,10 +131,10 @@ def test_once_does_everything(
     assert all(key.startswith(PREFIX) for key in _added(owner))
     # A second run finds nothing to do, and another one that lost every answer publishes the same.
     before = _added(owner)
-    _once(spark, owner, monkeypatch, directory=tmp_path)
+    run_once(owner, spark, monkeypatch, directory=tmp_path)
     assert _added(owner) == before
     other = FakeOwner(shelf)
-    _once(spark, other, monkeypatch, directory=tmp_path)
+    run_once(other, spark, monkeypatch, directory=tmp_path)
     assert _added(other) == before
 
 
@@ -163,7 +146,7 @@ def test_what_is_outdated_is_dropped(
     shelf.seal(_rows(1, 7))
     owner = FakeOwner(shelf)
     owner.faults = [RefusedError(409, "inputs_changed", "gone")]
-    pipeline = _once(spark, owner, monkeypatch, directory=tmp_path)
+    pipeline = run_once(owner, spark, monkeypatch, directory=tmp_path)
     assert len(owner.published) == 1  # it was still wanted, and built again
     assert pipeline.status.heartbeat().last_error == "companions: inputs_changed"
 
@@ -177,7 +160,7 @@ def test_what_cannot_be_done_ends_a_run(
     monkeypatch.setattr("tailrace.pipeline.run.PAUSE_S_FIRST", 0.001)
     owner = FakeOwner(shelf)
     with pytest.raises(UnfinishedError):
-        _once(spark, owner, monkeypatch, directory=tmp_path)
+        run_once(owner, spark, monkeypatch, directory=tmp_path)
     assert owner.covered == {shelf.segments[1].object}
 
 

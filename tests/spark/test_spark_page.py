@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.cli import environment
+from support.pipeline import Unstoppable
 from support.server import ServerProcess
+from tailrace.cli import main
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,6 +42,17 @@ def shell(text: str, env: dict[str, str], directory: Path) -> str:
     return done.stdout
 
 
+def sql_here(text: str, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`tailrace sql` in this process, which has a session: another takes longer than all the rest."""
+    monkeypatch.setattr("tailrace.pipeline.session.open_session", lambda *_args: Unstoppable(spark))
+    said = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        main(shlex.split(text)[1:])
+    assert ended.value.code == 0
+    said.seek(0)
+    return said.read()
+
+
 def test_five_minutes(
     spark: SparkSession, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +72,8 @@ def test_five_minutes(
             with contextlib.redirect_stdout(said):
                 exec(compile(text, "docs/spark.md", "exec"), names)
             printed = said.getvalue()
+        elif text.startswith("tailrace sql "):
+            printed = sql_here(text, spark, monkeypatch)
         elif kind == "sh tour":
             printed = shell(text, env, tmp_path)
         else:

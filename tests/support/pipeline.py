@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import pytest
 
 from support.companions import STREAM_ID, Stored, segment_of
 from tailrace.pipeline.companions import SegmentWork
@@ -20,12 +22,16 @@ from tailrace.pipeline.model import (
     Segment,
     StreamPlan,
 )
-from tailrace.pipeline.owner import RefusedError
+from tailrace.pipeline.owner import Owner, RefusedError
+from tailrace.pipeline.run import Options, Pipeline
 from tailrace.query.index_plan import BuildPlan, store_plan
 from tailrace.store.companions import plan_name
 from tailrace.store.objects import open_objects
 from tailrace.store.offers import Offer
 from tailrace.store.segments import segment_name, stream_prefix
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 PREFIX = stream_prefix(STREAM_ID)
 
@@ -105,3 +111,23 @@ class FakeOwner:
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
         self.heartbeats.append(heartbeat)
         return HeartbeatAnswer(self.drain)
+
+
+class Unstoppable:
+    """The session of all tests, which no pipeline may stop."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: None) if name == "stop" else getattr(self._spark, name)
+
+
+def run_once(
+    owner: FakeOwner | Owner, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Pipeline:
+    """Everything there is to do, in this process and its session."""
+    monkeypatch.setattr("tailrace.pipeline.run.open_session", lambda *_args, **_named: Unstoppable(spark))
+    pipeline = Pipeline(cast("Owner", owner), Options("local[2]", once=True, check_ms=1, **options))
+    pipeline.run()
+    return pipeline

@@ -22,7 +22,7 @@ from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.fts import remove_tree
 from tailrace.pipeline.kernels.parquet import WRITER, Built
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
+from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, load_plan
 from tailrace.store.objects import ObjectExistsError, ObjectMissingError, Objects, ObjectsError, open_objects
@@ -220,7 +220,7 @@ def _row(row: Row, built: Built, key: str, sha256: str, started: float) -> Row:
 
 def _failure(row: Row, status: str, error: Exception, started: float) -> Row:
     # A message may quote data; only our own errors are known not to.
-    ours = isinstance(error, CorruptSegmentError | ObjectsError)
+    ours = isinstance(error, CorruptSegmentError | ObjectsError | UnusablePlanError)
     return _ended(row, status, str(error) if ours else type(error).__name__, started)
 
 

@@ -270,7 +270,7 @@ def table_of(rows: list[Row]) -> Any:
 
 
 def _bound(text: str | None, config: SearchConfig, path: str) -> Bound | None:
-    return None if text is None else bind_include(text, config, path)
+    return None if text is None else bind_include(text, config, f"{path}.include")
 
 
 def _dimension(batch: Batch, name: str, texts: dict[str, int]) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from tailrace.errors import TailraceError
 from tailrace.pipeline.kernels import mblk
 from tailrace.pipeline.kernels.agg import AggBuilder
 from tailrace.pipeline.kernels.arrays import pa, pq
@@ -54,14 +55,23 @@ class BuildRequest(NamedTuple):
     reference: bool = False  # every value by the reference function
 
 
+class UnusablePlanError(Exception):
+    """The plan asks for something that cannot be: an include that is no query any more. Quotes no data."""
+
+
 Step = Callable[[str], None]
 
 
 def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: None) -> list[Built]:
-    """The files of a segment. CorruptSegmentError if it is not what was recorded, or cannot be read."""
+    """The files of a segment. CorruptSegmentError if it is not what was recorded, or cannot be read;
+    UnusablePlanError if nothing can be built by the plan.
+    """
     if hashlib.sha256(raw).hexdigest() != request.sha256:
         raise CorruptSegmentError("the segment does not have its SHA-256")
-    builders, reader = prepare(request)
+    try:
+        builders, reader = prepare(request)
+    except TailraceError as refusal:
+        raise UnusablePlanError(refusal.message) from refusal
     rows = 0
     for batch in read_segment(raw, reader):
         for builder in builders:
