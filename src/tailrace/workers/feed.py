@@ -95,6 +95,8 @@ class Feed:
         outlet.write(_line(News("begun")))
 
     def interest(self, exchange: Exchange) -> None:
+        if self._outlet is None:
+            raise TailraceError("unavailable", "nobody follows")
         wanted = msgspec.json.decode(exchange.body, type=Interest)
         patterns = [Pattern(text) for text in wanted.patterns]
         known = {pattern.text for pattern in self._patterns}

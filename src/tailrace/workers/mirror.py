@@ -17,6 +17,7 @@ logger = logging.getLogger("tailrace.workers")
 
 RETRY_S: Final = 0.1
 RETRY_S_MAX: Final = 2.0
+UP_S_MAX: Final = 5.0
 
 
 class Mirror:
@@ -27,7 +28,7 @@ class Mirror:
         self._mirrors = mirrors
         self.tails: dict[str, Tail] = {}
         self.up = asyncio.Event()  # everything it was asked about is known
-        self._marks: dict[int, asyncio.Future[None]] = {}
+        self._marks: dict[int, asyncio.Future[bool]] = {}  # False: it went away before
         self._last_mark = 0
         self._found: dict[str, Tail] | None = None  # while it is told everything again
         self._ended = asyncio.Event()
@@ -65,9 +66,8 @@ class Mirror:
         try:
             body = msgspec.json.encode(Interest(mark, list(patterns), list(names)))
             status, _ = await self._peer.ask("POST", INTEREST, body)
-            if status != 204:
+            if status != 204 or not await told:
                 raise lost()
-            await told
         finally:
             self._marks.pop(mark, None)
 
@@ -87,7 +87,7 @@ class Mirror:
         elif news.kind == "marked":
             told = self._marks.get(news.mark)
             if told is not None and not told.done():
-                told.set_result(None)
+                told.set_result(True)
         elif news.kind == "gone":
             self.tails.pop(news.name, None)
             if self._found is not None:
@@ -125,7 +125,7 @@ class Mirror:
         self._ended.set()
         for told in self._marks.values():
             if not told.done():
-                told.set_exception(lost())
+                told.set_result(False)
 
 
 class Mirrors:
@@ -174,6 +174,11 @@ class Mirrors:
 
     async def want(self, patterns: Sequence[str], names: Sequence[str]) -> None:
         """More to hear of. Raises if one of them is away: it will tell when it is back."""
+        try:
+            async with asyncio.timeout(UP_S_MAX):
+                await self.complete()
+        except TimeoutError:
+            raise lost() from None
         await asyncio.gather(*(mirror.mark(patterns, names) for mirror in self._mirrors))
 
     async def settle(self) -> None:

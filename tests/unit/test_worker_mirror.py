@@ -1,0 +1,162 @@
+"""What the first worker hears of streams that another owns: all of it, also after the other was away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from support.http_app import TestApp, on_loop, until
+from tailrace.clock import SYSTEM_CLOCK
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
+from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.log import Log
+from tailrace.log.transaction import ignore
+from tailrace.net import Exchange, HttpServer
+from tailrace.net.relay import Peer
+from tailrace.workers.feed import FOLLOW, INTEREST, Feed
+from tailrace.workers.mirror import Mirrors
+
+
+class FeedApp(TestApp):
+    """The questions of the first worker."""
+
+    __test__ = False
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__()
+        self.feed = feed
+
+    def handle(self, exchange: Exchange) -> None:
+        if exchange.path == FOLLOW.encode():
+            self.feed.follow(exchange)
+        else:
+            assert exchange.path == INTEREST.encode()
+            self.feed.interest(exchange)
+
+
+class Room:
+    """A log, its feed on a socket, and a mirror of it."""
+
+    def __init__(self, directory: Path) -> None:
+        loop = asyncio.get_running_loop()
+        self.log = Log(directory, Limits(), SYSTEM_CLOCK, loop)
+        self.log.open()
+        self.feed = Feed(self.log, loop, lambda _request, _stream: None)
+        self.path = str(directory / "socket")
+        self.peer = Peer(self.path, loop, 10_000)
+        self.heard: list[tuple[str, ...]] = []
+        self.wanted: tuple[list[str], list[str]] = ([], [])
+        self.mirrors = Mirrors(
+            [self.peer],
+            lambda: self.wanted,
+            lambda name: self.heard.append(("created", name)),
+            lambda name, _offset: self.heard.append(("moved", name)),
+            lambda name: self.heard.append(("gone", name)),
+        )
+        self._server: HttpServer | None = None
+
+    async def open(self) -> None:
+        self._server = HttpServer(FeedApp(self.feed), Limits())
+        await self._server.start_unix(self.path)
+
+    async def shut(self) -> None:
+        assert self._server is not None
+        await self._server.close()
+
+    async def want(self, *patterns: str) -> None:
+        self.wanted = ([*self.wanted[0], *patterns], [])
+        await self.mirrors.want(patterns, [])
+
+    async def create(self, name: str, entries: int = 0) -> None:
+        initial = AppendRequest(b"x", "text/plain") if entries else None
+        self.log.create(CreateRequest(name, "text/plain", initial=initial), ignore, None)
+        await self.log.committer.drain()
+
+    async def append(self, name: str) -> None:
+        self.log.append(self.log.existing(name), AppendRequest(b"y", "text/plain"), ignore, None)
+        await self.log.committer.drain()
+
+    async def remove(self, name: str) -> None:
+        self.log.remove(self.log.existing(name), "deleted", ignore, None)
+        await self.log.committer.drain()
+
+
+@asynccontextmanager
+async def room() -> AsyncIterator[Room]:
+    with TemporaryDirectory() as directory:
+        opened = Room(Path(directory))
+        opened.mirrors.start()
+        try:
+            yield opened
+        finally:
+            await opened.mirrors.stop()
+            opened.feed.end()
+            opened.peer.close()
+            await opened.log.close()
+
+
+def test_what_there_is_comes_first_and_then_every_change() -> None:
+    async def main() -> None:
+        async with room() as here:
+            await here.open()
+            for number in range(1200):
+                await here.create(f"a/{number}", entries=number % 2)
+            await here.create("b/0")
+            await here.want("a/*")
+            assert len(list(here.mirrors.scan(""))) == 1200
+            assert here.mirrors.tail("b/0") is None
+            before = here.mirrors.tail("a/1")
+            await here.append("a/1")
+            await here.create("a/new")
+            await here.create("b/new")
+            await here.remove("a/2")
+            await here.mirrors.settle()
+            assert here.heard == [("moved", "a/1"), ("created", "a/new"), ("gone", "a/2")]
+            assert here.mirrors.tail("a/1") != before
+            assert here.mirrors.tail("a/2") is None
+            await here.shut()
+
+    on_loop(main)
+
+
+def test_what_happened_while_nobody_listened_is_found() -> None:
+    async def main() -> None:
+        async with room() as here:
+            await here.open()
+            for name in ("a/stays", "a/moves", "a/goes"):
+                await here.create(name)
+            await here.want("a/*")
+            await here.shut()
+            here.feed.end()
+            await here.append("a/moves")
+            await here.remove("a/goes")
+            await here.create("a/comes")
+            assert here.mirrors.tail("a/goes") is not None
+            await here.open()
+            await until(lambda: here.mirrors.tail("a/comes") is not None)
+            assert sorted(here.heard) == [("created", "a/comes"), ("gone", "a/goes"), ("moved", "a/moves")]
+            await here.shut()
+
+    on_loop(main)
+
+
+def test_whoever_asks_before_a_worker_is_there_waits_for_it() -> None:
+    async def main() -> None:
+        async with room() as here:
+            await here.create("a/1")
+            asking = asyncio.create_task(here.want("a/*"))
+            await asyncio.sleep(0)
+            await here.open()
+            await asking
+            assert here.mirrors.tail("a/1") is not None
+            await here.shut()
+            with pytest.raises(TailraceError):
+                await here.mirrors._mirrors[0].mark()
+
+    on_loop(main)
