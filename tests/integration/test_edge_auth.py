@@ -10,6 +10,7 @@ import jwt
 import pytest
 
 from support.calls import Caller, eventually
+from support.cli import tailrace
 from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess
 from support.wire import Connection, request_bytes
@@ -114,6 +115,39 @@ def test_a_reader_leaves_when_its_token_ends(edge: EdgeProcess, stream: str) -> 
             pass  # until the answer ends
         connection.send(request_bytes("GET", f"/v1/stream/{stream}", bearer))
         assert connection.read_answer().status == 401
+
+
+def test_a_revoked_key_ends_its_readers(tmp_path: Path) -> None:
+    """The server and the edge read one file of keys; the reader shares its socket with somebody who stays."""
+    keys = tmp_path / "keys.json"
+    secrets = {
+        who: tailrace("key", "create", "--file", str(keys), "--sub", who, "--scope", "manage").out.strip()
+        for who in ("leaves", "stays")
+    }
+    env = {"TAILRACE_AUTH_KEYS_FILE": str(keys)}
+    server = ServerProcess(tmp_path / "server" / "data", env=env).start()
+    edge = EdgeProcess(tmp_path / "edge" / "cache", server.base_url, env=env)
+    edge.start()
+    try:
+        call = {who: Caller(edge, secret) for who, secret in secrets.items()}
+        assert call["leaves"]("PUT", "keyed", headers=JSON).status == 201
+        connections = {who: Connection(edge.port) for who in secrets}
+        for who, connection in connections.items():
+            bearer = {"Authorization": f"Bearer {secrets[who]}"}
+            connection.send(request_bytes("GET", "/v1/stream/keyed?offset=-1&live=sse", bearer))
+            assert connection.read_head().status == 200
+            assert b"upToDate" in connection.read_chunk()
+        revoked = tailrace("key", "revoke", "--file", str(keys), secrets["leaves"])
+        assert revoked.code == 0, revoked.err
+        assert connections["leaves"].read_chunk() == b"", "the end of the answer"
+        assert call["leaves"]("GET", "keyed").status == 401
+        assert call["stays"]("POST", "keyed", [1]).status == 204
+        assert b"data:[1]" in connections["stays"].read_chunk()
+        for connection in connections.values():
+            connection.close()
+    finally:
+        edge.stop()
+        server.stop()
 
 
 def test_credentials_that_cannot_be_checked_are_the_owners_to_judge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from websockets.sync.client import connect
@@ -12,7 +13,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess, free_port
-from support.wire import Wire, fresh
+from support.wire import Connection, Wire, fresh, request_bytes
 
 MIB = 1024 * 1024
 
@@ -128,6 +129,27 @@ def test_other_routes_and_their_sockets_pass_as_they_are(edge: EdgeProcess, wire
         assert first["type"] == "data"
         assert name in first["payload"]
         assert json.loads(socket.recv(timeout=20))["type"] == "control"
+
+
+def test_an_edge_may_stand_in_front_of_an_edge(edge: EdgeProcess, tmp_path: Path) -> None:
+    outer = EdgeProcess(tmp_path / "cache", edge.base_url, args=["--server-timing"])
+    outer.start()
+    try:
+        call = Caller(outer)
+        name = fresh("edge-chain")
+        assert call("PUT", name, headers={"Content-Type": "application/json"}).status == 201
+        tail = call("POST", name, [1]).headers["stream-next-offset"]
+        read = call("GET", name)
+        assert (read.body, read.headers["stream-next-offset"]) == ([1], tail)
+        assert "edge-total;dur=" in read.headers["server-timing"]
+        with Connection(outer.port) as connection:
+            connection.send(request_bytes("GET", f"/v1/stream/{name}?offset={tail}&live=sse"))
+            assert connection.read_head()["x-cache"] == "MISS"
+            assert b"upToDate" in connection.read_chunk()
+            call("POST", name, [2])
+            assert b"data:[2]" in connection.read_chunk()
+    finally:
+        outer.stop()
 
 
 def test_without_its_upstream_an_edge_says_so(

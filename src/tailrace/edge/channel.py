@@ -93,6 +93,7 @@ class Channel:
         self._joined: dict[tuple[int, str], Piece] = {}  # what readers at one place are given
         self.readers: dict[Reader, None] = {}
         self._feed: Feed | None = None
+        self._carried: bytes | None = None  # the Authorization that the socket was opened with
         self._lost_at: float | None = None
         self._round: list[Reader] = []
         self._told_again = False
@@ -161,7 +162,7 @@ class Channel:
         """Looks at the stream and follows it from its tail, or from where the socket was lost."""
         context = self._context
         upstream = context.upstreams.of(self.key.name)
-        authorization = context.token or token or self._some_token()
+        authorization = self._carried = context.token or token or self._some_token()
         reply = await self._channels.head(self.key.name, authorization)
         content_type = (reply.get(b"content-type") or b"").decode("latin-1")
         if self.content_type is not None and content_type != self.content_type:
@@ -258,12 +259,22 @@ class Channel:
                 if status in (400, 404, 410):
                     self._finish(GONE if status != 400 else GOING_AWAY)
                 elif status in (401, 403):
-                    self._finish(NOT_ALLOWED)
+                    at_once = self._dismiss_refused()
             if self.connected or self.over or self.closed:
                 return
             lost_at = self._lost_at
             if lost_at is not None and context.loop.time() - lost_at >= context.limits.edge_hold_ms / 1000:
                 self._finish(OVERLOADED)
+
+    def _dismiss_refused(self) -> bool:
+        """The owner takes this token no more: whoever has it leaves, with others it is tried again."""
+        for reader in list(self.readers):
+            if reader.authorization == self._carried:
+                self.detach(reader)
+                reader.on_end(NOT_ALLOWED)
+        if self._context.token is not None or not self.readers:
+            self._finish(NOT_ALLOWED)
+        return True
 
     async def _pause(self) -> None:
         try:

@@ -14,7 +14,6 @@ from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange, Outlet
 from tailrace.net.wire import BODILESS
 
-
 READS = frozenset((b"GET", b"HEAD"))
 # Answers up to this size go out in one piece.
 WHOLE_BYTES_MAX = 64 * 1024

@@ -60,6 +60,7 @@ class Live:
         if not known or reader.asked_upstream:
             outcome = "MISS"
         self._open_wire(exchange, reader, outcome)
+        self.context.telemetry.edge_requests.add(reader.mode, outcome, 101 if reader.mode == "ws" else 200)
         reader.begin(first)
         return True
 
@@ -109,6 +110,12 @@ class Live:
             self.readers.discard(reader)
             self.channels.clients[reader.mode] -= 1
 
+    def recheck(self) -> None:
+        """Keys or revocations have changed: whoever has lost their right is sent away."""
+        for reader in tuple(self.readers):
+            if not self._gate.stands(reader.caller):
+                reader.finish(NOT_ALLOWED)
+
     def end_all(self) -> None:
         """Shutdown: everybody is sent away and comes back elsewhere, not all at once."""
         for index, reader in enumerate(tuple(self.readers)):
@@ -120,10 +127,7 @@ class Live:
         self._timer = None
         now, now_s = self.context.loop.time(), self.context.now_s()
         keep_alive_s = self.context.limits.sse_keep_alive_ms / 1000
-        changed = self._gate.changed()
         for reader in tuple(self.readers):
-            if changed and not self._gate.stands(reader.caller):
-                reader.finish(NOT_ALLOWED)
             reader.on_tick(now, now_s, keep_alive_s)
         if self.readers:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)

@@ -159,6 +159,7 @@ class LongPolls:
     def _pass_on(self, exchange: Exchange, reading: Reading, answer: Answer, outcome: str) -> None:
         dropped = (b"stream-cursor", b"etag") if reading.query.get("offset") == "now" else (b"stream-cursor",)
         fields = [field for field in answer.fields if field[0].lower() not in dropped]
+        self._context.telemetry.edge_requests.add("long-poll", outcome, answer.status)
         cursor = b"" if _is_closed(answer) else self._cursor(reading)
         exchange.respond(answer.status, response_lines(fields, cursor, cache_line(outcome)), answer.body)
 
@@ -168,6 +169,7 @@ class LongPolls:
         head += line("Stream-End-Offset", max(channel.end, reading.offset))
         if channel.connected and channel.end <= reading.offset:
             head += b"Stream-Up-To-Date: true\r\n"
+        self._context.telemetry.edge_requests.add("long-poll", outcome, 204)
         exchange.respond(204, head + cache_line(outcome))
 
     def _cursor(self, reading: Reading) -> bytes:

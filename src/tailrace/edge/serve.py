@@ -42,6 +42,8 @@ logger = logging.getLogger("tailrace.edge")
 
 TOKEN_BYTES_MAX = 16 * 1024
 MODES = ("long-poll", "sse", "ws")
+# How often keys and revocations are looked at again.
+IDENTITIES_S = 1.0
 
 
 def run(settings: Settings) -> int:
@@ -134,6 +136,8 @@ class Edge:
         self.gate.start()
         await self.upstreams.start()
         self.registry.start()
+        if self.gate.verifies:
+            self.context.spawn(self._watch_identities())
         self._http = http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
@@ -161,6 +165,12 @@ class Edge:
         self.gate.close()
 
     # -- what one part has to tell the others
+
+    async def _watch_identities(self) -> None:
+        while True:
+            await asyncio.sleep(IDENTITIES_S)
+            if self.gate.changed():
+                self.live.recheck()
 
     def _on_drop(self, name: str, reason: str) -> None:
         self.memory.drop(name)
