@@ -279,3 +279,61 @@ def test_what_could_not_be_delivered_is_noticed(server: ServerProcess, open_hub:
     eventually(lambda: [notice.type for notice in notices], lambda seen: seen == ["hub:undeliverable"])
     assert notices[0].data["messageId"] == sent.message_id
     assert notices[0].data["reason"] == "unknown_actor"
+
+
+def test_members_of_a_durable_group_commit_what_they_have_done(
+    server: ServerProcess, open_hub: OpenHub
+) -> None:
+    topic = f"jobs/{fresh_address()[2:-1]}"
+    hubs = [open_hub(server.base_url, capabilities=["mailbox"]) for _ in range(3)]
+    publisher, workers = hubs[0], hubs[1:]
+    for worker in workers:
+        worker.register(durable=True, commit="manual")
+        worker.subscribe(topic, durable=True, group="workers")
+    for number in range(6):
+        publisher.publish(topic, "job", number)
+    taken = [[next_of(worker) for _ in range(3)] for worker in workers]
+    assert sorted(message.data for messages in taken for message in messages) == list(range(6))
+    workers[0].commit_each(taken[0][1:])
+    workers[1].commit_each(taken[1])
+    workers[0].close()
+    moved = next_of(workers[1])
+    assert (moved.data, moved.redelivered) == (taken[0][0].data, True)
+    workers[1].commit(moved)
+    publisher.publish(topic, "job", 6)
+    assert next_of(workers[1]).data == 6
+
+
+def test_presence_tells_who_is_there_and_who_comes_and_goes(server: ServerProcess, open_hub: OpenHub) -> None:
+    room = fresh_address("room")[2:-1]
+    watcher = open_hub(server.base_url)
+    first = open_hub(server.base_url, address=f"@({room}/first)")
+    first.register()
+    events = iter(watcher.watch(f"@({room}/*)"))
+    assert _told(next(events)) == ("joined", f"@({room}/first)")
+    second = open_hub(server.base_url, address=f"@({room}/second)")
+    second.register(capabilities=["dance"])
+    assert next(events).capabilities == ["dance"]
+    second.register(capabilities=["sing"])
+    assert _told(next(events)) == ("updated", f"@({room}/second)")
+    _soon(watcher, _place(watcher).session.drop)
+    second.unregister(f"@({room}/second)")
+    assert _told(next(events)) == ("left", f"@({room}/second)")
+    _forget_session(watcher)
+    second.register(f"@({room}/third)")
+    assert _told(next(events)) == ("joined", f"@({room}/third)")
+
+
+def _told(event: Any) -> tuple[str, str]:
+    return event.event, event.actor_address
+
+
+def _forget_session(hub: Any) -> None:
+    """The next connection is a new session, not the old one resumed."""
+    session = _place(hub).session
+
+    def lose() -> None:
+        session.welcome = None
+        session.drop()
+
+    _soon(hub, lose)
