@@ -139,6 +139,7 @@ class Front:
         elif path == SEAL_PATH and (name := parse_query(exchange.query).get("stream")):
             self._later.spawn(exchange, self._to_home(exchange, name, hops))
         elif path.startswith(PIPELINE_PREFIX):
+            authorise(self._routes.identify(exchange), Action.PIPELINE)
             raise TailraceError("not_installed", "a server with several workers has no pipeline")
         elif self._gather.handles(exchange):
             self._later.spawn(exchange, self._gather.answer(exchange))
