@@ -82,10 +82,11 @@ def _use(port: int, call: Caller, tokens: list[str]) -> None:
         wire.get(f"/v1/stream/orders?offset={token}&key={QUERY_SECRET}")
         wire.call("POST", "/v1/server/_keys", {"Content-Type": JSON}, json.dumps({"sub": token}))
         wire.call("PUT", f"/v1/stream/__ds/subscriptions/{token[:60]}", {"Content-Type": JSON}, token)
-        with wire.connect() as connection:
-            connection.send(request_bytes("GET", "/v1/streams", {"Authorization": f"Bearer {token}\x01"}))
-            connection.send(b"nonsense " + token.encode() + b"\r\n\r\n")
-            connection.read_until(b"\r\n\r\n")
+        broken = request_bytes("GET", "/v1/streams", {"Authorization": f"Bearer {token}\x01"})
+        for sent in (broken, b"nonsense " + token.encode() + b"\r\n\r\n"):
+            with wire.connect() as connection:
+                connection.send(sent)
+                connection.at_end()  # refused, or left
     wire.close()
     call("PUT", "orders", headers={"Content-Type": JSON})
     call("POST", "orders", b"{not json", headers={"Content-Type": JSON})
