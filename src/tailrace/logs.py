@@ -4,65 +4,71 @@ from __future__ import annotations
 
 import logging
 import sys
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import orjson
-import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
 
 _SECRET: Final = ("authorization", "cookie", "password", "secret", "token")
+_EVENT_WIDTH: Final = 30
+_COLOURS: Final = {"critical": "31;1", "error": "31", "warning": "33", "info": "32", "debug": "34"}
+
+_common: dict[str, object] = {}  # on every line of this process
 
 
 def configure(level: str, form: str) -> None:
     """Send everything that is logged, by us or by a library, to standard error in one form."""
     severity = logging.getLevelNamesMapping()[level.upper()]
     as_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
-    shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        hide_secrets,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    if as_json:
-        ending: list[Processor] = [
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(serializer=_json),
-        ]
-    else:
-        # Plain tracebacks: the pretty ones print local variables, and with them whatever clients sent.
-        render = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
-        ending = [render]
-    structlog.configure(
-        processors=[*shared, *ending],
-        wrapper_class=structlog.make_filtering_bound_logger(severity),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
     root = logging.getLogger()
-    root.handlers[:] = [_Forward()]
+    root.handlers[:] = [_Lines(as_json=as_json)]
     root.setLevel(max(severity, logging.INFO))
     logging.getLogger("tailrace").setLevel(severity)
 
 
-def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def add_to_all(**fields: object) -> None:
+    """Fields that every line of this process has from now on."""
+    _common.update(fields)
+
+
+def hide_secrets(event: dict[str, object]) -> None:
     """Replace the value of every field whose name says that it is secret."""
     for name in event:
         if any(word in name.lower() for word in _SECRET):
             event[name] = "(hidden)"
-    return event
 
 
-def _json(event: object, **_options: Any) -> str:
-    return orjson.dumps(event, default=str).decode()
+class _Lines(logging.Handler):
+    """Writes what is logged the standard way; `extra={"fields": ...}` are fields of the line."""
 
-
-class _Forward(logging.Handler):
-    """Takes what is logged the standard way and logs it our way; `extra={"fields": ...}` are fields."""
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
+        self._colours = not as_json and sys.stderr.isatty()
+        self._traceback = logging.Formatter().formatException
 
     def emit(self, record: logging.LogRecord) -> None:
-        extra: dict[str, Any] = {"logger": record.name, **getattr(record, "fields", {})}
-        if record.exc_info:
-            extra["exc_info"] = record.exc_info
-        structlog.get_logger().log(record.levelno, record.getMessage(), **extra)
+        try:
+            sys.stderr.write(self._line(record) + "\n")
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - whoever logs goes on
+            self.handleError(record)
+
+    def _line(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        event: dict[str, object] = {"logger": record.name, **_common, **fields}
+        hide_secrets(event)
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
+        level, told = record.levelname.lower(), record.getMessage()
+        # Plain: a traceback that prints local variables prints whatever clients sent.
+        trace = self._traceback(record.exc_info) if record.exc_info else ""
+        if self._as_json:
+            event |= {"event": told, "level": level, "timestamp": moment}
+            return orjson.dumps(event | ({"exception": trace} if trace else {}), default=str).decode()
+        shown = " ".join(f"{name}={value}" for name, value in event.items())
+        line = f"{moment} [{self._coloured(level)}] {told:<{_EVENT_WIDTH}} {shown}"
+        return f"{line}\n{trace}" if trace else line
+
+    def _coloured(self, level: str) -> str:
+        padded = f"{level:<8}"
+        return f"\x1b[{_COLOURS.get(level, '0')}m{padded}\x1b[0m" if self._colours else padded

@@ -8,12 +8,14 @@ import sys
 from typing import Any
 
 PROGRAM = """
-import logging, structlog
-from tailrace.logs import configure
+import logging
+from tailrace.logs import add_to_all, configure
 configure({level!r}, {form!r})
-log = structlog.get_logger()
+log = logging.getLogger("tailrace.test")
 log.debug("fine detail")
-log.info("ours", stream="orders", access_token="abc.def", Authorization="Bearer x", size_bytes=5)
+fields = dict(stream="orders", access_token="abc.def", Authorization="Bearer x", size_bytes=5)
+log.info("ours", extra=dict(fields=fields))
+add_to_all(worker=3)
 logging.getLogger("asyncio").warning("theirs %s", 1)
 try:
     secret_local = "hunter2"
@@ -41,6 +43,8 @@ def test_json_lines_carry_fields_and_time() -> None:
     assert ours["timestamp"].endswith("Z")
     assert (theirs["event"], theirs["logger"], theirs["level"]) == ("theirs 1", "asyncio", "warning")
     assert "ZeroDivisionError" in failed["exception"]
+    assert "worker" not in ours
+    assert theirs["worker"] == failed["worker"] == 3, "what belongs to all lines"
 
 
 def test_secrets_never_reach_a_line() -> None:

@@ -12,14 +12,13 @@ import logging
 import signal
 import sys
 
-import structlog
 import uvloop
 
 from tailrace.api import request_log
 from tailrace.api.serve import SWITCH_INTERVAL_S
 from tailrace.errors import TailraceError
 from tailrace.log.journal import JournalCorruptError
-from tailrace.logs import configure
+from tailrace.logs import add_to_all, configure
 from tailrace.store.directory import DataDirectory
 from tailrace.workers.server import WorkerServer
 from tailrace.workers.setup import Setup
@@ -32,7 +31,7 @@ def main() -> int:
     settings = setup.settings
     configure(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests)
-    structlog.contextvars.bind_contextvars(worker=setup.index)
+    add_to_all(worker=setup.index)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
