@@ -10,11 +10,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from support.calls import eventually
 from support.collector import Collector
-from tailrace.api.observed import route_of
+from tailrace.api.observed import is_wanted, route_of
 from tailrace.api.tracing.context import TraceContext, new_trace, read_traceparent
 from tailrace.api.tracing.exporter import QUEUE_SPANS_MAX, Exporter, read_headers, traces_url
 from tailrace.api.tracing.otlp import encode_export
 from tailrace.api.tracing.span import SERVER, TEXT_MAX, Span
+from tailrace.settings import Settings
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"
@@ -177,3 +178,10 @@ def test_where_spans_go() -> None:
 )
 def test_routes_have_few_values(path: str, route: str) -> None:
     assert route_of(path) == route
+
+
+def test_nothing_of_it_is_in_the_way_by_default() -> None:
+    assert not is_wanted(Settings())
+    assert is_wanted(Settings(traces_url="http://127.0.0.1:4318"))
+    assert is_wanted(Settings(request_ids=True))
+    assert is_wanted(Settings(log_requests="all"))
