@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import orjson
 import pytest
 
+from support.calls import Caller, eventually
 from support.server import ServerProcess
 from support.wire import Answer, Wire
 from tailrace.api.openapi.document import build
@@ -107,14 +108,15 @@ class Place(NamedTuple):
     lacking: dict[str, str]  # API keys that are good, but not for this scope
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.nightly)])
+def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Place]:
     env = {
         "TAILRACE_AUTH_JWT_SECRET": SECRET,
         "TAILRACE_AUTH_PUBLIC_STREAMS": "public/",
         "TAILRACE_OTLP_TRACES_STREAM": "spans",
     }
-    server = ServerProcess(tmp_path_factory.mktemp("walk") / "data", env=env).start()
+    args = ["--workers", request.param]
+    server = ServerProcess(tmp_path_factory.mktemp("walk") / "data", env=env, args=args).start()
     manager = Wire(server.port, bearer=create_token(SECRET, sub="m", scopes=["manage"]))
     assert manager.put(STREAM, JSON).status == 201
     assert manager.put("public/news", JSON, "[1]").status == 201
@@ -148,8 +150,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     }
     lacking = {"read": key("write"), "write": key("read"), "manage": key("read", "write")}
     manager.close()
+    _await_others(server, (revoked, gone_key), lacking.values())
     yield Place(server.port, tokens, lacking)
     server.stop()
+
+
+def _await_others(server: ServerProcess, bad: Iterable[str], good: Iterable[str]) -> None:
+    """Workers that were not asked themselves look at keys and revocations once a second."""
+    calls = [(Caller(server, token), True) for token in bad] + [
+        (Caller(server, token), False) for token in good
+    ]
+    for number in range(8):  # names of all workers
+
+        def refusals(name: str = f"spread/{number}") -> list[bool]:
+            return [call("GET", name).status == 401 for call, _ in calls]
+
+        eventually(refusals, lambda found: found == [wanted for _, wanted in calls])
 
 
 def _payload(token: str) -> bytes:
@@ -242,6 +258,12 @@ def test_what_is_for_everybody_minds_no_token(place: Place, wire: Wire) -> None:
         assert wire.get(path, {"Authorization": "Basic x"}).status == 200
     for path in PATHS:
         assert wire.call("OPTIONS", Operation("OPTIONS", path, None, False).target).status == 204
+
+
+def test_what_workers_say_to_each_other_is_not_said_to_others(place: Place, wire: Wire) -> None:
+    for path in ("metrics", "follow", "interest", "wake"):
+        for method in ("GET", "POST"):
+            assert wire.call(method, f"/_worker/{path}", {"Content-Type": JSON}, b"{}").status == 404
 
 
 def test_a_wake_is_answered_with_its_own_token_only(place: Place, wire: Wire) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conftest import StartServer
-from support.calls import Caller
+from support.calls import Caller, eventually
 from support.cli import tailrace
 from support.hub_client import Actor
 from support.wire import Wire, request_bytes
@@ -98,9 +98,10 @@ def _wake(call: Caller) -> str:
     config = {"type": "pull-wake", "streams": ["orders"], "wake_stream": "wakes"}
     assert call("PUT", "/v1/stream/__ds/subscriptions/s1", config).status == 201
     call("POST", "orders", [{"id": 1}])
-    claimed: Any = {}
-    while "token" not in claimed:
-        claimed = call("POST", "/v1/stream/__ds/subscriptions/s1/claim", {"worker": "w"}).body
+    claimed: Any = eventually(
+        lambda: call("POST", "/v1/stream/__ds/subscriptions/s1/claim", {"worker": "w"}).body,
+        lambda body: "token" in body,
+    )
     wrong = {"wake_id": claimed["wake_id"], "generation": 99, "done": True}
     call("POST", "/v1/stream/__ds/subscriptions/s1/ack", wrong, token=claimed["token"])
     return claimed["token"]

@@ -26,8 +26,9 @@ class ListingRoutes:
 
     def list(self, exchange: Exchange, identity: Identity) -> None:
         query = parse_query(exchange.query)
-        system = query.get("system", "").lower() in ("true", "1")
-        authorise(identity, Action.LIST_SYSTEM if system else Action.LIST)
+        action = list_action(query)
+        authorise(identity, action)
+        system = action is Action.LIST_SYSTEM
         limit = self._limit(query.get("limit"))
         after, prefix = query.get("after", ""), query.get("prefix", "")
         found: list[Stream] = []
@@ -52,6 +53,12 @@ class ListingRoutes:
         if not 1 <= limit <= limits.list_page_max:
             raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
         return limit
+
+
+def list_action(query: dict[str, str]) -> Action:
+    """What is asked for: the streams of users, or those of the server too."""
+    system = query.get("system", "").lower() in ("true", "1")
+    return Action.LIST_SYSTEM if system else Action.LIST
 
 
 def describe(stream: Stream) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from tailrace.api import parse
 from tailrace.api.app import CONTROL, TailraceApp
 from tailrace.api.context import Context
+from tailrace.api.listing import list_action
 from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.seal import PATH as SEAL_PATH
@@ -28,6 +29,7 @@ from tailrace.protocol.names import check_creatable
 from tailrace.protocol.query import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
+from tailrace.workers.gather import STREAMS as LISTING
 from tailrace.workers.later import Later
 from tailrace.workers.placement import FIRST, STREAMS, stream_in
 
@@ -142,11 +144,22 @@ class Front:
             authorise(self._routes.identify(exchange), Action.PIPELINE)
             raise TailraceError("not_installed", "a server with several workers has no pipeline")
         elif self._gather.handles(exchange):
+            self._check_gathered(exchange)
             self._later.spawn(exchange, self._gather.answer(exchange))
         elif self._is_for_first(exchange):
             self._to(FIRST, exchange, hops)
         else:
             self._app.handle(exchange)
+
+    def _check_gathered(self, exchange: Exchange) -> None:
+        """Each worker asks who it is; a refusal comes from here, with all that belongs to one."""
+        if exchange.path == READY:
+            return
+        identity, query = self._routes.identify(exchange), parse_query(exchange.query)
+        if exchange.path == LISTING:
+            authorise(identity, list_action(query))
+        else:
+            authorise(identity, Action.SEAL if exchange.path == SEAL_PATH else Action.INSPECT_SERVER)
 
     def _is_for_first(self, exchange: Exchange) -> bool:
         watch, hub = self._routes.watch, self._routes.hub
