@@ -198,6 +198,10 @@ def test_a_message_waits_for_a_member_that_may_have_it() -> None:
     publisher, one = world.actor(A), member(world, B)
     publish(world, publisher, 0, topic="jobs/secret")
     assert jobs(world, one) == []
+    stream = {"actorAddress": B, "stream": "hub/topic/jobs/secret", "offset": "-1"}
+    (mine,) = (found.id for found in one.subscriptions.values())
+    refused = world.ask(one, "hub:mailbox_read", {**stream, "subscriptionId": mine})
+    assert refused["payload"]["code"] == "unauthorized", "nor is it read by another way"
     assert data(jobs(world, member(world, C))) == [0]
 
 

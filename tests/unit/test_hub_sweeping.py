@@ -225,3 +225,20 @@ def test_an_ask_is_taken_up_again_after_a_crash(world: World) -> None:
     assert len(world.streams.entries[BOX]) == 1, "and was kept once"
     world.say(asker, "hub:send", payload, frm=A, ttl=UNIT_MS, id=asked)
     assert [frame["type"] for frame in world.taken(asker)] == ["hub:reply"], "a third time it is known"
+
+
+def test_durable_subscriptions_are_written_again_once_a_day_and_mean_the_same(world: World) -> None:
+    subscriber = world.actor(B)
+    given = world.ask(subscriber, "hub:subscribe", {"topic": "news", "durable": True})["payload"]
+    world.lose(subscriber)
+    world.wait(10_000)
+    assert len(world.streams.entries["hub/subscriptions"]) == 1
+    world.now += 24 * 3600 * 1000
+    world.wait(10_000)
+    assert len(world.streams.entries["hub/subscriptions"]) == 2
+    del world.streams.entries["hub/subscriptions"][0]  # as if the old one had been trimmed
+    world.crash()
+    again = world.actor(B)
+    taken_up = world.ask(again, "hub:subscribe", {"topic": "news", "durable": True})["payload"]
+    assert taken_up["subscriptionId"] == given["subscriptionId"]
+    assert len(world.hub.topics.lasting) == 1

@@ -92,6 +92,8 @@ def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     path = owned(hub, session, request, "mailbox_read", now_ms)
     box, feed = _feed(hub, session, path, request)
     hub.mailboxes.let_go(box)
+    if feed.kind == TOPIC and not hub.policy.may_topic(session.actor, "subscribe", feed.topic):
+        raise hub.denied(session, "mailbox_read", "denied by policy", feed.topic, now_ms)
     limit = request.payload.integer("limit")
     entries_max = max(1, min(LIMIT_DEFAULT if limit is None else limit, LIMIT_DEFAULT))
     asked = request.payload.integer("maxBytes")

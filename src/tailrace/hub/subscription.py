@@ -18,6 +18,7 @@ class Subscription(msgspec.Struct, eq=False):
     group: str | None = None
     durable: bool = False
     session: Session | None = None  # None while the owner of a durable one is away
+    logged_ms: int = 0  # when a durable one was last written down, as far as this process knows
 
     @property
     def key(self) -> str:

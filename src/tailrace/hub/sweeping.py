@@ -64,6 +64,7 @@ class Sweeping:
         self._after = ""
         self._prefix = (self._prefix + 1) % len(PREFIXES)
         if self._prefix == 0:
+            self._hub.topics.write_again(now_ms)
             self._next_ms = now_ms + self._hub.limits.hub_sweep_ms
 
     # -- mailboxes -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STREAM: Final = "hub/subscriptions"
 NAME_BYTES_MAX: Final = 128
+LOGGED_AGAIN_MS: Final = 24 * 3600 * 1000
 
 Entering = Callable[[Settled, int], None]
 
@@ -75,6 +76,14 @@ class Topics:
                     durable=True,
                 )
             )
+
+    def write_again(self, now_ms: int) -> None:
+        """What still holds is written down once a day, so the log need not keep what is older."""
+        for owned in self._durable.values():
+            for found in owned.values():
+                if now_ms - found.logged_ms >= LOGGED_AGAIN_MS:
+                    found.logged_ms = now_ms
+                    self._hub.append(Append(STREAM, message(found), key=found.owner.encode()))
 
     def _keep(self, subscription: Subscription) -> None:
         self._durable.setdefault(subscription.owner, {})[subscription.key] = subscription
@@ -178,6 +187,7 @@ class Topics:
 
             def then(settled: Settled, now_ms: int) -> None:
                 if settled.error is None:
+                    subscription.logged_ms = now_ms
                     self._keep(subscription)
                 for waiting in self._starting.pop(key):
                     waiting(settled, now_ms)

@@ -29,6 +29,7 @@ LIFETIMES: Final = {
     "hub/trace": Lifetime(retention_s=7 * DAY_S),
     # What still holds is written again every day, or twice a day.
     "hub/registry": Lifetime(retention_s=30 * DAY_S),
+    "hub/subscriptions": Lifetime(retention_s=30 * DAY_S),
     "hub/cursors/0": Lifetime(retention_s=7 * DAY_S),
 }
 
