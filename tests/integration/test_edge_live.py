@@ -243,6 +243,7 @@ def test_cut_sockets_are_opened_again_where_they_were(start_server: StartServer,
 def test_a_small_ring_sends_readers_back_to_slices(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server()
     writer = Writer(server, "ring")
+    writer.append()
     env = {"TAILRACE_EDGE_RING_BYTES": "64", "TAILRACE_LIVE_UNSENT_BYTES": "1024"}
     edge = EdgeProcess(tmp_path / "cache", server.base_url, env=env)
     edge.start()

@@ -11,7 +11,7 @@ from tailrace.edge.channel import GONE, Channel, Key
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
-from tailrace.edge.feed import RefusedError, answer_of
+from tailrace.edge.feed import Answer, RefusedError, answer_of
 from tailrace.edge.headers import own_request
 from tailrace.errors import TailraceError
 
@@ -53,7 +53,8 @@ class Channels:
         except asyncio.CancelledError:
             if not channel.opened.cancelled():
                 raise
-            raise UpstreamLostError("the stream was deleted meanwhile", sent=False) from None
+            # The stream was deleted meanwhile; what is said of that is the owner's.
+            raise RefusedError(Answer(404, [], b"")) from None
         return channel, known
 
     async def open_private(self, key: Key, token: bytes | None, start: str) -> Channel:

@@ -135,7 +135,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._leftover = b""
         self.upgraded = False
         self.closed = False
-        self.requests = 0
         self.idle_since = 0.0
 
     def send(self, request: bytes, *, head_only: bool) -> asyncio.Future[Reply]:
@@ -144,7 +143,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._fields = []
         self._head_only = head_only
-        self.requests += 1
         self._waiter = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._waiter

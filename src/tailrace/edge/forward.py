@@ -37,7 +37,6 @@ class Forwarder:
         upstream: Upstream,
         *,
         apart: bool = False,
-        query: bytes | None = None,
         observe: Observe | None = None,
     ) -> None:
         """Answers with what the upstream says; `apart` is for answers that may take long.
@@ -46,10 +45,10 @@ class Forwarder:
         """
         check_once(exchange)
         if exchange.wants_websocket():
-            await self._upgrade(exchange, upstream, query)
+            await self._upgrade(exchange, upstream)
             return
         lines = request_lines(exchange, self._context.edge_id)
-        request = request_bytes(exchange, lines, query)
+        request = request_bytes(exchange, lines)
         is_read = exchange.method in READS
         connection: UpstreamConnection | None = None
         begun = self._context.loop.time()
@@ -72,10 +71,10 @@ class Forwarder:
             if connection is not None:
                 connection.abort()
 
-    async def _upgrade(self, exchange: Exchange, upstream: Upstream, query: bytes | None) -> None:
+    async def _upgrade(self, exchange: Exchange, upstream: Upstream) -> None:
         lines = request_lines(exchange, self._context.edge_id, upgrade=True)
         try:
-            reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines, query))
+            reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines))
         except UpstreamLostError as lost:
             upstream.note_failed(self._context.loop.time())
             raise unavailable(lost, exchange.method) from None

@@ -73,10 +73,9 @@ def request_lines(exchange: Exchange, edge_id: bytes, *, upgrade: bool = False) 
     return b"".join(lines)
 
 
-def request_bytes(exchange: Exchange, lines: bytes, query: bytes | None = None) -> bytes:
-    """A client's request as it goes upstream; `query` replaces its own."""
-    query = exchange.query if query is None else query
-    target = exchange.path + (b"?" + query if query else b"")
+def request_bytes(exchange: Exchange, lines: bytes) -> bytes:
+    """A client's request as it goes upstream."""
+    target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
     length = b""
     if exchange.body or exchange.method in (b"POST", b"PUT", b"PATCH"):
         length = b"content-length: %d\r\n" % len(exchange.body)

@@ -27,7 +27,6 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._all: set[UpstreamConnection] = set()
         self._slots: set[UpstreamConnection] = set()  # busy ones that count
-        self.failed_connects = 0
 
     async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> Reply:
         """Sends a request when it is its turn. With `again` it is tried once more if nothing came back."""
@@ -112,7 +111,6 @@ class Pool:
                     lambda: UpstreamConnection(self._done), origin.host, origin.port, ssl=origin.tls
                 )
         except (OSError, TimeoutError) as error:
-            self.failed_connects += 1
             raise UpstreamLostError(f"the upstream cannot be reached: {error}", sent=False) from None
         connection.on_lost = self._lost
         self._all.add(connection)

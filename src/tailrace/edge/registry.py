@@ -28,7 +28,6 @@ class Registry:
 
     def __init__(self, context: EdgeContext, on_change: Callable[[str, str], None]) -> None:
         self._context = context
-        self._on_change = on_change
         self._followed = [Followed(context, upstream, on_change) for upstream in context.upstreams.all]
         self._tasks: list[asyncio.Task[None]] = []
 
