@@ -186,6 +186,7 @@ def test_what_does_not_say_when_it_was_issued_is_revoked_with_its_subject() -> N
     found = revocations.Revocations(subjects=[revocations.RevokedSubject("ada", 1000)])
     assert found.concern(Identity("ada", frozenset()))
     assert found.concern(Identity("ada", frozenset(), issued_at=1000))
+    assert found.concern(Identity("ada", frozenset(), issued_at=1000.9)), "in the same second, perhaps before"
     assert not found.concern(Identity("ada", frozenset(), issued_at=1001))
     assert not found.concern(Identity("", frozenset()))
 

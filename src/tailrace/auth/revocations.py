@@ -47,7 +47,7 @@ class Revocations:
         if identity.token_id in self._tokens or identity.origin_id in self._tokens:
             return True
         at = self._subjects.get(identity.sub)
-        return at is not None and (identity.issued_at is None or identity.issued_at <= at)
+        return at is not None and (identity.issued_at is None or identity.issued_at < at + 1)
 
 
 def with_token(
