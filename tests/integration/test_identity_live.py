@@ -307,7 +307,14 @@ def test_who_may_make_keys(server: ServerProcess, call: Caller) -> None:
         {"sub": "x", "scopes": ["read"], "more": 1},
     ):
         assert call("POST", "/v1/server/_keys", wrong).code == "invalid_request", wrong
-    for wrong in ({}, {"jti": "a", "sub": "b"}, {"jti": ""}, {"jti": 7}):
+    for wrong in (
+        {},
+        {"jti": "a", "sub": "b"},
+        {"jti": ""},
+        {"jti": 7},
+        {"jti": MANAGER},
+        {"jti": "trk_1_x"},
+    ):
         assert call("POST", "/v1/server/_revocations", wrong).code == "invalid_request", wrong
     assert call("DELETE", "/v1/server/_keys/nothing").code == "not_found"
 

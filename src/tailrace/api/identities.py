@@ -127,6 +127,8 @@ class IdentityRoutes:
         jti, sub, book = asked.jti, asked.sub, self._known.book
         if (jti is None) == (sub is None):
             raise TailraceError("invalid_request", "a revocation names a jti or a sub")
+        if jti is not None and (jti.count(".") == 2 or jti.startswith(("trk_", "trg_"))):
+            raise TailraceError("invalid_request", "jti is the id of a token, not the token or a key")
 
         def work() -> None:
             if jti is not None:
@@ -135,7 +137,7 @@ class IdentityRoutes:
                 book.revoke_subject(sub)
 
         def answer(_: None) -> tuple[int, Json]:
-            logger.info("%s was revoked by %r", f"token {jti}" if jti else f"subject {sub!r}", identity.sub)
+            logger.info("%s was revoked by %r", f"token {jti!r}" if jti else f"subject {sub!r}", identity.sub)
             return 200, {"revoked": {"jti": jti} if jti else {"sub": sub}}
 
         self._run(exchange, work, answer)
