@@ -62,12 +62,12 @@ class Rows:
                 return NO_ROW
             tests.append(test)
         row = self._free.pop() if self._free else self._next()
-        for place, test in enumerate(tests + [_ALWAYS] * (TESTS_MAX - len(tests))):
-            self._column[place, row], self._low[place, row], self._high[place, row] = test
+        tests += [_ALWAYS] * (TESTS_MAX - len(tests))
+        self._column[:, row], self._low[:, row], self._high[:, row] = zip(*tests, strict=True)
         return row
 
     def discard(self, row: int) -> None:
-        if row != NO_ROW:
+        if row >= 0:
             self._free.append(row)
 
     def _next(self) -> int:

@@ -76,11 +76,10 @@ class Intervals(Generic[T]):
 class Tree(Generic[T]):
     """An interval tree over all doubles: each interval lies in the smallest cell that holds it whole."""
 
-    __slots__ = ("_cells", "_levels", "_places", "_serial")
+    __slots__ = ("_levels", "_places", "_serial")
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, int], _Cell[T]] = {}
-        self._levels: dict[int, int] = {}  # how many intervals lie in cells of this size
+        self._levels: dict[int, dict[int, _Cell[T]]] = {}  # cells by their size and place
         self._places: dict[T, list[tuple[int, int, int]]] = {}  # low, high, serial
         self._serial = 0
 
@@ -95,26 +94,24 @@ class Tree(Generic[T]):
         first, last = rank(low), rank(high)
         self._serial += 1
         level = (first ^ last).bit_length()
-        key = (level, first >> level)
-        cell = self._cells.get(key)
+        cells = self._levels.setdefault(level, {})
+        cell = cells.get(first >> level)
         if cell is None:
-            cell = self._cells[key] = _Cell()
+            cell = cells[first >> level] = _Cell()
         insort(cell.starts, (first, self._serial, item))
         insort(cell.ends, (last, self._serial, item))
-        self._levels[level] = self._levels.get(level, 0) + 1
         self._places.setdefault(item, []).append((first, last, self._serial))
 
     def discard(self, item: T) -> None:
         for first, last, serial in self._places.pop(item, ()):
             level = (first ^ last).bit_length()
-            key = (level, first >> level)
-            cell = self._cells[key]
+            cells = self._levels[level]
+            cell = cells[first >> level]
             del cell.starts[bisect_left(cell.starts, (first, serial))]
             del cell.ends[bisect_left(cell.ends, (last, serial))]
             if not cell.starts:
-                del self._cells[key]
-            self._levels[level] -= 1
-            if not self._levels[level]:
+                del cells[first >> level]
+            if not cells:
                 del self._levels[level]
 
     def holding(self, number: float) -> list[T]:
@@ -122,8 +119,8 @@ class Tree(Generic[T]):
             return []
         point = rank(number)
         found: list[T] = []
-        for level in self._levels:
-            cell = self._cells.get((level, point >> level))
+        for level, cells in self._levels.items():
+            cell = cells.get(point >> level)
             if cell is None:
                 continue
             half = 1 << level >> 1

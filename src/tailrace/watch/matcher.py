@@ -17,6 +17,7 @@ S = TypeVar("S")
 
 EventOp = Literal["insert", "update", "delete"]
 FEW_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
+SURE: Final = -2  # instead of a row: what the index finds is all there is to decide
 BATCH_MIN: Final = 32  # changes that are worth an array
 TEXTS_SPARE: Final = 10_000
 # The part behind the plus sign changes only when the meaning of expressions does.
@@ -33,15 +34,17 @@ class Interest:
         self.rule = rule  # None: everybody with the scope may read
 
     def event(
-        self, change: Change, *, maybe_before: bool = True, maybe_after: bool = True
+        self, change: Change, was: bool | None = None, now: bool | None = None
     ) -> tuple[EventOp, str] | None:
         """What the change is to whoever watches this; raises CostError if it cannot be afforded.
 
-        An image that cannot match, as the index knows, need not be looked at.
+        Whether the images match may be known already.
         """
         before, after = change.before, change.after
-        was = maybe_before and before is not None and self.whole.matches(before)
-        now = maybe_after and after is not None and self.whole.matches(after)
+        if was is None:
+            was = before is not None and self.whole.matches(before)
+        if now is None:
+            now = after is not None and self.whole.matches(after)
         if now:
             if was:
                 return ("update", "changed")
@@ -172,8 +175,10 @@ class Matcher(Generic[S]):
     ) -> Match[S] | None:
         interest = shared.interest
         self.fallbacks += interest.whole.fallback
+        # What the index does not find does not match; what it finds does, if that is all there is to it.
+        sure = True if interest.whole.is_found else None
         try:
-            event = interest.event(change, maybe_before=before, maybe_after=after)
+            event = interest.event(change, sure if before else False, sure if after else False)
         except CostError:
             too_costly.update(shared.subscribers)
             return None
@@ -204,22 +209,26 @@ class Matcher(Generic[S]):
         documents: list[dict[str, Any]] = []  # two for each change
         asked: list[tuple[int, int]] = []  # a row, and the document to decide it on
         asked_of: list[Shared[S]] = []
+        hits: list[set[Shared[S]]] = []  # of each document
         apart: list[dict[Shared[S], tuple[bool, bool]]] = []  # those that have no row
         for change in changes:
             before, after = self._probed(change)
             self._seen(change, len(before | after))
             alone: dict[Shared[S], tuple[bool, bool]] = {}
             for image, candidates in ((change.before, before), (change.after, after)):
+                place, found = len(documents), set[Shared[S]]()
                 for shared in candidates:
                     row = shared.row if shared.row is not None else _given_row(rows, shared)
-                    if row == NO_ROW:
+                    if row == SURE:
+                        found.add(shared)
+                    elif row == NO_ROW:
                         alone[shared] = (shared in before, shared in after)
                     else:
-                        asked.append((row, len(documents)))
+                        asked.append((row, place))
                         asked_of.append(shared)
                 documents.append({} if image is None else image)
+                hits.append(found)
             apart.append(alone)
-        hits: list[set[Shared[S]]] = [set() for _ in documents]
         for place in rows.holding(documents, asked):
             hits[asked[place][1]].add(asked_of[place])
         return [
@@ -252,6 +261,9 @@ class Matcher(Generic[S]):
 def _given_row(rows: Rows, shared: Shared[Any]) -> int:
     """With a read rule there are more reasons than a row can tell apart."""
     interest = shared.interest
-    simple = interest.rule is None and interest.whole.is_plain
-    shared.row = rows.add(interest.whole.branches[0]) if simple else NO_ROW
-    return shared.row
+    if interest.rule is not None or not interest.whole.is_plain:
+        row = NO_ROW
+    else:
+        row = SURE if interest.whole.is_found else rows.add(interest.whole.branches[0])
+    shared.row = row
+    return row

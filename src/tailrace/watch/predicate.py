@@ -224,7 +224,7 @@ def canonical(parts: Sequence[Part], documents: frozenset[str] | None = None) ->
 class Predicate:
     """All parts have to be true. Two with the same hash decide the same."""
 
-    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash")
+    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "is_found")
 
     def __init__(self, parts: Sequence[Part], documents: frozenset[str] | None = None) -> None:
         meaning = f"{SEMANTICS}\n{canonical(parts, documents)}"
@@ -244,6 +244,10 @@ class Predicate:
         self._rest: Truth | None = conjunction(truths) if truths else None
         # What the index files it under: one list of conjuncts, or one for each branch of an OR.
         self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
+        # Whether it is true wherever the index finds it: there is nothing else to decide.
+        self.is_found = (
+            self.is_plain and len(known) == 1 and not (known[0].kind == "range" and known[0][2].ends)
+        )
 
     def _truths(self, part: Part, rest: list[Node]) -> list[Truth]:
         """What is left to decide of a part, if anything is."""
