@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -39,6 +40,7 @@ GRACE_MS: Final = 60_000
 LEEWAY_MS: Final = 30_000
 REFRESH_MS: Final = 60_000
 NONCES_MAX: Final = 16
+FEATURE_SETS_MAX: Final = 2 ** len(FEATURES)
 WORDS_MAX: Final = 256
 REFRESH_SECONDS: Final = 3600
 _SEMVER: Final = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:[-+].{0,64})?")
@@ -62,7 +64,7 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         hub.refuse_request(session, request, error, now_ms)
         hub.close(session, 1008, error.code)
         return
-    features = FEATURES & frozenset(words)
+    features = _features(frozenset(words) & FEATURES)
     resumed = _resumable(hub, request, path)
     if resumed is not None:
         _resume(hub, session, resumed)
@@ -86,6 +88,12 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     if resumed is not None:
         hub.flow.release(session)
         hub.mailboxes.came_back(session, now_ms)
+
+
+@lru_cache(FEATURE_SETS_MAX)
+def _features(found: frozenset[str]) -> frozenset[str]:
+    """One object for all sessions that ask for the same."""
+    return found
 
 
 def _check_version(request: Request) -> None:

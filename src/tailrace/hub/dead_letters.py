@@ -104,8 +104,9 @@ class DeadLetters:
 
     def session_ended(self, session: Session, now_ms: int) -> None:
         """What waited for a client that did not come back."""
-        while session.waiting:
-            copy = stored(parse(session.waiting.popleft(), WAITING_BYTES_MAX))
+        waiting, session.waiting = session.waiting, []
+        for frame in waiting:
+            copy = stored(parse(frame, WAITING_BYTES_MAX))
             if copy.sender != self._hub.options.address:
                 self.write("resume_expired", copy, now_ms)
         session.detached_bytes = 0

@@ -89,7 +89,7 @@ def finish(hub: Hub, now_ms: int) -> list[Effect]:
     while hub.ready:
         session = hub.ready.popleft()
         while session.frames_held and not session.broadcasting:
-            _receive(hub, session, session.frames_held.popleft(), now_ms)
+            _receive(hub, session, session.frames_held.pop(0), now_ms)
         if not session.broadcasting:
             hub.effects.append(Listen(session))
     return hub.take()

@@ -70,9 +70,9 @@ class Flow:
 
     def release(self, session: Session) -> None:
         """The client is back: what waited comes first."""
-        waiting, session.detached_bytes = session.waiting, 0
-        while waiting:
-            self._hub.write(session, waiting.popleft())
+        waiting, session.waiting, session.detached_bytes = session.waiting, [], 0
+        for frame in waiting:
+            self._hub.write(session, frame)
 
     def drop(self, session: Session, size: int, now_ms: int) -> None:
         """A message was not handed over; its recipient is told how many, as soon as it takes anything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable
 
 RATE_WINDOW_S = 10
@@ -20,9 +20,9 @@ class Outbox:
         self.unsent = unsent
         self._decided = 0
         self._pushed = 0  # bytes, ever
-        self._ends: deque[int] = deque()  # where each message that may be unsent ends, counted in those
+        self._ends: list[int] = []  # where each message that may be unsent ends, counted in those
         self.messages_total = 0
-        self._rates: deque[int] = deque(maxlen=RATE_WINDOW_S)  # messages taken in each of the last seconds
+        self._rates: list[int] = []  # messages taken in each of the last seconds
         self._second = 0
 
     @property
@@ -37,8 +37,8 @@ class Outbox:
             ends.clear()
             return 0
         taken = self._pushed - held
-        while ends and ends[0] <= taken:
-            ends.popleft()
+        if ends and ends[0] <= taken:
+            del ends[: bisect_right(ends, taken)]
         return len(ends)
 
     def push(self, size: int) -> None:
@@ -57,6 +57,7 @@ class Outbox:
     def on_second(self) -> None:
         taken = self.messages_total - self.messages
         self._rates.append(taken - self._second)
+        del self._rates[:-RATE_WINDOW_S]
         self._second = taken
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -97,7 +96,8 @@ class Session:
         # Coming back.
         self.resume_token: str | None = None
         self.detached_until_ms = 0
-        self.waiting: deque[bytes] = deque()
+        # Lists, here and below: ten thousand sessions of which most never need them, and a deque is large.
+        self.waiting: list[bytes] = []
         self.detached_bytes = 0
         # The token.
         self.expires_ms: int | None = None
@@ -111,9 +111,9 @@ class Session:
         self.told_dropped = [0, 0, 0]  # count, bytes, since
         self.reserve = 0
         self.broadcasting = False
-        self.frames_held: deque[bytes] = deque()
+        self.frames_held: list[bytes] = []
         # Trouble and counts.
-        self.strikes: deque[int] = deque()
+        self.strikes: list[int] = []
         self.received = 0
         self.minute = Minute(now_ms)
         # A request over HTTP has no connection to write to: its one answer goes here.
@@ -137,7 +137,7 @@ class Session:
         strikes = self.strikes
         strikes.append(now_ms)
         while strikes[0] <= now_ms - STRIKE_WINDOW_MS:
-            strikes.popleft()
+            del strikes[0]
         return len(strikes)
 
     def fed_by(self, feeder: Session, now_ms: int) -> None:
