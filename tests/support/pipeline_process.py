@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import httpx2
 
 from support.calls import eventually
+from support.spark import quick_start
 
 RUN_S_MAX = 800.0
 
@@ -87,7 +88,7 @@ class Station:
         with output.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tailrace", *arguments, "--master", master, *flags],
-                env=os.environ | (env or {}),
+                env=os.environ | quick_start(self.directory) | (env or {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.directory,
