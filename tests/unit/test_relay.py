@@ -31,7 +31,10 @@ class OwnerApp(TestApp):
 
     def handle(self, exchange: Exchange) -> None:
         receive(exchange)
-        super().handle(exchange)
+        if exchange.path == b"/no-length":
+            exchange.respond(200, b"X-Length: none\r\n")
+        else:
+            super().handle(exchange)
 
 
 class DoorApp(TestApp):
@@ -122,6 +125,16 @@ def test_one_connection_carries_many_requests_in_order() -> None:
             await client.send(b"HEAD /plain HTTP/1.1\r\n" + HOST + b"\r\n" + get("/after"))
             assert (await client.answer(is_head=True)).status == 200
             assert (await client.answer()).json["path"] == "/after"
+            for _ in range(2):
+                await client.send(b"HEAD /no-length HTTP/1.1\r\n" + HOST + b"\r\n")
+                assert "content-length" not in (await client.answer(is_head=True)).headers
+            await client.send(b"HEAD /no-length HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n")
+            assert (await client.answer(is_head=True)).headers["connection"] == "close"
+            assert await client.rest() == b""
+            await until(lambda: both.server.connections_open == 0)
+            client = await both.door.connect()
+            await client.send(get("/again"))
+            await client.answer()
             assert both.server.connections_open == 1
 
     on_loop(main)

@@ -21,6 +21,7 @@ from tailrace.net.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, Exchange
 from tailrace.net.outlet import Outlet
 from tailrace.net.server import WRITE_HIGH_WATER_BYTES
 from tailrace.net.tunnel import dig
+from tailrace.net.wire import CONNECTION_CLOSE
 
 logger = logging.getLogger("tailrace.net")
 
@@ -159,7 +160,7 @@ def request_of(method: str, target: str, body: bytes, headers: tuple[tuple[bytes
 class Upstream(asyncio.Protocol):
     """One connection to another process. It carries one request at a time."""
 
-    __slots__ = ("_done", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "transport")
+    __slots__ = ("_done", "_head", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "transport")
 
     transport: asyncio.Transport
 
@@ -168,6 +169,7 @@ class Upstream(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._sink: Sink | None = None
         self._is_head = False
+        self._head = b""
         self._keep_alive = False
         self._done = False
 
@@ -177,6 +179,7 @@ class Upstream(asyncio.Protocol):
         if is_head:
             # The parser would wait for the body that the head speaks of.
             self._parser = HttpResponseParser(self)
+            self._head = b""
         try:
             self.transport.write(request)
         except (RuntimeError, OSError):
@@ -199,6 +202,8 @@ class Upstream(asyncio.Protocol):
         if sink is None:
             self.abort()  # nobody asked
             return
+        if self._is_head:
+            self._head += data
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
@@ -237,6 +242,8 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
         if self._is_head:
             self._done = True
+            # Without a length the parser expects a body to the end of the connection, which there is not.
+            self._keep_alive = CONNECTION_CLOSE not in self._head
 
     def on_body(self, piece: bytes) -> None:
         if self._sink is not None:
