@@ -22,10 +22,11 @@ from tailrace.errors import TailraceError
 from tailrace.log.decide import CreateRequest
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.transaction import Reply, Transaction
-from tailrace.profiles.profile import GENERIC, parse_profile, read_profile, to_document
+from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
+from tailrace.protocol.content_types import is_json
 from tailrace.protocol.durations import parse_window_s
 from tailrace.protocol.names import check_creatable
-from tailrace.schema.registry import read_registry
+from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.update import decide_update
 from tailrace.settings import Setting, SettingsError, parse
 
@@ -52,6 +53,11 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if isinstance(bytes_max, str):
             bytes_max = int(parse(_BYTES, bytes_max))
         return Lifetime(_window_s(self.ttl, "ttl"), None, _window_s(self.retention, "retention"), bytes_max)
+
+    def wanted_profile(self) -> Profile:
+        if self.profile is None:
+            return GENERIC
+        return parse_profile({"kind": self.profile} if isinstance(self.profile, str) else self.profile)
 
     def registry_update(self, directory: Path) -> dict[str, object]:
         """What a POST to `_schema` would say; empty if the file says nothing about it."""
@@ -116,20 +122,25 @@ class DeclaredStreams:
 
     async def _make(self, name: str, declared: Declared) -> None:
         check_creatable(name, self._name_bytes)
+        profile, update = declared.wanted_profile(), declared.registry_update(self._file.parent)
+        content_type = declared.content_type
+        if (profile is not GENERIC or update) and content_type is not None and not is_json(content_type):
+            raise SettingsError("a profile or a schema needs the content type application/json")
         known = self._log.find(name)
+        if known is None and update:
+            # What cannot be is found out before there is a stream that would have to be deleted again.
+            await self._loop.run_in_executor(None, prepare, Registry(name=name).to_json(), update)
         # That a stream was closed since is part of its life, no difference.
         closed = known is not None and known.closed
-        request = CreateRequest(name, declared.content_type, declared.lifetime(), closed)
+        request = CreateRequest(name, content_type, declared.lifetime(), closed)
         await self._settled(lambda reply: self._log.create(request, reply, None))
         stream = self._log.existing(name)
         if declared.profile is not None:
-            await self._install(stream, declared.profile)
-        update = declared.registry_update(self._file.parent)
+            await self._install(stream, profile)
         if update:
             await self._register(stream, update)
 
-    async def _install(self, stream: Stream, declared: str | dict[str, Any]) -> None:
-        wanted = parse_profile({"kind": declared} if isinstance(declared, str) else declared)
+    async def _install(self, stream: Stream, wanted: Profile) -> None:
         current = read_profile((stream.documents or {}).get(PROFILE))
         if to_document(current) == to_document(wanted):
             return
@@ -142,7 +153,7 @@ class DeclaredStreams:
         before = document_of(stream, stream.documents)
         registry = read_registry(before)
         if stream.content_type is not None and not stream.json:
-            raise SettingsError("a schema needs the content type application/json")
+            raise SettingsError(f"a schema needs application/json, and it holds {stream.content_type}")
         is_new = not registry.version and registry.routing_key is None
         if registry.version and "schema" in update:
             if not _equal(update.pop("schema"), registry.schemas[registry.version]):
