@@ -137,8 +137,8 @@ def test_memory_keeps_its_bound_and_forgets_the_least_used() -> None:
 
 def test_a_batch_is_encoded_once_per_form() -> None:
     batch = Batch("0", "1", b'[{"n":1}]', True, "7", closed=False)
-    assert batch.encoded("sse", True) is batch.encoded("sse", True)
-    assert b'"upToDate":true' in batch.encoded("sse", True)
-    assert b"upToDate" not in batch.encoded("sse", False)
-    assert b'"upToDate":false' in batch.encoded("ws", False)
+    assert batch.event("sse") is batch.event("sse")
+    assert b'"upToDate":true' in batch.encode("sse", "7", True)
+    assert b"upToDate" not in batch.encode("sse", "7", False)
+    assert b'"upToDate":false' in batch.encode("ws", "7", False)
     assert b'"streamCursor":"99"' in batch.encode("sse", "99", True)

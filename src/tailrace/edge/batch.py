@@ -10,6 +10,8 @@ from tailrace.net.http1 import chunk
 from tailrace.protocol import sse
 from tailrace.protocol.ws_frames import encode_text
 
+OVERHEAD_BYTES = 512
+
 
 class Message(msgspec.Struct, frozen=True):
     """What an upstream says on a socket: a `data` or a `control`."""
@@ -31,7 +33,6 @@ class Batch:
 
     __slots__ = (
         "_data",
-        "_forms",
         "arrived",
         "closed",
         "cursor",
@@ -52,24 +53,18 @@ class Batch:
         self.text = text  # else it travels as base64
         self.cursor = cursor
         self.closed = closed
-        self.size = 0 if payload is None else len(payload)
+        # What it holds with one wire form made of it, which is the usual number.
+        self.size = OVERHEAD_BYTES + (0 if payload is None else 2 * len(payload))
         self.arrived = 0.0
         self.up_to_date = False  # as a slice said; of a batch the channel knows
         self._data: dict[str, bytes] = {}
-        self._forms: dict[tuple[str, bool], bytes] = {}
-
-    def encoded(self, form: str, up_to_date: bool) -> bytes:
-        """The batch for readers without a cursor of their own."""
-        found = self._forms.get((form, up_to_date))
-        if found is None:
-            found = self._forms[form, up_to_date] = self.encode(form, self.cursor, up_to_date)
-        return found
 
     def encode(self, form: str, cursor: str, up_to_date: bool) -> bytes:
-        """The batch with a cursor that one reader needs."""
-        return self._event(form) + encode_control(form, self.next, cursor, up_to_date, self.closed)
+        """The batch with its control; the cursor may be one that a single reader needs."""
+        return self.event(form) + encode_control(form, self.next, cursor, up_to_date, self.closed)
 
-    def _event(self, form: str) -> bytes:
+    def event(self, form: str) -> bytes:
+        """The data alone: most of the bytes, and the same for everybody."""
         payload = self.payload
         if payload is None:
             return b""

@@ -28,6 +28,8 @@ logger = logging.getLogger("tailrace.edge")
 TOLD_PER_TURN = 64
 # Written to a reader at once; what is more follows when this is on its way.
 PIECE_BYTES_MAX = 256 * 1024
+# What is kept for readers at one place: those at the last few batches are many, those behind are few.
+JOINED_MAX = 8
 SHUT_S = 1.0
 GONE = 4404
 GOING_AWAY = 1001
@@ -128,7 +130,9 @@ class Channel:
         """What a reader gets that has all batches below a number: the same bytes for all who are there."""
         found = self._joined.get((number, form))
         if found is None:
-            found = self._joined[number, form] = self._join(number, form)
+            found = self._join(number, form)
+            if self.following - number <= JOINED_MAX:
+                self._joined[number, form] = found
         return found
 
     def batch(self, number: int) -> Batch:
@@ -142,7 +146,7 @@ class Channel:
         size = 0
         while number < self.following and size < PIECE_BYTES_MAX:
             batch = self.batch(number)
-            part = batch.encoded(form, self.up_to_date and self.is_newest(number))
+            part = batch.encode(form, batch.cursor, self.up_to_date and self.is_newest(number))
             parts.append(part)
             size += len(part)
             number += 1
