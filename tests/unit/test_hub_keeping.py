@@ -303,7 +303,7 @@ def test_what_still_holds_is_written_again_before_the_log_lets_go_of_it() -> Non
     world.wait(1000)
     assert len(world.streams.entries["hub/cursors/0"]) == before + 1
     assert json.loads(world.streams.entries["hub/cursors/0"][-1][1])["key"] == f"{B} {BOX}"
-    assert receiver.boxes == set(), "its registration has expired, its mailbox has not"
+    assert not receiver.boxes, "its registration has expired, its mailbox has not"
 
 
 def test_a_broadcast_waits_for_an_actor_over_a_crash() -> None:

@@ -84,7 +84,7 @@ class Asks:
         if ask.asker is not None:
             ask.asker.asked[ask.copy_id] = None
         if ask.recipient_session is not None:
-            ask.recipient_session.owner_of.add(ask.copy_id)
+            ask.recipient_session.owner_of[ask.copy_id] = None
         heapq.heappush(self._deadlines, (ask.deadline_ms, next(self._numbers), ask))
 
     def rebuild(
@@ -127,7 +127,7 @@ class Asks:
 
     def sent_to(self, ask: Ask, session: Session) -> None:
         ask.recipient_session = session
-        session.owner_of.add(ask.copy_id)
+        session.owner_of[ask.copy_id] = None
 
     def _end(self, ask: Ask) -> None:
         if ask.done:
@@ -147,7 +147,7 @@ class Asks:
         if ask.asker is not None:
             ask.asker.asked.pop(ask.copy_id, None)
         if ask.recipient_session is not None:
-            ask.recipient_session.owner_of.discard(ask.copy_id)
+            ask.recipient_session.owner_of.pop(ask.copy_id, None)
         if ask.expects_reply:
             self._closed[ask.copy_id] = (ask.asker_path, ask.request_id, ask.recipient)
             if len(self._closed) > CLOSED_MAX:
@@ -358,7 +358,7 @@ class Asks:
             if (ask := self._by_copy.get(copy_id)) is not None:
                 ask.recipient_session = session
         session.asked, old.asked = old.asked, {}
-        session.owner_of, old.owner_of = old.owner_of, set()
+        session.owner_of, old.owner_of = old.owner_of, {}
 
     def tick(self, now_ms: int) -> None:
         heap = self._deadlines

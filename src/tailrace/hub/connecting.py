@@ -184,7 +184,7 @@ def _resume(hub: Hub, session: Session, old: Session) -> None:
     session.watches, old.watches = old.watches, {}
     for watch in session.watches.values():
         watch.session = session
-    session.boxes, old.boxes = old.boxes, set()
+    session.boxes, old.boxes = old.boxes, {}
     for path in session.boxes:
         box = hub.mailboxes.boxes.get(path)
         if box is not None:

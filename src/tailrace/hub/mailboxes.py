@@ -133,9 +133,9 @@ class Mailboxes:
         if box.session is session:
             return
         if box.session is not None:
-            box.session.boxes.discard(box.path)
+            box.session.boxes.pop(box.path, None)
         box.session = session
-        session.boxes.add(box.path)
+        session.boxes[box.path] = None
         for feed in box.feeds.values():
             feed.rewind()
 
@@ -157,7 +157,7 @@ class Mailboxes:
         box = self.boxes.get(path)
         if box is not None and box.session is session:
             box.session = None
-            session.boxes.discard(path)
+            session.boxes.pop(path, None)
             for stream in [stream for stream, feed in box.feeds.items() if feed.kind == TOPIC]:
                 del box.feeds[stream]
             self.let_go(box)
@@ -170,7 +170,7 @@ class Mailboxes:
             return
         box.leave(found)
         if found.session is not None and not box.serves(found.session):
-            found.session.boxes.discard(box.path)
+            found.session.boxes.pop(box.path, None)
         self.let_go(box)
 
     def let_go(self, box: Box) -> None:

@@ -90,9 +90,9 @@ class Session:
         self.registering = 0  # registrations that are being committed
         self.subscriptions: dict[str, Subscription] = {}
         self.watches: dict[str, Watch] = {}
-        self.boxes: set[str] = set()  # addresses whose feeds come to this session
+        self.boxes: dict[str, None] = {}  # addresses whose feeds come to this session
         self.asked: dict[str, None] = {}  # ids of the copies of its own asks
-        self.owner_of: set[str] = set()  # ids of pending asks that went to this session
+        self.owner_of: dict[str, None] = {}  # ids of pending asks that went to this session
         # Coming back.
         self.resume_token: str | None = None
         self.detached_until_ms = 0

@@ -257,7 +257,7 @@ class Topics:
         own = registered is not None and registered.session is session
         box = mailboxes.open_group(found.owner)
         box.members.append(Member(mine, registered.options if registered is not None and own else Options()))
-        session.boxes.add(box.path)
+        session.boxes[box.path] = None
         self._flow(box, found, now_ms)
         return mine
 
