@@ -482,7 +482,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub_cursor_ms: Annotated[
         Millis,
         Meta(
-            description="Time for which a durable subscriber that reads nothing holds back what it has not read."
+            description="Time for which a durable subscriber that reads nothing holds back what it has not "
+            "read."
         ),
     ] = 7 * DAY_MS
     hub_sweep_ms: Annotated[
