@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import shutil
 import signal
 import sys
 
@@ -69,6 +70,7 @@ async def work(setup: Setup) -> None:
         else:
             logger.warning("the supervisor is gone; stopping")
             await server.cut_clients()  # another server may be waiting for the directory
+            shutil.rmtree(setup.sockets, ignore_errors=True)  # nobody else will
     finally:
         await server.stop()
         directory.close()
