@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from support.server import free_port
 from tailrace.edge.asks import reading_of, target_of
 from tailrace.edge.batch import Batch
 from tailrace.edge.cache import MemoryCache, Slice
@@ -11,8 +14,9 @@ from tailrace.edge.facts import FactBook
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.origin import parse_origins
 from tailrace.edge.slices import key_of
-from tailrace.edge.upstreams import placement, ranked
+from tailrace.edge.upstreams import Upstreams, placement, ranked
 from tailrace.errors import TailraceError
+from tailrace.limits import Limits
 from tailrace.protocol import offsets
 
 
@@ -142,3 +146,15 @@ def test_a_batch_is_encoded_once_per_form() -> None:
     assert b"upToDate" not in batch.encode("sse", "7", False)
     assert b'"upToDate":false' in batch.encode("ws", "7", False)
     assert b'"streamCursor":"99"' in batch.encode("sse", "99", True)
+
+
+def test_an_upstream_that_nobody_has_seen_yet_does_not_make_an_edge_ready() -> None:
+    async def started() -> bool:
+        upstreams = Upstreams(parse_origins(f"http://127.0.0.1:{free_port()}"), "any", Limits(), b"edge")
+        await upstreams.start()
+        try:
+            return upstreams.ready
+        finally:
+            await upstreams.stop()
+
+    assert not asyncio.run(started())

@@ -50,6 +50,7 @@ class Upstream:
         self._back = asyncio.Event()
         self._bad_checks = 0
         self._good_checks = 0
+        self._reached = False  # nobody is given the benefit of the doubt before the first good look
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
 
     async def pause(self) -> None:
@@ -81,13 +82,14 @@ class Upstream:
                 self._back = asyncio.Event()
             self._bad_checks = 0
             self._good_checks += 1
-            if self._good_checks >= GOOD_CHECKS_MIN:
+            if self._good_checks >= GOOD_CHECKS_MIN or not self._reached:
+                self._reached = True
                 self._lost_at.clear()
                 self._set_health(True)
         else:
             self._good_checks = 0
             self._bad_checks += 1
-            if self._bad_checks >= FAILED_CHECKS_MAX:
+            if self._bad_checks >= FAILED_CHECKS_MAX or not self._reached:
                 self._set_health(False)
 
     async def _ready(self) -> bool:
