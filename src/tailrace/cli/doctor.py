@@ -32,7 +32,7 @@ _SYNCS: Final = 32
 _SYNC_MS_SLOW: Final = 5.0
 _MODULES: Final = (
     "apsw", "google_crc32c", "httptools", "jwt", "msgspec", "orjson", "prometheus_client", "sortedcontainers",
-    "structlog", "uvloop", "websockets", "whenever", "xxhash",
+    "uvloop", "websockets", "whenever", "xxhash",
 )  # fmt: skip
 
 command = App(name="doctor", help=_HELP, help_format="markdown")
