@@ -1,4 +1,4 @@
-"""A standalone Spark cluster on loopback: one master and two workers, each a process of its own."""
+"""Spark outside local mode, on loopback: a standalone cluster, and a Connect server."""
 
 from __future__ import annotations
 
@@ -15,37 +15,21 @@ import pyspark
 
 from support.server import free_port
 
-START_S_MAX = 120.0
+START_S_MAX = 300.0
 _CLASS = "org.apache.spark.deploy"
+_CONNECT = "org.apache.spark.sql.connect.service.SparkConnectServer"
+_HOME = Path(pyspark.__file__).parent
 
 
-class SparkCluster:
-    """Workers run in directories of their own and know no module path: all they have is what is installed."""
+class Processes:
+    """Java processes of Spark, each in a directory of its own, with a log that tells when it is up."""
 
-    def __init__(self, directory: Path, *, env: dict[str, str] | None = None, workers: int = 2) -> None:
+    def __init__(self, directory: Path, env: dict[str, str] | None) -> None:
         self._directory = directory
-        self._workers = workers
         self._env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._env |= {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_MEMORY": "256m", **(env or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
         self.port = free_port()
-
-    @property
-    def master(self) -> str:
-        return f"spark://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Self:
-        self._start(
-            "master", "--host", "127.0.0.1", "--port", str(self.port), "--webui-port", str(free_port())
-        )
-        self._wait("master", r"New state: ALIVE", 1)
-        for number in range(self._workers):
-            name = f"worker{number}"
-            work = str(self._directory / f"{name}-work")
-            ports = ["--host", "127.0.0.1", "--webui-port", str(free_port())]
-            self._start(name, self.master, "--cores", "1", "--memory", "1g", "--work-dir", work, *ports)
-        self._wait("master", r"Registering worker", self._workers)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -62,15 +46,13 @@ class SparkCluster:
     def log(self, name: str) -> str:
         return (self._directory / f"{name}.log").read_text(errors="replace")
 
-    def _start(self, name: str, *arguments: str) -> None:
+    def _start(self, name: str, tool: str, *arguments: str) -> None:
         home = self._directory / name
         home.mkdir(parents=True)
-        launcher = Path(pyspark.__file__).parent / "bin" / "spark-class"
-        kind = "master.Master" if name == "master" else "worker.Worker"
         with (self._directory / f"{name}.log").open("wb") as log:
             self._processes.append(
                 subprocess.Popen(
-                    [str(launcher), f"{_CLASS}.{kind}", *arguments],
+                    [str(_HOME / "bin" / tool), *arguments],
                     cwd=home,
                     env=self._env | {"PYSPARK_PYTHON": sys.executable},
                     stdout=log,
@@ -83,3 +65,58 @@ class SparkCluster:
         while len(re.findall(pattern, self.log(name))) < times:
             assert time.monotonic() < deadline, self.log(name)
             time.sleep(0.2)
+
+
+class SparkCluster(Processes):
+    """One master and two workers, which know no module path: all they have is what is installed."""
+
+    def __init__(self, directory: Path, *, env: dict[str, str] | None = None, workers: int = 2) -> None:
+        super().__init__(directory, env)
+        self._workers = workers
+
+    @property
+    def master(self) -> str:
+        return f"spark://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        listen = ["--host", "127.0.0.1", "--webui-port"]
+        self._start(
+            *("master", "spark-class", f"{_CLASS}.master.Master", "--port", str(self.port)),
+            *(*listen, str(free_port())),
+        )
+        self._wait("master", r"New state: ALIVE", 1)
+        for number in range(self._workers):
+            name = f"worker{number}"
+            work = str(self._directory / f"{name}-work")
+            self._start(
+                *(name, "spark-class", f"{_CLASS}.worker.Worker", self.master, "--cores", "1"),
+                *("--memory", "1g", "--work-dir", work, *listen, str(free_port())),
+            )
+        self._wait("master", r"Registering worker", self._workers)
+        return self
+
+
+class ConnectServer(Processes):
+    """Spark with two cores behind a port for clients that have no Java."""
+
+    def __init__(self, directory: Path, *, env: dict[str, str] | None = None) -> None:
+        super().__init__(directory, {"SPARK_DAEMON_MEMORY": "1g", **(env or {})})
+
+    @property
+    def master(self) -> str:
+        return f"sc://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        settings = {
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.port": str(self.port),
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.ui.enabled": "false",
+        }
+        flags = [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
+        self._start(
+            *("connect", "spark-submit", "--master", "local[2]", "--class", _CONNECT),
+            *(*flags, "spark-internal"),
+        )
+        self._wait("connect", r"Spark Connect server started", 1)
+        return self
