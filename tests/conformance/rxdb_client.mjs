@@ -25,13 +25,14 @@ function overHttp(client) {
   const changes = new Subject()
   const base = client.url
   let source = null
+  const self = crypto.randomUUID() // by which the server knows whose writes not to send back
   let last = "" // where the stream goes on, as an EventSource remembers it
   const follow = async () => {
     while (client.following) {
       source = new AbortController()
       try {
         const headers = last ? { "Last-Event-ID": last } : {}
-        const answer = await fetch(`${base}/stream?collection=${client.name}`, { signal: source.signal, headers })
+        const answer = await fetch(`${base}/stream?collection=${client.name}&client=${self}`, { signal: source.signal, headers })
         if (!answer.ok) throw new Error(`stream: ${answer.status}`)
         if (!last) changes.next("RESYNC") // whatever happened before anybody listened
         let text = ""
@@ -87,7 +88,7 @@ function overHttp(client) {
           await fetch(`${base}/push`, {
             method: "POST",
             headers: { "Content-Type": "application/json" },
-            body: JSON.stringify({ collection: client.name, rows }),
+            body: JSON.stringify({ client: self, collection: client.name, rows }),
           }),
         )
         client.conflicts += found.conflicts.length

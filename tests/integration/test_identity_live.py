@@ -159,7 +159,7 @@ def test_a_revoked_subject_loses_everything(server: ServerProcess, call: Caller,
     bearer = token("read", "write", sub="bob", dbs=["default"])
     check_revoked(server, call, name, bearer, lambda: run(server, "token", "revoke", "--sub", "bob"))
     listed = call("GET", "/v1/server/_revocations").body
-    assert {"sub": "bob"}.items() <= listed["revocations"][0].items()
+    assert "bob" in [one.get("sub") for one in listed["revocations"]]
 
 
 def test_a_revoked_key_loses_its_connections(server: ServerProcess, call: Caller, name: str) -> None:

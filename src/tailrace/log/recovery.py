@@ -50,7 +50,7 @@ def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None)
             try:
                 apply_record(streams, payload)
             except UNREADABLE as error:
-                why = str(error) or type(error).__name__
+                why = str(error).partition("\n")[0] or type(error).__name__
                 raise JournalCorruptError(
                     f"{path.name}: the record at byte {position} does not fit ({why}); {LOOK}"
                 ) from error

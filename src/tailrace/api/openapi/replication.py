@@ -30,6 +30,8 @@ _SHAPE: Final = (
     query("deletedField", "The field that marks deleted documents, `_deleted` if not said.", _NAME),
     query("stamps", "`0`: without `collection`, `version`, `createdAt` and `updatedAt`.", _FLAG),
 )
+_CLIENT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 64}
+_OF_CLIENT: Final = query("client", "Who follows: nothing is told while the same `client` pushes.", _CLIENT)
 _DOCUMENT: Final[Json] = obj({"id": STRING})
 
 SCHEMAS: Final[Json] = {
@@ -51,7 +53,7 @@ SCHEMAS: Final[Json] = {
                 maxItems=500,
             ),
         },
-        {"deletedField": _NAME, "stamps": BOOLEAN},
+        {"client": _CLIENT, "deletedField": _NAME, "stamps": BOOLEAN},
     ),
     "ReplicationConflicts": obj({"conflicts": array(_DOCUMENT)}),
 }
@@ -118,7 +120,12 @@ def replication_paths() -> Json:
                 {"200": {"description": "Pages, or `RESYNC`.", "content": {"text/event-stream": {}}}},
                 (404, 410, 429, 501),
                 scope="read",
-                parameters=[_COLLECTION, _CHECKPOINT, *_SHAPE],
+                parameters=[
+                    _COLLECTION,
+                    _CHECKPOINT,
+                    _OF_CLIENT,
+                    *_SHAPE,
+                ],
             ),
         },
     }

@@ -20,12 +20,14 @@ from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.rxdb_feed import SERVED, Feed, Wire
 from tailrace.api.watch.rxdb_pages import Batch, Pages, Shape
-from tailrace.api.watch.rxdb_push import Pushes
+from tailrace.api.watch.rxdb_push import Pushes, Told
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.log.transaction import Transaction
 from tailrace.watch import checkpoint as checkpoints
 from tailrace.watch.checkpoint import LATE_MS, Checkpoint, Walk
+from tailrace.watch.document import Document
+from tailrace.watch.push import PushRow
 from tailrace.watch.tokens import KEY_BYTES, Key, KeyRing, Signer
 
 LIMIT_DEFAULT: Final = 100
@@ -193,6 +195,31 @@ class Replication:
                 while len(self._batches) > BATCHES_KEPT:
                     del self._batches[next(iter(self._batches))]
         return found
+
+    def push(
+        self,
+        identity: Identity,
+        database: str,
+        name: str,
+        rows: list[PushRow],
+        shape: Shape,
+        client: object,
+        told: Told,
+    ) -> None:
+        """`client`: whose feeds wait meanwhile; None if nobody can tell."""
+
+        def noted() -> None:
+            now = self.context.loop.time()
+            for feed in self._feeds.get((database, name), ()) if client is not None else ():
+                if feed.client == client:
+                    feed.pushed_at = now
+
+        def answer(conflicts: list[Document], refusal: TailraceError | None) -> None:
+            noted()
+            told(conflicts, refusal)
+
+        noted()
+        self.pushes.push(identity, database, name, rows, shape, answer)
 
     # -- feeds and wires -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Final, Protocol
 
 import orjson
@@ -28,6 +29,8 @@ logger = logging.getLogger("tailrace.watch")
 RECOVER: Final = 0.6
 POLL_S: Final = 0.25
 JOIN_S: Final = 2.0
+CALM_S: Final = 0.5  # without a push
+CALM_S_MAX: Final = 5.0  # a client that writes without end has to hear of others, too
 RESYNC: Final = b'"RESYNC"'
 # States of a collection in which what there is is right: not while a source loads, or cannot go on.
 SERVED: Final = frozenset({"live", "lagging"})
@@ -132,6 +135,7 @@ class Feed:
         walk: Walk | None = None,
         *,
         joined: bool = True,
+        client: object = None,
     ) -> None:
         self._replication = replication
         self._listener = listener
@@ -139,6 +143,8 @@ class Feed:
         self.name = name
         self._shape = shape
         self._limit = limit
+        self.client = client  # who pushes as this feed's client does
+        self.pushed_at = -inf
         self.woken = asyncio.Event()
         self.doubtful = False  # what the client came with cannot be gone on from
         # Whether the client has pulled since the feed began. RxDB pulls when it has connected, but not if it
@@ -157,6 +163,7 @@ class Feed:
         try:
             while await self._listener.room():
                 self.woken.clear()
+                await self._calm()
                 if not await self._step():
                     await self.woken.wait()
         except TailraceError as refusal:
@@ -166,6 +173,17 @@ class Feed:
         except Exception:
             logger.exception("a replication feed failed")
             self._listener.fail(TailraceError("internal", "the feed failed"))
+
+    async def _calm(self) -> None:
+        """Waits while the client itself is writing.
+
+        RxDB holds events back while it pushes and applies them afterwards. One of the state before would put
+        the document back to that state, and the next edit, made on top of it, would conflict with this one.
+        """
+        loop = self._replication.context.loop
+        begun = loop.time()
+        while (wait_s := min(self.pushed_at + CALM_S, begun + CALM_S_MAX) - loop.time()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(wait_s)
 
     async def _step(self) -> bool:
         """Sends what comes next; False if there is nothing."""

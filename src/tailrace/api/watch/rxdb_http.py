@@ -33,8 +33,9 @@ HEARTBEAT_S: Final = 15.0
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 _NUMBER: Final = re.compile(r"[0-9]{1,4}\Z")
 _PULL: Final = frozenset({"collection", "checkpoint", "limit", "deletedField", "stamps"})
-_STREAM: Final = _PULL - {"limit"}
-_PUSH: Final = frozenset({"collection", "rows", "deletedField", "stamps"})
+_STREAM: Final = (_PULL - {"limit"}) | {"client"}
+_PUSH: Final = frozenset({"client", "collection", "rows", "deletedField", "stamps"})
+CLIENT_CHARS_MAX: Final = 64
 _EVENTS: Final = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
 
 
@@ -178,7 +179,8 @@ class ReplicationRoutes:
             head = answers.JSON_TYPE + answers.NO_STORE
             exchange.respond(200, head, orjson.dumps({"conflicts": conflicts}))
 
-        self._replication.pushes.push(identity, database, name, rows, shape, told)
+        client = read_client(identity, given.get("client"))
+        self._replication.push(identity, database, name, rows, shape, client, told)
 
     # -- stream ----------------------------------------------------------------------------------------
 
@@ -210,7 +212,8 @@ class ReplicationRoutes:
             outlet.end()
             return
         wire = SseWire(replication, identity, outlet)
-        feed = Feed(replication, wire, database, name, shape, LIMIT_DEFAULT, walk)
+        client = read_client(identity, given.get("client"))
+        feed = Feed(replication, wire, database, name, shape, LIMIT_DEFAULT, walk, client=client)
         feed.doubtful = doubt
         wire.begin(None if doubt or feed.walk is None else replication.shown(feed.walk, (0, ""))["pos"])
         wire.task = replication.follow(feed)
@@ -254,6 +257,15 @@ def read_params(exchange: Exchange, known: frozenset[str]) -> dict[str, str]:
     if unknown := sorted(set(given) - known):
         raise TailraceError("invalid_request", f"unknown parameter {unknown[0]!r}")
     return {name: values[-1] for name, values in given.items()}
+
+
+def read_client(identity: Identity, given: object) -> tuple[str, str] | None:
+    """Who a client says it is, among those of the same identity."""
+    if given is None:
+        return None
+    if not isinstance(given, str) or not 0 < len(given) <= CLIENT_CHARS_MAX:
+        raise TailraceError("invalid_request", f"client is a text of 1 to {CLIENT_CHARS_MAX} characters")
+    return identity.sub, given
 
 
 def read_limit(given: object) -> int:

@@ -280,7 +280,7 @@ class Socket(Wire):
 
         # The answer goes before what the feed tells of the same documents.
         async with self._speaking:
-            self.replication.pushes.push(self.identity, database, name, rows, self._shape, told)
+            self.replication.push(self.identity, database, name, rows, self._shape, self, told)
             conflicts = await settled
             await self._utter(_one(_answer_head(call) + orjson.dumps(conflicts) + b"}"))
 
@@ -291,7 +291,9 @@ class Socket(Wire):
             return
         if len(self._feeds) >= COLLECTIONS_MAX:
             raise TailraceError("overloaded", f"a connection follows at most {COLLECTIONS_MAX} collections")
-        feed = Feed(self.replication, self, database, name, self._shape, LIMIT_DEFAULT, joined=False)
+        feed = Feed(
+            self.replication, self, database, name, self._shape, LIMIT_DEFAULT, joined=False, client=self
+        )
         self._feeds[name] = (feed, self.replication.follow(feed))
 
     async def tell(self, feed: Feed, result: bytes, pos: str | None) -> None:
