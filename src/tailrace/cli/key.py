@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json
 
 if TYPE_CHECKING:
@@ -42,16 +43,10 @@ command = App(name="key", help=_HELP, help_format="markdown")
 def create(
     *,
     sub: Annotated[str, Parameter(help="Whom the key is for.")],
-    scope: Annotated[
-        list[str], Parameter(help="What it allows: read, write or manage; may be repeated.", negative="")
-    ],
-    streams: Annotated[
-        list[str] | None, Parameter(help="Only names that begin with this; may be repeated.", negative="")
-    ] = None,
-    db: Annotated[
-        list[str] | None, Parameter(help="Only these databases; may be repeated.", negative="")
-    ] = None,
-    actor_id: Annotated[str | None, Parameter(help="The hub address, if it is not the subject.")] = None,
+    scope: Scopes,
+    streams: Prefixes = None,
+    db: Databases = None,
+    actor_id: ActorId = None,
     expires: Annotated[str, Parameter(help="Lifetime, such as 8h or 90d; never for none.")] = "never",
     file: InFile = None,
     session: Session = DEFAULT,

@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 from tailrace.cli.failures import REFUSED, UsageError
 from tailrace.cli.key import InFile, book_of
 from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json
 
 _HELP: Final = """Create, inspect and revoke access tokens (JWT).
@@ -33,16 +34,10 @@ command = App(name="token", help=_HELP, help_format="markdown")
 def create(
     *,
     sub: Annotated[str, Parameter(help="Whom the token is for.")],
-    scope: Annotated[
-        list[str], Parameter(help="What it allows: read, write or manage; may be repeated.", negative="")
-    ],
-    streams: Annotated[
-        list[str] | None, Parameter(help="Only names that begin with this; may be repeated.", negative="")
-    ] = None,
-    db: Annotated[
-        list[str] | None, Parameter(help="Only these databases; may be repeated.", negative="")
-    ] = None,
-    actor_id: Annotated[str | None, Parameter(help="The hub address, if it is not the subject.")] = None,
+    scope: Scopes,
+    streams: Prefixes = None,
+    db: Databases = None,
+    actor_id: ActorId = None,
     expires: Annotated[str, Parameter(help="Lifetime, such as 30m, 8h or 90d; never for none.")] = "1h",
     secret: Annotated[
         str | None, Parameter(env_var="TAILRACE_AUTH_JWT_SECRET", help="The server's secret.")
