@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import threading
@@ -18,7 +19,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 from conftest import StartServer
 from support.sealing import SEALING_ENV, wait_sealed
-from support.wire import Answer, Wire, fresh
+from support.wire import Answer, Wire, fresh, request_bytes
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 START = 1767225600_000_000_000
@@ -295,6 +296,26 @@ def test_pairs_of_streams_are_told(http: Wire) -> None:
         assert listed["observability"] == pair
     alone = stream(http)
     assert "observability" not in http.get(f"{alone}/_details").json["stream"]
+
+
+def test_an_export_never_goes_to_a_later_stream_of_that_name(start_server: StartServer) -> None:
+    http = Wire(start_server().port)
+    asked = request_bytes(
+        "POST",
+        "/v1/stream/again/_otlp/v1/traces",
+        {"Content-Type": PROTOBUF},
+        export(1500).SerializeToString(),
+    )
+    with contextlib.closing(http), http.connect() as sender:
+        for _ in range(8):
+            assert http.put("again", JSON).status == 201
+            assert http.post("again/_profile", JSON, PROFILE).status == 200
+            sender.send(asked)
+            assert http.delete("again").status == 204
+            assert http.put("again", JSON).status == 201
+            assert sender.read_answer("POST").status in {200, 400, 404}
+            assert http.get("again?offset=-1").json == []
+            assert http.delete("again").status == 204
 
 
 def test_a_stream_may_be_deleted_while_exports_come(start_server: StartServer) -> None:

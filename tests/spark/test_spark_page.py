@@ -17,7 +17,7 @@ import pytest
 from support.cli import environment
 from support.pipeline import Unstoppable
 from support.server import ServerProcess
-from tailrace.cli import main
+from tailrace.cli import command
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,9 +46,8 @@ def sql_here(text: str, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) ->
     """`tailrace sql` in this process, which has a session: another takes longer than all the rest."""
     monkeypatch.setattr("tailrace.pipeline.session.open_session", lambda *_args: Unstoppable(spark))
     said = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
-        main(shlex.split(text)[1:])
-    assert ended.value.code == 0
+    with contextlib.redirect_stdout(said):
+        assert command(shlex.split(text)[1:]) == 0
     said.seek(0)
     return said.read()
 

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 from tailrace.api import answers, parse
 from tailrace.api.context import Context
@@ -16,6 +16,7 @@ from tailrace.api.schema import document_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
+from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.net.http1 import Exchange
@@ -37,8 +38,6 @@ WAITING_MAX: Final = 32
 # One append has at most so much of an export: entries of others come between.
 APPEND_SPANS: Final = 500
 APPEND_BYTES: Final = 1024 * 1024
-
-
 # Of one export, once its spans are normalised: what a resource says once becomes part of each of them.
 EXPORT_BYTES: Final = 256 * 1024 * 1024
 
@@ -65,6 +64,23 @@ class Batch:
         if len(self._pieces) > 1:
             self._pieces = [b",".join(self._pieces)]
         return self._pieces[0]
+
+
+class Target(NamedTuple):
+    """The stream that an export was sent to. It is looked up each time: it may be put away meanwhile."""
+
+    name: str
+    incarnation: int
+
+    @classmethod
+    def of(cls, stream: Stream) -> Self:
+        return cls(stream.name, stream.incarnation)
+
+    def existing(self, log: Log) -> Stream:
+        stream = log.existing(self.name)
+        if stream.incarnation != self.incarnation:  # another stream of that name, perhaps of another profile
+            raise TailraceError("not_found", f"the stream {self.name!r} was deleted meanwhile")
+        return stream
 
 
 class OtlpRoutes:
@@ -137,17 +153,19 @@ class OtlpRoutes:
             raise self._log.pressure
         if self._waiting >= WAITING_MAX:
             raise TailraceError("overloaded", "too many exports of traces wait")
-        task = self._context.loop.create_task(self._answer(exchange, stream.name, profile, media, gzipped))
+        task = self._context.loop.create_task(
+            self._answer(exchange, Target.of(stream), profile, media, gzipped)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(
-        self, exchange: Exchange, name: str, profile: OtelTracesProfile, media: str, gzipped: bool
+        self, exchange: Exchange, target: Target, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> None:
         self._waiting += 1
         try:
             async with asyncio.timeout(self._context.limits.request_ms / 1000), self._gate:
-                export, offset = await self._ingest(exchange.body, name, profile, media, gzipped)
+                export, offset = await self._ingest(exchange.body, target, profile, media, gzipped)
         except TimeoutError:
             message = "the export took too long; some of its spans may have been stored"
             answers.refuse(exchange, TailraceError("request_timeout", message))
@@ -164,24 +182,23 @@ class OtlpRoutes:
             self._waiting -= 1
 
     async def _ingest(
-        self, body: bytes, name: str, profile: OtelTracesProfile, media: str, gzipped: bool
+        self, body: bytes, target: Target, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> tuple[Export, str]:
         """What was taken, and the offset of the last span."""
         now_ms = self._context.clock.now_ns() // 1_000_000
         work = partial(_decode, body, profile, media, gzipped, now_ms)
         export, batches = await self._context.loop.run_in_executor(self._threads, work)
-        stream = self._log.existing(name)
+        stream = target.existing(self._log)
         offset = stream.offset(max(stream.visible, 0))
         for batch in batches:
             lengths = None if len(batch.lengths) == 1 else batch.lengths
             request = AppendRequest(batch.body(), JSON, lengths)
             request.check = partial(self._guard.check_normal, profile, batch.keys)
-            offset = await self._append(name, request)
+            offset = await self._append(target, request)
         return export, offset
 
-    async def _append(self, name: str, request: AppendRequest) -> str:
-        # Looked up each time: it may have been deleted or put away while nobody held it.
-        stream = self._log.existing(name)
+    async def _append(self, target: Target, request: AppendRequest) -> str:
+        stream = target.existing(self._log)
         done: asyncio.Future[str] = self._context.loop.create_future()
 
         def reply(transaction: Transaction, error: TailraceError | None) -> None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
+from tailrace import ending
 from tailrace.cli.failures import explain
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code."""
+def main() -> None:
+    """Run the command line of this process and end it."""
+    ending.run(partial(command, sys.argv[1:]))
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run a command line. Gives its exit code."""
     from tailrace.cli.app import build
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(argv)
     try:
         code = build(arguments)(spelled_out(arguments))
     except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
         code = explain(error, as_json="--json" in arguments)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ import sys
 
 import uvloop
 
+from tailrace import ending
 from tailrace.api import request_log
 from tailrace.api.serve import SWITCH_INTERVAL_S
 from tailrace.errors import TailraceError
@@ -91,4 +92,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.run(main)
