@@ -35,7 +35,9 @@ def test_a_stored_stream_expires_once(tmp_path: Path) -> None:
         assert "short" not in log.streams.by_name, "evicted: only the hot store has it"
         clock.advance(60)
         log.expiry.sweep_stored()
-        records = log.committer.open_batch.payloads.copy()
+        batch = log.committer.newest
+        assert batch is not None
+        records = batch.payloads.copy()
         assert len(records) == 1
         for _ in range(3):
             log.expiry.sweep_stored()

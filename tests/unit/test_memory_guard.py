@@ -11,7 +11,7 @@ from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.api.memory_guard import MemoryGuard, limit_of, resident_bytes
 from tailrace.limits import Limits
-from tailrace.log.log import LARGE_BYTES
+from tailrace.log.commit_path import LARGE_BYTES
 
 MIB = 1 << 20
 LIMIT = 100 * MIB

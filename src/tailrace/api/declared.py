@@ -7,7 +7,6 @@ start, and whoever meant it changes the stream or the file.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +19,8 @@ from tailrace.api.profile import profile_changes
 from tailrace.api.schema import document_of, prepare
 from tailrace.errors import TailraceError
 from tailrace.log.decide import CreateRequest
+from tailrace.log.durable import durable
 from tailrace.log.model import Lifetime, Stream
-from tailrace.log.transaction import Reply, Transaction
 from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.protocol.content_types import is_json
 from tailrace.protocol.durations import parse_window_s
@@ -133,7 +132,7 @@ class DeclaredStreams:
         # That a stream was closed since is part of its life, no difference.
         closed = known is not None and known.closed
         request = CreateRequest(name, content_type, declared.lifetime(), closed)
-        await self._settled(lambda reply: self._log.create(request, reply, None))
+        await durable(lambda reply: self._log.create(request, reply, None))
         stream = self._log.existing(name)
         if declared.profile is not None:
             await self._install(stream, profile)
@@ -147,7 +146,7 @@ class DeclaredStreams:
         if current.kind != GENERIC.kind:
             raise SettingsError(f"it has a profile already ({current.kind}), and another one than this")
         changes = profile_changes(stream, wanted)
-        await self._settled(lambda reply: self._log.describe_all(stream, changes, reply))
+        await durable(lambda reply: self._log.describe_all(stream, changes, reply))
 
     async def _register(self, stream: Stream, update: dict[str, object]) -> None:
         before = document_of(stream, stream.documents)
@@ -168,22 +167,7 @@ class DeclaredStreams:
             return
         if not is_new:
             raise SettingsError("it has another routing key, or other searchable fields")
-        await self._settled(lambda reply: self._log.describe(stream, SCHEMA, after, reply))
-
-    async def _settled(self, act: Callable[[Reply], object]) -> None:
-        """Returns when what `act` asks of the log is durable."""
-        done = self._loop.create_future()
-
-        def reply(_: Transaction, error: TailraceError | None) -> None:
-            if done.done():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        act(reply)
-        await done
+        await durable(lambda reply: self._log.describe(stream, SCHEMA, after, reply))
 
 
 def _window_s(value: str | int | None, what: str) -> int | None:

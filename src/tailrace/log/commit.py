@@ -83,10 +83,6 @@ class Committer:
         self.syncs = 0
         self.observe_sync: Callable[[float, int], None] | None = None
 
-    @property
-    def open_batch(self) -> Batch:
-        return self._open
-
     def submit(self, payload: bytes, item: object) -> Batch:
         """Adds one record to the open batch."""
         batch = self._open

@@ -14,7 +14,7 @@ import orjson
 
 from tailrace.limits import Limits
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
-from tailrace.log.records import Append, Published
+from tailrace.log.records import Published
 from tailrace.protocol.durations import format_instant
 from tailrace.store.companions import PlanEntry
 from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
@@ -115,16 +115,6 @@ def published(stream: Stream, op: Published) -> list[bytes]:
         )
         for (first, last, plan), families in ranges.items()
     ]
-
-
-def delivery(target: Stream, events: Sequence[bytes], now_ns: int) -> Append:
-    """The events as entries of `__segments__`."""
-    assert events
-    time_ns = max(target.last_ns, now_ns)
-    if len(events) == 1:
-        return Append(target.number, target.tail + 1, 1, events[0], None, time_ns)
-    lengths = [len(event) for event in events]
-    return Append(target.number, target.tail + 1, len(events), b",".join(events), lengths, time_ns)
 
 
 def _message(

@@ -47,7 +47,7 @@ async def _append(log: Log, messages: list[bytes]) -> None:
     request = AppendRequest(b",".join(messages), "application/json", lengths=[len(one) for one in messages])
     while True:
         try:
-            log.append(log.existing(log.registry_name), request, ignore, None)
+            log.append(log.existing(log.own.registry_name), request, ignore, None)
         except TailraceError as refusal:
             if refusal.retry_after_s is None:
                 raise

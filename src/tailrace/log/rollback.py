@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tailrace.errors import TailraceError
 from tailrace.log.commit import Batch
@@ -24,13 +24,10 @@ _KEPT = frozenset({"readers", "live", "used"})
 class Undoing:
     """Takes back what failed commits had assigned, as soon as the disk can be read."""
 
-    def __init__(
-        self, streams: Streams, store: StoredStreams, journal: Journal, on_loaded: Callable[[Stream], None]
-    ) -> None:
+    def __init__(self, streams: Streams, store: StoredStreams, journal: Journal) -> None:
         self._streams = streams
         self._store = store
         self._journal = journal
-        self._on_loaded = on_loaded
         self._undone: dict[int, Stream] | None = None  # streams of a failure that is not rolled back yet
 
     def begin(self, batches: Sequence[Batch]) -> None:
@@ -50,7 +47,7 @@ class Undoing:
             # One view of the hot store, whatever the checkpointer does to it meanwhile.
             with self._store.snapshot():
                 durable = replay(journal.directory, self._store, (journal.durable_seq, journal.durable_end))
-                durable.streams.on_loaded = self._on_loaded
+                durable.streams.on_loaded = self._streams.on_loaded
                 roll_back(self._streams, durable.streams, self._undone)
         except (OSError, TailraceError, JournalCorruptError):
             logger.exception("the last durable state cannot be read; trying again")

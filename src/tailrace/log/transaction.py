@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -40,6 +40,14 @@ class Transaction(msgspec.Struct, eq=False):
         self.ops = (*self.ops, op)
         self.streams = (*self.streams, stream)
         return stream
+
+    def add_entries(self, streams: Streams, stream: Stream, entries: Sequence[bytes], now_ns: int) -> None:
+        """Entries of a JSON stream. Where the clock was set back their time is that of the one before."""
+        assert entries
+        lengths = None if len(entries) == 1 else [len(entry) for entry in entries]
+        time_ns = max(stream.last_ns, now_ns)
+        op = Append(stream.number, stream.tail + 1, len(entries), b",".join(entries), lengths, time_ns)
+        self.add(streams, op)
 
 
 Reply = Callable[[Transaction, TailraceError | None], None]

@@ -5,12 +5,11 @@ That is a fact of the log itself, so nothing is written again after a restart.
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tailrace.errors import TailraceError
+from tailrace.log.durable import durable
 from tailrace.log.log import Log
-from tailrace.log.transaction import Transaction
 from tailrace.store.meta_objects import fingerprint
 from tailrace.store.meta_tables import MetaTables
 
@@ -50,20 +49,6 @@ class MetaRecording:
         report = await self._sealing.ask("meta", [], int(file))
         if report.error:
             return False
-        await self._put(f"{report.as_of} {self._fingerprint}".encode())
+        value = f"{report.as_of} {self._fingerprint}".encode()
+        await durable(partial(self._log.put_meta, RECORDED, value))
         return True
-
-    async def _put(self, value: bytes) -> None:
-        """Returns when it is durable."""
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def reply(_: Transaction, error: TailraceError | None) -> None:
-            if settled.done():
-                return
-            if error is None:
-                settled.set_result(None)
-            else:
-                settled.set_exception(error)
-
-        self._log.put_meta(RECORDED, value, reply)
-        await settled

@@ -19,12 +19,12 @@ import msgspec
 from tailrace.errors import TailraceError
 from tailrace.log import outbox
 from tailrace.log.catalogue import NO_PLANS, Unfolded, plans_in, plans_of, read_companions
+from tailrace.log.durable import durable
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
 from tailrace.log.segment_list import read_segments
-from tailrace.log.transaction import Transaction
 from tailrace.store.companions import PlanBook, PlanEntry
 from tailrace.store.document_objects import version_cuts
 from tailrace.store.segments import SegmentInfo
@@ -238,17 +238,7 @@ class Work:
             return entry
         older = [plan for plan in known.plans if plan.hash != entry.hash]
         plans = PlanBook(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
-        written: asyncio.Future[None] = self._loop.create_future()
-
-        def reply(_: Transaction, error: TailraceError | None) -> None:
-            if not written.done():
-                if error is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(error)
-
-        self._log.plan(stream, plans, reply)
-        await written
+        await durable(partial(self._log.plan, stream, plans))
         return entry
 
     def _set(self, number: int, work: StreamWork | None) -> None:
