@@ -45,10 +45,13 @@ class FamilyStore:
 
     def library(self) -> Library:
         self.work = Work(self._real.loop, 2)
+        self._readers = Work(self._real.loop, 2)
         parts = ObjectParts(self._bucket.as_uri(), None, 0, Limits(), self.work)
-        return Library(Shelf(parts, self.work), self.of)
+        # Even of small files no more is read than what is asked for.
+        return Library(Shelf(parts, self.work, self._readers, whole_bytes_max=0), self.of)
 
     def close(self) -> None:
+        self._real.run(self._readers.end())
         self._real.run(self.work.end())
 
     # -- what a pipeline and its owner would do ----------------------------------------------------------

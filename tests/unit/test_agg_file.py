@@ -15,8 +15,9 @@ from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, p
 from tailrace.query.aggregate_spans import add_states
 from tailrace.query.families import agg_file
 from tailrace.query.families.agg_file import AggFile, Wanted
+from tailrace.query.families.body import WholeBody
 from tailrace.query.families.parquet_file import ParquetFile
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import AGG
 
 NOON = 1767225600000
@@ -34,7 +35,7 @@ def file() -> AggFile:
     rows = [{"at": NOON + 250 * n, "service": "a", "status": 5, "ratio": n / 8} for n in range(8)]
     rows += [{"at": NOON + 1000 * n, "service": "b", "status": n, "ratio": 1.5} for n in range(3)]
     stored = [Stored(entry, payload_of(row)) for entry, row in enumerate(rows, 1)]
-    return AggFile(ParquetFile(build(stored, plan_of(VIEW.registry))[AGG].data))
+    return AggFile(ParquetFile(WholeBody(build(stored, plan_of(VIEW.registry))[AGG].data)))
 
 
 def test_states_are_added_up_by_what_is_asked_for(file: AggFile) -> None:

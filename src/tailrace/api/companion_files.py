@@ -17,7 +17,8 @@ from tailrace.telemetry import Telemetry
 if TYPE_CHECKING:
     from tailrace.api.app import TailraceApp
 
-THREADS = 2
+THREADS = 2  # that fetch and check
+READERS = 4  # that decode files for those who have no threads, and may wait for the others
 
 
 class CompanionFiles:
@@ -27,9 +28,10 @@ class CompanionFiles:
         self, log: Log, url: str, cache_dir: Path, limits: Limits, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._work = Work(loop, THREADS)
+        self._readers = Work(loop, READERS)
         cache_bytes = limits.search_companion_file_cache_max_bytes
         self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
-        self.shelf = Shelf(self.parts, self._work)
+        self.shelf = Shelf(self.parts, self._work, self._readers)
         self.library = Library(self.shelf, log.catalogue.of, log.reader.levels)
         self.keys = KeyLibrary(self.library)
         log.reader.history.keys = self.keys
@@ -48,5 +50,6 @@ class CompanionFiles:
         telemetry.companion_unusable.read = lambda: counts.unusable
 
     async def close(self) -> None:
+        await self._readers.end()
         await self._work.end()
         await self.parts.close()

@@ -29,7 +29,8 @@ from tailrace.query.aggregate_spans import (
 from tailrace.query.chunk import Chunk
 from tailrace.query.coverage import Counters, omitted, touched, visible_through
 from tailrace.query.execute import READ_BYTES, Outcome, Searcher
-from tailrace.query.families.shelf import Opened, UnusableFileError
+from tailrace.query.families.published import UnusableFileError
+from tailrace.query.families.shelf import Opened
 from tailrace.query.families.span import Span
 from tailrace.query.family_format import AGG, COL, MBLK
 from tailrace.query.page import coverage_of

@@ -37,6 +37,14 @@ FACT_ROWS: Final = "tailrace.rows"  # how many entries lie in that range
 FACT_PLAN_HASH: Final = "tailrace.plan_hash"
 FACT_WRITER: Final = "tailrace.writer"
 
+# Checksums of a Parquet file, so that a part of it can be trusted without the rest.
+FACT_BLOCK_BYTES: Final = "tailrace.block_bytes"
+FACT_BLOCK_XXH3: Final = "tailrace.block_xxh3"  # 16 digits for each block, the last of which may be shorter
+FACT_CHECKED_BYTES: Final = "tailrace.checked_bytes"  # from the beginning to the end of the last block
+FACT_INDEX_XXH3: Final = "tailrace.index_xxh3"  # of what lies between the row groups and the footer
+FACT_FOOTER_XXH3: Final = "tailrace.footer_xxh3"  # of the footer to the end, with zeros in place of this
+BLOCK_BYTES: Final = 64 << 10
+
 # -- routing_key_index: one row for each key, sorted by (key_hash, key)
 
 KEY: Final = "key"  # binary

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tailrace.query.collect import Collector
 from tailrace.query.families.library import Library
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.source import SpanSource
 from tailrace.query.families.span import Served, Span
 from tailrace.query.families.wants import Wants, clauses_of

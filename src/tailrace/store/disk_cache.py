@@ -126,6 +126,9 @@ class DiskCache:
             self.evictions += 1
         return leaving
 
+    def parts_of(self, source: str) -> list[Part]:
+        return [Part(source, *held) for held in self._by_source.get(source, ())]
+
     def forget(self, part: Part) -> None:
         if part not in self._recent:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -32,6 +32,7 @@ class Work:
         self.loop = loop
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cold")
         self._tasks: set[asyncio.Task[object]] = set()
+        self._over = False
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await self.loop.run_in_executor(self._pool, function, *arguments)
@@ -42,7 +43,35 @@ class Work:
         task.add_done_callback(self._ended)
         return task
 
+    def wait(self, make: Callable[[], Coroutine[object, object, T]], timeout_s: float) -> T:
+        """For a thread that has to have something done by the loop.
+
+        Not for the loop's own thread, nor for those of this pool, which the work may need.
+        """
+        done: Future[T] = Future()
+
+        def begin() -> None:
+            if self._over:
+                done.cancel()
+            else:
+                self.start(make()).add_done_callback(ended)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        try:
+            self.loop.call_soon_threadsafe(begin)
+        except RuntimeError as error:
+            raise CancelledError from error  # the loop is closed
+        return done.result(timeout_s)
+
     async def end(self) -> None:
+        self._over = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,6 +181,13 @@ class ObjectParts:
         assert self.cache is not None
         self.cache.forget(part)
         await self._work.on_thread(self.cache.remove, [part])
+
+    async def forget(self, source: str) -> bool:
+        """Take all parts of an object out of the cache; False if it has none."""
+        held = [] if self.cache is None else self.cache.parts_of(source)
+        for part in held:
+            await self.drop(part)
+        return bool(held)
 
     async def _open(self) -> Objects:
         objects = await self._work.on_thread(lambda: open_objects(self._url, limits=self._limits))

@@ -15,6 +15,7 @@ import xxhash
 
 from tailrace.store import segment_tail
 from tailrace.store.arrow import BINARY, INT32, INT64, integers, numbers_of, pa, pc, pq
+from tailrace.store.byte_window import ByteWindow
 from tailrace.store.segments import FORMAT_VERSION, CorruptSegmentError, SegmentRows
 
 _TIME, _KEY, _PAYLOAD = 1, 3, 4
@@ -205,7 +206,7 @@ def read_tables(
     keyless = [name for name in columns if name != "key"]
     try:
         file = pq.ParquetFile(
-            _Window(raw, start, footer.size),
+            ByteWindow(footer.size, [(start, raw)]),
             metadata=footer.metadata,
             read_dictionary=["key"],
             pre_buffer=False,
@@ -218,43 +219,6 @@ def read_tables(
         ]
     except (pa.ArrowException, OSError) as error:
         raise CorruptSegmentError(f"row groups from {indices[0]} cannot be decoded: {error}") from error
-
-
-class _Window:
-    """A file of which only one stretch is there, as the library wants to see it."""
-
-    closed = False
-
-    def __init__(self, raw: bytes | memoryview, start: int, size: int) -> None:
-        self._raw = pa.py_buffer(raw)
-        self._start = start
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def read(self, count: int) -> Any:
-        begin = self._position - self._start
-        if begin < 0 or begin + count > self._raw.size:
-            raise OSError("outside of the row group")
-        self._position += count
-        return self._raw.slice(begin, count)
-
-    read_buffer = read
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _rows(table: Any, first: int, json: bool) -> SegmentRows:

@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
+import xxhash
+
 from tailrace import __version__
 from tailrace.pipeline.kernels.arrays import pa, pq
 from tailrace.query.family_format import (
+    BLOCK_BYTES,
+    FACT_BLOCK_BYTES,
+    FACT_BLOCK_XXH3,
+    FACT_CHECKED_BYTES,
     FACT_FAMILY,
     FACT_FIRST,
+    FACT_FOOTER_XXH3,
     FACT_FORMAT,
+    FACT_INDEX_XXH3,
     FACT_LAST,
     FACT_PLAN_HASH,
     FACT_ROWS,
@@ -19,6 +27,7 @@ from tailrace.query.family_format import (
     FACT_WRITER,
     FORMAT,
 )
+from tailrace.store import segment_tail
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
 PAGE_ROWS_MAX: Final = 1024
@@ -60,6 +69,77 @@ def facts_of(family: str, covers: Range) -> dict[str, str]:
     }
 
 
+class _CheckedSink:
+    """Passes a file on as it is written, and has the checksum of every block of it.
+
+    The tail is held back until all of it is there: it has a checksum of itself.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._block = xxhash.xxh3_64()
+        self._block_bytes = 0
+        self._digests: list[str] = []
+        self._tail: bytearray | None = None
+        self._position = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        size = view.nbytes
+        self._position += size
+        if self._tail is not None:
+            self._tail += view
+        else:
+            self._target.write(view)
+            self._check(view)
+        return size
+
+    def _check(self, view: memoryview) -> None:
+        while view:
+            piece = view[: BLOCK_BYTES - self._block_bytes]
+            self._block.update(piece)
+            self._block_bytes += len(piece)
+            if self._block_bytes == BLOCK_BYTES:
+                self._end_block()
+            view = view[len(piece) :]
+
+    def _end_block(self) -> None:
+        self._digests.append(self._block.hexdigest())
+        self._block.reset()
+        self._block_bytes = 0
+
+    def begin_tail(self) -> dict[str, str]:
+        """No row group follows. Answers what the footer has to say about checksums."""
+        if self._block_bytes:
+            self._end_block()
+        self._tail = bytearray()
+        return {
+            FACT_BLOCK_BYTES: str(BLOCK_BYTES),
+            FACT_BLOCK_XXH3: "".join(self._digests),
+            FACT_CHECKED_BYTES: str(self._position),
+            FACT_INDEX_XXH3: segment_tail.BLANK,
+            FACT_FOOTER_XXH3: segment_tail.BLANK,
+        }
+
+    def end_tail(self) -> None:
+        assert self._tail is not None
+        segment_tail.stamp(self._tail)
+        self._target.write(self._tail)
+
+    def tell(self) -> int:
+        return self._position
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """The target does that."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class CompanionWriter:
     """One Parquet file in memory. Every table that is written is a row group.
 
@@ -80,7 +160,8 @@ class CompanionWriter:
     ) -> None:
         self.rows = 0
         self._facts = facts
-        self._sink = pa.BufferOutputStream() if sink is None else sink
+        self._target = pa.BufferOutputStream() if sink is None else sink
+        self._sink = _CheckedSink(self._target)
         filters = None
         if bloom is not None:
             filters = {bloom: {"ndv": max(bloom_values, BLOOM_VALUES_MIN), "fpp": BLOOM_FALSE_POSITIVES}}
@@ -106,11 +187,12 @@ class CompanionWriter:
 
     def finish(self) -> bytes:
         """The whole file; empty if it went to a sink of the caller's."""
-        self._writer.add_key_value_metadata(dict(self._facts))
+        self._writer.add_key_value_metadata({**self._facts, **self._sink.begin_tail()})
         self._writer.close()
-        if not isinstance(self._sink, pa.BufferOutputStream):
+        self._sink.end_tail()
+        if not isinstance(self._target, pa.BufferOutputStream):
             return b""
-        return self._sink.getvalue().to_pybytes()
+        return self._target.getvalue().to_pybytes()
 
     def __enter__(self) -> Self:
         return self

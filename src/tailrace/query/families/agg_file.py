@@ -7,11 +7,12 @@ added up by the dimensions that are wanted while it is still Arrow's, and only w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 from tailrace.query import family_format as names
 from tailrace.query.families.parquet_file import ParquetFile, array_in
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Summary
 from tailrace.query.sketch import sketch_of
 from tailrace.store.arrow import pa, pc
@@ -69,23 +70,12 @@ class AggFile:
 
     def _chosen(self, wanted: Wanted) -> Iterator[tuple[int, Any, Any]]:
         """Row groups that may have what is wanted, and the rows of each that are."""
-        for group in range(self._file.groups):
-            if not self._may_have(group, wanted):
-                continue
-            whose = () if self._is_all_of(group, wanted) else _WHOSE
-            table = self._file.group(group, (*_LIGHT, *whose))
-            starts = array_in(table, names.WINDOW_START)
-            marks = pc.and_(
-                pc.greater_equal(starts, pa.scalar(wanted.from_ms)), pc.less(starts, pa.scalar(wanted.to_ms))
-            )
-            if whose:
-                marks = pc.and_(marks, pc.equal(array_in(table, names.ROLLUP), wanted.rollup))
-                spans = array_in(table, names.INTERVAL_MS)
-                marks = pc.and_(marks, pc.equal(spans, pa.scalar(wanted.interval_ms)))
-            for place, text in wanted.having:
-                has = pc.equal(pc.list_element(array_in(table, names.DIMENSIONS), place), text)
-                marks = pc.and_(marks, pc.fill_null(has, False))
-            yield group, table, marks
+        groups = [group for group in range(self._file.groups) if self._may_have(group, wanted)]
+        for is_all, run in groupby(groups, key=lambda group: self._is_all_of(group, wanted)):
+            alike = list(run)
+            tables = self._file.tables(alike, _LIGHT if is_all else (*_LIGHT, *_WHOSE))
+            for group, table in zip(alike, tables, strict=True):
+                yield group, table, _marks(table, wanted, is_all=is_all)
 
     def _may_have(self, group: int, wanted: Wanted) -> bool:
         rollups = self._file.statistics(group, names.ROLLUP)
@@ -129,6 +119,22 @@ class AggFile:
         keyed = zip(_keys(rows, dimensions), rows.column(names.MEASURE).to_pylist(), strict=True)
         states = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return [(key, measure, _summary(state)) for (key, measure), state in zip(keyed, states, strict=True)]
+
+
+def _marks(table: Any, wanted: Wanted, *, is_all: bool) -> Any:
+    """The rows of a row group that are wanted; all of them may be of the wanted rollup and interval."""
+    starts = array_in(table, names.WINDOW_START)
+    marks = pc.and_(
+        pc.greater_equal(starts, pa.scalar(wanted.from_ms)), pc.less(starts, pa.scalar(wanted.to_ms))
+    )
+    if not is_all:
+        marks = pc.and_(marks, pc.equal(array_in(table, names.ROLLUP), wanted.rollup))
+        spans = array_in(table, names.INTERVAL_MS)
+        marks = pc.and_(marks, pc.equal(spans, pa.scalar(wanted.interval_ms)))
+    for place, text in wanted.having:
+        has = pc.equal(pc.list_element(array_in(table, names.DIMENSIONS), place), text)
+        marks = pc.and_(marks, pc.fill_null(has, False))
+    return marks
 
 
 def _is_one_of(measures: Any, wanted: Sequence[str]) -> Any:

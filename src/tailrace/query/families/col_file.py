@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tailrace.query.families.field_column import FieldColumn
 from tailrace.query.families.parquet_file import ParquetFile, array_in
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import ENTRY
 from tailrace.store.arrow import INT64, numbers_of, pa
 

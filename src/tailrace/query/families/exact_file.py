@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from tailrace.query.families.parquet_file import ParquetFile, array_in
@@ -44,12 +45,12 @@ class ExactFile:
         return found
 
     def _looked_up(self, field: str, stored: bytes | None) -> Any:
+        def may_hold(least: bytes, most: bytes) -> bool:
+            return stored is not None and least <= stored <= most
+
         lists: list[Any] = []
-        for group in self._groups.get(field, ()):
-            bounds = self._file.statistics(group, VALUE)
-            if stored is not None and bounds is not None and not bounds[0] <= stored <= bounds[1]:
-                continue
-            table = self._file.group(group, _COLUMNS)
+        groups = self._groups_with_any(field) if stored is None else self._groups_where(field, may_hold)
+        for table in self._file.tables(groups, _COLUMNS):
             values = array_in(table, VALUE)
             marks = values.is_null() if stored is None else pc.equal(values, pa.scalar(stored, values.type))
             lists.append(array_in(table, ENTRIES).filter(marks).flatten())
@@ -57,15 +58,25 @@ class ExactFile:
 
     def entries_from(self, field: str, prefix: bytes) -> Any:
         """The entries with a string that starts like this, in no order, some more than once."""
+
+        def may_hold(least: bytes, most: bytes) -> bool:
+            return least[: len(prefix)] <= prefix <= most
+
         lists: list[Any] = []
-        for group in self._groups.get(field, ()):
-            bounds = self._file.statistics(group, VALUE)
-            if bounds is not None and not (bounds[0][: len(prefix)] <= prefix <= bounds[1]):
-                continue
-            table = self._file.group(group, _COLUMNS)
+        for table in self._file.tables(self._groups_where(field, may_hold), _COLUMNS):
             marks = pc.fill_null(pc.starts_with(array_in(table, VALUE).cast(BINARY), prefix), False)
             lists.append(array_in(table, ENTRIES).filter(marks).flatten())
         return pa.concat_arrays(lists) if lists else pa.array([], INT64)
+
+    def _groups_with_any(self, field: str) -> list[int]:
+        """Row groups of a field that tell which entries have any value."""
+        return [group for group in self._groups.get(field, ()) if self._file.has_nulls(group, VALUE)]
+
+    def _groups_where(self, field: str, may_hold: Callable[[bytes, bytes], bool]) -> list[int]:
+        """Row groups of a field whose values reach from one to another that may be wanted."""
+        groups = self._groups.get(field, ())
+        found = ((group, self._file.statistics(group, VALUE)) for group in groups)
+        return [group for group, bounds in found if bounds is None or may_hold(*bounds)]
 
 
 def _text(value: str | bytes) -> str:

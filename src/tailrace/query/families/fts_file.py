@@ -6,14 +6,13 @@ keywords; where it is not installed, rows are decoded instead.
 
 from __future__ import annotations
 
-import io
 import shutil
-import struct
 import tempfile
 import weakref
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tailrace.query import family_format as names
+from tailrace.query.families.body import Body, InnerBody, turns
 from tailrace.query.families.parquet_file import ParquetFile, array_in, check_facts
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.store.arrow import INT32, INT64, pa, pc
+from tailrace.store.byte_window import ByteWindow
 
 _FOUND_MAX = 64  # look-ups that are kept
 _LISTS = (names.FIELD, names.TERM, names.ENTRIES, names.FREQUENCIES)
@@ -33,8 +34,8 @@ _KEPT_MAX = 16
 _KEPT_ROW_BYTES = 24  # of what is kept, for each row, roughly
 _OVERHEAD_BYTES = 4096
 _TERMS_MAX = 4096  # that the text engine is asked for at once
-_LENGTHS_AT = 26  # in the header of a member: those of its name and of what else the header has
-_LENGTHS = struct.Struct("<HH")
+_DIRECTORY_BYTES = 64 << 10  # the end of a split, with the list of its members
+_HEADER_BYTES = 30  # of a member, before its name
 
 T = TypeVar("T")
 
@@ -56,32 +57,60 @@ class Postings(NamedTuple):
     frequencies: Any
 
 
-def _stored(raw: bytes, member: zipfile.ZipInfo) -> memoryview:
-    """A member of a zip where it lies, without a copy. All of the zip has been checked against its hash."""
-    name_bytes, extra_bytes = _LENGTHS.unpack_from(raw, member.header_offset + _LENGTHS_AT)
-    begin = member.header_offset + _LENGTHS_AT + _LENGTHS.size + name_bytes + extra_bytes
-    if member.compress_type != zipfile.ZIP_STORED or begin + member.file_size > len(raw):
-        raise zipfile.BadZipFile(f"{member.filename} is not stored as it is")
-    return memoryview(raw)[begin : begin + member.file_size]
+class Split:
+    """The members of a split, stored as they are. Their names and places are known; the rest is fetched."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        directory = zipfile.ZipFile(self._window([(max(body.size - _DIRECTORY_BYTES, 0), body.size)]))
+        self.members = {member.filename: member for member in directory.infolist()}
+
+    def _window(self, ranges: Sequence[tuple[int, int]]) -> Any:
+        return ByteWindow(self._body.size, self._body.stretches(ranges))
+
+    def _place(self, member: zipfile.ZipInfo) -> tuple[int, int]:
+        """Where the bytes of a member are: behind its header, its name and what else is said of it."""
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(f"{member.filename} is not stored as it is")
+        start = member.header_offset + _HEADER_BYTES + len(member.orig_filename.encode()) + len(member.extra)
+        return start, start + member.file_size
+
+    def read(self, wanted: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Some members, compared with their checksums."""
+        found = [self.members[name] for name in wanted]
+        for turn in turns([member.file_size for member in found]):
+            window = self._window([self._place(found[place]) for place in turn])
+            for member in (found[place] for place in turn):
+                window.seek(self._place(member)[0])
+                data = window.read(member.file_size)
+                if zlib.crc32(data) != member.CRC:
+                    raise zipfile.BadZipFile(f"{member.filename} does not have its checksum")
+                yield member.filename, data
+
+    def inner(self, name: str) -> InnerBody:
+        """A member as a file of its own."""
+        start, stop = self._place(self.members[name])
+        return InnerBody(self._body, start, stop - start)
 
 
 class FtsFile:
-    def __init__(self, raw: bytes, stream_id: str, first: int, last: int) -> None:
-        self._raw = raw
+    def __init__(self, body: Body, stream_id: str, first: int, last: int) -> None:
+        self._body = body
         try:
-            self._zip = zipfile.ZipFile(io.BytesIO(raw))
-            split = msgspec.json.decode(self._zip.read(names.SPLIT_FACTS), type=dict[str, Any])
+            self._split = Split(body)
+            [(_, described)] = self._split.read([names.SPLIT_FACTS])
+            split = msgspec.json.decode(described, type=dict[str, Any])
             facts = {names.FACT_PREFIX + key: str(value) for key, value in split.items()}
             texts = msgspec.convert(split["text"], list[TextFacts])
             self.keywords = frozenset(msgspec.convert(split["keyword"], list[str]))
-            terms = _stored(raw, self._zip.getinfo(names.SPLIT_TERMS))
-        except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError, struct.error) as error:
+            terms = self._split.inner(names.SPLIT_TERMS)
+        except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
             raise UnusableFileError(f"it is no split: {error}") from error
         check_facts(facts, names.FTS, stream_id, first, last)
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
-        self._terms_bytes = len(terms)
+        self._terms_held_bytes = terms.held_bytes
         self._found: OrderedDict[tuple[str, str], Postings] = OrderedDict()
         self._found_bytes = 0
         self._lengths: dict[str, Any] = {}
@@ -92,7 +121,7 @@ class FtsFile:
     def memory_bytes(self) -> int:
         lengths = sum(found.nbytes for found in list(self._lengths.values()))
         kept = len(self._kept) * _KEPT_ROW_BYTES * (self.last - self.first + 1)
-        rest = len(self._raw) - self._terms_bytes  # the table of terms lies in it, and counts as a file
+        rest = self._body.held_bytes - self._terms_held_bytes  # the table of terms counts as a file
         return self._terms.memory_bytes + rest + self._found_bytes + lengths + kept + _OVERHEAD_BYTES
 
     def kept(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -133,8 +162,7 @@ class FtsFile:
         """The rows of the table that some mark on their terms chooses; a null stands for the whole field."""
         entries: list[Any] = []
         frequencies: list[Any] = []
-        for group in self._groups(field, terms):
-            table = self._terms.group(group, _LISTS)
+        for table in self._terms.tables(self._groups(field, terms), _LISTS):
             marks = pc.and_(
                 marked(array_in(table, names.TERM)), pc.equal(array_in(table, names.FIELD), field)
             )
@@ -184,7 +212,7 @@ class FtsFile:
     @cached_property
     def _engine(self) -> _Engine | None:
         try:
-            return _Engine(self._zip, import_module("tantivy"))
+            return _Engine(self._split, import_module("tantivy"))
         except (ImportError, ValueError, OSError, zipfile.BadZipFile):
             return None
 
@@ -208,13 +236,13 @@ class FtsFile:
 class _Engine:
     """The index of a split, unpacked where the library can map it."""
 
-    def __init__(self, split: zipfile.ZipFile, library: Any) -> None:
+    def __init__(self, split: Split, library: Any) -> None:
         folder = Path(tempfile.mkdtemp(prefix="tailrace-split-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._library = library
-        for member in split.namelist():
-            if member.startswith(names.SPLIT_INDEX) and not member.endswith("/"):
-                (folder / Path(member).name).write_bytes(split.read(member))
+        members = [name for name in split.members if name.startswith(names.SPLIT_INDEX)]
+        for name, data in split.read(members):
+            (folder / Path(name).name).write_bytes(data)
         index = library.Index.open(str(folder))
         self._schema = index.schema
         self._searcher = index.searcher()

@@ -5,15 +5,14 @@ What is not covered, or cannot be opened, is left to those who look at segments.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from tailrace.log.key_listing import Lexical
 from tailrace.log.model import Stream
 from tailrace.query.families.library import Library
-from tailrace.query.families.shelf import Published, UnusableFileError
+from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.span import Served
 from tailrace.query.family_format import ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
 from tailrace.store.companions import Companion
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 NOTHING: frozenset[str] = frozenset()
 KEPT_MAX = 512  # lists of runs
-
-R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 
 class _Kept(NamedTuple):
@@ -67,7 +63,7 @@ class KeyLibrary:
             if file is None:
                 return None
             try:
-                places = file.known(key) or await _on_thread(file.places, key)
+                places = file.known(key) or await self._library.shelf.on_thread(file.places, key)
             except UnusableFileError:
                 return None
             following = places.next_from(entry)
@@ -79,6 +75,7 @@ class KeyLibrary:
         self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int
     ) -> Lexical:
         """The first keys that the lexicons of a stream have of the entries behind `below` up to `upto`."""
+        on_thread = self._library.shelf.on_thread
         covered: list[tuple[int, int]] = []
         keys: list[bytes] = []
         for run in await self._runs(stream, ROUTING_KEY_LEXICON):
@@ -89,7 +86,7 @@ class KeyLibrary:
             for served in run:
                 file = cast("LexiconFile | None", await self._library.open(served))
                 try:
-                    more = None if file is None else await _on_thread(file.keys, after, wanted, below)
+                    more = None if file is None else await on_thread(file.keys, after, wanted, below)
                 except UnusableFileError:
                     more = None
                 if more is None:
@@ -112,10 +109,6 @@ class KeyLibrary:
                 self._kept.popitem(last=False)
         self._kept.move_to_end((identity, family))
         return kept.runs
-
-
-async def _on_thread(work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
-    return await asyncio.get_running_loop().run_in_executor(None, work, *arguments)
 
 
 def _runs_of(companions: Sequence[Companion], family: str, identity: str) -> list[list[Served]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tailrace.log.catalogue import CompanionSet
 from tailrace.log.model import Stream
+from tailrace.query.families.body import Body
 from tailrace.query.families.shelf import Opened, Shelf
 from tailrace.query.families.span import Prints, Served, Span, rollups_of, spans_of
 from tailrace.query.view import View
@@ -160,7 +161,7 @@ def _cut(parts: list[_Part], view: View) -> _Kept:
     return _Kept(parts, view, spans, rollups)
 
 
-def _open(served: Served, raw: bytes) -> Opened:
+def _open(served: Served, body: Body) -> Opened:
     from tailrace.query.families.open_file import open_file  # brings Arrow, which is large
 
-    return open_file(served, raw)
+    return open_file(served, body)

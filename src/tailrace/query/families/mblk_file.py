@@ -7,7 +7,7 @@ from typing import Any
 
 from tailrace.query import family_format as names
 from tailrace.query.families.parquet_file import ParquetFile, array_in
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Parts
 from tailrace.query.sketch import sketch_of
 from tailrace.store.arrow import INT64, pa, pc

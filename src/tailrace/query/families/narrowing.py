@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from typing import NamedTuple
 
 from tailrace.log.model import Stream
 from tailrace.query.bind import Bound
 from tailrace.query.families.library import Library
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.span import Span
 from tailrace.query.families.wants import Wants
 from tailrace.query.packed import rows_of
@@ -80,6 +79,6 @@ class Narrowing:
             )
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, judged)
+            return await self._library.shelf.on_thread(judged)
         except UnusableFileError:
             return None

@@ -1,17 +1,31 @@
-"""A Parquet file of a family in memory: its facts are checked, its row groups decoded on demand."""
+"""A Parquet file of a family: its facts are checked, its row groups fetched and decoded on demand.
+
+Of a file that is not in memory as a whole, the footer is fetched first. It has a checksum of itself, and one
+of every block of the file, so that nothing is decoded that was not compared.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from threading import Lock
 from typing import Any
 
+import xxhash
+
 from tailrace.query import family_format as names
-from tailrace.query.families.shelf import UnusableFileError
+from tailrace.query.families.body import Body, Range, Stretch, bytes_of, turns
+from tailrace.query.families.published import UnusableFileError
+from tailrace.query.families.shelf import WholeWantedError
+from tailrace.store import segment_tail
 from tailrace.store.arrow import pa, pq
+from tailrace.store.byte_window import ByteWindow
+from tailrace.store.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
 
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
+_PARSED = 2  # what a footer takes in memory besides, for each of its bytes
+_STAMP = names.FACT_FOOTER_XXH3.encode()
 DECODED_BYTES_MAX = 32 << 20  # of one file: the row groups that were not asked for longest go first
 
 
@@ -36,16 +50,20 @@ def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, 
 class ParquetFile:
     """Row groups of one file. What was decoded last stays, and counts as memory."""
 
-    def __init__(self, raw: bytes | memoryview) -> None:
-        try:
-            self._file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(raw)), pre_buffer=False)
-        except (pa.ArrowException, OSError) as error:
-            raise UnusableFileError(f"it is no Parquet file: {error}") from error
-        self.metadata: Any = self._file.metadata
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._file: Any = None
+        self._blocks: _Blocks | None = None
+        self._footer_bytes = 0
+        if body.is_whole:
+            self._file = _opened(body)
+            self.metadata: Any = self._file.metadata
+        else:
+            self.metadata, self._footer_bytes = _footer(body)
+            self._blocks = _Blocks(self.facts)
         self.groups: int = self.metadata.num_row_groups
-        self.names: list[str] = self._file.schema_arrow.names
-        self._raw_bytes = len(raw)
         schema = self.metadata.schema
+        self.names: list[str] = schema.to_arrow_schema().names
         self._leaves: dict[str, int] = {schema.column(at).path: at for at in range(len(schema))}
         self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
         self._decoded_bytes = 0
@@ -62,7 +80,8 @@ class ParquetFile:
 
     @property
     def memory_bytes(self) -> int:
-        return self._raw_bytes + self._decoded_bytes + _GROUP_OVERHEAD_BYTES * (self.groups + 1)
+        parsed = _PARSED * self._footer_bytes + _GROUP_OVERHEAD_BYTES * (self.groups + 1)
+        return self._body.held_bytes + self._decoded_bytes + parsed
 
     def statistics(self, group: int, column: str) -> tuple[Any, Any] | None:
         """The smallest and largest value of a plain column in a row group; None if that is not known."""
@@ -76,39 +95,145 @@ class ParquetFile:
         found = self.metadata.row_group(group).column(self._leaves[column]).statistics
         return found is None or not found.has_null_count or found.null_count > 0
 
+    def tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
+        """Row groups as tables with one chunk for each column. Those near each other are fetched at once."""
+        wanted = tuple(columns)
+        for turn in self._turns(groups, wanted):
+            with self._lock:
+                missing = [group for group in turn if (group, wanted) not in self._decoded]
+            file = self._reader(missing, wanted)
+            for group in turn:
+                table = self._known(group, wanted)
+                if table is None:
+                    # One that was there before may be gone by now.
+                    held = file if group in missing else self._reader([group], wanted)
+                    table = self._keep(group, wanted, held)
+                yield table
+
     def group(self, group: int, columns: Sequence[str]) -> Any:
-        """A table with one chunk for each column."""
-        key = (group, tuple(columns))
-        with self._lock:
-            table = self._decoded.get(key)
-            if table is None:
-                table = self._decoded[key] = self._read_group(group, columns)
-                self._decoded_bytes += table.nbytes
-                while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
-                    self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
-            else:
-                self._decoded.move_to_end(key)
+        """One of them."""
+        [table] = self.tables([group], columns)
         return table
 
     def read_group(self, group: int, columns: Sequence[str]) -> Any:
         """As `group`, for what is not worth keeping."""
-        with self._lock:
-            return self._read_group(group, columns)
-
-    def _read_group(self, group: int, columns: Sequence[str]) -> Any:
-        try:
-            found = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-            return found.combine_chunks()
-        except (pa.ArrowException, OSError) as error:
-            raise UnusableFileError(f"row group {group} cannot be decoded: {error}") from error
+        return self._decode(self._reader([group], columns), [group], columns)
 
     def read(self, columns: Sequence[str]) -> Any:
         """Whole columns; they are not kept."""
+        turns_of = self._turns(range(self.groups), columns)
+        tables = [self._decode(self._reader(turn, columns), turn, columns) for turn in turns_of if turn]
+        return pa.concat_tables(tables or [self._empty(columns)]).combine_chunks()
+
+    def _empty(self, columns: Sequence[str]) -> Any:
+        return self.metadata.schema.to_arrow_schema().empty_table().select(list(columns))
+
+    def _known(self, group: int, columns: tuple[str, ...]) -> Any:
+        with self._lock:
+            table = self._decoded.get((group, columns))
+            if table is not None:
+                self._decoded.move_to_end((group, columns))
+        return table
+
+    def _keep(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
+        table = self._decode(file, [group], columns)
+        with self._lock:
+            if (group, columns) not in self._decoded:  # else somebody was faster
+                self._decoded[group, columns] = table
+                self._decoded_bytes += table.nbytes
+            while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
+                self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
+        return table
+
+    def _decode(self, file: Any, groups: Sequence[int], columns: Sequence[str]) -> Any:
         try:
-            with self._lock:
-                return self._file.read(columns=list(columns), use_threads=False).combine_chunks()
+            with self._lock if file is self._file else nullcontext():
+                found = file.read_row_groups(list(groups), columns=list(columns), use_threads=False)
+            return found.combine_chunks()
         except (pa.ArrowException, OSError) as error:
-            raise UnusableFileError(f"it cannot be decoded: {error}") from error
+            raise UnusableFileError(f"row groups from {groups[0]} cannot be decoded: {error}") from error
+
+    # -- bytes that are fetched ----------------------------------------------------------------------------
+
+    def _turns(self, groups: Sequence[int], columns: Sequence[str]) -> list[list[int]]:
+        """Row groups, divided into as many as are fetched at once."""
+        if self._blocks is None:
+            return [list(groups)]
+        sizes = [sum(stop - start for start, stop in self._ranges([group], columns)) for group in groups]
+        return [[groups[place] for place in turn] for turn in turns(sizes)]
+
+    def _ranges(self, groups: Iterable[int], columns: Sequence[str]) -> list[Range]:
+        """Where columns of row groups lie. A column of lists is all leaves below its name."""
+        leaves = [at for path, at in self._leaves.items() if _is_of(path, columns)]
+        rows = map(self.metadata.row_group, groups)
+        return [segment_tail.column_range(row.column(at)) for row in rows for at in leaves]
+
+    def _reader(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
+        """The library's reader of a file that has at least the bytes of these row groups."""
+        if self._blocks is None:
+            return self._file
+        wanted = [self._blocks.around(found) for found in self._ranges(groups, columns)]
+        held = self._body.stretches(wanted, self._blocks.are_right) if wanted else ()
+        window = ByteWindow(self._body.size, held)
+        return pq.ParquetFile(window, metadata=self.metadata, pre_buffer=False)
+
+
+class _Blocks:
+    """The checksums of all blocks of a file from its beginning to where its tail begins."""
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        try:
+            self._bytes = int(facts[names.FACT_BLOCK_BYTES])
+            self._end = int(facts[names.FACT_CHECKED_BYTES])
+            self._digests = facts[names.FACT_BLOCK_XXH3]
+        except (KeyError, ValueError) as error:
+            raise UnusableFileError(f"it lacks checksums: {error}") from error
+        if self._bytes <= 0 or len(self._digests) != 16 * -(-self._end // self._bytes):
+            raise UnusableFileError("it does not have a checksum for every block")
+
+    def around(self, wanted: Range) -> Range:
+        """The whole blocks that some bytes lie in."""
+        start, stop = wanted
+        if not 0 <= start <= stop <= self._end:
+            raise UnusableFileError("a column lies beyond the blocks")
+        return start // self._bytes * self._bytes, min(-(-stop // self._bytes) * self._bytes, self._end)
+
+    def are_right(self, stretch: Stretch) -> bool:
+        for at in range(0, len(stretch.data), self._bytes):
+            block = (stretch.start + at) // self._bytes
+            found = xxhash.xxh3_64_hexdigest(stretch.data[at : at + self._bytes])
+            if found != self._digests[16 * block : 16 * block + 16]:
+                return False
+        return True
+
+
+def _is_of(path: str, columns: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
+
+
+def _opened(body: Body) -> Any:
+    [stretch] = body.stretches([(0, body.size)])
+    try:
+        return pq.ParquetFile(pa.BufferReader(pa.py_buffer(stretch.data)), pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise UnusableFileError(f"it is no Parquet file: {error}") from error
+
+
+def _footer(body: Body) -> tuple[Any, int]:
+    """The parsed footer of a file, checked, and how many bytes it has."""
+    guess = min(body.size, FOOTER_GUESS_BYTES)
+    end = bytes_of(body, body.size - guess, body.size)
+    length = int.from_bytes(end[-8:-4], "little") + 8
+    if end[-4:] != b"PAR1" or length > body.size:
+        raise UnusableFileError("it is no Parquet file")
+    if length > guess:
+        end = bytes_of(body, body.size - length, body.size)
+    if _STAMP not in end:
+        raise WholeWantedError
+    try:
+        return segment_tail.metadata_of(end), length
+    except CorruptSegmentError as error:
+        raise UnusableFileError(str(error)) from error
 
 
 def array_in(table: Any, name: str) -> Any:

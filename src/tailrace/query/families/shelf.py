@@ -1,7 +1,8 @@
 """Opened files of families: fetched once for everybody, checked, and kept, bounded in bytes.
 
-A file that is missing or is not what was published is nobody's error: it is remembered for a while as one
-that cannot be used, and whoever wanted it decodes rows instead.
+A small file is fetched whole. Of a large one the end is fetched, which tells where everything is, and the
+rest as far as it is asked for. A file that is missing or is not what was published is nobody's error: it is
+remembered for a while as one that cannot be used, and whoever wanted it decodes rows instead.
 """
 
 from __future__ import annotations
@@ -12,26 +13,30 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
-import xxhash
-
+from tailrace.query.families.body import Body, PartsBody, WholeBody
+from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.store.byte_budget import ByteBudget
-from tailrace.store.disk_cache import Part, owner_of
 from tailrace.store.object_parts import ObjectParts, Work
-from tailrace.store.objects import ObjectMissingError, ObjectsError
+from tailrace.store.objects import ObjectsError
 
 logger = logging.getLogger("tailrace.query")
 
 OPENED_BYTES_MAX = 128 << 20
 LOADING_BYTES_MAX = 64 << 20
-FILE_BYTES_MAX = 256 << 20  # a larger one is not brought into memory
+FILE_BYTES_MAX = 256 << 20  # a larger one is left alone
+WHOLE_BYTES_MAX = 512 << 10  # up to here one request for all of it is the fastest
 UNUSABLE_S = 60.0  # how long a file that could not be used is left alone
 UNUSABLE_MAX = 1024
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
-class UnusableFileError(Exception):
-    """A file that is not what was published, or not in a form that is known here."""
+
+class WholeWantedError(Exception):
+    """A file that has no checksums of its parts: only all of it can be checked."""
 
 
 class Opened(Protocol):
@@ -41,21 +46,7 @@ class Opened(Protocol):
     def memory_bytes(self) -> int: ...
 
 
-class Published(NamedTuple):
-    """An object as the catalogue names it."""
-
-    key: str  # from the root of the store
-    stream_id: str
-    bytes: int
-    sha256: str
-
-    @property
-    def part(self) -> Part:
-        source = owner_of(self.stream_id) + xxhash.xxh3_64_hexdigest(self.key.encode())
-        return Part(source, 0, self.bytes)
-
-
-Open = Callable[[bytes], Opened]
+Open = Callable[[Body], Opened]
 
 
 class ShelfCounts:
@@ -70,18 +61,35 @@ class ShelfCounts:
 
 
 class Shelf:
-    """Lives on the loop. What is computed runs on threads of its own."""
+    """Lives on the loop.
 
-    def __init__(self, parts: ObjectParts, work: Work, bytes_max: int = OPENED_BYTES_MAX) -> None:
+    `work` fetches and checks. `readers` has the threads of those who read files, and may wait for `work`.
+    """
+
+    def __init__(
+        self,
+        parts: ObjectParts,
+        work: Work,
+        readers: Work,
+        *,
+        bytes_max: int = OPENED_BYTES_MAX,
+        whole_bytes_max: int = WHOLE_BYTES_MAX,
+    ) -> None:
         self._parts = parts
         self._work = work
+        self._readers = readers
         self._bytes_max = bytes_max
+        self._whole_bytes_max = whole_bytes_max
         self._budget = ByteBudget(LOADING_BYTES_MAX)
         self._opened: OrderedDict[str, tuple[Opened, int]] = OrderedDict()
         self._opening: dict[str, asyncio.Task[Opened | None]] = {}
         self._unusable: OrderedDict[str, float] = OrderedDict()
         self.bytes = 0
         self.counts = ShelfCounts()
+
+    async def on_thread(self, function: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
+        """For those who read files, and may have to wait for bytes."""
+        return await self._readers.on_thread(function, *arguments)
 
     def find(self, published: Published) -> Opened | None:
         """The file, if it is open."""
@@ -116,14 +124,14 @@ class Shelf:
 
     async def _load(self, published: Published, open_file: Open) -> Opened | None:
         try:
-            async with self._budget.hold(2 * published.bytes):
-                opened = await self._fetched(published, open_file)
-        except (UnusableFileError, ObjectMissingError, ObjectsError, OSError) as error:
-            self.counts.unusable += 1
-            logger.warning("%s cannot be used, its rows are decoded instead: %s", published.key, error)
-            self._unusable[published.key] = time.monotonic() + UNUSABLE_S
-            if len(self._unusable) > UNUSABLE_MAX:
-                self._unusable.popitem(last=False)
+            opened = None
+            if published.bytes > self._whole_bytes_max:
+                opened = await self._opened_by_parts(published, open_file)
+            if opened is None:
+                async with self._budget.hold(2 * published.bytes):
+                    opened = await self._opened_whole(published, open_file)
+        except (UnusableFileError, ObjectsError, OSError) as error:
+            self._refuse(published, error)
             return None
         finally:
             del self._opening[published.key]
@@ -134,9 +142,37 @@ class Shelf:
         self._shrink()
         return opened
 
-    async def _fetched(self, published: Published, open_file: Open) -> Opened:
+    def _refuse(self, published: Published, error: Exception) -> None:
+        """Leaves a file alone for a while."""
+        self.counts.unusable += 1
+        logger.warning("%s cannot be used, its rows are decoded instead: %s", published.key, error)
+        self._unusable[published.key] = time.monotonic() + UNUSABLE_S
+        if len(self._unusable) > UNUSABLE_MAX:
+            self._unusable.popitem(last=False)
+        _, size = self._opened.pop(published.key, (None, 0))
+        self.bytes -= size
+
+    async def _opened_by_parts(self, published: Published, open_file: Open) -> Opened | None:
+        """None if its parts cannot be checked one by one."""
+        body = PartsBody(self._parts, self._work, published)
+        try:
+            try:
+                opened = await self.on_thread(open_file, body)
+            except UnusableFileError as error:
+                if isinstance(error.__cause__, ObjectsError):
+                    raise
+                if not await body.forget():
+                    raise
+                logger.warning("the cached copy of %s was damaged: %s", published.key, error)
+                opened = await self.on_thread(open_file, body)
+        except WholeWantedError:
+            return None
+        body.refuse = partial(self._refuse, published)
+        return opened
+
+    async def _opened_whole(self, published: Published, open_file: Open) -> Opened:
         """From the cache on disk if that has it whole, else from the store."""
-        wanted = published.part
+        wanted = published.part(0, published.bytes)
         await self._parts.opened()
         cached = self._parts.find(*wanted)
         if cached is not None:
@@ -167,4 +203,4 @@ class Shelf:
 def _checked(published: Published, raw: bytes, open_file: Open) -> Opened:
     if len(raw) != published.bytes or hashlib.sha256(raw).hexdigest() != published.sha256:
         raise UnusableFileError("its bytes are not those that were published")
-    return open_file(raw)
+    return open_file(WholeBody(raw))

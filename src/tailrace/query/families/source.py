@@ -11,8 +11,9 @@ from tailrace.query.families.col_file import ColFile
 from tailrace.query.families.exact_file import ExactFile
 from tailrace.query.families.field_column import FieldColumn, bits_in
 from tailrace.query.families.fts_file import FtsFile
+from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.row_space import RowSpace
-from tailrace.query.families.shelf import Opened, UnusableFileError
+from tailrace.query.families.shelf import Opened
 from tailrace.query.families.span import Span
 from tailrace.query.families.verdict import Verdict, certain, judge
 from tailrace.query.families.weigh import TokenRows, combined, heavy_rows, scores_of
@@ -34,6 +35,9 @@ class SpanSource:
         self.rows = RowSpace(range(span.first, span.last + 1) if span.is_range else self._listed())
         self.families: set[str] = set()  # that were asked something
         self._judged: dict[Clause, Verdict] = {}
+        # Of this search: fetching one again, half-way through taking its rows, might fail.
+        self._weighed: dict[tuple[str, str], TokenRows] = {}
+        self._text_lengths: dict[str, list[int]] = {}
 
     def _listed(self) -> Sequence[int]:
         """Entries, where not every number is one."""
@@ -240,11 +244,14 @@ class SpanSource:
         return certain(found & self.rows.rows(pa.array(engine, INT64)))
 
     def token_rows(self, field: str, token: str) -> TokenRows:
-        split = self._split(field)
-        assert split is not None
-        return split.kept(
-            (field, token, self.first, self.last), lambda: self._token_rows(split, field, token)
-        )
+        found = self._weighed.get((field, token))
+        if found is None:
+            split = self._split(field)
+            assert split is not None
+            key = (field, token, self.first, self.last)
+            found = split.kept(key, lambda: self._token_rows(split, field, token))
+            self._weighed[field, token] = found
+        return found
 
     def _token_rows(self, split: FtsFile, field: str, token: str) -> TokenRows:
         postings = split.postings(field, token)
@@ -254,9 +261,14 @@ class SpanSource:
         return TokenRows(frequencies, frequencies.to_pylist(), by_weight, once)
 
     def text_lengths(self, field: str) -> list[int]:
-        split = self._split(field)
-        assert split is not None
-        return split.kept((field, self.first, self.last), lambda: self._lengths(split, field).to_pylist())
+        found = self._text_lengths.get(field)
+        if found is None:
+            split = self._split(field)
+            assert split is not None
+            key = (field, self.first, self.last)
+            found = split.kept(key, lambda: self._lengths(split, field).to_pylist())
+            self._text_lengths[field] = found
+        return found
 
     def _lengths(self, split: FtsFile, field: str) -> Any:
         """The tokens of each row's text."""

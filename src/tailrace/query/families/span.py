@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tailrace.query.families.shelf import Published
+from tailrace.query.families.published import Published
 from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.index_plan import index_plan, members_of
 from tailrace.query.view import View

@@ -1,0 +1,26 @@
+"""A file of a family as the catalogue names it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import xxhash
+
+from tailrace.store.disk_cache import Part, owner_of
+
+
+class UnusableFileError(Exception):
+    """A file that is not what was published, or not in a form that is known here."""
+
+
+class Published(NamedTuple):
+    """An object as the catalogue names it."""
+
+    key: str  # from the root of the store
+    stream_id: str
+    bytes: int
+    sha256: str
+
+    def part(self, start: int, stop: int) -> Part:
+        source = owner_of(self.stream_id) + xxhash.xxh3_64_hexdigest(self.key.encode())
+        return Part(source, start, stop)

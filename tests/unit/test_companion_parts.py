@@ -1,0 +1,375 @@
+"""Large companions: no more of them is fetched than what is asked for, and nothing is read unchecked."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import secrets
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.aggregate_model import rollup_view
+from support.buckets import overwrite
+from support.companions import STREAM_ID, Stored, build, plan_of
+from support.queries import payload_of
+from support.s3 import S3Server
+from tailrace.limits import Limits
+from tailrace.pipeline.kernels.parquet import CompanionWriter
+from tailrace.query.families import body as bodies
+from tailrace.query.families.body import Body, WholeBody, joined, turns
+from tailrace.query.families.fts_file import FtsFile
+from tailrace.query.families.parquet_file import ParquetFile
+from tailrace.query.families.published import Published, UnusableFileError
+from tailrace.query.families.shelf import Opened, Shelf
+from tailrace.query.family_format import FTS
+from tailrace.store.object_parts import ObjectParts, Work
+from tailrace.store.objects import open_objects
+from tailrace.store.segments import stream_prefix
+
+T = TypeVar("T")
+KEY = stream_prefix(STREAM_ID) + "companions/0/col/file"
+CACHE_BYTES = 64 << 20
+GROUPS, ROWS = 6, 2048
+
+
+def _written(tables: list[pa.Table]) -> bytes:
+    with CompanionWriter(tables[0].schema, {"tailrace.family": "col"}) as writer:
+        for table in tables:
+            writer.write(table)
+        return writer.finish()
+
+
+def _tables() -> list[pa.Table]:
+    """Two narrow columns and a wide one between them, which is most of the file."""
+    generator = random.Random(7)
+    return [
+        pa.table(
+            {
+                "a": pa.array(range(group * ROWS, (group + 1) * ROWS), pa.int64()),
+                "wide": pa.array([generator.randbytes(300) for _ in range(ROWS)], pa.binary()),
+                "b": pa.array([[generator.randrange(9)] for _ in range(ROWS)], pa.list_(pa.int64())),
+            }
+        )
+        for group in range(GROUPS)
+    ]
+
+
+TABLES = _tables()
+DATA = _written(TABLES)
+
+
+class Place(NamedTuple):
+    """An object store, and a cache for what is fetched from it."""
+
+    url: str
+    cache_dir: Path
+
+    def put(self, data: bytes) -> Published:
+        async def create() -> None:
+            objects = open_objects(self.url)
+            try:
+                await overwrite(objects, KEY, data)
+            finally:
+                await objects.close()
+
+        asyncio.run(create())
+        return Published(KEY, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
+
+    def run(self, work: Callable[[Shelf, ObjectParts], Awaitable[T]], whole_bytes_max: int = 512 << 10) -> T:
+        """Do something with a shelf of its own, as a server would after a restart."""
+
+        async def running() -> T:
+            loop = asyncio.get_running_loop()
+            fetching, reading = Work(loop, 2), Work(loop, 2)
+            parts = ObjectParts(self.url, self.cache_dir, CACHE_BYTES, Limits(), fetching)
+            try:
+                shelf = Shelf(parts, fetching, reading, whole_bytes_max=whole_bytes_max)
+                return await work(shelf, parts)
+            finally:
+                await reading.end()
+                await fetching.end()
+                await parts.close()
+
+        return asyncio.run(running())
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return _bucket(request, tmp_path, monkeypatch) if request.param == "s3" else _directory(tmp_path)
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return _bucket(request, tmp_path, monkeypatch)
+
+
+def _directory(tmp_path: Path) -> Place:
+    return Place((tmp_path / "store").as_uri(), tmp_path / "cache")
+
+
+def _bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    s3 = cast("S3Server", request.getfixturevalue("s3"))
+    for name, value in s3.env().items():
+        monkeypatch.setenv(name, value)
+    return Place(s3.url(f"companion-parts/{secrets.token_hex(8)}"), tmp_path / "cache")
+
+
+async def _opened(shelf: Shelf, published: Published) -> ParquetFile:
+    found = await shelf.open(published, ParquetFile)
+    assert isinstance(found, ParquetFile)
+    return found
+
+
+def _whole(name: str) -> pa.ChunkedArray:
+    return pa.concat_tables(TABLES).column(name)
+
+
+def test_only_what_is_wanted_is_fetched(place: Place) -> None:
+    published = place.put(DATA)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        file = await _opened(shelf, published)
+        group = await shelf.on_thread(file.group, 3, ("a",))
+        assert group.column("a").combine_chunks() == TABLES[3].column("a").combine_chunks()
+        assert parts.fetches == 2  # the end of the file, and the column
+        column = await shelf.on_thread(file.read, ("b",))
+        assert column.column("b").to_pylist() == _whole("b").to_pylist()
+        assert parts.fetched_bytes < len(DATA) / 2
+        assert file.memory_bytes < len(DATA) / 4
+        wide = await shelf.on_thread(file.read, ("wide", "a"))
+        assert wide.column("wide").to_pylist() == _whole("wide").to_pylist()
+
+    place.run(read)
+
+
+def test_near_row_groups_come_with_one_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = place.put(DATA)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> int:
+        file = await _opened(shelf, published)
+        before = parts.fetches
+        found = await shelf.on_thread(lambda: list(file.tables(range(GROUPS), ("wide",))))
+        assert [table.column("wide").to_pylist() for table in found] == [
+            table.column("wide").to_pylist() for table in TABLES
+        ]
+        return parts.fetches - before
+
+    assert place.run(read) == 1
+    # Those that are too many for one turn are fetched one after the other.
+    monkeypatch.setattr(bodies, "TURN_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(bodies, "STRETCH_BYTES_MAX", 1 << 20)
+    uncached = place._replace(cache_dir=place.cache_dir.with_name("other"))
+    assert uncached.run(read) == GROUPS
+
+
+def test_the_cache_is_only_a_shortcut(bucket: Place) -> None:
+    published = bucket.put(DATA)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> int:
+        file = await _opened(shelf, published)
+        found = await shelf.on_thread(file.read, ("a", "b"))
+        assert found.column("a").to_pylist() == _whole("a").to_pylist()
+        assert found.column("b").to_pylist() == _whole("b").to_pylist()
+        return parts.fetches
+
+    assert bucket.run(read) > 0
+    assert bucket.run(read) == 0
+    for path in bucket.cache_dir.iterdir():
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        raw[-20] ^= 1
+        path.write_bytes(raw)
+    assert bucket.run(read) > 0
+
+
+def test_a_damaged_part_is_never_read(place: Place) -> None:
+    group = pq.ParquetFile(pa.BufferReader(DATA)).metadata.row_group(2)
+    damaged = bytearray(DATA)
+    damaged[group.column(1).data_page_offset + 1000] ^= 1
+    published = place.put(bytes(damaged))._replace(sha256=hashlib.sha256(DATA).hexdigest())
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        file = await _opened(shelf, published)
+        assert (await shelf.on_thread(file.group, 5, ("wide",))).num_rows == ROWS
+        assert shelf.find(published) is file
+        with pytest.raises(UnusableFileError, match="checksum"):
+            await shelf.on_thread(file.group, 2, ("wide",))
+        # Nobody tries again for a while.
+        assert shelf.find(published) is None
+        assert not shelf.may_open(published)
+        assert (shelf.counts.unusable, shelf.bytes) == (1, 0)
+
+    place.run(read)
+
+
+@pytest.mark.parametrize("at", [-9, -200, -2])
+def test_a_damaged_footer_is_never_parsed(place: Place, at: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[at] ^= 1
+    published = place.put(bytes(damaged))
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        assert await shelf.open(published, ParquetFile) is None
+        assert shelf.counts.unusable == 1
+
+    place.run(read)
+
+
+def test_an_object_that_is_gone_is_left_alone(place: Place) -> None:
+    published = place.put(DATA)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        file = await _opened(shelf, published)
+        objects = await parts.opened()
+        await objects.delete([KEY])
+        with pytest.raises(UnusableFileError, match="cannot be fetched"):
+            await shelf.on_thread(file.group, 0, ("wide",))
+        assert not shelf.may_open(published)
+        assert await shelf.open(published._replace(key=KEY + "2"), ParquetFile) is None
+        assert shelf.counts.unusable == 2
+
+    place.run(read)
+
+
+def test_a_file_without_checksums_is_fetched_whole(place: Place) -> None:
+    """As all were that versions before this one wrote."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.concat_tables(TABLES), sink, row_group_size=ROWS)
+    data = sink.getvalue().to_pybytes()
+    published = place.put(data)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        file = await _opened(shelf, published)
+        assert parts.fetched_bytes >= len(data)
+        found = await shelf.on_thread(file.group, 1, ("a",))
+        assert found.column("a").to_pylist() == TABLES[1].column("a").to_pylist()
+        assert file.memory_bytes >= len(data)
+
+    place.run(read)
+
+
+def test_a_small_file_is_fetched_whole(place: Place) -> None:
+    published = place.put(DATA)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        await _opened(shelf, published)
+        assert (parts.fetches, parts.fetched_bytes) == (1, len(DATA))
+
+    place.run(read, whole_bytes_max=len(DATA))
+
+
+def test_a_long_footer_is_fetched_with_a_second_request(place: Place) -> None:
+    table = pa.table({f"column {number}": pa.array([number], pa.int64()) for number in range(600)})
+    data = _written([table, table])
+    published = place.put(data)
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        file = await _opened(shelf, published)
+        assert parts.fetches == 2
+        found = await shelf.on_thread(file.read, ("column 599",))
+        assert found.column("column 599").to_pylist() == [599, 599]
+
+    place.run(read, whole_bytes_max=0)
+
+
+def test_an_empty_file_has_nothing_to_fetch(place: Place) -> None:
+    with CompanionWriter(TABLES[0].schema, {}) as writer:
+        published = place.put(writer.finish())
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        file = await _opened(shelf, published)
+        assert (await shelf.on_thread(file.read, ("a", "b"))).num_rows == 0
+
+    place.run(read, whole_bytes_max=0)
+
+
+def test_a_split_is_read_by_parts(place: Place) -> None:
+    rows = [
+        Stored(number, payload_of({"message": f"the {number} quick brown fox {number % 5}", "note": "word"}))
+        for number in range(1, 200)
+    ]
+    data = build(rows, plan_of(rollup_view(None).registry), families=[FTS])[FTS].data
+    published = place.put(data)
+    whole = FtsFile(WholeBody(data), STREAM_ID, 1, 199)
+
+    def opened(body: Body) -> Opened:
+        return FtsFile(body, STREAM_ID, 1, 199)
+
+    def asked(split: FtsFile) -> list[Any]:
+        found: list[Any] = []
+        for field, text in sorted(split.texts.items()):
+            found += [split.postings(field, token).entries.to_pylist() for token in ("quick", "3", "none")]
+            found += [sorted(split.starting_with(field, "1").to_pylist()), split.lengths(field).to_pylist()]
+            found.append(split.phrase(field, ["brown", "fox"]) if text.positions else None)
+        return found
+
+    async def read(shelf: Shelf, parts: ObjectParts) -> None:
+        split = await shelf.open(published, opened)
+        assert isinstance(split, FtsFile)
+        assert split.memory_bytes < whole.memory_bytes
+        assert await shelf.on_thread(asked, split) == asked(whole)
+
+    place.run(read, whole_bytes_max=0)
+
+
+RANGES = st.lists(
+    st.tuples(st.integers(0, 1 << 26), st.integers(1, 1 << 23)).map(lambda one: (one[0], one[0] + one[1])),
+    max_size=20,
+)
+
+
+@given(RANGES)
+def test_near_ranges_are_joined(ranges: list[tuple[int, int]]) -> None:
+    found = joined(ranges)
+    assert all(one[1] <= other[0] for one, other in pairwise(found))
+    assert all(any(begin <= start and stop <= end for begin, end in found) for start, stop in ranges)
+    # Beyond what lies in two of them at once, no more is fetched than the gaps that are allowed.
+    wanted = sum(stop - start for start, stop in ranges)
+    assert sum(end - begin for begin, end in found) <= wanted + bodies.GAP_BYTES_MAX * len(ranges)
+
+
+@given(st.lists(st.integers(0, 1 << 25), max_size=20))
+def test_turns_are_bounded(sizes: list[int]) -> None:
+    found = turns(sizes)
+    assert [place for turn in found for place in turn] == list(range(len(sizes)))
+    for turn in found:
+        assert len(turn) == 1 or sum(sizes[place] for place in turn) <= bodies.TURN_BYTES_MAX
+
+
+def test_who_waits_for_bytes_goes_on_when_the_server_ends() -> None:
+    begun = threading.Event()
+
+    async def never() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        work, reading = Work(loop, 1), Work(loop, 1)
+
+        def wait() -> str:
+            try:
+                work.wait(never, 60)
+            except CancelledError:
+                return "cancelled"
+            return "done"
+
+        waiting = asyncio.ensure_future(reading.on_thread(wait))
+        await loop.run_in_executor(None, begun.wait)
+        await work.end()
+        assert await waiting == "cancelled"
+        assert await reading.on_thread(wait) == "cancelled"  # nothing is begun any more
+        await reading.end()
+
+    asyncio.run(main())
