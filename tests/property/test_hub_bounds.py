@@ -85,6 +85,26 @@ def test_h1_buckets_are_bounded_and_full_ones_leave_first(calls: list[tuple[int,
         assert len(buckets) <= 8
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 2 * SECOND_NS)), max_size=60))
+def test_h40_two_buckets_asked_together_are_those_asked_one_by_one(
+    calls: list[tuple[int, bool, int]],
+) -> None:
+    kinds = {"send": Rate(3, 2), "bytes": Rate(5, 4)}
+    paired, single, crowded = Buckets(kinds), Buckets(kinds), Buckets(kinds, buckets_max=6)
+    now_ns = 0
+    for number, together, pause_ns in calls:
+        now_ns += pause_ns
+        identity = str(number)
+        alone = [single.take(identity, kind, now_ns) for kind in kinds]
+        if together:
+            asked = [bucket.take(now_ns) for bucket in paired.pair(identity, "send", "bytes", now_ns)]
+        else:
+            asked = [paired.take(identity, kind, now_ns) for kind in kinds]
+        assert asked == alone
+        crowded.pair(identity, "send", "bytes", now_ns)
+        assert len(crowded) <= 6
+
+
 # -- what was seen
 
 
@@ -140,3 +160,27 @@ def test_h20_what_is_remembered_is_bounded_in_bytes() -> None:
     assert [seen.join(unfinished, number) for number in range(WAITERS_MAX + 1)] == [True] * WAITERS_MAX + [
         False
     ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=80))
+def test_h20_a_message_without_an_answer_is_remembered_as_long_as_one_with(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    noted, added = SeenSet(entries_max=5, ttl_ms=50), SeenSet(entries_max=5, ttl_ms=50)
+    now_ms = 0
+    for number, pause_ms, has_answer in steps:
+        now_ms += pause_ms
+        identifier = str(number)
+        known = noted.get(identifier, now_ms)
+        assert (known is None) == (added.get(identifier, now_ms) is None)
+        if known is not None:
+            assert known.finished
+            continue
+        if identifier in noted or has_answer:
+            noted.add(identifier, now_ms, 0, answers=(b"ack",))
+        else:
+            noted.note(identifier, now_ms)
+        added.add(identifier, now_ms, 0, answers=(b"ack",))
+        assert len(noted) == len(added)
+    noted.expire(now_ms + 50)
+    assert (len(noted), noted.size_bytes) == (0, 0)

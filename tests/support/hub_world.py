@@ -108,6 +108,19 @@ class MemoryStreams:
         return Settled(len(entries), self.offset(effect.stream, len(entries)))
 
 
+class HeldBack:
+    """A connection that says what it still holds."""
+
+    def __init__(self, unsent: dict[Session, int], session: Session) -> None:
+        self._unsent, self._session = unsent, session
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._unsent.get(self._session, 0)
+
+    unsent_bytes_most = unsent_bytes
+
+
 class World:
     """The hub, its streams, and the clock. Appends wait while `held`."""
 
@@ -207,8 +220,8 @@ class World:
     # -- clients ---------------------------------------------------------------------------------------
 
     def open(self) -> Session:
-        session = Session(f"session-{next(self._ids)}", lambda: 0, self.now)
-        session.outbox.unsent = lambda: self.unsent.get(session, 0)
+        session = Session(f"session-{next(self._ids)}", self.now)
+        session.outbox.wire = HeldBack(self.unsent, session)
         self.said[session] = []
         decide.opened(self.hub, session)
         return session

@@ -20,6 +20,10 @@ from tailrace.hub.members import compact, members, scan
 
 NOW_MS = 1_767_225_600_000
 LEAST: dict[str, Any] = {"id": "1", "type": "hub:heartbeat", "timestamp": NOW_MS}
+WHOLE = (
+    b'{"id":"1","from":"@(a/b)","to":null,"type":"t","payload":{"n":1},"pattern":"ask","correlationId":null,'
+    b'"timestamp":1767225600000,"metadata":{},"ttl":12,"signature":null}'
+)
 
 
 def frame(**changed: Any) -> bytes:
@@ -48,6 +52,16 @@ def test_absent_members_have_their_defaults() -> None:
     assert bytes(envelope.metadata) == b"{}"
     assert envelope.ttl is None
     assert envelope.signature is None
+
+
+@given(st.permutations(message.MEMBERS), st.sampled_from(["@(a/b)", "é", 'a"b', None]))
+def test_a_whole_envelope_is_understood_in_any_order(names: list[str], sender: str | None) -> None:
+    whole = {**json.loads(WHOLE), "from": sender}
+    text = json.dumps({name: whole[name] for name in names}, separators=(",", ":"), ensure_ascii=False)
+    found = message.parse(text.encode())
+    assert (found.id, found.from_, found.to, found.type, found.ttl) == ("1", sender, None, "t", 12)
+    assert (bytes(found.payload), bytes(found.metadata), found.is_ask) == (b'{"n":1}', b"{}", True)
+    assert found.timestamp == NOW_MS
 
 
 def test_nulls_are_as_good_as_absent() -> None:
@@ -125,6 +139,7 @@ def test_h3_what_is_no_envelope_is_refused(text: bytes) -> None:
         frame(payload="\ud800")[:-1] + b',"ttl":1,"ttl":1}',
         # As long as if `ttl` came once and `to` was there.
         b'{"id":"1","type":"t","timestamp":1,"ttl":1,"ttl":1}',
+        WHOLE.replace(b',"signature":null', b',"ttl":123,"ttl":4'),
     ],
 )
 def test_h3_a_member_that_comes_twice_is_refused(text: bytes) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from support.hub_world import HUB, START_MS, World
 from tailrace.hub import decide
+from tailrace.hub.effects import Send
 from tailrace.limits import Limits
 
 A, B, C, GONE = "@(t/a)", "@(t/b)", "@(t/c)", "@(t/gone)"
@@ -43,9 +44,10 @@ def short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     taken: list[bool] = []
     relay = decide.relay
 
-    def noted(*given: Any) -> bool:
-        taken.append(relay(*given))
-        return taken[-1]
+    def noted(*given: Any) -> Send | None:
+        sent = relay(*given)
+        taken.append(sent is not None)
+        return sent
 
     monkeypatch.setattr(decide, "relay", noted)
     return taken
@@ -107,13 +109,14 @@ def outcome(world: World, frames: list[bytes]) -> tuple[Any, ...]:
             del copy["id"]
     letters = [(one["reason"], one["message"]["payload"]) for one in world.streams.bodies("hub/dead-letters")]
     stored = [entry["payload"] for entry in world.streams.bodies("hub/mbox/t/kept")]
-    return said, letters, stored, dict(world.hub.counts), sender.minute.counts, receiver.minute.counts
+    counted = [(one.received, one.handed, one.errors) for one in (sender, receiver)]
+    return said, letters, stored, dict(world.hub.counts), counted
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, frames: list[bytes], limits: Limits) -> None:
     short = outcome(World(limits=limits), frames)
     with monkeypatch.context() as only_long:
-        only_long.setattr(decide, "relay", lambda *_: False)
+        only_long.setattr(decide, "relay", lambda *_: None)
         assert short == outcome(World(limits=limits), frames)
 
 

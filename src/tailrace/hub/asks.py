@@ -26,6 +26,7 @@ PARTIAL_MAX: Final = 1000
 CLOSED_MAX: Final = 10_000
 ORPHANS_MAX: Final = 10_000
 TTL_MS_MAX: Final = 300_000
+_quoted: Final = msgspec.json.Encoder().encode
 
 
 class Ask(msgspec.Struct, eq=False):
@@ -209,16 +210,19 @@ class Asks:
 
     def _ack(self, ask: Ask, wanted: str, status: str, level: str, now_ms: int) -> None:
         ask.levels.remove(wanted)
-        payload = {
-            "messageId": ask.request_id,
-            "deliveredAt": now_ms,
-            "status": status,
-            "level": level,
-            "stream": ask.stream,
-            "offset": ask.offset,
-            "duplicate": ask.duplicate,
-        }
-        frame = self._frame(ask, "hub:delivery_ack", msgspec.json.encode(payload), now_ms)
+        payload = (
+            b'{"messageId":%b,"deliveredAt":%d,"status":"%b","level":"%b","stream":%b,"offset":%b,"duplicate":%b}'
+            % (
+                _quoted(ask.request_id),
+                now_ms,
+                status.encode(),
+                level.encode(),
+                b"null" if ask.stream is None else _quoted(ask.stream),
+                b"null" if ask.offset is None else b'"%b"' % ask.offset.encode(),
+                b"true" if ask.duplicate else b"false",
+            )
+        )
+        frame = self._frame(ask, "hub:delivery_ack", payload, now_ms)
         self._say(ask, frame, final=not ask.open)
         if not ask.open:
             self._end(ask)

@@ -117,8 +117,7 @@ class Broadcast:
         """The next batch, then a turn for the others."""
         batch = self._recipients[self._place : self._place + BATCH]
         self._place += len(batch)
-        for found in batch:
-            self._give(found, now_ms)
+        self._give(batch, now_ms)
         if self._place < len(self._recipients):
             self._session.broadcasting = True
             self._progress(now_ms)
@@ -141,28 +140,37 @@ class Broadcast:
                 self._hub.control(waiter, frame)
         self._hub.go_on(self._session, now_ms)
 
-    def _give(self, found: Registration, now_ms: int) -> None:
-        hub = self._hub
-        if found.path in self._stored:
-            self._give_stored(found, now_ms)
-            return
-        recipient = found.session
-        if hub.registry.by_path.get(found.path) is not found or recipient is None:
-            self.failed += 1
-            return
-        frame = self._frame.frame(new_id(now_ms), found.address)
-        outcome = hub.flow.offer(recipient, frame, now_ms, self._session)
-        if outcome == SENT:
-            self.delivered += 1
-        elif outcome == WAITING:
+    def _give(self, batch: list[Registration], now_ms: int) -> None:
+        hub, session, stored = self._hub, self._session, self._stored
+        known, encoded, offer = hub.registry.by_path, self._frame.frame, hub.flow.offer
+        for found in batch:
+            path, recipient = found.path, found.session
+            if path in stored:
+                self._give_stored(found, now_ms)
+                continue
+            if recipient is None or known.get(path) is not found:
+                self.failed += 1
+                continue
+            frame = encoded(new_id(now_ms), found.address)
+            outcome = offer(recipient, frame, now_ms, session)
+            if outcome == SENT:
+                self.delivered += 1
+            else:
+                self._not_sent(found, recipient, outcome, len(frame), now_ms)
+
+    def _not_sent(
+        self, found: Registration, recipient: Session, outcome: str, size: int, now_ms: int
+    ) -> None:
+        if outcome == WAITING:
             self.queued += 1
-        else:
-            self.failed += 1
-            if outcome in (SLOW, FULL):
-                copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
-                hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
-                if outcome == SLOW:
-                    hub.flow.drop(recipient, len(frame), now_ms)
+            return
+        self.failed += 1
+        if outcome in (SLOW, FULL):
+            hub = self._hub
+            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
+            hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
+            if outcome == SLOW:
+                hub.flow.drop(recipient, size, now_ms)
 
     def _give_stored(self, found: Registration, now_ms: int) -> None:
         """It is in the log: whoever is at the end of it gets it now, others when they come to it."""

@@ -64,25 +64,43 @@ class TokenBucket:
 class Buckets:
     """The buckets of all identities, one for each kind. A full one is like a new one, and is forgotten."""
 
-    __slots__ = ("_buckets", "_buckets_max", "_rates")
+    __slots__ = ("_buckets", "_buckets_max", "_pairs", "_rates")
 
     def __init__(self, rates: dict[str, Rate], *, buckets_max: int = BUCKETS_MAX) -> None:
         self._rates = rates
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self._buckets_max = buckets_max
+        # Two buckets of an identity that are always asked together; they are among the others too.
+        self._pairs: dict[str, tuple[TokenBucket, TokenBucket]] = {}
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, identity: str, kind: str, now_ns: int, count: int = 1, *, rate: Rate | None = None) -> int:
         """0 if this may be done now, else the milliseconds to wait. `rate` replaces the usual one."""
-        wanted = rate or self._rates[kind]
+        return self._bucket(identity, kind, now_ns, rate or self._rates[kind]).take(now_ns, count)
+
+    def pair(self, identity: str, one: str, other: str, now_ns: int) -> tuple[TokenBucket, TokenBucket]:
+        """The buckets of two kinds, with their usual rates. To be asked for anew each time."""
+        found = self._pairs.get(identity)
+        if found is None:
+            rates = self._rates
+            first = self._bucket(identity, one, now_ns, rates[one])
+            second = self._bucket(identity, other, now_ns, rates[other])
+            if self._buckets.get((identity, one)) is not first:
+                # It had to make room for the other; now there is enough.
+                first = self._bucket(identity, one, now_ns, rates[one])
+            found = self._pairs[identity] = (first, second)
+        return found
+
+    def _bucket(self, identity: str, kind: str, now_ns: int, rate: Rate) -> TokenBucket:
         bucket = self._buckets.get((identity, kind))
-        if bucket is None or (bucket.rate is not wanted and bucket.rate != wanted):
+        if bucket is None or (bucket.rate is not rate and bucket.rate != rate):
             if len(self._buckets) >= self._buckets_max:
                 self._sweep(now_ns)
-            bucket = self._buckets[identity, kind] = TokenBucket(wanted, now_ns)
-        return bucket.take(now_ns, count)
+            bucket = self._buckets[identity, kind] = TokenBucket(rate, now_ns)
+            self._pairs.pop(identity, None)
+        return bucket
 
     def give_back(self, identity: str, kind: str, count: int = 1) -> None:
         if (bucket := self._buckets.get((identity, kind))) is not None:
@@ -90,6 +108,7 @@ class Buckets:
 
     def _sweep(self, now_ns: int) -> None:
         """Away with the full ones; if hardly any is, the eldest go, whoever they belong to."""
+        self._pairs.clear()
         for key in [key for key, bucket in self._buckets.items() if bucket.is_full(now_ns)]:
             del self._buckets[key]
         surplus = len(self._buckets) - self._buckets_max // 2

@@ -16,6 +16,7 @@ from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
+from tailrace.hub.outbox import NO_WIRE
 from tailrace.hub.policy import actor_of, claims_of
 from tailrace.hub.session import CONNECTED, CONNECTING, DISCONNECTED, DISCONNECTING, FEATURES, Session
 from tailrace.hub.signing import check_signature
@@ -315,14 +316,10 @@ def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
     resumable = "resume" in session.features and session.state == CONNECTED and not hub.draining
     if resumable and code not in (1000, 1001):
         session.detached_until_ms = now_ms + hub.limits.hub_resume_window_ms
-        session.outbox.unsent = _nothing
+        session.outbox.wire = NO_WIRE
         hub.flow.ended(session, now_ms)
         return
     end(hub, session, now_ms)
-
-
-def _nothing() -> int:
-    return 0
 
 
 def end(hub: Hub, session: Session, now_ms: int) -> None:
@@ -368,6 +365,7 @@ def tick(hub: Hub, session: Session, now_ms: int) -> None:
         if now_ms >= session.detached_until_ms:
             end(hub, session, now_ms)
         return
+    session.minute.roll(session, now_ms)
     hub.flow.on_second(session, now_ms)
     if session.expires_ms is None:
         return

@@ -151,9 +151,10 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         hub.write(session, PONG)
         return
     session.received += 1
-    session.minute.add("messages_received", now_ms)
     if session.answer is None and session.state == CONNECTED and MARK in frame:
-        if relay(hub, session, frame, now_ms):
+        sent = relay(hub, session, frame, now_ms)
+        if sent is not None:
+            hub.effects.append(sent)
             return
     try:
         envelope = parse(frame, hub.limits.hub_message_bytes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from tailrace.hub.effects import Send
 from tailrace.hub.errors import HubError
-from tailrace.hub.session import Session
+from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -25,26 +26,37 @@ class Flow:
 
     def offer(self, session: Session, frame: bytes, now_ms: int, feeder: Session | None = None) -> str:
         """A message to a session. What becomes of it if it is not taken is the caller's business."""
-        if not session.alive:
+        if session.state != CONNECTED:
             return GONE
-        if session.detached or in_grace(session, now_ms):
+        if session.detached_until_ms or (session.expires_ms is not None and now_ms >= session.expires_ms):
             return WAITING if self.keep(session, frame) else FULL
-        limits, outbox = self._hub.limits, session.outbox
-        held = outbox.bytes
-        if held:
-            messages = outbox.messages
-            if held > limits.hub_outbound_bytes or messages > limits.hub_outbound_messages:
-                if not session.overfull_since_ms:
-                    session.overfull_since_ms = now_ms
+        hub, outbox = self._hub, session.outbox
+        limits = hub.limits
+        if not outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
+            if self._is_overfull(session, now_ms):
                 return SLOW
-            if held > limits.hub_pause_bytes or messages > limits.hub_pause_messages:
-                self._pause(session, now_ms)
-        self._hub.write(session, frame)
-        self._hub.count("deliveries", "push")
-        session.minute.add("messages_sent", now_ms)
+        outbox.push(len(frame))
+        hub.effects.append(Send(session, frame))
+        hub.counts["deliveries", "push"] += 1
+        session.handed += 1
         if feeder is not None and feeder is not session:
             session.fed_by(feeder, now_ms)
         return SENT
+
+    def _is_overfull(self, session: Session, now_ms: int) -> bool:
+        """Whether nothing more fits. Before it comes to that, those who send are asked to pause."""
+        limits, outbox = self._hub.limits, session.outbox
+        held = outbox.bytes
+        if not held:
+            return False
+        messages = outbox.messages
+        if held > limits.hub_outbound_bytes or messages > limits.hub_outbound_messages:
+            if not session.overfull_since_ms:
+                session.overfull_since_ms = now_ms
+            return True
+        if held > limits.hub_pause_bytes or messages > limits.hub_pause_messages:
+            self._pause(session, now_ms)
+        return False
 
     def has_room(self, session: Session, now_ms: int) -> bool:
         """Whether what is read from the log may go on: below the mark at which others are told to resume."""
@@ -155,6 +167,8 @@ class Flow:
 
     def on_second(self, session: Session, now_ms: int) -> None:
         session.outbox.on_second()
+        if session.feeders:
+            session.forget_feeders(now_ms)
         if session.overfull_since_ms or session in self._pausing or session.told_dropped[0]:
             self.on_drain(session, now_ms)
         stalled = session.overfull_since_ms and now_ms - session.overfull_since_ms >= (

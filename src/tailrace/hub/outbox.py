@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from typing import Final, Protocol
 
-RATE_WINDOW_S = 10
+RATE_WINDOW_S: Final = 10
+# Of a connection that was given nothing for as long; shared, since most are like that most of the time.
+_QUIET: Final = [0] * RATE_WINDOW_S
+
+
+class Wire(Protocol):
+    """A connection, as far as it tells what it still holds."""
+
+    @property
+    def unsent_bytes(self) -> int: ...
+    @property
+    def unsent_bytes_most(self) -> int:
+        """Not less than `unsent_bytes`, and quicker to ask for."""
+        ...
+
+
+class _NoWire:
+    @property
+    def unsent_bytes(self) -> int:
+        return 0
+
+    unsent_bytes_most = unsent_bytes
+
+
+NO_WIRE: Final = _NoWire()
 
 
 class Outbox:
     """Counts; the bytes themselves are in the transport.
 
-    `unsent` says how much the transport still holds. What was decided and not written yet is `_decided`.
+    What was decided and not written yet is `_decided`; what was written is the wire's to know.
     """
 
-    __slots__ = ("_decided", "_ends", "_pushed", "_rates", "_second", "messages_total", "unsent")
+    __slots__ = ("_decided", "_ends", "_pushed", "_rates", "_second", "messages_total", "wire")
 
-    def __init__(self, unsent: Callable[[], int]) -> None:
-        self.unsent = unsent
+    def __init__(self, wire: Wire = NO_WIRE) -> None:
+        self.wire = wire
         self._decided = 0
         self._pushed = 0  # bytes, ever
         self._ends: list[int] = []  # where each message that may be unsent ends, counted in those
@@ -27,19 +51,25 @@ class Outbox:
 
     @property
     def bytes(self) -> int:
-        return self._decided + self.unsent()
+        return self._decided + self.wire.unsent_bytes
 
     @property
     def messages(self) -> int:
-        held = self.bytes
         ends = self._ends
+        if not ends:
+            return 0
+        held = self.bytes
         if not held:
             ends.clear()
             return 0
         taken = self._pushed - held
-        if ends and ends[0] <= taken:
+        if ends[0] <= taken:
             del ends[: bisect_right(ends, taken)]
         return len(ends)
+
+    def is_light(self, bytes_max: int, messages_max: int) -> bool:
+        """Whether it certainly holds no more than this. If not, it may all the same: then it is counted."""
+        return len(self._ends) <= messages_max and self._decided + self.wire.unsent_bytes_most <= bytes_max
 
     def push(self, size: int) -> None:
         """A message was decided on."""
@@ -56,8 +86,10 @@ class Outbox:
 
     def on_second(self) -> None:
         taken = self.messages_total - self.messages
-        self._rates.append(taken - self._second)
-        del self._rates[:-RATE_WINDOW_S]
+        if taken == self._second and self._rates is _QUIET:
+            return
+        rates = [*self._rates, taken - self._second][-RATE_WINDOW_S:]
+        self._rates = _QUIET if rates == _QUIET else rates
         self._second = taken
 
     @property

@@ -157,6 +157,14 @@ class Policy:
                 return listed is None or self._any(listed, actor.path)
         return self._topics_open or actor.open
 
+    def is_open(self, topic: str) -> bool:
+        """Whether no rule says anything of a topic, so that whoever may subscribe at all may have it."""
+        return (
+            self._topics_open
+            and not self.has_rules
+            and not any(pattern.matches(topic) for pattern, _ in self._topics)
+        )
+
     def may_filter(self, actor: Actor, topic_filter: str) -> bool:
         """A filter with wildcards is looked at again on each topic it would receive from."""
         if "+" in topic_filter or "#" in topic_filter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,8 +24,6 @@ from tailrace.hub.subscription import Subscription
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-GONE: Final = "gone"
-
 
 class Publication:
     """One message on its way to its subscribers."""
@@ -46,21 +44,37 @@ class Publication:
         served: set[Session] = set()
         if entry:
             self._give_durable(entry, served, now_ms)
-        sessions: dict[Session, list[Subscription]] = {}
+        firsts: dict[Session, Subscription] = {}
+        several: dict[Session, list[Subscription]] = {}
         shared: list[tuple[str, str]] = []
         for found in self._hub.topics.live.match(self._topic):
+            session = found.session
             if found.group is not None:
                 shared.append((found.filter.text, found.group))
-            elif found.session is not None:
-                sessions.setdefault(found.session, []).append(found)
-        for session, subscriptions in sessions.items():
-            if session not in served and self._may(session):
-                self._give(session, subscriptions, now_ms)
+            elif session is not None and session not in served:
+                first = firsts.setdefault(session, found)
+                if first is not found:
+                    several.setdefault(session, [first]).append(found)
+        self._give_directly(firsts, several, now_ms)
         for key in shared:
             self._give_group(key, now_ms)
 
-    def _may(self, session: Session) -> bool:
-        return self._hub.policy.may_topic(session.actor, "subscribe", self._topic)
+    def _give_directly(
+        self, firsts: dict[Session, Subscription], several: dict[Session, list[Subscription]], now_ms: int
+    ) -> None:
+        policy, topic = self._hub.policy, self._topic
+        is_open = policy.is_open(topic)
+        for session, first in firsts.items():
+            if not (is_open and session.actor.has("subscribe")):
+                if not policy.may_topic(session.actor, "subscribe", topic):
+                    continue
+            to = f"@({first.owner})"
+            if session not in several:
+                self._offer(session, self._encoded(to, now_ms), to, now_ms)
+                continue
+            ids = msgspec.json.encode([one.id for one in several[session]])
+            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
+            self._offer(session, copy.frame(b',"subscriptionIds":' + ids), to, now_ms)
 
     def _encoded(self, to: str, now_ms: int) -> bytes:
         if self._frame is None:
@@ -75,16 +89,6 @@ class Publication:
                 ttl=copy.ttl,
             )
         return self._frame.frame(new_id(now_ms), to)
-
-    def _give(self, session: Session, subscriptions: list[Subscription], now_ms: int) -> None:
-        to = f"@({subscriptions[0].owner})"
-        if len(subscriptions) > 1:
-            ids = msgspec.json.encode([one.id for one in subscriptions])
-            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
-            frame = copy.frame(b',"subscriptionIds":' + ids)
-        else:
-            frame = self._encoded(to, now_ms)
-        self._offer(session, frame, to, now_ms)
 
     def _offer(self, session: Session, frame: bytes, to: str, now_ms: int) -> str:
         hub = self._hub

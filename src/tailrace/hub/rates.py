@@ -52,6 +52,24 @@ class Rates:
         if kind in ("send", "broadcast"):
             self.take(identity, "bytes", size, now_ms)
 
+    def may_send(self, identity: str, size: int, now_ms: int) -> bool:
+        """`check` for one send, in fewer steps; without saying why not."""
+        if self.policy.has_rules:
+            # An identity may have rates of its own.
+            try:
+                self.check(identity, "hub:send", size, now_ms)
+            except HubError:
+                return False
+            return True
+        now_ns = now_ms * 1_000_000
+        sends, sizes = self._buckets.pair(identity, "send", "bytes", now_ns)
+        if sends.take(now_ns):
+            return False
+        if sizes.take(now_ns, size):
+            sends.give_back()
+            return False
+        return True
+
     def take(self, identity: str, kind: str, count: int, now_ms: int) -> None:
         own = self.policy.rates(identity).get(kind) if self.policy.has_rules else None
         rate = self._rates[kind] if own is None else Rate(max(1, int(own)), max(1, int(2 * own)))

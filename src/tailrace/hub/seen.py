@@ -14,6 +14,7 @@ BYTES_MAX: Final = 8 * 1024 * 1024
 WAITERS_MAX: Final = 16
 # What an entry costs besides its id and its answers, roughly.
 _ENTRY_BYTES: Final = 400
+_NOTE_BYTES: Final = 250
 
 
 class Seen(msgspec.Struct, eq=False):
@@ -44,7 +45,8 @@ class SeenSet:
         ttl_ms: int = TTL_MS_DEFAULT,
     ) -> None:
         # Not a dict: that one looks for its first entry among all places that were left before it.
-        self._entries: OrderedDict[str, Seen] = OrderedDict()
+        # A message that has no answer is only the time at which it came.
+        self._entries: OrderedDict[str, Seen | int] = OrderedDict()
         self._entries_max = entries_max
         self._bytes_max = bytes_max
         self._ttl_ms = min(ttl_ms, TTL_MS_MAX)
@@ -61,12 +63,28 @@ class SeenSet:
     def size_bytes(self) -> int:
         return self._bytes
 
+    def __contains__(self, identifier: str) -> bool:
+        """Whether there is anything under this id, its time over or not."""
+        return identifier in self._entries
+
     def get(self, identifier: str, now_ms: int) -> Seen | None:
         """The first of this id, if it is still known."""
         found = self._entries.get(identifier)
-        if found is None or now_ms - found.seen_ms >= self._ttl_ms:
+        if found is None or now_ms - _seen_ms(found) >= self._ttl_ms:
             return None
-        return found
+        return found if isinstance(found, Seen) else Seen(identifier, found, found, finished=True)
+
+    def note(self, identifier: str, now_ms: int) -> None:
+        """Remember a message that has no answer, at little cost. Nothing must be known under its id.
+
+        Its own timestamp is not kept, and never becomes the `floor_ms`: where that counts, `add` is called.
+        """
+        if now_ms >= self._expiry_ms:
+            self.expire(now_ms)
+        self._entries[identifier] = now_ms
+        self._bytes += _NOTE_BYTES + len(identifier)
+        if len(self._entries) > self._entries_max or self._bytes > self._bytes_max:
+            self._make_room()
 
     def add(
         self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()
@@ -108,20 +126,30 @@ class SeenSet:
         """A message that was not accepted after all may be sent again."""
         entry = self._entries.pop(identifier, None)
         if entry is not None:
-            self._bytes -= entry.size_bytes
+            self._bytes -= _size_bytes(identifier, entry)
 
     def expire(self, now_ms: int) -> None:
-        while self._entries:
-            entry = next(iter(self._entries.values()))
-            if now_ms - entry.seen_ms < self._ttl_ms:
-                self._expiry_ms = entry.seen_ms + self._ttl_ms
+        entries = self._entries
+        while entries:
+            identifier = next(iter(entries))
+            seen_ms = _seen_ms(entries[identifier])
+            if now_ms - seen_ms < self._ttl_ms:
+                self._expiry_ms = seen_ms + self._ttl_ms
                 return
-            self.forget(entry.id)
+            self.forget(identifier)
 
     def _make_room(self) -> None:
-        while len(self._entries) > self._entries_max or (
-            self._bytes > self._bytes_max and len(self._entries) > 1
-        ):
-            entry = next(iter(self._entries.values()))
-            self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
-            self.forget(entry.id)
+        entries = self._entries
+        while len(entries) > self._entries_max or (self._bytes > self._bytes_max and len(entries) > 1):
+            identifier, entry = entries.popitem(last=False)
+            self._bytes -= _size_bytes(identifier, entry)
+            if isinstance(entry, Seen):
+                self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
+
+
+def _seen_ms(entry: Seen | int) -> int:
+    return entry.seen_ms if isinstance(entry, Seen) else entry
+
+
+def _size_bytes(identifier: str, entry: Seen | int) -> int:
+    return entry.size_bytes if isinstance(entry, Seen) else _NOTE_BYTES + len(identifier)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from tailrace.auth import ANONYMOUS, Identity
-from tailrace.hub.outbox import Outbox
+from tailrace.hub.outbox import NO_WIRE, Outbox, Wire
 from tailrace.hub.policy import Actor
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ FEATURES: Final = frozenset(
 )
 NOBODY: Final = Actor("")
 STRIKE_WINDOW_MS: Final = 60_000
+FEEDERS_NOTED_MAX: Final = 1024
 MINUTE_MS: Final = 60_000
+Counts = tuple[int, ...]  # messages received, messages handed over, errors
+NO_COUNTS: Final[Counts] = (0, 0, 0)
 
 
 class Session:
@@ -43,10 +48,12 @@ class Session:
         "closing_at_ms",
         "detached_bytes",
         "detached_until_ms",
+        "errors",
         "expires_ms",
         "features",
         "feeders",
         "frames_held",
+        "handed",
         "id",
         "identity",
         "minute",
@@ -72,7 +79,7 @@ class Session:
         "watches",
     )
 
-    def __init__(self, session_id: str, unsent: Callable[[], int], now_ms: int) -> None:
+    def __init__(self, session_id: str, now_ms: int, wire: Wire = NO_WIRE) -> None:
         self.id = session_id
         self.state = CONNECTING
         self.identity: Identity = ANONYMOUS
@@ -81,7 +88,7 @@ class Session:
         self.capabilities: list[str] = []
         self.peer = ""
         self.upgrade_token: str | None = None  # of the upgrade request, if the message has none
-        self.outbox = Outbox(unsent)
+        self.outbox = Outbox(wire)
         self.opened_ms = now_ms
         self.closing_at_ms = 0
         self.closed_with: int | None = None
@@ -115,7 +122,9 @@ class Session:
         # Trouble and counts.
         self.strikes: list[int] = []
         self.received = 0
-        self.minute = Minute(now_ms)
+        self.handed = 0  # messages of others, not answers
+        self.errors = 0
+        self.minute = Minute(now_ms, now_ms)
         # A request over HTTP has no connection to write to: its one answer goes here.
         self.answer: Callable[[bytes], None] | None = None
 
@@ -145,32 +154,34 @@ class Session:
         second = now_ms // 1000
         noted = self.feeders.get(feeder)
         if noted is None or noted[0] != second:
-            if len(self.feeders) >= 1024:
-                self.feeders = {known: seen for known, seen in self.feeders.items() if seen[0] >= second - 1}
+            if len(self.feeders) >= FEEDERS_NOTED_MAX:
+                self.forget_feeders(now_ms)
             self.feeders[feeder] = [second, 1]
         else:
             noted[1] += 1
 
+    def forget_feeders(self, now_ms: int) -> None:
+        """Those who have sent nothing for a second, so that nobody is kept who may be gone."""
+        young = now_ms // 1000 - 1
+        self.feeders = {feeder: noted for feeder, noted in self.feeders.items() if noted[0] >= young}
 
-class Minute:
-    """What happened in the last full minute."""
 
-    __slots__ = ("began_ms", "counts", "last", "last_began_ms")
+class Minute(msgspec.Struct, eq=False, gc=False):
+    """What a session counted in the last full minute. Rolled once a second, and before it is read."""
 
-    def __init__(self, now_ms: int) -> None:
-        self.began_ms = self.last_began_ms = now_ms
-        self.counts: dict[str, int] = {}
-        self.last: dict[str, int] = {}
+    began_ms: int
+    last_began_ms: int = 0
+    before: Counts = NO_COUNTS  # when this minute began
+    last: Counts = NO_COUNTS
 
-    def add(self, name: str, now_ms: int) -> None:
-        if now_ms - self.began_ms >= MINUTE_MS:
-            self.roll(now_ms)
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def roll(self, now_ms: int) -> None:
+    def roll(self, session: Session, now_ms: int) -> None:
         passed = now_ms - self.began_ms
-        if passed >= MINUTE_MS:
-            self.last = self.counts if passed < 2 * MINUTE_MS else {}
-            self.last_began_ms = now_ms - passed % MINUTE_MS - MINUTE_MS
-            self.began_ms = now_ms - passed % MINUTE_MS
-            self.counts = {}
+        if passed < MINUTE_MS:
+            return
+        counts = (session.received, session.handed, session.errors)
+        self.last = NO_COUNTS
+        if passed < 2 * MINUTE_MS and counts != self.before:
+            self.last = tuple(now - then for now, then in zip(counts, self.before, strict=True))
+        self.before = counts
+        self.began_ms = now_ms - passed % MINUTE_MS
+        self.last_began_ms = self.began_ms - MINUTE_MS

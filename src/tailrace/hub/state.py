@@ -215,7 +215,7 @@ class Hub:
     ) -> bytes:
         """Exactly one error with the request's id."""
         self.count("errors", error.code)
-        session.minute.add("errors", now_ms)
+        session.errors += 1
         kind, payload = encode_error(error, typed=typed or "typed-errors" in session.features)
         frame = encode(
             id=new_id(now_ms),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 STREAM: Final = "hub/trace"
 BATCH_RECORDS: Final = 1000
-SHARD: Final = "0"
+SHARD: Final = b"0"
+NULL: Final = b"null"
+_quoted: Final = msgspec.json.Encoder().encode
 
 
 class Trace:
@@ -45,29 +47,32 @@ class Trace:
         if self._mode == "off" or (self._mode == "durable" and stream is None and event != "dead"):
             return
         metadata = copies.metadata_of(copy)
-        original = metadata.get("originalMessageId")
-        record: dict[str, Any] = {
-            "ev": event,
-            "at": now_ms,
-            "id": copy.correlation_id if original is None else original,
-            "copy": copy.id,
-            "parent": copy.correlation_id,
-            "correlationId": copy.correlation_id,
-            "traceId": metadata.get("traceId"),
-            "from": copy.sender,
-            "to": copy.to,
-            "kind": kind,
-            "topic": metadata.get("topic"),
-            "type": copy.type,
-            "bytes": len(copy.payload),
-            "sentAt": copy.timestamp,
-            "stream": stream,
-            "offset": offset,
-            "shard": SHARD,
-        }
-        if reason is not None:
-            record["reason"] = reason
-        self._records.append(msgspec.json.encode(record))
+        correlation = NULL if copy.correlation_id is None else _quoted(copy.correlation_id)
+        record = (
+            b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,"from":%b,"to":%b,'
+            b'"kind":"%b","topic":%b,"type":%b,"bytes":%d,"sentAt":%d,"stream":%b,"offset":%b,"shard":"%b"'
+            % (
+                event.encode(),
+                now_ms,
+                metadata.get("originalMessageId", correlation),
+                copy.id.encode(),
+                correlation,
+                correlation,
+                metadata.get("traceId", NULL),
+                _quoted(copy.sender),
+                _quoted(copy.to),
+                kind.encode(),
+                metadata.get("topic", NULL),
+                _quoted(copy.type),
+                len(copy.payload),
+                copy.timestamp,
+                NULL if stream is None else _quoted(stream),
+                NULL if offset is None else _quoted(offset),
+                SHARD,
+            )
+        )
+        ending = b"}" if reason is None else b',"reason":%b}' % _quoted(reason)
+        self._records.append(record + ending)
         if len(self._records) >= BATCH_RECORDS:
             self.flush()
 

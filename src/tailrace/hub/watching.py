@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tailrace.hub.fields import Request
-from tailrace.hub.session import Minute, Session
+from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -18,23 +18,19 @@ def queue_stats(hub: Hub, session: Session, request: Request, now_ms: int) -> No
 def metrics(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     """The last full minute of the caller's session; of the whole hub for whoever manages it."""
     whole = session.actor.admin and (request.payload.text("scope") == "server" or not hub.dev)
-    counted: dict[str, int] = {}
-    if whole:
-        for one in hub.sessions.values():
-            one.minute.roll(now_ms)
-            for name, count in one.minute.last.items():
-                counted[name] = counted.get(name, 0) + count
-    session.minute.roll(now_ms)
-    minute: Minute = session.minute
-    if not whole:
-        counted = minute.last
+    session.minute.roll(session, now_ms)
+    received = handed = errors = 0
+    for one in hub.sessions.values() if whole else (session,):
+        one.minute.roll(one, now_ms)
+        counted = one.minute.last
+        received, handed, errors = received + counted[0], handed + counted[1], errors + counted[2]
     payload: dict[str, Any] = {
-        "messages_received": counted.get("messages_received", 0),
-        "messages_sent": counted.get("messages_sent", 0),
-        "errors": counted.get("errors", 0),
+        "messages_received": received,
+        "messages_sent": handed,
+        "errors": errors,
         "connections_opened": hub.counts[("connections", "opened")] if whole else 1,
         "connections_closed": hub.counts[("connections", "closed")] if whole else 0,
-        "windowStart": minute.last_began_ms,
+        "windowStart": session.minute.last_began_ms,
         "timestamp": now_ms,
         "scope": "server" if whole else "session",
     }

@@ -29,6 +29,7 @@ from tailrace.protocol.ws_frames import (
     encode_close,
     encode_frame,
     encode_text,
+    text_head,
 )
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class WebSocketConnection(asyncio.Protocol):
         "_deflate",
         "_frame_began",
         "_handler",
+        "_lent_bytes",
         "_lost",
         "_out",
         "_out_bytes",
@@ -138,6 +140,7 @@ class WebSocketConnection(asyncio.Protocol):
         # Frames of this turn of the loop, written together: uvloop makes a system call of every write.
         self._out: list[bytes] = []
         self._out_bytes = 0
+        self._lent_bytes = 0  # what the transport held after the last flush; since then it can only be less
         self._pong: bytes | None = None
         self._code = ABNORMAL
         self._reason = ""
@@ -154,9 +157,25 @@ class WebSocketConnection(asyncio.Protocol):
     def unsent_bytes(self) -> int:
         return 0 if self._lost else self._out_bytes + self.transport.get_write_buffer_size()
 
+    @property
+    def unsent_bytes_most(self) -> int:
+        """At least `unsent_bytes`, but for the answer to the handshake; the transport need not be asked."""
+        return self._out_bytes + self._lent_bytes
+
     def send_text(self, payload: bytes) -> None:
         """Send UTF-8 bytes as one text message."""
-        self._send(TEXT, payload)
+        size = len(payload)
+        if self._closing or (self._deflate and size >= DEFLATE_BYTES_MIN):
+            self._send(TEXT, payload)
+            return
+        # `_write`, written out: this runs for every message of the hub.
+        head, out = text_head(size), self._out
+        if not out:
+            self.server.flush_later(self)
+        out += (head, payload)
+        self._out_bytes = gathered = self._out_bytes + len(head) + size
+        if gathered >= GATHER_BYTES_MAX:
+            self.flush()
 
     def send_binary(self, payload: bytes) -> None:
         self._send(BINARY, payload)
@@ -198,17 +217,20 @@ class WebSocketConnection(asyncio.Protocol):
         out = self._out
         if not out or self._lost:
             return
-        self.server.bytes_out += self._out_bytes
+        size, transport = self._out_bytes, self.transport
+        self.server.bytes_out += size
         self._out = []
         self._out_bytes = 0
         try:
-            if len(out) == 1:
-                self.transport.write(out[0])
+            if size > GATHER_BYTES_MAX:
+                transport.writelines(out)
             else:
-                self.transport.writelines(out)
+                # Small pieces are sooner copied together than handed to the kernel one by one.
+                transport.write(b"".join(out))
         except (RuntimeError, OSError):
             # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
             return
+        self._lent_bytes = transport.get_write_buffer_size()
 
     # --- flow
 
@@ -243,7 +265,13 @@ class WebSocketConnection(asyncio.Protocol):
         for event in reader.feed(data):
             if self._lost:
                 return
-            self._on_event(event)
+            if event[0] == TEXT and not self._closing:
+                try:
+                    self._handler.on_message(event[1], True)
+                except Exception as error:  # noqa: BLE001 - whatever a handler raises ends its connection
+                    self._handler_failed(error)
+            else:
+                self._on_event(event)
         if self._pong is not None:
             self._send_pong()
         if not reader.in_frame:

@@ -70,19 +70,36 @@ def is_close_code(code: int) -> bool:
 # --- writing
 
 
-def encode_frame(opcode: int, payload: bytes, *, fin: bool = True, compressed: bool = False) -> bytes:
-    first = opcode | (_FIN if fin else 0) | (_RSV1 if compressed else 0)
-    size = len(payload)
+# The heads of text messages by their size: one of a few hundred goes before nearly every message.
+_HEADS_MAX: Final = 1024
+_heads: Final[dict[int, bytes]] = {}
+
+
+def text_head(size: int) -> bytes:
+    """What comes before the payload of a text message as a server sends it."""
+    head = _heads.get(size)
+    if head is None:
+        head = _head(_FIN | TEXT, size)
+        if len(_heads) < _HEADS_MAX:
+            _heads[size] = head
+    return head
+
+
+def _head(first: int, size: int) -> bytes:
     if size < 126:
-        return bytes((first, size)) + payload
+        return bytes((first, size))
     if size < 65536:
-        return bytes((first, 126, size >> 8, size & 0xFF)) + payload
-    return bytes((first, 127)) + size.to_bytes(8, "big") + payload
+        return bytes((first, 126, size >> 8, size & 0xFF))
+    return bytes((first, 127)) + size.to_bytes(8, "big")
+
+
+def encode_frame(opcode: int, payload: bytes, *, fin: bool = True, compressed: bool = False) -> bytes:
+    return _head(opcode | (_FIN if fin else 0) | (_RSV1 if compressed else 0), len(payload)) + payload
 
 
 def encode_text(payload: bytes) -> bytes:
     """One text message as a server sends it, made once and written to many."""
-    return encode_frame(TEXT, payload)
+    return text_head(len(payload)) + payload
 
 
 def encode_binary(payload: bytes) -> bytes:
@@ -178,7 +195,10 @@ class FrameReader:
         """The events that `data` completes. After CLOSE or FAIL nothing more is read."""
         events: list[Event] = []
         try:
-            self._read(data, events)
+            between = not (self._header or self._message_opcode or self._done) and self._frame_opcode < 0
+            read = _whole_texts(data, self._message_bytes, events) if between else 0
+            if read < len(data) or not between:
+                self._read(data[read:] if read else data, events)
         except _FrameError as failure:
             events.append((FAIL, str(failure).encode("utf-8"), failure.code))
             self._done = True
@@ -409,6 +429,30 @@ class FrameReader:
         self._end_message()
         self._header = b""
         self._payload = bytearray()
+
+
+def _whole_texts(data: bytes, bytes_max: int, events: list[Event]) -> int:
+    """Takes text messages of one frame that are all there, as most are; where it has to be read on from."""
+    position, end, mask_off = 0, len(data), apply_mask
+    while end - position > HEADER_BYTES_MAX and data[position] == _FIN | TEXT:
+        size = data[position + 1] - 0x80  # negative without a mask
+        start = position + 6
+        if size == 126:
+            size = data[position + 2] << 8 | data[position + 3]
+            start = position + 8
+            if size < 126:
+                break
+        elif not 0 <= size < 126:
+            break
+        stop = start + size
+        if stop > end or size > bytes_max:
+            break
+        payload = mask_off(data[start:stop], data[start - 4 : start])
+        if not payload.isascii():
+            _check_utf8(payload)
+        events.append((TEXT, payload, 0))
+        position = stop
+    return position
 
 
 def _long_size(field: bytes) -> int:

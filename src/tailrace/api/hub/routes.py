@@ -171,7 +171,7 @@ class HubRoutes:
 
     def _passing(self, exchange: Exchange, identity: Identity, now_ms: int) -> Session:
         """Who sends one message and is gone."""
-        session = Session(f"http-{new_id(now_ms)}", _nothing, now_ms)
+        session = Session(f"http-{new_id(now_ms)}", now_ms)
         path = identity.actor_id
         if identity.anonymous:
             path = _from_of(exchange.body) or "anonymous/http"
@@ -254,7 +254,3 @@ def _is_loopback(peer: str) -> bool:
         return ipaddress.ip_address(peer).is_loopback
     except ValueError:
         return False
-
-
-def _nothing() -> int:
-    return 0

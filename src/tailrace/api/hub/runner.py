@@ -49,12 +49,14 @@ class Runner:
     def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
         self._context = context
         self._log = context.log
+        self._now_ns = context.clock.now_ns
         self.relay_seconds = context.telemetry.hub_relay_seconds
         self.hub = hub
         self._streams = streams
         self.wires: dict[Session, WebSocketConnection] = {}
         self._queue: deque[Effect] = deque()
         self._running = False
+        self._settling = False  # something is settled, and what follows from it is not carried out
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
@@ -63,7 +65,7 @@ class Runner:
     # -- time ------------------------------------------------------------------------------------------
 
     def now_ms(self) -> int:
-        return self._context.clock.now_ns() // 1_000_000
+        return self._now_ns() // 1_000_000
 
     def start(self) -> None:
         self._tick = self._context.loop.call_later(TICK_S, self._on_tick)
@@ -109,24 +111,31 @@ class Runner:
 
     def run(self, effects: list[Effect]) -> None:
         """What an effect brings about comes after what was asked for before."""
-        queue = self._queue
+        queue, wires = self._queue, self.wires
         queue.extend(effects)
         if self._running:
             return
         self._running = True
         try:
             while queue:
-                self._carry_out(queue.popleft())
+                effect = queue.popleft()
+                if type(effect) is not Send:
+                    self._carry_out(effect)
+                    continue
+                # Most are: no step more than it takes.
+                session, frame = effect.session, effect.frame
+                wire = wires.get(session)
+                if wire is not None:
+                    wire.send_text(frame)
+                session.outbox.written(len(frame))
         finally:
             self._running = False
-        waits = self.hub.mailboxes.cursors.dirty or self.hub.trace.dirty
-        if waits and self._flush is None and self._tick is not None:
-            self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
+        if self._flush is None and self._tick is not None:
+            if self.hub.mailboxes.cursors.dirty or self.hub.trace.dirty:
+                self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
 
     def _carry_out(self, effect: Effect) -> None:
-        if type(effect) is Send:
-            self._send(effect)
-        elif type(effect) is Append:
+        if type(effect) is Append:
             self._append(effect)
         elif type(effect) is Read:
             self._read(effect)
@@ -150,13 +159,6 @@ class Runner:
         else:
             assert isinstance(effect, Remove)
             self._remove(effect)
-
-    def _send(self, effect: Send) -> None:
-        session, frame = effect.session, effect.frame
-        wire = self.wires.get(session)
-        if wire is not None:
-            wire.send_text(frame)
-        session.outbox.written(len(frame))
 
     def _after(self, then: Callable[[int], None]) -> None:
         now_ms = self.now_ms()
@@ -193,8 +195,20 @@ class Runner:
         self._tell(effect, Settled(op.first, stream.offset(op.first)))
 
     def _tell(self, effect: Append, settled: Settled) -> None:
-        if effect.then is not None:
-            self._after(partial(effect.then, settled))
+        """A commit settles many appends at once: what follows from them is carried out together."""
+        if effect.then is None:
+            return
+        try:
+            effect.then(settled, self.now_ms())
+        except Exception:
+            logger.exception("the hub failed to go on")
+        if not self._settling:
+            self._settling = True
+            self._context.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._settling = False
+        self.run(decide.finish(self.hub, self.now_ms()))
 
     def _create(self, effect: Create) -> None:
         try:

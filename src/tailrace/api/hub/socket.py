@@ -23,7 +23,7 @@ class HubSocket:
         self._runner = runner
         self._unmeasured = 0
         now_ms = runner.now_ms()
-        self.session = Session(f"session-{new_id(now_ms)}", _nothing, now_ms)
+        self.session = Session(f"session-{new_id(now_ms)}", now_ms)
         self.session.upgrade_token = upgrade_token
 
     def opened(self, connection: WebSocketConnection) -> None:
@@ -34,7 +34,7 @@ class HubSocket:
         connection.drains_itself = True
         session = self.session
         session.peer = connection.peer
-        session.outbox.unsent = lambda: connection.unsent_bytes
+        session.outbox.wire = connection
         self._runner.wires[session] = connection
         self._runner.hub.count("connections", "opened")
         decide.opened(self._runner.hub, session)
@@ -42,16 +42,18 @@ class HubSocket:
     def on_message(self, data: bytes, is_text: bool) -> None:
         """Binary messages of UTF-8 JSON are as good as text; answers are always text."""
         runner, session = self._runner, self.session
+        hub = runner.hub
         self._unmeasured += 1
         if self._unmeasured < MEASURED_EVERY:
-            runner.run(decide.decide(runner.hub, session, data, runner.now_ms()))
+            runner.run(decide.decide(hub, session, data, runner.now_ms()))
         else:
             self._unmeasured = 0
             begun_s = perf_counter()
-            runner.run(decide.decide(runner.hub, session, data, runner.now_ms()))
+            runner.run(decide.decide(hub, session, data, runner.now_ms()))
             runner.relay_seconds.observe(perf_counter() - begun_s)
         # Whoever sends faster than it takes its answers is not read from for a while.
-        if session.broadcasting or session.outbox.bytes > runner.hub.limits.hub_pause_bytes:
+        outbox, bytes_max = session.outbox, hub.limits.hub_pause_bytes
+        if session.broadcasting or (outbox.wire.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max):
             wire = runner.wires.get(session)
             if wire is not None:
                 wire.pause_reading()
@@ -72,7 +74,3 @@ class HubSocket:
         runner.wires.pop(self.session, None)
         runner.hub.count("connections", "closed")
         runner.run(decide.closed(runner.hub, self.session, code, runner.now_ms()))
-
-
-def _nothing() -> int:
-    return 0
