@@ -230,6 +230,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     edge_token_file: Annotated[
         str, Meta(description="File with the token that an edge uses on its own account, of scope read.")
     ] = ""
+    edge_signing_key: Annotated[
+        Secret,
+        Meta(
+            description="Key of 32 bytes or more that an edge and its server share: the edge says with it "
+            "for whom it asks, and the server believes it."
+        ),
+    ] = ""
     edge_expose_server: Annotated[
         bool, Meta(description="Let clients of an edge reach /v1/server of the server behind it.")
     ] = False
@@ -575,6 +582,8 @@ def _check(settings: Settings) -> None:
         _ = settings.webhook_keys_since_ms
     except ValueError:
         raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
+    if settings.edge_signing_key and len(settings.edge_signing_key.encode()) < 32:
+        raise SettingsError("edge_signing_key is shorter than 32 bytes, which is not safe")
     if settings.recovery_key and len(settings.recovery_key.encode()) < 32:
         raise SettingsError("recovery_key is shorter than 32 bytes, which is not safe")
     for prefix in settings.auth_public_prefixes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tailrace.api.request_log import failures
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
+from tailrace.net import common_headers
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import refusals
 from tailrace.protocol.content_types import DEFAULT
@@ -17,6 +18,7 @@ UP_TO_DATE = b"Stream-Up-To-Date: true\r\n"
 JSON_TYPE = refusals.JSON_TYPE
 
 error = refusals.error_answer
+add_phase = common_headers.add_phase
 
 
 def next_offset(offset: str) -> bytes:
@@ -68,12 +70,6 @@ def refusal_of(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, 
 def refuse(exchange: Exchange, refusal: TailraceError) -> None:
     """For those who answer later; whoever raises is answered in the same way by net."""
     exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
-
-
-def add_phase(exchange: Exchange, name: str, seconds: float) -> None:
-    """Notes for Server-Timing how long a part of the request took."""
-    phase = f"{name};dur={seconds * 1000:.3f}"
-    exchange.phases = f"{exchange.phases}, {phase}" if exchange.phases else phase
 
 
 def base_url(exchange: Exchange, public_url: str) -> str:

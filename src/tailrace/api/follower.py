@@ -226,27 +226,6 @@ class Follower:
         self._live.closed(self, stream)
 
 
-class WsFollower:
-    """What the WebSocket layer calls; clients have nothing to say here."""
-
-    __slots__ = ("_follower",)
-
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
-
-    def on_message(self, data: bytes, is_text: bool) -> None:
-        """Frames from the client are ignored."""
-
-    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
-        """So are long ones."""
-
-    def on_drain(self) -> None:
-        self._follower.on_drain()
-
-    def on_close(self, code: int, reason: str) -> None:
-        self._follower.gone()
-
-
 def payload_of(stream: Stream, page: Page) -> bytes:
     """A batch as one event's data: an array on JSON streams, else the bytes one after the other."""
     if stream.json:

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
-from tailrace.api.follower import Follower, WsFollower, payload_of
+from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.net.http1 import Exchange
+from tailrace.net.live_wires import WsReader
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 
@@ -105,7 +106,7 @@ class Live:
         follower = self._open(stream, start, key, cursor, None, identity)
         wire = WsWire(is_text(stream.content_type))
         try:
-            wire.attach(exchange.upgrade_websocket(WsFollower(follower), message_bytes=1024))
+            wire.attach(exchange.upgrade_websocket(WsReader(follower), message_bytes=1024))
         except TailraceError:
             follower.gone()
             raise

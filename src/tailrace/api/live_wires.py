@@ -1,38 +1,29 @@
-"""How a follower's events reach its client: as server-sent events, or as WebSocket messages."""
+"""What a page of a stream looks like on the wire of a follower."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from tailrace.net import live_wires
 from tailrace.net.http1 import Outlet, chunk
-from tailrace.net.websocket import WebSocketConnection, encode_text
+from tailrace.net.websocket import encode_text
 from tailrace.protocol import sse
 
 
-class Wire(Protocol):
+class Wire(live_wires.Wire, Protocol):
     """How a follower's events reach its client."""
-
-    form: str
 
     def encode(
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
     ) -> bytes: ...
-    def send(self, encoded: bytes) -> None: ...
-    def offer(self, encoded: bytes, unsent_bytes_max: int) -> bool: ...
-    def keep_alive(self) -> None: ...
-    def end(self, code: int) -> None: ...
-    @property
-    def unsent_bytes(self) -> int: ...
 
 
-class SseWire:
-    __slots__ = ("_outlet", "_text", "form", "offer")
+class SseWire(live_wires.SseWire):
+    __slots__ = ("_text",)
 
     def __init__(self, outlet: Outlet, text: bool) -> None:
-        self._outlet = outlet
-        self.offer = outlet.offer_raw
+        super().__init__(outlet, "sse-text" if text else "sse-base64")
         self._text = text
-        self.form = "sse-text" if text else "sse-base64"
 
     def encode(
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
@@ -42,30 +33,13 @@ class SseWire:
         )
         return chunk(event + sse.control_event(offset, cursor, up_to_date, closed))
 
-    def send(self, encoded: bytes) -> None:
-        self._outlet.write_raw(encoded)
 
-    def keep_alive(self) -> None:
-        self._outlet.write(sse.KEEP_ALIVE)
-
-    def end(self, code: int) -> None:
-        self._outlet.end()
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self._outlet.unsent_bytes
-
-
-class WsWire:
-    __slots__ = ("_connection", "_text", "form")
+class WsWire(live_wires.WsWire):
+    __slots__ = ("_text",)
 
     def __init__(self, text: bool) -> None:
-        self._connection: WebSocketConnection | None = None
+        super().__init__("ws-text" if text else "ws-base64")
         self._text = text
-        self.form = "ws-text" if text else "ws-base64"
-
-    def attach(self, connection: WebSocketConnection) -> None:
-        self._connection = connection
 
     def encode(
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
@@ -74,24 +48,3 @@ class WsWire:
         if payload is None:
             return control
         return encode_text(sse.ws_data(payload, self._text)) + control
-
-    def send(self, encoded: bytes) -> None:
-        if self._connection is not None:
-            self._connection.send_encoded(encoded)
-
-    def offer(self, encoded: bytes, unsent_bytes_max: int) -> bool:
-        if self.unsent_bytes > unsent_bytes_max:
-            return False
-        self.send(encoded)
-        return True
-
-    def keep_alive(self) -> None:
-        """The connection sends its own pings."""
-
-    def end(self, code: int) -> None:
-        if self._connection is not None:
-            self._connection.close(code)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return 0 if self._connection is None else self._connection.unsent_bytes

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Final, Literal
 
+from tailrace.api.vouched import Vouching
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 
@@ -18,6 +19,7 @@ PATH_BYTES_LOGGED: Final = 512
 FAILURES_PER_S: Final = 50
 
 _LEVELS: Final = {"off": logging.CRITICAL + 1, "failures": logging.WARNING, "all": logging.INFO}
+_vouching = Vouching("")
 
 
 class FailureLog:
@@ -48,8 +50,11 @@ class FailureLog:
 failures: Final = FailureLog()
 
 
-def configure(choice: Choice) -> None:
+def configure(choice: Choice, edge_key: str = "") -> None:
+    """`edge_key` is what edges sign their word about clients with; without it they are not believed."""
+    global _vouching
     logger.setLevel(_LEVELS[choice])
+    _vouching = Vouching(edge_key)
 
 
 def answered(exchange: Exchange, status: int, seconds: float) -> None:
@@ -61,10 +66,14 @@ def answered(exchange: Exchange, status: int, seconds: float) -> None:
 
 def _fields(exchange: Exchange, status: int) -> dict[str, object]:
     """Never the query, the headers or the body: they may hold what is nobody's business."""
-    return {
+    fields: dict[str, object] = {
         "request_id": exchange.name(),
         "method": exchange.method.decode("latin-1"),
         "path": exchange.path[:PATH_BYTES_LOGGED].decode("latin-1"),
         "status": status,
         "peer": exchange.peer,
     }
+    vouched = _vouching.client_of(exchange)
+    if vouched is not None:
+        fields |= {"client": vouched.ip, "sub": vouched.sub, "edge": vouched.edge_id}
+    return fields

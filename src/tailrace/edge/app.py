@@ -9,6 +9,7 @@ import orjson
 
 from tailrace.edge.asks import Reading, Target, reading_of, target_of
 from tailrace.edge.cache import Slice
+from tailrace.edge.compress import ENCODED, VARY, Packer, may_be_packed, wants_gzip
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
@@ -22,6 +23,7 @@ from tailrace.edge.sharded import LISTING, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
+from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match
@@ -59,14 +61,13 @@ class EdgeApp:
         self._shards = Shards(context) if context.upstreams.mode == "sharded" else None
         self._loop_mark = b"tailrace-edge-" + context.edge_id
         self.stopping = False
+        self._packer = Packer()
         settings = context.settings
-        origins = settings.cors_origins
-        self._origins: frozenset[str] | None = None
-        if origins != "*":
-            self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
-        self._common = headers.common_lines(settings.resource_policy, "*" if self._origins is None else None)
-        self._timing = settings.server_timing
-        self.fixed_headers = self._common if self._origins is None and not self._timing else None
+        total = "edge-total" if settings.server_timing else None
+        self.common_headers = CommonHeaders(
+            settings.resource_policy, settings.cors_origins, total, context.loop.time
+        )
+        self.fixed_headers = self.common_headers.fixed
 
     # -- what net asks for
 
@@ -86,20 +87,6 @@ class EdgeApp:
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         return self._context.refusal(exchange, error)
-
-    def common_headers(self, exchange: Exchange | None) -> bytes:
-        common = self._common
-        if self._timing and exchange is not None:
-            total_ms = (self._context.loop.time() - exchange.started) * 1000
-            phases = f"{exchange.phases}, " if exchange.phases else ""
-            common += headers.line("Server-Timing", f"{phases}edge-total;dur={total_ms:.3f}")
-        if self._origins is None:
-            return common
-        origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
-        text = origin.decode("latin-1")
-        if text in self._origins:
-            return common + headers.line("Access-Control-Allow-Origin", text)
-        return common
 
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
@@ -148,17 +135,19 @@ class EdgeApp:
         if target.kind != "stream":
             self._start(exchange, self._pass(exchange, target), wait=_may_wait(exchange, target))
             return
+        begun = self._context.loop.time()
         caller = self._gate.admit(exchange, target.name)
+        self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
         if exchange.method == b"GET":
             self._read(exchange, target, caller)
             return
-        self._start(exchange, self._write_or_head(exchange, target), wait=False)
+        self._start(exchange, self._write_or_head(exchange, target, caller), wait=False)
 
     def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         reading = reading_of(target, exchange.query)
         if reading is None or not caller.shared or _wants_fresh(exchange, reading):
             wait = _may_wait(exchange, target)
-            self._start(exchange, self._pass(exchange, target), wait=wait)
+            self._start(exchange, self._pass(exchange, target, caller), wait=wait)
         elif reading.mode == "":
             self._start(exchange, self._answer_slice(exchange, reading, caller), wait=False)
         else:
@@ -167,13 +156,14 @@ class EdgeApp:
     def _start(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
         self._context.answer_later(exchange, work, wait=wait)
 
-    async def _pass(self, exchange: Exchange, target: Target) -> None:
+    async def _pass(self, exchange: Exchange, target: Target, caller: Caller | None = None) -> None:
         """As it is; waits and streams have connections of their own."""
+        apart = _may_wait(exchange, target)
         await self._forwarder.forward(
-            exchange, self._upstream(target), apart=_may_wait(exchange, target), observe=self._count
+            exchange, self._upstream(target), caller, apart=apart, observe=self._count
         )
 
-    async def _write_or_head(self, exchange: Exchange, target: Target) -> None:
+    async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         def observe(reply: Reply) -> None:
             if exchange.method in WRITES:
                 self._on_write(target.name, exchange.method, reply.status)
@@ -181,7 +171,7 @@ class EdgeApp:
                 self._book.note_head(target.name, reply, self._context.loop.time())
             self._count(reply)
 
-        await self._forwarder.forward(exchange, self._upstream(target), observe=observe)
+        await self._forwarder.forward(exchange, self._upstream(target), caller, observe=observe)
 
     def _upstream(self, target: Target) -> Upstream:
         upstreams = self._context.upstreams
@@ -192,20 +182,33 @@ class EdgeApp:
     ) -> None:
         follow = self._long_polls.answer if reading.mode == "long-poll" else self._live.follow
         if not await follow(exchange, reading, caller):
-            await self._pass(exchange, target)
+            await self._pass(exchange, target, caller)
 
     async def _answer_slice(self, exchange: Exchange, reading: Reading, caller: Caller) -> None:
         try:
-            found, outcome = await self._slices.get(reading, caller)
+            found, outcome = await self._get_slice(exchange, reading, caller)
         except RefusedError as refused:
             refusal = refused.refusal
+            self._context.telemetry.edge_requests.add("read", "MISS", refusal.status)
             exchange.respond(refusal.status, response_lines(refusal.fields, cache_line("MISS")), refusal.body)
             return
         except UpstreamLostError:
             raise TailraceError("unavailable", "the upstream does not answer") from None
-        self._respond(exchange, reading, found, outcome)
+        await self._respond(exchange, reading, found, outcome)
 
-    def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
+    async def _get_slice(self, exchange: Exchange, reading: Reading, caller: Caller) -> tuple[Slice, str]:
+        context = self._context
+        begun = context.loop.time()
+        found = await self._slices.at_hand(reading, caller)
+        looked = context.loop.time()
+        context.note(exchange, "edge-cache", looked - begun)
+        if found is not None:
+            return found, "HIT"
+        found = await self._slices.fetched(reading, caller)
+        context.note_upstream(exchange, context.loop.time() - looked, found.queued_s, found.timing)
+        return found, "MISS"
+
+    async def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
         end = max(found.end, self._slices.end(reading.name)) if found.end else found.end
         head = found.lines + cache_line(outcome)
         if end:
@@ -214,12 +217,19 @@ class EdgeApp:
         if outcome == "HIT":
             age_s = max(0, int(self._context.loop.time() - found.stored_at))
             head += b"Age: %d\r\n" % age_s
-        self._context.telemetry.edge_requests.add("read", outcome, 200)
+        body = found.body
+        if may_be_packed(found):
+            head += VARY
         wanted = exchange.headers.get(b"if-none-match")
         if wanted is not None and found.tag and none_match(wanted.decode("latin-1"), found.tag):
+            self._context.telemetry.edge_requests.add("read", outcome, 304)
             exchange.respond(304, head)
             return
-        exchange.respond(200, headers.line("Content-Type", found.content_type) + head, found.body)
+        if may_be_packed(found) and wants_gzip(exchange.headers.get(b"accept-encoding", b"")):
+            body = await self._packer.pack(found)
+            head += ENCODED
+        self._context.telemetry.edge_requests.add("read", outcome, 200)
+        exchange.respond(200, headers.line("Content-Type", found.content_type) + head, body)
 
     def _count(self, reply: Reply) -> None:
         self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)

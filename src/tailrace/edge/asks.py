@@ -69,9 +69,10 @@ class Reading(NamedTuple):
         """What is asked of the upstream, in one order and one spelling."""
         return _parameters(self.offset, self.fmt, self.key, self.filter_text)
 
-    def at(self, offset: str) -> Reading:
-        """The plain read of what follows an offset."""
-        return self._replace(offset=offset, mode="", raw_live="", cursor=None)
+    @classmethod
+    def plain(cls, name: str, offset: str, fmt: str, key: str) -> Reading:
+        """The read of what follows an offset."""
+        return cls(name, offset, fmt, key, "", "", "", None, {})
 
 
 def reading_of(target: Target, raw_query: bytes) -> Reading | None:

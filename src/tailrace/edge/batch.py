@@ -36,6 +36,7 @@ class Batch:
         "arrived",
         "closed",
         "cursor",
+        "cursor_number",
         "next",
         "payload",
         "size",
@@ -52,6 +53,7 @@ class Batch:
         self.payload = payload  # None if the batch only moves on: nothing in it was for this reader
         self.text = text  # else it travels as base64
         self.cursor = cursor
+        self.cursor_number = int(cursor) if cursor else -1
         self.closed = closed
         # What it holds with one wire form made of it, which is the usual number.
         self.size = OVERHEAD_BYTES + (0 if payload is None else 2 * len(payload))
@@ -62,6 +64,9 @@ class Batch:
     def encode(self, form: str, cursor: str, up_to_date: bool) -> bytes:
         """The batch with its control; the cursor may be one that a single reader needs."""
         return self.event(form) + encode_control(form, self.next, cursor, up_to_date, self.closed)
+
+    def is_made(self, form: str) -> bool:
+        return self.payload is None or form in self._data
 
     def event(self, form: str) -> bytes:
         """The data alone: most of the bytes, and the same for everybody."""

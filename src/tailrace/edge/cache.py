@@ -26,9 +26,11 @@ class Slice:
         "fields",
         "lines",
         "next",
+        "queued_s",
         "start",
         "stored_at",
         "tag",
+        "timing",
         "up_to_date",
     )
 
@@ -40,6 +42,9 @@ class Slice:
         self.body = body
         self.stored_at = stored_at  # loop time
         self.epoch = epoch
+        # Of the upstream request that brought it: how long that waited, and what the owner said it took.
+        self.queued_s = 0.0
+        self.timing = b""
         self.content_type = found.get(b"content-type", "")
         self.cache_control = found.get(b"cache-control", "")
         self.tag = found.get(b"etag", "")
@@ -53,7 +58,18 @@ class Slice:
 
     @classmethod
     def of(cls, reply: Reply, body: bytes, now: float) -> Slice:
-        return cls(reply.fields, body, now)
+        return cls(reply.fields, body, now).brought_by(reply)
+
+    def confirmed(self, reply: Reply, now: float) -> Slice:
+        """The same body with the head of a 304, which leaves out what has not changed."""
+        head = {name.lower(): (name, value) for name, value in (*self.fields, *reply.fields)}
+        return Slice([*head.values()], self.body, now).brought_by(reply)
+
+    def brought_by(self, reply: Reply) -> Slice:
+        """Notes how it came here, for Server-Timing."""
+        self.queued_s = reply.queued_s
+        self.timing = reply.get(b"server-timing") or b""
+        return self
 
     @property
     def is_open(self) -> bool:
@@ -69,7 +85,7 @@ class Slice:
         return len(self.body) + len(self.lines) + ENTRY_OVERHEAD_BYTES
 
 
-_SEPARATE = frozenset((b"content-type", b"stream-end-offset", b"age", b"x-request-id"))
+_SEPARATE = frozenset((b"content-type", b"stream-end-offset", b"age", b"vary", b"x-request-id"))
 
 
 class MemoryCache:

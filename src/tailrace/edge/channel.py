@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tailrace.edge.batch import Batch, Message
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.feed import Feed, RefusedError, open_feed
+from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
 from tailrace.protocol.content_types import is_text
 
@@ -58,6 +59,7 @@ class Piece(NamedTuple):
     data: bytes
     number: int
     last: str
+    cursor: int  # of the first of them: it is only for readers that have seen no greater one
 
 
 class Key(NamedTuple):
@@ -93,11 +95,15 @@ class Channel:
         self.ring_bytes = 0
         self._numbers: dict[str, int] = {}  # where a batch begins: its number
         self._joined: dict[tuple[int, str], Piece] = {}  # what readers at one place are given
+        # The way of nearly everybody, from `step_from` to the end, by form.
+        self.step_from = -1
+        self.step: dict[str, Piece] = {}
         self.readers: dict[Reader, None] = {}
         self._feed: Feed | None = None
         self._carried: bytes | None = None  # the Authorization that the socket was opened with
         self._lost_at: float | None = None
         self._round: list[Reader] = []
+        self._told = 0  # of the round
         self._told_again = False
         self.uncounted = False  # its ring is no longer part of what all rings hold together
         self.idle_since = self._context.loop.time()
@@ -133,6 +139,10 @@ class Channel:
             found = self._join(number, form)
             if self.following - number <= JOINED_MAX:
                 self._joined[number, form] = found
+        if found.number == self.following:
+            if self.step_from != number:
+                self.step_from, self.step = number, {}
+            self.step[form] = found
         return found
 
     def batch(self, number: int) -> Batch:
@@ -141,16 +151,28 @@ class Channel:
     def is_newest(self, number: int) -> bool:
         return number + 1 == self.following
 
+    def encoded(self, number: int, form: str, cursor: str) -> bytes:
+        """A batch with its control."""
+        batch = self.batch(number)
+        if not batch.is_made(form):
+            self._context.telemetry.edge_encodings.value += 1
+        return batch.encode(form, cursor, self.up_to_date and self.is_newest(number))
+
     def _join(self, number: int, form: str) -> Piece:
+        first = self.batch(number)
         parts: list[bytes] = []
         size = 0
         while number < self.following and size < PIECE_BYTES_MAX:
-            batch = self.batch(number)
-            part = batch.encode(form, batch.cursor, self.up_to_date and self.is_newest(number))
+            part = self.encoded(number, form, self.batch(number).cursor)
             parts.append(part)
             size += len(part)
             number += 1
-        return Piece(b"".join(parts), number, self.batch(number - 1).next)
+        return Piece(b"".join(parts), number, self.batch(number - 1).next, first.cursor_number)
+
+    def _forget_joined(self) -> None:
+        """What was put together does not say any more how things are."""
+        self._joined.clear()
+        self.step_from, self.step = -1, {}
 
     def attach(self, reader: Reader) -> None:
         self.readers[reader] = None
@@ -166,32 +188,10 @@ class Channel:
         """Looks at the stream and follows it from its tail, or from where the socket was lost."""
         context = self._context
         upstream = context.upstreams.of(self.key.name)
-        authorization = self._carried = context.token or token or self._some_token()
-        reply = await self._channels.head(self.key.name, authorization)
-        content_type = (reply.get(b"content-type") or b"").decode("latin-1")
-        if self.content_type is not None and content_type != self.content_type:
-            # The stream got its type, or is another one: whoever comes back sees the right encoding.
-            self._finish(GOING_AWAY)
-            return
-        self.content_type = content_type
-        self.text = is_text(content_type)
-        self.earliest = (reply.get(b"stream-earliest-offset") or b"").decode("latin-1")
-        tail = (reply.get(b"stream-next-offset") or b"").decode("latin-1")
-        self.end = self.end or tail
-        if reply.get(b"stream-closed") is not None and self.end == tail:
-            self._close_stream()
-            return
         async with upstream.opening:
-            feed = await open_feed(
-                upstream,
-                context.edge_id,
-                self.key.name,
-                {"offset": self.end, **self.key.parameters},
-                authorization,
-                self._on_pair,
-                self._on_lost,
-                context.limits.edge_frame_bytes,
-            )
+            feed = await self._look_and_follow(upstream, token)
+        if feed is None:
+            return
         upstream.note_opened()
         if feed.ended:
             return
@@ -202,6 +202,35 @@ class Channel:
         self.connected = not self.closed
         self._lost_at = None
 
+    async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> Feed | None:
+        """The socket, or None if the stream has nothing more to follow."""
+        context = self._context
+        authorization = self._carried = context.token or token or self._some_token()
+        reply = await self._channels.head(self.key.name, authorization)
+        content_type = (reply.get(b"content-type") or b"").decode("latin-1")
+        if self.content_type is not None and content_type != self.content_type:
+            # The stream got its type, or is another one: whoever comes back sees the right encoding.
+            self._finish(GOING_AWAY)
+            return None
+        self.content_type = content_type
+        self.text = is_text(content_type)
+        self.earliest = (reply.get(b"stream-earliest-offset") or b"").decode("latin-1")
+        tail = (reply.get(b"stream-next-offset") or b"").decode("latin-1")
+        self.end = self.end or tail
+        if reply.get(b"stream-closed") is not None and self.end == tail:
+            self._close_stream()
+            return None
+        return await open_feed(
+            upstream,
+            context.edge_id,
+            self.key.name,
+            {"offset": self.end, **self.key.parameters},
+            authorization,
+            self._on_pair,
+            self._on_lost,
+            context.limits.edge_frame_bytes,
+        )
+
     def _some_token(self) -> bytes | None:
         """Of one of the readers, where the edge has none of its own."""
         best = max(self.readers, key=_lasts, default=None)
@@ -210,7 +239,7 @@ class Channel:
     def _on_pair(self, payload: bytes | None, control: Message) -> None:
         if self.over or self.closed:
             return
-        self._joined.clear()
+        self._forget_joined()
         if payload is None and control.offset == self.end:
             self.up_to_date = control.up_to_date
             if control.closed:
@@ -234,6 +263,7 @@ class Channel:
     def _on_lost(self, code: int) -> None:
         self._feed = None
         self.connected = self.up_to_date = False
+        self._forget_joined()
         if self.over or self.closed:
             return
         if code == GONE:
@@ -300,20 +330,21 @@ class Channel:
         if self._round:
             self._told_again = True
             return
-        self._round = list(self.readers)
+        self._round, self._told = list(self.readers), 0
         self._go_on()
 
     def _go_on(self) -> None:
-        told, self._round = self._round[:TOLD_PER_TURN], self._round[TOLD_PER_TURN:]
-        for reader in told:
+        begun, self._told = self._told, self._told + TOLD_PER_TURN
+        for reader in self._round[begun : self._told]:
             if reader in self.readers:
                 try:
                     reader.on_batches()
                 except Exception:
                     logger.exception("a live reader failed")  # the others are told all the same
-        if self._round:
+        if self._told < len(self._round):
             self._context.loop.call_soon(self._go_on)
             return
+        self._round = []
         if self.ring:
             delivery_s = self._context.loop.time() - self.ring[-1].arrived
             self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
@@ -361,7 +392,7 @@ class Channel:
     def drop_oldest(self) -> int:
         """Makes room; readers that still need the batch read slices. Returns the bytes that are free now."""
         batch = self.ring.popleft()
-        self._joined.clear()
+        self._forget_joined()
         del self._numbers[batch.start]
         self.first += 1
         self.ring_bytes -= batch.size

@@ -25,13 +25,24 @@ class UpstreamLostError(Exception):
 class Reply:
     """The answer of an upstream: its head, then its body piece by piece."""
 
-    __slots__ = ("_connection", "_failure", "_found", "_held", "_held_bytes", "_waiter", "fields", "status")
+    __slots__ = (
+        "_connection",
+        "_failure",
+        "_found",
+        "_held",
+        "_held_bytes",
+        "_waiter",
+        "fields",
+        "queued_s",
+        "status",
+    )
 
     def __init__(
         self, connection: UpstreamConnection, status: int, fields: list[tuple[bytes, bytes]]
     ) -> None:
         self.status = status
         self.fields = fields  # as they came
+        self.queued_s = 0.0  # how long its request waited for its turn
         self._connection: UpstreamConnection | None = connection  # None once the body is all here
         self._found: dict[bytes, bytes] | None = None
         self._held: deque[bytes] = deque()
@@ -132,20 +143,36 @@ class UpstreamConnection(asyncio.Protocol):
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_only = False
         self._reading = True
+        self._sending = False  # more of the request follows
+        self._full = False  # the upstream does not take what it is sent
+        self._room: asyncio.Future[None] | None = None
         self._leftover = b""
         self.upgraded = False
         self.closed = False
         self.idle_since = 0.0
 
-    def send(self, request: bytes, *, head_only: bool) -> asyncio.Future[Reply]:
-        """Sends a whole request; the future has the head of its answer."""
+    def send(self, request: bytes, *, head_only: bool, more: bool = False) -> asyncio.Future[Reply]:
+        """Sends a request, or its head if there is `more`; the future has the head of its answer."""
         assert self._parser is None, "one request at a time"
         self._parser = HttpResponseParser(self)
         self._fields = []
         self._head_only = head_only
+        self._sending = more
         self._waiter = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._waiter
+
+    def send_more(self, piece: bytes, *, last: bool) -> None:
+        """A further piece of the request. One that is never finished costs the connection."""
+        self._sending = not last
+        if piece and not self.closed and not self.transport.is_closing():
+            self.transport.write(piece)
+
+    async def room(self) -> None:
+        """Waits until the upstream takes more, or has said something."""
+        while self._full and self._waiter is not None:
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
 
     def abort(self) -> None:
         self.transport.abort()
@@ -188,6 +215,18 @@ class UpstreamConnection(asyncio.Protocol):
                 self._fail("the upstream's answer is malformed")
                 self.abort()
 
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._make_room()
+
+    def _make_room(self) -> None:
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
     def eof_received(self) -> bool:
         return False
 
@@ -212,6 +251,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._reply = reply = Reply(self, status, self._fields)
         waiter, self._waiter = self._waiter, None
+        self._make_room()
         if self._head_only:
             # The parser would wait for a body that is announced and never sent.
             self._finish(reusable=not self._closes())
@@ -251,12 +291,13 @@ class UpstreamConnection(asyncio.Protocol):
         self.read_on()
         if reply is not None:
             reply.end(None)
-        self._on_done(self, reusable)
+        self._on_done(self, reusable and not self._sending)
 
     def _fail(self, reason: str) -> None:
         failure = UpstreamLostError(reason, sent=True)
         reply, self._reply = self._reply, None
         waiter, self._waiter = self._waiter, None
+        self._make_room()
         self._parser = None
         if reply is not None:
             reply.end(failure)

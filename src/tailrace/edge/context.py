@@ -6,12 +6,15 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 
+from tailrace.auth import EdgeMark, Vouched
 from tailrace.clock import Clock
-from tailrace.edge.connection import Reply
+from tailrace.edge.gate import Caller
+from tailrace.edge.headers import own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.edge.upstreams import Upstreams
+from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
+from tailrace.net.common_headers import add_phase, add_theirs
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.refusals import error_answer
 from tailrace.settings import Settings
@@ -40,6 +43,8 @@ class EdgeContext:
         self.loop = asyncio.get_running_loop()
         # What the edge does on its own account it does with this, but only where it checks clients itself.
         self.token = token if settings.auth_configured else None
+        self._mark = EdgeMark(settings.edge_signing_key) if settings.edge_signing_key else None
+        self._timing = settings.server_timing
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
@@ -80,12 +85,41 @@ class EdgeContext:
             exchange.name()
         return error_answer(error)
 
-    def note_upstream(self, exchange: Exchange, begun: float, reply: Reply) -> None:
-        """For Server-Timing: how long the upstream took, and what it says itself."""
-        if self.settings.server_timing:
-            phase = f"edge-upstream;dur={(self.loop.time() - begun) * 1000:.3f}"
-            owner = (reply.get(b"server-timing") or b"").decode("latin-1")
-            exchange.phases = ", ".join(part for part in (exchange.phases, phase, owner) if part)
+    # -- for whom is asked
+
+    def mark_of(self, exchange: Exchange, caller: Caller | None) -> bytes:
+        """The header line that tells an owner who is behind a request; none without a key."""
+        if self._mark is None:
+            return b""
+        return self._mark_line(exchange.method, whole_target(exchange), caller or Caller.of(exchange))
+
+    def request_for(self, caller: Caller, upstream: Upstream, target: bytes, *more: bytes) -> bytes:
+        """A read that a client is the reason for, and that others may share."""
+        mark = self._mark_line(b"GET", target, caller)
+        host = upstream.origin.host_header
+        return own_request(b"GET", target, host, self.edge_id, caller.authorization, mark, *more)
+
+    def _mark_line(self, method: bytes, target: bytes, caller: Caller) -> bytes:
+        if self._mark is None:
+            return b""
+        sub = "" if caller.identity is None else caller.identity.sub
+        vouched = Vouched(self.edge_id.decode(), caller.ip, sub)
+        return b"tailrace-edge: %b\r\n" % self._mark.make(method, target, vouched, self.now_s())
+
+    # -- Server-Timing
+
+    def note(self, exchange: Exchange, phase: str, seconds: float) -> None:
+        """How long a part of the request took here."""
+        if self._timing:
+            add_phase(exchange, phase, seconds)
+
+    def note_upstream(self, exchange: Exchange, seconds: float, queued_s: float, theirs: bytes) -> None:
+        """How long the upstream took, its queue apart, and what it says itself."""
+        if self._timing:
+            queued_s = min(queued_s, seconds)
+            add_phase(exchange, "edge-queue", queued_s)
+            add_phase(exchange, "edge-upstream", seconds - queued_s)
+            add_theirs(exchange, theirs.decode("latin-1"))
 
     async def stop(self) -> None:
         for task in tuple(self._tasks):

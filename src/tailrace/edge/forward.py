@@ -7,11 +7,20 @@ from collections.abc import Callable
 
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
 from tailrace.edge.context import EdgeContext
-from tailrace.edge.headers import cache_line, request_bytes, request_lines, response_lines
+from tailrace.edge.gate import Caller
+from tailrace.edge.headers import (
+    cache_line,
+    framing_of,
+    request_bytes,
+    request_head,
+    request_lines,
+    response_lines,
+)
 from tailrace.edge.tunnel import tunnel
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange, Outlet
+from tailrace.net.intake import BodyLostError, IncomingExchange, Intake
 from tailrace.net.wire import BODILESS
 
 READS = frozenset((b"GET", b"HEAD"))
@@ -35,6 +44,7 @@ class Forwarder:
         self,
         exchange: Exchange,
         upstream: Upstream,
+        caller: Caller | None,
         *,
         apart: bool = False,
         observe: Observe | None = None,
@@ -45,22 +55,21 @@ class Forwarder:
         """
         check_once(exchange)
         if exchange.wants_websocket():
-            await self._upgrade(exchange, upstream)
+            await self._upgrade(exchange, upstream, caller)
             return
-        lines = request_lines(exchange, self._context.edge_id)
-        request = request_bytes(exchange, lines)
+        context = self._context
+        lines = request_lines(exchange, context.edge_id, context.mark_of(exchange, caller))
         is_read = exchange.method in READS
-        connection: UpstreamConnection | None = None
-        begun = self._context.loop.time()
+        begun = context.loop.time()
         try:
-            if apart:
-                reply, connection = await upstream.pool.ask_apart(request)
-            else:
-                reply = await upstream.pool.ask(request, head_only=exchange.method == b"HEAD", again=is_read)
+            reply, connection = await self._ask(exchange, upstream, lines, apart=apart)
+        except BodyLostError:
+            return  # the client knows why, or is gone
         except UpstreamLostError as lost:
-            upstream.note_failed(self._context.loop.time())
+            upstream.note_failed(context.loop.time())
             raise unavailable(lost, exchange.method) from None
-        self._context.note_upstream(exchange, begun, reply)
+        theirs = reply.get(b"server-timing") or b""
+        context.note_upstream(exchange, context.loop.time() - begun, reply.queued_s, theirs)
         if observe is not None:
             observe(reply)
         if (reply.get(b"content-type") or b"").startswith(b"text/event-stream"):
@@ -71,8 +80,23 @@ class Forwarder:
             if connection is not None:
                 connection.abort()
 
-    async def _upgrade(self, exchange: Exchange, upstream: Upstream) -> None:
-        lines = request_lines(exchange, self._context.edge_id, upgrade=True)
+    async def _ask(
+        self, exchange: Exchange, upstream: Upstream, lines: bytes, *, apart: bool
+    ) -> tuple[Reply, UpstreamConnection | None]:
+        """The answer, and the connection if it has one of its own. Writes are sent once, whatever happens."""
+        intake = intake_of(exchange)
+        if intake is not None:
+            head = request_head(exchange, lines, framing_of(intake))
+            return await upstream.uploads.ask_while_coming(head, intake), None
+        request = request_bytes(exchange, lines)
+        if apart:
+            return await upstream.pool.ask_apart(request)
+        is_head, is_read = exchange.method == b"HEAD", exchange.method in READS
+        return await upstream.pool.ask(request, head_only=is_head, again=is_read), None
+
+    async def _upgrade(self, exchange: Exchange, upstream: Upstream, caller: Caller | None) -> None:
+        mark = self._context.mark_of(exchange, caller)
+        lines = request_lines(exchange, self._context.edge_id, mark, upgrade=True)
         try:
             reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines))
         except UpstreamLostError as lost:
@@ -148,6 +172,11 @@ def unavailable(lost: UpstreamLostError, method: bytes) -> TailraceError:
     if lost.sent and method not in READS:
         return TailraceError("unavailable", UNKNOWN_OUTCOME)
     return TailraceError("unavailable", "the upstream does not answer")
+
+
+def intake_of(exchange: Exchange) -> Intake | None:
+    """The body, if it was not all here when the request was."""
+    return exchange.intake if isinstance(exchange, IncomingExchange) else None
 
 
 def check_once(exchange: Exchange) -> None:

@@ -22,9 +22,15 @@ class Caller(NamedTuple):
     """A client as the edge knows it."""
 
     shared: bool  # the edge has checked it: what others may read it may be given, too
+    ip: str = ""
     authorization: bytes | None = None
     until_s: float | None = None  # wall time at which what it may do ends
     identity: Identity | None = None
+
+    @classmethod
+    def of(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
+        """A client of which nothing was checked."""
+        return cls(shared, exchange.peer.rpartition(":")[0], exchange.headers.get(b"authorization"))
 
 
 class Gate:
@@ -42,16 +48,16 @@ class Gate:
 
     def admit(self, exchange: Exchange, name: str) -> Caller:
         """Refuses who may not do this to a stream, before anything is looked up or sent on."""
-        authorization = exchange.headers.get(b"authorization")
+        caller = Caller.of(exchange, shared=b"authorization" not in exchange.headers)
         if self.verifier is None:
-            return Caller(authorization is None, authorization)
-        identity = self._identify(self.verifier, authorization)
+            return caller
+        identity = self._identify(self.verifier, caller.authorization)
         if identity is None:
-            return Caller(False, authorization)
+            return caller._replace(shared=False)
         action = ACTIONS.get(exchange.method)
         if action is not None:
             authorise(identity, action, stream=name)
-        return Caller(True, authorization, identity.until_s, identity)
+        return caller._replace(shared=True, until_s=identity.until_s, identity=identity)
 
     def inspect(self, exchange: Exchange) -> None:
         """Refuses who may not look at the edge's own numbers."""

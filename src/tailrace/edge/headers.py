@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tailrace.net.http1 import Exchange
+from tailrace.net.intake import Intake
 from tailrace.protocol import headers
 
 # They belong to one connection, not to the message.
@@ -52,8 +53,8 @@ RESPONSE_OWN = frozenset(
 EXPOSED = headers.exposed(headers.RESPONSE_HEADERS).partition(b": ")[2].strip()
 
 
-def request_lines(exchange: Exchange, edge_id: bytes, *, upgrade: bool = False) -> bytes:
-    """The header lines with which a client's request goes on."""
+def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgrade: bool = False) -> bytes:
+    """The header lines with which a client's request goes on. `mark` is the line that vouches for it."""
     named = _named(exchange.headers.get(b"connection", b""))
     lines: list[bytes] = []
     for name, value in exchange.headers.items():
@@ -66,20 +67,35 @@ def request_lines(exchange: Exchange, edge_id: bytes, *, upgrade: bool = False) 
     via = b"1.1 tailrace-edge-" + edge_id
     lines.append(b"host: %b\r\nvia: %b\r\n" % (host, seen + b", " + via if seen else via))
     lines.append(b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (address, exchange.scheme))
-    lines.append(b"x-forwarded-host: %b\r\n" % host)
+    lines.append(b"x-forwarded-host: %b\r\n%b" % (host, mark))
     if upgrade:
         asked = exchange.headers.get(b"upgrade", b"websocket")
         lines.append(b"connection: Upgrade\r\nupgrade: %b\r\n" % asked)
     return b"".join(lines)
 
 
+def whole_target(exchange: Exchange) -> bytes:
+    """Path and query, as they came."""
+    return exchange.path + (b"?" + exchange.query if exchange.query else b"")
+
+
 def request_bytes(exchange: Exchange, lines: bytes) -> bytes:
     """A client's request as it goes upstream."""
-    target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
     length = b""
     if exchange.body or exchange.method in (b"POST", b"PUT", b"PATCH"):
         length = b"content-length: %d\r\n" % len(exchange.body)
-    return b"%b %b HTTP/1.1\r\n%b%b\r\n%b" % (exchange.method, target, lines, length, exchange.body)
+    return request_head(exchange, lines, length) + exchange.body
+
+
+def request_head(exchange: Exchange, lines: bytes, framing: bytes) -> bytes:
+    """The same without its body, which may still be coming."""
+    return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (exchange.method, whole_target(exchange), lines, framing)
+
+
+def framing_of(intake: Intake) -> bytes:
+    if intake.length is None:
+        return b"transfer-encoding: chunked\r\n"
+    return b"content-length: %d\r\n" % intake.length
 
 
 def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes:

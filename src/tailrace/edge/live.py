@@ -16,9 +16,9 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line
 from tailrace.edge.reader import LiveReader
 from tailrace.edge.slices import Slices
-from tailrace.edge.wires import SseWire, WsHandler, WsWire
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
+from tailrace.net.live_wires import SseWire, WsReader, WsWire
 from tailrace.protocol import offsets
 from tailrace.protocol.headers import line
 
@@ -37,6 +37,11 @@ class Live:
         self.channels = channels
         self.slices = slices
         self.readers: set[LiveReader] = set()
+        self.unsent_bytes_max = context.limits.live_unsent_bytes
+        self.now = context.loop.time()  # moved by the tick
+        self.fanout_bytes: dict[str, int] = {"sse": 0, "ws": 0}
+        for mode in self.fanout_bytes:
+            context.telemetry.edge_fanout_bytes.reads[(mode,)] = lambda mode=mode: self.fanout_bytes[mode]
         self._timer: asyncio.TimerHandle | None = None
 
     async def follow(self, exchange: Exchange, reading: Reading, caller: Caller) -> bool:
@@ -72,10 +77,10 @@ class Live:
     def _open_wire(self, exchange: Exchange, reader: LiveReader, outcome: str) -> None:
         channel = reader.channel
         if reader.mode == "ws":
-            wire = WsWire()
+            wire = WsWire("ws")
             try:
-                wire.connection = exchange.upgrade_websocket(
-                    WsHandler(reader), cache_line(outcome), message_bytes=1024
+                wire.attach(
+                    exchange.upgrade_websocket(WsReader(reader), cache_line(outcome), message_bytes=1024)
                 )
             except TailraceError:
                 reader.gone()
@@ -90,7 +95,7 @@ class Live:
             if channel.earliest and offsets.parse_position(channel.earliest)[1]:
                 head += line("Stream-Earliest-Offset", channel.earliest)
             outlet = exchange.open_stream(200, head + cache_line(outcome))
-            reader.wire = SseWire(outlet)
+            reader.wire = SseWire(outlet, "sse")
             outlet.on_gone = reader.gone
             outlet.on_drain = reader.on_drain
             if outlet.closed:
@@ -103,6 +108,7 @@ class Live:
         self.readers.add(reader)
         self.channels.clients[reader.mode] += 1
         if self._timer is None:
+            self.now = self.context.loop.time()
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
     def dismiss(self, reader: LiveReader) -> None:
@@ -125,7 +131,8 @@ class Live:
 
     def _tick(self) -> None:
         self._timer = None
-        now, now_s = self.context.loop.time(), self.context.now_s()
+        self.now = now = self.context.loop.time()
+        now_s = self.context.now_s()
         keep_alive_s = self.context.limits.sse_keep_alive_ms / 1000
         for reader in tuple(self.readers):
             reader.on_tick(now, now_s, keep_alive_s)

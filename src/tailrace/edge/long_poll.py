@@ -18,7 +18,7 @@ from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.facts import FactBook
 from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.gate import Caller
-from tailrace.edge.headers import cache_line, own_request, response_lines
+from tailrace.edge.headers import cache_line, response_lines
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.cursor import next_cursor
@@ -87,7 +87,9 @@ class LongPolls:
             left_s = until - context.loop.time()
             rung = channel.end > reading.offset or channel.closed or channel.over
             if left_s > 0 and not rung and not self._stopping:
+                begun = context.loop.time()
                 rung = await self._hear(Doorbell(channel, caller.authorization, caller.until_s), left_s)
+                context.note(exchange, "edge-wait", context.loop.time() - begun)
             if caller.until_s is not None and context.now_s() >= caller.until_s:
                 raise TailraceError("unauthorized", "the token has expired")
             if not rung or left_s <= 0 or self._stopping:
@@ -137,13 +139,7 @@ class LongPolls:
         context = self._context
         upstream = context.upstreams.of(reading.name)
         parameters = {**reading.parameters, "live": reading.raw_live, "timeout_ms": "0"}
-        request = own_request(
-            b"GET",
-            stream_target(reading.name, parameters),
-            upstream.origin.host_header,
-            context.edge_id,
-            caller.authorization,
-        )
+        request = context.request_for(caller, upstream, stream_target(reading.name, parameters))
         reply = await upstream.pool.ask(request, again=True)
         body = await reply.body(context.limits.edge_frame_bytes)
         self._book.note_reply(reading.name, reply, context.loop.time())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from tailrace.telemetry import SECONDS, Distribution, Metric, Number, Numbers, render
+from tailrace.instruments import SECONDS, Distribution, Metric, Number, Numbers, render
 
 
 def _row(name: str, kind: Literal["counter", "gauge"], text: str, labels: tuple[str, ...] = ()) -> Metric:
@@ -26,11 +26,13 @@ TABLE: Final[dict[str, Metric]] = {
         _row("connections", "gauge", "Open connections of clients."),
         _row("received_bytes", "counter", "Bytes received from clients."),
         _row("sent_bytes", "counter", "Bytes sent to clients."),
+        _row("body_bytes", "gauge", "Bytes of request bodies that wait for their upstream."),
         _row("clients", "gauge", "Live readers, by mode.", ("mode",)),
         _row("channels", "gauge", "Streams that are followed, each on one upstream socket."),
         _row("private_sockets", "gauge", "Upstream sockets of single readers."),
         _row("ring_bytes", "gauge", "Recent batches held for readers."),
         _row("batches", "counter", "Batches received from upstreams."),
+        _row("encodings", "counter", "Wire forms made of batches: one per form, however many take it."),
         _row("fanout_bytes", "counter", "Bytes of batches handed to live readers, by mode.", ("mode",)),
         _row("join", "counter", "Live readers that joined a channel, by how they got there.", ("path",)),
         Metric(
@@ -44,6 +46,7 @@ TABLE: Final[dict[str, Metric]] = {
         _row("cache_invalidations", "counter", "Streams whose slices were dropped, by reason.", ("reason",)),
         _row("coalesced", "counter", "Reads that joined an equal one that was under way."),
         _row("recent_hits", "counter", "Reads at the tail that were given an answer of a moment ago."),
+        _row("revalidated", "counter", "Reads at the tail of which the upstream said that nothing changed."),
         _row("reconnects", "counter", "Upstream sockets opened again, by why they had ended.", ("reason",)),
         _row("upstream_healthy", "gauge", "1 while an upstream is well, else 0.", ("upstream",)),
         _row("detached", "counter", "Live readers that were too slow and went back to reading slices."),
@@ -64,11 +67,13 @@ class EdgeTelemetry:
         self.edge_connections = Number()
         self.edge_received_bytes = Number()
         self.edge_sent_bytes = Number()
+        self.edge_body_bytes = Number()
         self.edge_clients = Numbers()
         self.edge_channels = Number()
         self.edge_private_sockets = Number()
         self.edge_ring_bytes = Number()
         self.edge_batches = Number()
+        self.edge_encodings = Number()
         self.edge_fanout_bytes = Numbers()
         self.edge_join = Numbers()
         self.edge_delivery_seconds = Distribution(TABLE["edge_delivery_seconds"].buckets)
@@ -77,6 +82,7 @@ class EdgeTelemetry:
         self.edge_cache_invalidations = Numbers()
         self.edge_coalesced = Number()
         self.edge_recent_hits = Number()
+        self.edge_revalidated = Number()
         self.edge_reconnects = Numbers()
         self.edge_upstream_healthy = Numbers()
         self.edge_detached = Number()

@@ -8,6 +8,8 @@ from collections import deque
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
 from tailrace.edge.origin import Origin
 from tailrace.errors import TailraceError
+from tailrace.net.intake import Intake
+from tailrace.net.wire import LAST_CHUNK, chunk
 
 # A kept connection that was silent longer is not trusted with a request: its other end may be closing it.
 KEPT_S_MAX = 20.0
@@ -30,16 +32,51 @@ class Pool:
 
     async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> Reply:
         """Sends a request when it is its turn. With `again` it is tried once more if nothing came back."""
-        await self._turn()
+        queued_s = await self._turn()
         connection = await self._kept_or_new()
         try:
-            return await self._send(connection, request, head_only=head_only)
+            reply = await self._send(connection, request, head_only=head_only)
         except UpstreamLostError:
             if not again:
                 raise
-        await self._turn()
-        connection = await self._new()
-        return await self._send(connection, request, head_only=head_only)
+            queued_s += await self._turn()
+            connection = await self._new()
+            reply = await self._send(connection, request, head_only=head_only)
+        reply.queued_s = queued_s
+        return reply
+
+    async def ask_while_coming(self, head: bytes, body: Intake) -> Reply:
+        """Sends a request whose body is still coming, as fast as the upstream takes it.
+
+        An upstream that answers before the end gets no more of it. Raises `BodyLostError` if there is no end.
+        """
+        queued_s = await self._turn()
+        connection = await self._kept_or_new()
+        answer = connection.send(head, head_only=False, more=True)
+        answer.add_done_callback(lambda _: body.wake())
+        try:
+            while not answer.done() and not await self._pass_on(connection, body):
+                async with asyncio.timeout(self._answer_s):
+                    await connection.room()
+            async with asyncio.timeout(self._answer_s):
+                reply = await answer
+        except BaseException as error:
+            connection.abort()
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # nobody else will look at it
+            if isinstance(error, TimeoutError):
+                raise UpstreamLostError("the upstream did not answer in time", sent=True) from None
+            raise
+        reply.queued_s = queued_s
+        return reply
+
+    async def _pass_on(self, connection: UpstreamConnection, body: Intake) -> bool:
+        """The next piece of a body that is still coming; true if it was the last."""
+        piece = await body.piece()
+        if body.length is None:
+            piece = chunk(piece) + (LAST_CHUNK if body.ended else b"")
+        connection.send_more(piece, last=body.ended)
+        return body.ended
 
     async def ask_apart(self, request: bytes) -> tuple[Reply, UpstreamConnection]:
         """Sends a request on a connection of its own, for answers that take as long as they like."""
@@ -56,12 +93,14 @@ class Pool:
 
     # -- turns
 
-    async def _turn(self) -> None:
+    async def _turn(self) -> float:
+        """Waits for a turn; the answer is how long that took."""
         if self._free > 0 and not self._waiting:
             self._free -= 1
-            return
+            return 0.0
         if len(self._waiting) >= self._queue_max:
             raise TailraceError("overloaded", "too many requests wait for the upstream")
+        begun = self._loop.time()
         turn = self._loop.create_future()
         self._waiting.append(turn)
         try:
@@ -70,6 +109,7 @@ class Pool:
             if turn.done() and not turn.cancelled():
                 self._give_back()
             raise
+        return self._loop.time() - begun
 
     def _give_back(self) -> None:
         while self._waiting:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from tailrace.edge.asks import Reading
 from tailrace.edge.batch import Batch, encode_control
 from tailrace.edge.cache import Slice
-from tailrace.edge.channel import GOING_AWAY, GONE, NOT_ALLOWED, OVERLOADED, Channel
+from tailrace.edge.channel import GOING_AWAY, GONE, NOT_ALLOWED, OVERLOADED, Channel, Piece
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.feed import RefusedError
 from tailrace.edge.gate import Caller
-from tailrace.edge.wires import Wire
 from tailrace.errors import TailraceError
+from tailrace.net.live_wires import Wire
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 
@@ -45,7 +45,6 @@ class LiveReader:
         "_live",
         "_number",
         "_path",
-        "_reading",
         "_rounds",
         "_shared",
         "_silent_since",
@@ -68,7 +67,6 @@ class LiveReader:
         self._context = live.context
         self.channel = channel  # the one it is attached to, or is on its way to
         self._shared = channel
-        self._reading = reading
         self.caller = caller
         self.authorization = caller.authorization
         self.until_s = caller.until_s
@@ -86,7 +84,7 @@ class LiveReader:
         self.asked_upstream = False
         self.ended = False
         self.rotate_at: float | None = None
-        self._silent_since = self._context.loop.time()
+        self._silent_since = live.now
         self._path = "ring"
         self._rounds = 0  # reads in a row from inside a batch of the ring
 
@@ -125,7 +123,9 @@ class LiveReader:
                 self._rounds += 1
                 self._path = "straddle"
             self.asked_upstream = True
-            found, _ = await self._live.slices.get(self._reading.at(self.last), self.caller)
+            key = channel.key
+            reading = Reading.plain(key.name, self.last, key.fmt, key.key)
+            found, _ = await self._live.slices.get(reading, self.caller)
             batch = self._batch_of(found)
             if batch.payload is not None or batch.closed:
                 self._path = "slices" if self._path == "ring" else self._path
@@ -184,7 +184,7 @@ class LiveReader:
 
     async def _until_drained(self) -> None:
         assert self.wire is not None
-        while not self.ended and self.wire.unsent_bytes > self._context.limits.live_unsent_bytes:
+        while not self.ended and self.wire.unsent_bytes > self._live.unsent_bytes_max:
             self._drained = asyncio.Event()
             await self._drained.wait()
 
@@ -223,11 +223,18 @@ class LiveReader:
         wire, channel = self.wire, self.channel
         if self._joining or self.ended or wire is None:
             return
+        if self._number == channel.step_from and not channel.closed and channel is self._shared:
+            # Somebody at the same place was just served: the same bytes will do.
+            piece = channel.step.get(wire.form)
+            if piece is not None and piece.cursor > self._floor:
+                if wire.offer(piece.data, self._live.unsent_bytes_max):
+                    self._note_sent(piece)
+                    return
         while self._number < channel.following:
             if self._number < channel.first:
                 self._rejoin()
                 return
-            if wire.unsent_bytes > self._context.limits.live_unsent_bytes:
+            if wire.unsent_bytes > self._live.unsent_bytes_max:
                 self._context.telemetry.edge_detached.value += 1
                 return  # `on_drain` goes on from here
             self._send_next(wire, channel)
@@ -242,17 +249,23 @@ class LiveReader:
     def _send_next(self, wire: Wire, channel: Channel) -> None:
         batch = channel.batch(self._number)
         assert batch.start == self.last
-        if batch.cursor and int(batch.cursor) > self._floor:
-            data, self._number, self.last = channel.piece_from(self._number, wire.form)
+        if batch.cursor_number > self._floor:
+            piece = channel.piece_from(self._number, wire.form)
         else:
-            up_to_date = channel.up_to_date and channel.is_newest(self._number)
-            data = batch.encode(wire.form, self._cursor(batch.cursor), up_to_date)
-            self._number += 1
-            self.last = batch.next
-        self._emit(data)
-        self._live.context.telemetry.edge_fanout_bytes.values[self.mode,] += len(data)
+            data = channel.encoded(self._number, wire.form, self._cursor(batch.cursor))
+            piece = Piece(data, self._number + 1, batch.next, -1)
+        wire.send(piece.data)
+        self._note_sent(piece)
         if channel.closed and self._number == channel.following and channel.batch(self._number - 1).closed:
             self.finish(1000)
+
+    def _note_sent(self, piece: Piece) -> None:
+        live = self._live
+        self._number = piece.number
+        self.last = piece.last
+        self._greeted = True
+        self._silent_since = live.now
+        live.fanout_bytes[self.mode] += len(piece.data)
 
     def _moved_over(self) -> bool:
         """Leaves a private socket as soon as the shared channel knows the place."""
@@ -283,7 +296,7 @@ class LiveReader:
     def _emit(self, data: bytes) -> None:
         assert self.wire is not None
         self._greeted = True
-        self._silent_since = self._context.loop.time()
+        self._silent_since = self._live.now
         self.wire.send(data)
 
     # -- events

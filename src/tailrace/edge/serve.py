@@ -34,7 +34,7 @@ from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstreams
 from tailrace.errors import TailraceError
 from tailrace.logs import configure
-from tailrace.net.server import HttpServer
+from tailrace.net.intake import IntakeServer
 from tailrace.net.tls import server_context
 from tailrace.settings import Settings, SettingsError, unknown_variables
 
@@ -128,7 +128,7 @@ class Edge:
         self.app = EdgeApp(
             context, self.gate, self.book, self.slices, self.live, self.long_polls, self._on_write
         )
-        self._http: HttpServer | None = None
+        self._http: IntakeServer | None = None
         self.url = ""
 
     async def start(self) -> None:
@@ -138,7 +138,7 @@ class Edge:
         self.registry.start()
         if self.gate.verifies:
             self.context.spawn(self._watch_identities())
-        self._http = http = HttpServer(self.app, settings.limits, on_drain=self.app.end_live)
+        self._http = http = IntakeServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
         tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         try:
@@ -187,12 +187,13 @@ class Edge:
         if operation == "delete":
             self.channels.end_stream(name, GONE)
 
-    def _connect_telemetry(self, http: HttpServer) -> None:
+    def _connect_telemetry(self, http: IntakeServer) -> None:
         telemetry = self.telemetry
         telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.stopping)
         telemetry.edge_connections.read = lambda: http.connections_open
         telemetry.edge_received_bytes.read = lambda: http.bytes_in
         telemetry.edge_sent_bytes.read = lambda: http.bytes_out
+        telemetry.edge_body_bytes.read = lambda: http.body_bytes_held
         for mode in MODES:
             telemetry.edge_clients.reads[(mode,)] = lambda mode=mode: self.channels.clients[mode]
         for upstream in self.upstreams.all:

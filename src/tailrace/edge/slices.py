@@ -15,7 +15,6 @@ from tailrace.edge.disk import DiskCache
 from tailrace.edge.facts import FactBook, Facts
 from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.gate import Caller
-from tailrace.edge.headers import own_request
 from tailrace.edge.registry import Registry
 from tailrace.errors import TailraceError
 
@@ -32,7 +31,10 @@ class Flight(NamedTuple):
 
 
 class Recent(NamedTuple):
+    """An answer at the tail: given again for a moment, and after that a thing to compare with."""
+
     slice: Slice
+    generation: int
     writes: int
     at: float
 
@@ -65,29 +67,39 @@ class Slices:
 
     async def get(self, reading: Reading, caller: Caller) -> tuple[Slice, str]:
         """A slice, and what X-Cache says of it. Raises what the upstream says if that is a no."""
+        found = await self.at_hand(reading, caller)
+        return (found, "HIT") if found is not None else (await self.fetched(reading, caller), "MISS")
+
+    async def at_hand(self, reading: Reading, caller: Caller) -> Slice | None:
+        """What may be given without asking the upstream for it."""
         key = key_of(reading)
         facts = self._book.of(reading.name)
         kept = await self._kept(key, facts, caller)
         if kept is not None:
-            return kept, "HIT"
+            return kept
         recent = self._recent.get(key)
-        now = self._context.loop.time()
-        limits = self._context.limits
-        if recent is not None and recent.writes == facts.writes:
-            if now - recent.at < limits.edge_recent_ms / 1000:
-                self._context.telemetry.edge_recent_hits.value += 1
-                return recent.slice, "HIT"
+        if recent is None or recent.writes != facts.writes:
+            return None
+        if self._context.loop.time() - recent.at >= self._context.limits.edge_recent_ms / 1000:
+            return None
+        self._context.telemetry.edge_recent_hits.value += 1
+        return recent.slice
+
+    async def fetched(self, reading: Reading, caller: Caller) -> Slice:
+        """What the upstream says now, or is just about to say to somebody else."""
+        key = key_of(reading)
+        facts = self._book.of(reading.name)
         flight = self._flights.get(key)
         if flight is not None and flight.writes == facts.writes:
             self._context.telemetry.edge_coalesced.value += 1
             try:
-                return await asyncio.shield(flight.task), "MISS"
+                return await asyncio.shield(flight.task)
             except UpstreamLostError:
                 pass  # tried once on its own
             except RefusedError as refused:
                 if refused.refusal.status not in (401, 403):
                     raise
-        return await asyncio.shield(self._fly(key, reading, caller, facts)), "MISS"
+        return await asyncio.shield(self._fly(key, reading, caller, facts))
 
     def end(self, name: str) -> str:
         return self._book.of(name).end
@@ -152,13 +164,12 @@ class Slices:
         context = self._context
         generation, writes = facts.generation, facts.writes
         upstream = context.upstreams.of(reading.name)
-        request = own_request(
-            b"GET",
-            stream_target(reading.name, reading.parameters),
-            upstream.origin.host_header,
-            context.edge_id,
-            caller.authorization,
-        )
+        known = self._recent.get(key)
+        if known is not None and known.generation != generation:
+            known = None
+        compared = b"" if known is None else b"if-none-match: %b\r\n" % known.slice.tag.encode("latin-1")
+        target = stream_target(reading.name, reading.parameters)
+        request = context.request_for(caller, upstream, target, compared)
         try:
             reply = await upstream.pool.ask(request, again=True)
             body = await reply.body(context.limits.edge_frame_bytes)
@@ -169,13 +180,18 @@ class Slices:
         self._book.note_reply(reading.name, reply, now)
         if body is None:
             raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
-        if reply.status != 200:
+        if reply.status == 304 and known is not None:
+            found = known.slice.confirmed(reply, now)
+            context.telemetry.edge_revalidated.value += 1
+        elif reply.status == 200:
+            found = Slice.of(reply, body, now)
+        else:
             raise RefusedError(Answer(reply.status, reply.fields, body))
-        found = Slice.of(reply, body, now)
         if self._is_lasting(found):
             context.spawn(self._keep(key, found, facts, generation, caller))
-        elif found.is_open and facts.writes == writes:
-            self._remember(key, Recent(found, writes, now))
+        elif found.is_open and found.tag and facts.generation == generation:
+            # If something was written meanwhile it is not given again, but is still good to compare with.
+            self._remember(key, Recent(found, generation, writes, now))
         return found
 
     def _is_lasting(self, found: Slice) -> bool:
@@ -202,18 +218,17 @@ class Slices:
                 self._disk.put(each, found)
 
     def _remember(self, key: SliceKey, recent: Recent) -> None:
-        """Keeps an answer at the tail for a moment; the oldest go when there are too many."""
-        size = len(recent.slice.body)
-        before = self._recent.pop(key, None)
-        self._recent_bytes += size - (0 if before is None else len(before.slice.body))
+        """Keeps the last answer at the tail; the oldest go when there are too many."""
+        self._forget(key)
         self._recent[key] = recent
-        oldest = recent.at - self._context.limits.edge_recent_ms / 1000
-        while self._recent:
-            first = next(iter(self._recent.values()))
-            if first.at >= oldest and self._recent_bytes <= RECENT_BYTES_MAX:
-                return
-            _, gone = self._recent.popitem(last=False)
-            self._recent_bytes -= len(gone.slice.body)
+        self._recent_bytes += recent.slice.size
+        while self._recent_bytes > RECENT_BYTES_MAX:
+            self._forget(next(iter(self._recent)))
+
+    def _forget(self, key: SliceKey) -> None:
+        gone = self._recent.pop(key, None)
+        if gone is not None:
+            self._recent_bytes -= gone.slice.size
 
 
 def key_of(reading: Reading) -> SliceKey:

@@ -14,6 +14,7 @@ from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.headers import own_request
 from tailrace.edge.origin import Origin
 from tailrace.edge.pool import Pool
+from tailrace.edge.ramp import Opening, Ramp
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 
@@ -29,7 +30,6 @@ FAILED_CONNECTS_S = 10.0
 # A lost socket is opened again after so long, doubling with each failure, all of it random.
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 10.0
-OPENING_MAX = 64
 READY_BYTES_MAX = 64 * 1024
 
 
@@ -39,12 +39,16 @@ class Upstream:
     def __init__(self, origin: Origin, limits: Limits, edge_id: bytes) -> None:
         self.origin = origin
         self.id = origin.id
-        self.pool = Pool(
-            origin, limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000
-        )
+        bounds = (limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000)
+        self.pool = Pool(origin, *bounds)
+        # For requests that are still coming: a client that sends slowly takes nobody else's turn.
+        self.uploads = Pool(origin, *bounds)
         self.healthy = True  # until proven otherwise: the first request finds out
         self.deployment = ""
-        self.opening = asyncio.Semaphore(OPENING_MAX)
+        time = asyncio.get_running_loop().time
+        self.ramp = Ramp(time)  # of requests, after it was out
+        self._reopening = Ramp(time)  # of lost sockets, after they could not be opened
+        self.opening = Opening(self._reopening)
         self._edge_id = edge_id
         self._failures = 0
         self._back = asyncio.Event()
@@ -63,7 +67,15 @@ class Upstream:
             return
 
     def note_opened(self) -> None:
+        if self._failures:
+            self._came_back()
+
+    def _came_back(self) -> None:
+        """Those who wait for it may try, in their turn."""
         self._failures = 0
+        self._reopening.begin()
+        self._back.set()
+        self._back = asyncio.Event()
 
     def note_failed(self, now: float) -> None:
         """A connection could not be made or broke."""
@@ -77,9 +89,7 @@ class Upstream:
         ready = await self._ready()
         if ready:
             if self._failures:
-                self._failures = 0
-                self._back.set()
-                self._back = asyncio.Event()
+                self._came_back()
             self._bad_checks = 0
             self._good_checks += 1
             if self._good_checks >= GOOD_CHECKS_MIN or not self._reached:
@@ -114,6 +124,8 @@ class Upstream:
     def _set_health(self, healthy: bool) -> None:
         if healthy is not self.healthy:
             self.healthy = healthy
+            if healthy:
+                self.ramp.begin()
             logger.warning("upstream %s is %s", self.id, "back" if healthy else "out")
 
 
@@ -138,21 +150,23 @@ class Upstreams:
             await asyncio.gather(self._task, return_exceptions=True)
         for upstream in self.all:
             upstream.pool.close()
+            upstream.uploads.close()
 
     def of(self, name: str) -> Upstream:
         """The upstream that a stream is asked of, or `unavailable`."""
         if len(self.all) == 1:
             return self.all[0]
-        order = ranked(placement(name), list(self._by_id))
+        key = placement(name)
+        order = ranked(key, list(self._by_id))
         if self.mode == "sharded":
             first = self._by_id[order[0]]
             if not first.healthy:
                 raise TailraceError("unavailable", "the server of this stream does not answer")
             return first
-        for upstream_id in order:
-            if self._by_id[upstream_id].healthy:
-                return self._by_id[upstream_id]
-        return self._by_id[order[0]]
+        well = [self._by_id[upstream_id] for upstream_id in order if self._by_id[upstream_id].healthy]
+        # One that has just come back is given a few of its streams, then more of them.
+        ready = (upstream for upstream in well if upstream.ramp.takes(key))
+        return next(ready, well[0] if well else self._by_id[order[0]])
 
     def any(self) -> Upstream:
         """For requests that belong to no stream."""

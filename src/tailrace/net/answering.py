@@ -350,6 +350,10 @@ class AnsweringConnection(asyncio.Protocol):
         start = self._head(exchange, status, head, closing=True) + length_end(len(body))
         is_head = exchange is not None and exchange.method == b"HEAD"
         self.write(start if is_head else start + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Ends the connection of a client that may still be sending, so that it gets to read its answer."""
         self._ended = True
         if self.transport.is_closing():
             return

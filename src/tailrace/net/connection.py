@@ -373,7 +373,7 @@ class HttpConnection(AnsweringConnection):
                 self.refuse(_http09())
                 return
         else:
-            received = 0 if self._body is None else len(self._body)
+            received = self._received_bytes()
             # Chunk extensions and trailers carry no body: they may be as long as a head, not longer.
             self._wire_idle = self._wire_idle + size if received == self._body_seen else 0
             self._body_seen = received
@@ -386,6 +386,10 @@ class HttpConnection(AnsweringConnection):
             self.rearm()
         else:
             self.backlog = True
+
+    def _received_bytes(self) -> int:
+        """Of the body of the request that is being read."""
+        return 0 if self._body is None else len(self._body)
 
     def _examine(self, exchange: Exchange, keep_alive: bool) -> None:
         # The trailers of a chunked body come through on_header too; they must not reach the headers.
@@ -438,7 +442,7 @@ class HttpConnection(AnsweringConnection):
             self._body_counted = 0
 
     def _parse_failed(self, error: HttpParserError) -> None:
-        if self._last_request or self._ended:
+        if self._ended or (self._last_request and self._incoming is None):
             # Bytes after a request that closes the connection are nobody's.
             return
         cause = error.__context__

@@ -1,0 +1,54 @@
+"""The header lines that every answer carries, those of a server and those of an edge alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tailrace.net.exchange import Exchange
+from tailrace.protocol import headers
+
+
+class CommonHeaders:
+    """Policy, CORS and, where it is wanted, how long the answer took and with what."""
+
+    def __init__(
+        self, resource_policy: str, cors_origins: str, total: str | None, time: Callable[[], float]
+    ) -> None:
+        """`total` is what Server-Timing calls the whole; None leaves that header out."""
+        self._origins: frozenset[str] | None = None
+        if cors_origins != "*":
+            self._origins = frozenset(origin.strip() for origin in cors_origins.split(",") if origin.strip())
+        self._common = headers.common_lines(resource_policy, "*" if self._origins is None else None)
+        self._total = total
+        self._time = time
+        # What every request alike is given; None if it depends on the request.
+        self.fixed = self._common if self._origins is None and total is None else None
+
+    def __call__(self, exchange: Exchange | None) -> bytes:
+        common = self._common
+        if self._total is not None and exchange is not None:
+            total_ms = (self._time() - exchange.started) * 1000
+            ours, _, theirs = exchange.phases.partition("\n")
+            parts = (ours, f"{self._total};dur={total_ms:.3f}", theirs)
+            common += headers.line("Server-Timing", ", ".join(part for part in parts if part))
+        if self._origins is None:
+            return common
+        origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
+        text = origin.decode("latin-1")
+        if text in self._origins:
+            return common + headers.line("Access-Control-Allow-Origin", text)
+        return common
+
+
+def add_phase(exchange: Exchange, name: str, seconds: float) -> None:
+    """Notes for Server-Timing how long a part of the request took."""
+    ours, line_break, theirs = exchange.phases.partition("\n")
+    phase = f"{name};dur={seconds * 1000:.3f}"
+    exchange.phases = (f"{ours}, {phase}" if ours else phase) + line_break + theirs
+
+
+def add_theirs(exchange: Exchange, phases: str) -> None:
+    """Notes what the server behind this one says of its own part; it follows the total, unchanged."""
+    if phases:
+        ours = exchange.phases.partition("\n")[0]
+        exchange.phases = f"{ours}\n{phases}"
