@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tailrace.cli.app import VERBS
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
+from tailrace.instruments import Metric
 from tailrace.settings import PRESETS, TABLE, Setting
 from tailrace.telemetry import TABLE as METRICS
-from tailrace.telemetry import Metric
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -1,42 +1,22 @@
-"""The metrics of a server: one table, plain numbers on the hot path, Prometheus text when somebody asks.
-
-A counter is an integer that its one owner adds to, and a gauge is a function called at scrape time, so that
-measuring costs an append nothing worth naming. Each histogram has one writing thread. The table below is also
-where ``docs/metrics.md`` comes from.
-"""
+"""The metrics of a server: one table, and what holds its numbers. ``docs/metrics.md`` comes from it, too."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final
 
-from msgspec import Struct
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric as Family
-
-Kind = Literal["counter", "gauge", "histogram"]
-Read = Callable[[], float]
-
-SECONDS: Final = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
+from tailrace.instruments import (
+    SECONDS,
+    Distribution,
+    Distributions,
+    Metric,
+    Number,
+    Numbers,
+    counter,
+    gauge,
+    histogram,
+    render,
 )
+
 MATCH_SECONDS: Final = (
     0.00001,
     0.000025,
@@ -54,279 +34,172 @@ MATCH_SECONDS: Final = (
 JOB_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
-
-class Metric(Struct, frozen=True, kw_only=True):
-    """One row of the table."""
-
-    name: str
-    kind: Kind
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def exposed(self) -> str:
-        """The name Prometheus sees."""
-        return f"tailrace_{self.name}_total" if self.kind == "counter" else f"tailrace_{self.name}"
-
-
-def _counter(name: str, text: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="counter", help=text, labels=labels)
-
-
-def _gauge(name: str, text: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="gauge", help=text, labels=labels)
-
-
-def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
-    return Metric(name=name, kind="histogram", help=text, labels=labels, buckets=buckets)
-
-
 TABLE: Final[dict[str, Metric]] = {
     metric.name: metric
     for metric in (
-        _gauge("info", "Always 1; the label is the server's version.", "version"),
-        _gauge("ready", "1 while appends and reads are served, else 0."),
+        gauge("info", "Always 1; the label is the server's version.", "version"),
+        gauge("ready", "1 while appends and reads are served, else 0."),
         # The network.
-        _counter("requests", "Requests answered, by method and status.", "method", "status"),
-        _counter("refused", "Requests refused, by error code.", "code"),
-        _counter("malformed_requests", "Connections ended because what they sent was not HTTP."),
-        _counter("received_bytes", "Bytes received from clients."),
-        _counter("sent_bytes", "Bytes sent to clients."),
-        _gauge("connections", "Open connections."),
-        _counter("relayed_requests", "Requests passed on to the worker that owns what they are about."),
-        _counter("moved_connections", "Connections given to the worker that owns what they ask for."),
-        _gauge("live_connections", "Live readers, by mode.", "mode"),
-        _counter("live_demoted", "Live readers that were too slow and went back to catch-up reading."),
+        counter("requests", "Requests answered, by method and status.", "method", "status"),
+        counter("refused", "Requests refused, by error code.", "code"),
+        counter("malformed_requests", "Connections ended because what they sent was not HTTP."),
+        counter("received_bytes", "Bytes received from clients."),
+        counter("sent_bytes", "Bytes sent to clients."),
+        gauge("connections", "Open connections."),
+        counter("relayed_requests", "Requests passed on to the worker that owns what they are about."),
+        counter("moved_connections", "Connections given to the worker that owns what they ask for."),
+        gauge("live_connections", "Live readers, by mode.", "mode"),
+        counter("live_demoted", "Live readers that were too slow and went back to catch-up reading."),
         # Identities.
-        _gauge("api_keys", "API keys that there are."),
-        _gauge("revocations", "Tokens and subjects that are remembered as revoked."),
-        _counter("connections_revoked", "Connections ended because their token is good no more."),
-        _counter("identity_limited", "Requests refused because one identity asked too much."),
+        gauge("api_keys", "API keys that there are."),
+        gauge("revocations", "Tokens and subjects that are remembered as revoked."),
+        counter("connections_revoked", "Connections ended because their token is good no more."),
+        counter("identity_limited", "Requests refused because one identity asked too much."),
         # Appends.
-        _counter("append_entries", "Entries made durable."),
-        _counter("append_bytes", "Payload bytes made durable."),
-        _gauge("append_queue_bytes", "Bytes waiting for a commit."),
-        _histogram("commit_records", "Journal records that shared one sync.", SIZES),
-        _histogram("sync_seconds", "Time of one write and sync of the journal.", SECONDS),
-        _counter("journal_failures", "Writes or syncs of the journal that failed."),
+        counter("append_entries", "Entries made durable."),
+        counter("append_bytes", "Payload bytes made durable."),
+        gauge("append_queue_bytes", "Bytes waiting for a commit."),
+        histogram("commit_records", "Journal records that shared one sync.", SIZES),
+        histogram("sync_seconds", "Time of one write and sync of the journal.", SECONDS),
+        counter("journal_failures", "Writes or syncs of the journal that failed."),
         # State.
-        _gauge("streams", "Streams that exist."),
-        _gauge("streams_loaded", "Streams held in memory."),
-        _gauge("tail_memory_bytes", "Recent entries held in memory."),
-        _gauge("journal_bytes", "Size of the journal files."),
-        _gauge("checkpoint_lag_bytes", "Journal bytes that the hot store does not have yet."),
-        _counter("checkpoints", "Checkpoints written to the hot store."),
-        _gauge("disk_free_bytes", "Free space on the disk of the data directory."),
+        gauge("streams", "Streams that exist."),
+        gauge("streams_loaded", "Streams held in memory."),
+        gauge("tail_memory_bytes", "Recent entries held in memory."),
+        gauge("journal_bytes", "Size of the journal files."),
+        gauge("checkpoint_lag_bytes", "Journal bytes that the hot store does not have yet."),
+        counter("checkpoints", "Checkpoints written to the hot store."),
+        gauge("disk_free_bytes", "Free space on the disk of the data directory."),
         # Traces.
-        _counter("trace_spans", "Spans of traces, by what became of them.", "outcome"),
+        counter("trace_spans", "Spans of traces, by what became of them.", "outcome"),
         # Cold history.
-        _gauge("hot_bytes", "Payload in the hot store."),
-        _gauge("unsealed_bytes", "Payload that is not on the object store yet, wherever it is."),
-        _gauge("spooled_bytes", "Segments that are written and not yet uploaded."),
-        _gauge("seal_queue", "Streams that are due to be sealed."),
-        _counter("sealed_segments", "Segments recorded in a manifest."),
-        _counter("sealed_bytes", "Size of the segments recorded in a manifest."),
-        _counter("seal_failures", "Jobs of the sealer that failed and are repeated."),
-        _counter("trimmed_entries", "Entries that retention took away."),
-        _counter("trimmed_segments", "Segments that retention took away."),
-        _counter("trimmed_bytes", "Size of the segments that retention took away."),
-        _counter("sweeps", "Sweeps of the whole object store that came to the end."),
-        _counter("swept_objects", "Objects that sweeps looked at."),
-        _counter("swept_orphans", "Objects that sweeps deleted, since no manifest can name them any more."),
-        _counter("swept_orphan_bytes", "Size of the objects that sweeps deleted."),
-        _counter("swept_tombstones", "Tombstones of deleted streams that sweeps took off the object store."),
-        # The pipeline.
-        _gauge("pipeline_state", "1 for the state that the pipeline is in, 0 for the others.", "state"),
-        _counter("pipeline_restarts", "Starts of the pipeline after it had failed."),
-        _gauge("pipeline_backlog_segments", "Segments that lack companions."),
-        _gauge("pipeline_backlog_oldest_seconds", "Age of the oldest of these."),
-        _counter("pipeline_publish", "Publications, by job and what became of them.", "job", "outcome"),
-        _counter("pipeline_rows", "Entries that companions or joined segments were published for.", "job"),
-        _counter("compacted_segments", "Segments that became part of larger ones."),
-        _histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_SECONDS, "family"),
-        _histogram(
+        gauge("hot_bytes", "Payload in the hot store."),
+        gauge("unsealed_bytes", "Payload that is not on the object store yet, wherever it is."),
+        gauge("spooled_bytes", "Segments that are written and not yet uploaded."),
+        gauge("seal_queue", "Streams that are due to be sealed."),
+        counter("sealed_segments", "Segments recorded in a manifest."),
+        counter("sealed_bytes", "Size of the segments recorded in a manifest."),
+        counter("seal_failures", "Jobs of the sealer that failed and are repeated."),
+        counter("trimmed_entries", "Entries that retention took away."),
+        counter("trimmed_segments", "Segments that retention took away."),
+        counter("trimmed_bytes", "Size of the segments that retention took away."),
+        counter("sweeps", "Sweeps of the whole object store that came to the end."),
+        counter("swept_objects", "Objects that sweeps looked at."),
+        counter("swept_orphans", "Objects that sweeps deleted, since no manifest can name them any more."),
+        counter("swept_orphan_bytes", "Size of the objects that sweeps deleted."),
+        counter("swept_tombstones", "Tombstones of deleted streams that sweeps took off the object store."),
+        gauge("object_store_ok", "1 while the object store can be used, else 0."),
+        counter("object_requests", "Requests to the object store, by kind.", "kind"),
+        counter("object_sent_bytes", "Bytes sent to the object store."),
+        counter("object_received_bytes", "Bytes received from the object store."),
+        gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
+        counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
+        # The pipeline and its companions.
+        gauge("pipeline_state", "1 for the state that the pipeline is in, 0 for the others.", "state"),
+        counter("pipeline_restarts", "Starts of the pipeline after it had failed."),
+        gauge("pipeline_backlog_segments", "Segments that lack companions."),
+        gauge("pipeline_backlog_oldest_seconds", "Age of the oldest of these."),
+        counter("pipeline_publish", "Publications, by job and what became of them.", "job", "outcome"),
+        counter("pipeline_rows", "Entries that companions or joined segments were published for.", "job"),
+        counter("compacted_segments", "Segments that became part of larger ones."),
+        histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_SECONDS, "family"),
+        histogram(
             "pipeline_seal_to_published_seconds",
             "Time from a segment's record to the publication of its companions.",
             JOB_SECONDS,
         ),
-        _gauge("pipeline_rss_bytes", "Memory of the whole pipeline, as it says."),
-        _gauge("pipeline_quarantined_segments", "Segments of which no companions can be built."),
-        _gauge("object_store_ok", "1 while the object store can be used, else 0."),
-        _counter("object_requests", "Requests to the object store, by kind.", "kind"),
-        _counter("object_sent_bytes", "Bytes sent to the object store."),
-        _counter("object_received_bytes", "Bytes received from the object store."),
-        _gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
-        _counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
-        _gauge("companion_cache_bytes", "Local copies of companions."),
-        _gauge("companion_opened_bytes", "Companions that are open in memory."),
-        _counter("companion_opens", "Companions fetched and opened for queries."),
-        _counter("companion_unusable", "Companions that were missing or damaged; queries decoded records."),
+        gauge("pipeline_rss_bytes", "Memory of the whole pipeline, as it says."),
+        gauge("pipeline_quarantined_segments", "Segments of which no companions can be built."),
+        gauge("companion_cache_bytes", "Local copies of companions."),
+        gauge("companion_opened_bytes", "Companions that are open in memory."),
+        counter("companion_opens", "Companions fetched and opened for queries."),
+        counter("companion_unusable", "Companions that were missing or damaged; queries decoded records."),
         # Bootstrap.
-        _counter("bootstraps", "1 if this server restored its disk from the object store when it started."),
-        _gauge("bootstrap_seconds", "Time the restoring took."),
-        _gauge("bootstrap_restored", "What was restored, by kind.", "kind"),
-        _gauge("bootstrap_problems", "What could not be restored as it was."),
+        counter("bootstraps", "1 if this server restored its disk from the object store when it started."),
+        gauge("bootstrap_seconds", "Time the restoring took."),
+        gauge("bootstrap_restored", "What was restored, by kind.", "kind"),
+        gauge("bootstrap_problems", "What could not be restored as it was."),
         # Subscriptions.
-        _gauge("subscriptions", "Subscriptions that exist."),
-        _counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
+        gauge("subscriptions", "Subscriptions that exist."),
+        counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
         # Documents and live queries.
-        _counter("watch_changes", "Changes of documents that were looked at, by what happened.", "op"),
-        _gauge("watch_match_lag_changes", "Changes that are durable and not looked at yet."),
-        _gauge("watch_partition_state", "Collections, by state.", "state"),
-        _gauge("watch_generation", "Highest generation of a collection."),
-        _counter("watch_match_candidates", "Predicates that the index found for them."),
-        _counter("watch_match_hits", "Predicates that matched."),
-        _gauge("watch_match_hit_ratio", "Share of the candidates that matched, since the start."),
-        _histogram("watch_match_latency_seconds", "Time to find whom a change concerns.", MATCH_SECONDS),
-        _counter("watch_match_fallback", "Predicates that the library evaluated."),
-        _counter("watch_match_slow", "Changes that took longer than a millisecond to match."),
-        _gauge(
-            "watch_index_predicates", "Different predicates that are watched, by what finds them.", "kind"
-        ),
-        _gauge("watch_scan_list_predicates", "Those of them that no index can help with."),
-        _gauge("watch_connections", "Realtime connections, by transport.", "transport"),
-        _gauge("watch_subscriptions", "Subscriptions of realtime connections.", "state", "priority"),
-        _counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
-        _histogram(
+        counter("watch_changes", "Changes of documents that were looked at, by what happened.", "op"),
+        gauge("watch_match_lag_changes", "Changes that are durable and not looked at yet."),
+        gauge("watch_partition_state", "Collections, by state.", "state"),
+        gauge("watch_generation", "Highest generation of a collection."),
+        counter("watch_match_candidates", "Predicates that the index found for them."),
+        counter("watch_match_hits", "Predicates that matched."),
+        gauge("watch_match_hit_ratio", "Share of the candidates that matched, since the start."),
+        histogram("watch_match_latency_seconds", "Time to find whom a change concerns.", MATCH_SECONDS),
+        counter("watch_match_fallback", "Predicates that the library evaluated."),
+        counter("watch_match_slow", "Changes that took longer than a millisecond to match."),
+        gauge("watch_index_predicates", "Different predicates that are watched, by what finds them.", "kind"),
+        gauge("watch_scan_list_predicates", "Those of them that no index can help with."),
+        gauge("watch_connections", "Realtime connections, by transport.", "transport"),
+        gauge("watch_subscriptions", "Subscriptions of realtime connections.", "state", "priority"),
+        counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
+        histogram(
             "watch_delivery_latency_seconds", "Time from a commit to the write to the sockets.", SECONDS
         ),
-        _gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
-        _gauge("watch_watermark_level", "Share of what may be unsent to all of them together."),
-        _counter("watch_demotions", "Subscriptions that were too slow and went back to the log."),
-        _counter(
+        gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
+        gauge("watch_watermark_level", "Share of what may be unsent to all of them together."),
+        counter("watch_demotions", "Subscriptions that were too slow and went back to the log."),
+        counter(
             "watch_delivered_batches", "Deliveries of jobs that were read, by what became of them.", "result"
         ),
-        _counter(
-            "watch_delivered_skipped", "Changes that nobody had to read, since a job had examined them."
+        counter("watch_delivered_skipped", "Changes that nobody had to read, since a job had examined them."),
+        counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
+        counter("watch_resume", "Resumes, by result and by where they read.", "result", "path"),
+        counter("watch_snapshots", "Snapshots begun."),
+        histogram("watch_snapshot_seconds", "Time from the request of a snapshot to its end.", JOB_SECONDS),
+        counter("watch_snapshot_documents", "Documents sent in snapshots."),
+        gauge("watch_replication_connections", "Connections of replicating clients."),
+        counter("watch_pull", "Pages that replicating clients have pulled."),
+        counter("watch_push_rows", "Documents that they have pushed, by what became of them.", "result"),
+        counter("watch_conflicts", "Documents that they have to look at before they push again."),
+        counter("watch_resync", "Times that they were told to pull, since their stream could not go on."),
+        counter("watch_auth_failures", "Realtime clients that could not say who they are, by code.", "code"),
+        gauge(
+            "watch_slo_burn", "How fast the worst collection uses up an allowance; 1 is allowed.", "objective"
         ),
-        _counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
-        _counter("watch_resume", "Resumes, by result and by where they read.", "result", "path"),
-        _counter("watch_snapshots", "Snapshots begun."),
-        _histogram("watch_snapshot_seconds", "Time from the request of a snapshot to its end.", JOB_SECONDS),
-        _counter("watch_snapshot_documents", "Documents sent in snapshots."),
+        counter("watch_audit_dropped", "Audit events that could not be written."),
+        counter("watch_purged_tombstones", "Deleted documents that are remembered no more."),
+        counter("watch_published_views", "Views of collections that were written to the object store."),
+        gauge("watch_sources", "Sources of changes, by phase.", "phase"),
+        counter("watch_source_changes", "Changes that came from sources, by what happened.", "op"),
+        counter("watch_source_repeats", "Changes of sources that were known already and left out."),
+        counter("watch_source_restarts", "Sessions with sources that ended and were begun again."),
+        counter("watch_source_gaps", "Times that a source could not go on from where it was."),
+        gauge("watch_source_lag_seconds", "Age of the newest change of the source that is furthest behind."),
+        gauge("watch_source_retained_bytes", "Log that a database keeps for us, the most of all sources."),
         # The hub.
-        _gauge("hub_sessions", "Sessions of actors, detached ones included."),
-        _gauge("hub_detached_sessions", "Sessions whose client may come back."),
-        _gauge("hub_actors", "Registered addresses, by whether they are durable.", "durable"),
-        _gauge("hub_registry_fill_ratio", "Registered addresses over what the registry holds."),
-        _counter("hub_messages", "Messages of actors, by kind and result.", "kind", "result"),
-        _counter("hub_deliveries", "Messages handed over, by mode.", "mode"),
-        _counter("hub_errors", "Errors told to actors, by code.", "code"),
-        _counter("hub_dead_letters", "Messages that could not be delivered, by reason.", "reason"),
-        _counter("hub_dropped", "Messages that a slow connection did not get."),
-        _counter("hub_duplicates", "Repeated messages, by how that was known.", "by"),
-        _counter("hub_from_rewritten", "Messages whose sender claimed to be somebody else."),
-        _counter("hub_rate_limited", "Messages refused for their rate, by kind.", "kind"),
-        _counter("hub_pauses", "Times that a sender was asked to pause."),
-        _gauge("hub_queue_messages", "Unsent messages of all sessions."),
-        _gauge("hub_queue_bytes", "Unsent bytes of all sessions."),
-        _gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes whose owners are online."),
-        _gauge("hub_asks_open", "Asks that wait for an answer."),
-        _counter("hub_ws_closes", "Connections of the hub that ended, by code.", "code"),
-        _histogram(
+        gauge("hub_sessions", "Sessions of actors, detached ones included."),
+        gauge("hub_detached_sessions", "Sessions whose client may come back."),
+        gauge("hub_actors", "Registered addresses, by whether they are durable.", "durable"),
+        gauge("hub_registry_fill_ratio", "Registered addresses over what the registry holds."),
+        counter("hub_messages", "Messages of actors, by kind and result.", "kind", "result"),
+        counter("hub_deliveries", "Messages handed over, by mode.", "mode"),
+        counter("hub_errors", "Errors told to actors, by code.", "code"),
+        counter("hub_dead_letters", "Messages that could not be delivered, by reason.", "reason"),
+        counter("hub_dropped", "Messages that a slow connection did not get."),
+        counter("hub_duplicates", "Repeated messages, by how that was known.", "by"),
+        counter("hub_from_rewritten", "Messages whose sender claimed to be somebody else."),
+        counter("hub_rate_limited", "Messages refused for their rate, by kind.", "kind"),
+        counter("hub_pauses", "Times that a sender was asked to pause."),
+        gauge("hub_queue_messages", "Unsent messages of all sessions."),
+        gauge("hub_queue_bytes", "Unsent bytes of all sessions."),
+        gauge("hub_mailbox_lag", "Uncommitted messages in mailboxes whose owners are online."),
+        gauge("hub_asks_open", "Asks that wait for an answer."),
+        counter("hub_ws_closes", "Connections of the hub that ended, by code.", "code"),
+        histogram(
             "hub_relay_seconds",
             "From a message of a socket to everything that it brings about, one of 16.",
             SECONDS,
         ),
-        _histogram("hub_commit_wait_seconds", "From an entry of the hub to its being durable.", SECONDS),
-        _histogram("hub_broadcast_seconds", "From a broadcast to its last delivery.", SECONDS),
-        _gauge("watch_replication_connections", "Connections of replicating clients."),
-        _counter("watch_pull", "Pages that replicating clients have pulled."),
-        _counter("watch_push_rows", "Documents that they have pushed, by what became of them.", "result"),
-        _counter("watch_conflicts", "Documents that they have to look at before they push again."),
-        _counter("watch_resync", "Times that they were told to pull, since their stream could not go on."),
-        _counter("watch_auth_failures", "Realtime clients that could not say who they are, by code.", "code"),
-        _gauge(
-            "watch_slo_burn", "How fast the worst collection uses up an allowance; 1 is allowed.", "objective"
-        ),
-        _counter("watch_audit_dropped", "Audit events that could not be written."),
-        _counter("watch_purged_tombstones", "Deleted documents that are remembered no more."),
-        _counter("watch_published_views", "Views of collections that were written to the object store."),
-        _gauge("watch_sources", "Sources of changes, by phase.", "phase"),
-        _counter("watch_source_changes", "Changes that came from sources, by what happened.", "op"),
-        _counter("watch_source_repeats", "Changes of sources that were known already and left out."),
-        _counter("watch_source_restarts", "Sessions with sources that ended and were begun again."),
-        _counter("watch_source_gaps", "Times that a source could not go on from where it was."),
-        _gauge("watch_source_lag_seconds", "Age of the newest change of the source that is furthest behind."),
-        _gauge("watch_source_retained_bytes", "Log that a database keeps for us, the most of all sources."),
+        histogram("hub_commit_wait_seconds", "From an entry of the hub to its being durable.", SECONDS),
+        histogram("hub_broadcast_seconds", "From a broadcast to its last delivery.", SECONDS),
     )
 }
-
-
-class Number:
-    """A counter or a gauge without labels: add to `value`, or set `read` once and leave it alone."""
-
-    __slots__ = ("read", "value")
-
-    def __init__(self) -> None:
-        self.value: float = 0
-        self.read: Read | None = None
-
-    def current(self) -> float:
-        return self.value if self.read is None else self.read()
-
-
-class Numbers:
-    """Counters or gauges with labels. Label values must come from fixed sets, never from a client."""
-
-    __slots__ = ("each", "reads", "values")
-
-    def __init__(self) -> None:
-        # Where somebody else counts anyway: gives all rows when asked.
-        self.each: Callable[[], Iterable[tuple[list[str], float]]] | None = None
-        self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
-        self.reads: dict[tuple[object, ...], Read] = {}
-
-    def add(self, *labels: object) -> None:
-        self.values[labels] += 1
-
-    def current(self) -> Iterable[tuple[list[str], float]]:
-        for labels, value in list(self.values.items()):
-            yield [str(label) for label in labels], value
-        for labels, read in self.reads.items():
-            yield [str(label) for label in labels], read()
-        if self.each is not None:
-            yield from self.each()
-
-
-class Distribution:
-    """A histogram with fixed bounds."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        assert list(bounds) == sorted(set(bounds))
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        running, rows = 0, list[tuple[str, float]]()
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            running += count
-            rows.append((bound, running))
-        return rows
-
-
-class Distributions:
-    """A histogram with one label, whose values are of a fixed set."""
-
-    __slots__ = ("bounds", "by_label")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.by_label: dict[str, Distribution] = {}
-
-    def observe(self, value: float, label: str) -> None:
-        found = self.by_label.get(label)
-        if found is None:
-            found = self.by_label[label] = Distribution(self.bounds)
-        found.observe(value)
 
 
 class Telemetry:
@@ -492,47 +365,3 @@ class Telemetry:
     def render(self) -> bytes:
         """The text of ``/metrics``."""
         return render(self, TABLE)
-
-
-def render(held: object, table: dict[str, Metric]) -> bytes:
-    """The numbers of a table in Prometheus' text, with the process's own (memory, CPU, open files)."""
-    # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
-    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-
-    registry = CollectorRegistry()
-    registry.register(_Collector(held, table))
-    ProcessCollector("", lambda: "self", "/proc", registry)
-    return generate_latest(registry)
-
-
-class _Collector:
-    def __init__(self, held: object, table: dict[str, Metric]) -> None:
-        self._held = held
-        self._table = table
-
-    def collect(self) -> Iterable[Family]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        for metric in self._table.values():
-            held = getattr(self._held, metric.name)
-            name = f"tailrace_{metric.name}"
-            if isinstance(held, Distribution):
-                family = HistogramMetricFamily(name, metric.help)
-                family.add_metric([], held.cumulative(), held.total)
-                yield family
-                continue
-            if isinstance(held, Distributions):
-                family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
-                for label, inner in list(held.by_label.items()):
-                    family.add_metric([label], inner.cumulative(), inner.total)
-                yield family
-                continue
-            shape = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = shape(name, metric.help, labels=metric.labels)
-            if isinstance(held, Numbers):
-                for labels, value in held.current():
-                    family.add_metric(labels, value)
-            else:
-                assert isinstance(held, Number)
-                family.add_metric([], held.current())
-            yield family

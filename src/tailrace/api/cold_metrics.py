@@ -28,9 +28,9 @@ def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> No
     telemetry.unsealed_bytes.read = lambda: sealing.pressure.waiting_bytes
     telemetry.spooled_bytes.read = sealing.spooled_bytes
     telemetry.seal_queue.read = lambda: sealing.queued
-    telemetry.sealed_segments.read = lambda: sealing.segments
-    telemetry.sealed_bytes.read = lambda: sealing.segment_bytes
-    telemetry.seal_failures.read = lambda: sealing.failures
+    telemetry.sealed_segments.read = lambda: sealing.runs.segments
+    telemetry.sealed_bytes.read = lambda: sealing.runs.segment_bytes
+    telemetry.seal_failures.read = lambda: sealing.standing.failures
     trims, sweeps = sealing.trims, sealing.sweeps
     telemetry.trimmed_entries.read = lambda: trims.entries
     telemetry.trimmed_segments.read = lambda: trims.segments
@@ -40,7 +40,7 @@ def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> No
     telemetry.swept_orphans.read = lambda: sweeps.seen.orphans
     telemetry.swept_orphan_bytes.read = lambda: sweeps.seen.orphan_bytes
     telemetry.swept_tombstones.read = lambda: sweeps.seen.forgotten
-    telemetry.object_store_ok.read = lambda: float(sealing.state == "ok")
+    telemetry.object_store_ok.read = lambda: float(sealing.standing.state == "ok")
     telemetry.object_requests.each = requests
     telemetry.object_sent_bytes.read = sent
     telemetry.object_received_bytes.read = received

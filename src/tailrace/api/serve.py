@@ -68,7 +68,7 @@ SWITCH_INTERVAL_S = 0.0005
 def run(settings: Settings) -> int:
     """`tailrace serve`: the exit code of a server's whole life."""
     configure(settings.log_level, settings.log_format)
-    request_log.configure(settings.log_requests)
+    request_log.configure(settings.log_requests, settings.edge_signing_key)
     for told in unknown_variables(os.environ):
         logger.warning(told)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -165,7 +165,7 @@ class Server:
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         self.pipeline.connect(self.app.details)
         connect_details(self.app.details, self.sealing, self._cold, self.app.search.tail)
-        self.app.health.object_store = lambda: self.sealing.state
+        self.app.health.object_store = lambda: self.sealing.standing.state
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]

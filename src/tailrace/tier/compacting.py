@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Final
 
 from tailrace import failpoints
 from tailrace.errors import TailraceError
 from tailrace.log import compaction
 from tailrace.log.compaction import Intent
+from tailrace.log.durable import durable
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.transaction import Transaction
 from tailrace.store.segments import stream_id
 from tailrace.store.stream_locks import StreamLocks
 from tailrace.tier.seal import Sealing
@@ -81,7 +82,7 @@ class Compacting:
             segment=intent.segment,
             replaced=list(intent.replaced),
         )
-        if not self._sealing.owned:
+        if not self._sealing.standing.owned:
             raise TailraceError("unavailable", "the object store cannot be used just now")
         report = await self._sealing.ask("compact", [stream.number], publication=publication)
         if report.error:
@@ -100,18 +101,8 @@ class Compacting:
 
     async def _note(self, number: int, intent: Intent | None) -> None:
         """Returns when it is durable."""
-        noted: asyncio.Future[None] = self._loop.create_future()
-
-        def reply(_: Transaction, error: TailraceError | None) -> None:
-            if not noted.done():
-                if error is None:
-                    noted.set_result(None)
-                else:
-                    noted.set_exception(error)
-
         value = None if intent is None else compaction.encode(intent)
-        self._log.put_meta(compaction.fact_of(number), value, reply)
-        await noted
+        await durable(partial(self._log.put_meta, compaction.fact_of(number), value))
 
     # -- what was not finished -----------------------------------------------------------------------------
 

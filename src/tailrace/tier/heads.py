@@ -87,7 +87,7 @@ class Heads:
                 number
                 for number, changed_file in rows
                 if self._recorded.get(number, 0) < changed_file
-                and number not in self._sealing.busy
+                and number not in self._sealing.runs.busy
                 and not (number in forks and self._must_wait(number))
             ]
             if stale:
@@ -120,7 +120,7 @@ class Heads:
             open_graves = [
                 row.number
                 for row in rows
-                if row.number not in self._buried and row.number not in self._sealing.busy
+                if row.number not in self._buried and row.number not in self._sealing.runs.busy
             ]
             if open_graves:
                 report = await self._sealing.ask("bury", open_graves)

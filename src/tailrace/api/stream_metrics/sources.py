@@ -7,8 +7,9 @@ from functools import partial
 
 from tailrace.api.inspection.memory import Node
 from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
+from tailrace.instruments import Distribution
 from tailrace.log.history import THREADS
-from tailrace.telemetry import Distribution, Telemetry
+from tailrace.telemetry import Telemetry
 
 MIB = 1 << 20
 CALLS = ("put", "get", "head", "delete", "list")
@@ -23,7 +24,8 @@ def series_book(node: Node) -> SeriesBook:
     ]
     sources = [*_ingest(node), *_process(node), *_objects(node), *_concurrency(node)]
     sources += [*_queries(node), *_indexes(telemetry), *_touch(node)]
-    return SeriesBook(sources, timings, node.context.deployment, limits.metrics_max_series)
+    instance = node.context.deployment + node.context.log.own_suffix
+    return SeriesBook(sources, timings, instance, limits.metrics_max_series)
 
 
 def _syncs(distribution: Distribution) -> tuple[int, float]:
@@ -74,9 +76,9 @@ def _process(node: Node) -> list[Source]:
 def _objects(node: Node) -> list[Source]:
     sealing, cold = node.sealing, node.cold
     found = [
-        Source("tieredstore.upload.segments", "count", "counter", lambda: sealing.segments),
-        Source("tieredstore.upload.bytes", "bytes", "counter", lambda: sealing.segment_bytes),
-        Source("tieredstore.upload.failures", "count", "counter", lambda: sealing.failures),
+        Source("tieredstore.upload.segments", "count", "counter", lambda: sealing.runs.segments),
+        Source("tieredstore.upload.bytes", "bytes", "counter", lambda: sealing.runs.segment_bytes),
+        Source("tieredstore.upload.failures", "count", "counter", lambda: sealing.standing.failures),
         Source("tieredstore.upload.pending_streams", "count", "gauge", lambda: sealing.queued),
         Source("tieredstore.read.segment.bytes", "bytes", "counter", lambda: cold.parts.fetched_bytes),
     ]

@@ -31,7 +31,7 @@ class Tracing:
         reads[("dropped",)] = lambda: self._exporter.dropped
 
     def connect(self, sealing: Sealing, pipeline: PipelineState, webhooks: Webhooks) -> None:
-        sealing.on_run = self.tracer.sealed
+        sealing.runs.on_run = self.tracer.sealed
         pipeline.on_beat = self.tracer.heard
         webhooks.trace = self.tracer.webhook
 

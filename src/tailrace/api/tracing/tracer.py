@@ -11,7 +11,7 @@ from tailrace.api.tracing.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, 
 from tailrace.clock import Clock
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.durations import parse_instant_ns
-from tailrace.tier.seal import SealRun
+from tailrace.tier.seal_runs import SealRun
 
 RUNS_MAX: Final = 1000  # runs of the pipeline that are followed at once
 

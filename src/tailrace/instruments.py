@@ -1,0 +1,184 @@
+"""What numbers are counted with: rows of a table, what holds them, and Prometheus text when somebody asks.
+
+A counter is an integer that its one owner adds to, and a gauge is a function called at scrape time, so that
+measuring costs an append nothing worth naming. Each histogram has one writing thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, Literal
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as Family
+
+Kind = Literal["counter", "gauge", "histogram"]
+Read = Callable[[], float]
+
+SECONDS: Final = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+)
+
+
+class Metric(Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> str:
+        """The name Prometheus sees."""
+        return f"tailrace_{self.name}_total" if self.kind == "counter" else f"tailrace_{self.name}"
+
+
+def counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind="counter", help=text, labels=labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind="gauge", help=text, labels=labels)
+
+
+def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name=name, kind="histogram", help=text, labels=labels, buckets=buckets)
+
+
+class Number:
+    """A counter or a gauge without labels: add to `value`, or set `read` once and leave it alone."""
+
+    __slots__ = ("read", "value")
+
+    def __init__(self) -> None:
+        self.value: float = 0
+        self.read: Read | None = None
+
+    def current(self) -> float:
+        return self.value if self.read is None else self.read()
+
+
+class Numbers:
+    """Counters or gauges with labels. Label values must come from fixed sets, never from a client."""
+
+    __slots__ = ("each", "reads", "values")
+
+    def __init__(self) -> None:
+        # Where somebody else counts anyway: gives all rows when asked.
+        self.each: Callable[[], Iterable[tuple[list[str], float]]] | None = None
+        self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
+        self.reads: dict[tuple[object, ...], Read] = {}
+
+    def add(self, *labels: object) -> None:
+        self.values[labels] += 1
+
+    def current(self) -> Iterable[tuple[list[str], float]]:
+        for labels, value in list(self.values.items()):
+            yield [str(label) for label in labels], value
+        for labels, read in self.reads.items():
+            yield [str(label) for label in labels], read()
+        if self.each is not None:
+            yield from self.each()
+
+
+class Distribution:
+    """A histogram with fixed bounds."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        assert list(bounds) == sorted(set(bounds))
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        running, rows = 0, list[tuple[str, float]]()
+        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((bound, running))
+        return rows
+
+
+class Distributions:
+    """A histogram with one label, whose values are of a fixed set."""
+
+    __slots__ = ("bounds", "by_label")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.by_label: dict[str, Distribution] = {}
+
+    def observe(self, value: float, label: str) -> None:
+        found = self.by_label.get(label)
+        if found is None:
+            found = self.by_label[label] = Distribution(self.bounds)
+        found.observe(value)
+
+
+def render(held: object, table: dict[str, Metric]) -> bytes:
+    """The numbers of a table in Prometheus' text, with the process's own (memory, CPU, open files)."""
+    # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
+    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(held, table))
+    ProcessCollector("", lambda: "self", "/proc", registry)
+    return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, held: object, table: dict[str, Metric]) -> None:
+        self._held = held
+        self._table = table
+
+    def collect(self) -> Iterable[Family]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for metric in self._table.values():
+            held = getattr(self._held, metric.name)
+            name = f"tailrace_{metric.name}"
+            if isinstance(held, Distribution):
+                family = HistogramMetricFamily(name, metric.help)
+                family.add_metric([], held.cumulative(), held.total)
+                yield family
+                continue
+            if isinstance(held, Distributions):
+                family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+                for label, inner in list(held.by_label.items()):
+                    family.add_metric([label], inner.cumulative(), inner.total)
+                yield family
+                continue
+            shape = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = shape(name, metric.help, labels=metric.labels)
+            if isinstance(held, Numbers):
+                for labels, value in held.current():
+                    family.add_metric(labels, value)
+            else:
+                assert isinstance(held, Number)
+                family.add_metric([], held.current())
+            yield family
