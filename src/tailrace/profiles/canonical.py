@@ -5,41 +5,29 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.profiles.evlog_config import KEYS
-from tailrace.profiles.fields import keyword, text, typed
+from tailrace.profiles.fields import LATENCY, keyword, keywords, text, texts, typed_as
 from tailrace.profiles.metrics import API_VERSION
+from tailrace.profiles.shapes import COUNT, INSTANT, TEXT_OR_NULL, TEXTS, Json, closed
 
-Json = dict[str, object]
-
-_TEXT: Final[Json] = {"type": ["string", "null"]}
 _NAME: Final[Json] = {"type": "string", "minLength": 1}
 _INTEGER: Final[Json] = {"type": "integer"}
 _NUMBER: Final[Json] = {"type": "number"}
 _NUMBER_OR_NULL: Final[Json] = {"type": ["number", "null"]}
-_TEXTS: Final[Json] = {"type": "array", "items": {"type": "string"}}
-
-
-def _closed(properties: Json, optional: Json | None = None) -> Json:
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties | (optional or {}),
-        "required": list(properties),
-    }
 
 
 def _map(values: Json) -> Json:
     return {"type": "object", "additionalProperties": values}
 
 
-_EVLOG_SCHEMA: Final[Json] = _closed(
+_EVLOG_SCHEMA: Final[Json] = closed(
     {
-        **dict.fromkeys(KEYS, _TEXT),
-        "timestamp": {"type": "string", "format": "date-time"},
+        **dict.fromkeys(KEYS, TEXT_OR_NULL),
+        "timestamp": INSTANT,
         "level": {"enum": ["debug", "info", "warn", "error"]},
         "status": {"type": ["integer", "null"]},
         "duration": _NUMBER_OR_NULL,
         "sampling": {"type": ["object", "null"]},
-        "redaction": _closed({"keys": _TEXTS}),
+        "redaction": closed({"keys": TEXTS}),
         "context": {"type": "object"},
     }
 )
@@ -63,15 +51,12 @@ _EVLOG_SEARCH: Final[Json] = {
         "ts": "timestamp",
     },
     "fields": {
-        "timestamp": typed("date", "/timestamp"),
-        **{
-            name: keyword(f"/{name}", lowercase=True)
-            for name in ("level", "service", "environment", "method")
-        },
-        **{name: keyword(f"/{name}", lowercase=False) for name in ("requestId", "traceId", "spanId", "path")},
-        "status": typed("integer", "/status"),
-        "duration": typed("float", "/duration"),
-        **{name: text(f"/{name}") for name in ("message", "why", "fix")},
+        **typed_as("date", "timestamp"),
+        **keywords("level", "service", "environment", "method", lowercase=True),
+        **keywords("requestId", "traceId", "spanId", "path", lowercase=False),
+        **typed_as("integer", "status"),
+        **typed_as("float", "duration"),
+        **texts("message", "why", "fix"),
         "error.message": text("/context/error/message"),
     },
     "rollups": {
@@ -81,7 +66,7 @@ _EVLOG_SEARCH: Final[Json] = {
             "measures": {
                 "requests": {"kind": "count"},
                 "errors": {"kind": "count", "include": "level:error"},
-                "latency": {"kind": "summary", "field": "duration", "histogram": "log2_v1"},
+                "latency": LATENCY,
             },
         }
     },
@@ -90,25 +75,25 @@ _EVLOG_SEARCH: Final[Json] = {
 EVLOG: Final[Json] = {"schema": _EVLOG_SCHEMA, "search": _EVLOG_SEARCH}
 
 _HISTOGRAM: Final[Json] = _map(_NUMBER)
-_METRICS_SCHEMA: Final[Json] = _closed(
+_METRICS_SCHEMA: Final[Json] = closed(
     {
         "apiVersion": {"const": API_VERSION},
         "kind": {"const": "interval"},
         **dict.fromkeys(("metric", "unit", "metricKind", "temporality"), _NAME),
         **dict.fromkeys(("windowStart", "windowEnd", "intervalMs"), _INTEGER),
-        **dict.fromkeys(("instance", "stream"), _TEXT),
+        **dict.fromkeys(("instance", "stream"), TEXT_OR_NULL),
         **dict.fromkeys(("tags", "attributes"), _map({"type": "string"})),
-        "dimensionPairs": _TEXTS,
-        "dimensionKey": _TEXT,
+        "dimensionPairs": TEXTS,
+        "dimensionKey": TEXT_OR_NULL,
         "seriesKey": {"type": "string"},
-        "count": {"type": "integer", "minimum": 0},
+        "count": COUNT,
         "sum": _NUMBER,
         **dict.fromkeys(("min", "max"), _NUMBER_OR_NULL),
         **dict.fromkeys(("avg", "p50", "p95", "p99"), _NUMBER),
         "buckets": _HISTOGRAM,
-        "summary": _closed(
+        "summary": closed(
             {
-                "count": {"type": "integer", "minimum": 0},
+                "count": COUNT,
                 "sum": _NUMBER,
                 "min": _NUMBER_OR_NULL,
                 "max": _NUMBER_OR_NULL,
@@ -135,18 +120,12 @@ _METRICS_SEARCH: Final[Json] = {
         "series": "seriesKey",
     },
     "fields": {
-        **{name: typed("date", f"/{name}") for name in ("windowStart", "windowEnd")},
-        **{name: typed("integer", f"/{name}") for name in ("intervalMs", "count")},
-        **{
-            name: keyword(f"/{name}", lowercase=True)
-            for name in ("metric", "unit", "metricKind", "temporality", "stream")
-        },
-        **{
-            name: keyword(f"/{name}", lowercase=False)
-            for name in ("instance", "dimensionKey", "dimensionPairs")
-        },
+        **typed_as("date", "windowStart", "windowEnd"),
+        **typed_as("integer", "intervalMs", "count"),
+        **keywords("metric", "unit", "metricKind", "temporality", "stream", lowercase=True),
+        **keywords("instance", "dimensionKey", "dimensionPairs", lowercase=False),
         "seriesKey": keyword("/seriesKey", lowercase=False, prefix=False),
-        **{name: typed("float", f"/{name}") for name in ("sum", "min", "max", "avg", "p95", "p99")},
+        **typed_as("float", "sum", "min", "max", "avg", "p95", "p99"),
     },
     "rollups": {
         "metrics": {

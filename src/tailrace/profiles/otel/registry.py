@@ -4,94 +4,80 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.profiles.fields import keyword, text, typed
+from tailrace.profiles.fields import LATENCY, keywords, text, texts, typed_as
 from tailrace.profiles.otel.semantics import RESOURCE
 from tailrace.profiles.otel.span import KINDS, STATUSES
+from tailrace.profiles.shapes import COUNT, INSTANT, TEXT_OR_NULL, TEXTS, Json, closed
 
-Json = dict[str, object]
-
-_TEXT: Final[Json] = {"type": ["string", "null"]}
-_COUNT: Final[Json] = {"type": "integer", "minimum": 0}
-_INSTANT: Final[Json] = {"type": "string", "format": "date-time"}
 _NANOS: Final[Json] = {"type": "string", "pattern": "^[0-9]{1,20}$"}
 _TRACE_ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
 _SPAN_ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
 _MAP: Final[Json] = {"type": "object"}
-_TEXTS: Final[Json] = {"type": "array", "items": {"type": "string"}}
-
-
-def _closed(properties: Json) -> Json:
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-        "required": list(properties),
-    }
 
 
 def _all_text(*names: str) -> Json:
-    return dict.fromkeys(names, _TEXT)
+    return dict.fromkeys(names, TEXT_OR_NULL)
 
 
-_EVENT: Final = _closed(
+_EVENT: Final = closed(
     {
         "name": {"type": "string"},
-        "timestamp": {"anyOf": [_INSTANT, {"type": "null"}]},
+        "timestamp": {"anyOf": [INSTANT, {"type": "null"}]},
         "timeUnixNano": {"anyOf": [_NANOS, {"type": "null"}]},
         "attributes": _MAP,
-        "droppedAttributes": _COUNT,
+        "droppedAttributes": COUNT,
     }
 )
-_LINK: Final = _closed(
+_LINK: Final = closed(
     {
         "traceId": _TRACE_ID,
         "spanId": _SPAN_ID,
-        "traceState": _TEXT,
+        "traceState": TEXT_OR_NULL,
         "attributes": _MAP,
-        "droppedAttributes": _COUNT,
+        "droppedAttributes": COUNT,
     }
 )
 
-SCHEMA: Final[Json] = _closed(
+SCHEMA: Final[Json] = closed(
     {
         "schemaVersion": {"const": 1},
         "signal": {"const": "trace.span"},
-        "timestamp": _INSTANT,
-        "endTimestamp": _INSTANT,
+        "timestamp": INSTANT,
+        "endTimestamp": INSTANT,
         "startUnixNano": _NANOS,
         "endUnixNano": _NANOS,
         "duration": {"type": "number", "minimum": 0},
         "traceId": _TRACE_ID,
         "spanId": _SPAN_ID,
         "parentSpanId": {"anyOf": [_SPAN_ID, {"type": "null"}]},
-        "traceState": _TEXT,
-        "traceFlags": _closed(
+        "traceState": TEXT_OR_NULL,
+        "traceFlags": closed(
             {"sampled": {"type": ["boolean", "null"]}, "raw": {"type": ["integer", "null"]}}
         ),
         "name": {"type": "string"},
         "kind": {"enum": list(KINDS)},
-        "status": _closed({"code": {"enum": list(STATUSES)}, "message": _TEXT}),
+        "status": closed({"code": {"enum": list(STATUSES)}, "message": TEXT_OR_NULL}),
         **_all_text(*RESOURCE, "requestId"),
-        "http": _closed(
+        "http": closed(
             {
                 **_all_text("method", "route", "path", "target", "url"),
                 "statusCode": {"type": ["integer", "null"]},
                 **_all_text("userAgent"),
             }
         ),
-        "db": _closed(_all_text("system", "name", "operation", "statement")),
-        "rpc": _closed(_all_text("system", "service", "method")),
-        "messaging": _closed(_all_text("system", "destination", "operation")),
-        "error": _closed({"isError": {"type": "boolean"}, **_all_text("type", "message", "stacktrace")}),
-        "instrumentationScope": _closed({**_all_text("name", "version", "schemaUrl"), "attributes": _MAP}),
-        "resource": _closed({"schemaUrl": _TEXT, "attributes": _MAP}),
+        "db": closed(_all_text("system", "name", "operation", "statement")),
+        "rpc": closed(_all_text("system", "service", "method")),
+        "messaging": closed(_all_text("system", "destination", "operation")),
+        "error": closed({"isError": {"type": "boolean"}, **_all_text("type", "message", "stacktrace")}),
+        "instrumentationScope": closed({**_all_text("name", "version", "schemaUrl"), "attributes": _MAP}),
+        "resource": closed({"schemaUrl": TEXT_OR_NULL, "attributes": _MAP}),
         "attributes": _MAP,
         "events": {"type": "array", "items": _EVENT},
-        "eventNames": _TEXTS,
+        "eventNames": TEXTS,
         "links": {"type": "array", "items": _LINK},
-        "dropped": _closed(dict.fromkeys(("attributes", "events", "links"), _COUNT)),
-        "redaction": _closed({"keys": _TEXTS}),
-        "identity": _closed({"spanKey": {"type": "string"}, "dedupeKey": {"type": "string"}}),
+        "dropped": closed(dict.fromkeys(("attributes", "events", "links"), COUNT)),
+        "redaction": closed({"keys": TEXTS}),
+        "identity": closed({"spanKey": {"type": "string"}, "dedupeKey": {"type": "string"}}),
     }
 )
 
@@ -112,13 +98,7 @@ _NAMES: Final = (
     *("messaging.system", "messaging.destination", "messaging.operation"),
 )
 _INTERVALS: Final = ["1m", "5m", "1h"]
-_LATENCY: Final[Json] = {"kind": "summary", "field": "duration", "histogram": "log2_v1"}
 _ERRORS: Final[Json] = {"kind": "count", "include": "error:true"}
-
-
-def _pointer(name: str) -> str:
-    return "/" + name.replace(".", "/")
-
 
 SEARCH: Final[Json] = {
     "profile": "otel-traces",
@@ -147,27 +127,26 @@ SEARCH: Final[Json] = {
         "ts": "timestamp",
     },
     "fields": {
-        **{name: typed("date", _pointer(name)) for name in ("timestamp", "endTimestamp")},
-        "duration": typed("float", "/duration"),
-        "http.statusCode": typed("integer", "/http/statusCode"),
-        "error.isError": typed("bool", "/error/isError"),
-        **{name: keyword(_pointer(name), lowercase=False) for name in _EXACT},
-        **{name: keyword(_pointer(name), lowercase=True) for name in _NAMES},
-        **{name: text(_pointer(name)) for name in ("status.message", "error.message", "error.stacktrace")},
-        "db.statement": text("/db/statement"),
+        **typed_as("date", "timestamp", "endTimestamp"),
+        **typed_as("float", "duration"),
+        **typed_as("integer", "http.statusCode"),
+        **typed_as("bool", "error.isError"),
+        **keywords(*_EXACT, lowercase=False),
+        **keywords(*_NAMES, lowercase=True),
+        **texts("status.message", "error.message", "error.stacktrace", "db.statement"),
         "events.name": text("/eventNames"),
     },
     "rollups": {
         "spans": {
             "dimensions": ["service", "kind", "status.code"],
             "intervals": _INTERVALS,
-            "measures": {"spans": {"kind": "count"}, "errors": _ERRORS, "latency": _LATENCY},
+            "measures": {"spans": {"kind": "count"}, "errors": _ERRORS, "latency": LATENCY},
         },
         "http_server": {
             "include": "kind:server",
             "dimensions": ["service", "http.method", "http.route", "http.statusCode"],
             "intervals": _INTERVALS,
-            "measures": {"requests": {"kind": "count"}, "errors": _ERRORS, "latency": _LATENCY},
+            "measures": {"requests": {"kind": "count"}, "errors": _ERRORS, "latency": LATENCY},
         },
     },
 }
