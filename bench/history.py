@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from pathlib import Path
 from bench.filling import MESSAGE_BYTES, Filler
 from bench.loadgen import append_options
 from bench.peers import DO_NOT_PAGE, Peer
-from bench.processes import PeerError, Running, free_port, launch
+from bench.processes import Peak, PeerError, Running, free_port, launch
 from bench.scenarios import Bench, Numbers, Rows, timed
 from tailrace.protocol.offsets import encode
 
@@ -100,7 +99,7 @@ def _cold_reads(bench: Bench, peer: Peer, directory: Path, env: Mapping[str, str
         server.stop()
         drop_page_cache()
         server = peer.start(directory, bench.server_cpus, env)
-        with Peak(server.process.pid) as peak:
+        with Peak(server, alone=True) as peak:
             load = bench.generator.run(
                 server.port,
                 mode="read",
@@ -174,30 +173,6 @@ def drop_page_cache() -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1\n")
     except OSError:
         return
-
-
-class Peak:
-    """The largest memory of a process while something runs."""
-
-    def __init__(self, pid: int) -> None:
-        self.bytes = 0
-        self._pid = pid
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-        while not self._ended.wait(0.02):
-            pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
-            self.bytes = max(self.bytes, pages * page_bytes)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -53,15 +54,17 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+def rss_bytes(pid: int) -> int:
+    """Of one process; 0 once it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
+
+
 def tree_rss_bytes(pid: int) -> int:
     """Of a process and all that it started."""
-    total = 0
-    for one in _descendants(pid):
-        try:
-            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE_BYTES
-        except OSError:
-            continue
-    return total
+    return sum(map(rss_bytes, _descendants(pid)))
 
 
 def tree_cpu_seconds(pid: int) -> float:
@@ -121,6 +124,34 @@ class Running:
     def log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no output"
+
+
+class Peak:
+    """The most memory that a server had while something ran: its first process, and with all it started."""
+
+    def __init__(self, server: Running, *, alone: bool = False) -> None:
+        """`alone` leaves out what it started: to find that takes time, which the server may need."""
+        self.bytes = 0
+        self.all_bytes = 0
+        self._server = server
+        self._alone = alone
+        self._pause_s = 0.02 if alone else 0.1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._pause_s):
+            self.bytes = max(self.bytes, rss_bytes(self._server.process.pid))
+            if not self._alone:
+                self.all_bytes = max(self.all_bytes, self._server.rss_bytes())
 
 
 def _answers(port: int, ready: str) -> bool:

@@ -27,7 +27,7 @@ from bench.loadgen import Fanout, Generator, Load
 from bench.machine import commit, cpu_model
 from bench.peers import ALL, US
 from bench.places import DATA, RESULTS
-from bench.processes import PAGE_BYTES, PeerError, Running
+from bench.processes import PeerError, Running, rss_bytes
 
 MIB = 1024 * 1024
 OCTETS = "application/octet-stream"
@@ -199,8 +199,7 @@ def metric(port: int, name: str) -> int:
 
 
 def resident_mb(server: Running) -> float:
-    fields = Path(f"/proc/{server.process.pid}/statm").read_text().split()
-    return int(fields[1]) * PAGE_BYTES / 1e6
+    return rss_bytes(server.process.pid) / 1e6
 
 
 def interval(server: Running, mix: Mix, seconds: float, rate: int, number: int, began: float) -> Row:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from bench.evlog.compare import wrong
 from bench.evlog.events import block_of, bodies
 from bench.evlog.queries import Aggregate, QueryClass
 from bench.evlog.target import STREAM, Answer, Target
-from bench.processes import PAGE_BYTES, PeerError, Running
+from bench.processes import Peak, PeerError
 
 FRESH_S_MAX = 30.0
 CLASS_S_MAX = 20.0
@@ -49,37 +48,6 @@ class Reading(msgspec.Struct):
     peak_queries_all_mb: float
     at_rest_mb: float
     asked: dict[str, Asked]
-
-
-class Peak:
-    """The most memory that a server had while something ran: its first process, and with all it started."""
-
-    def __init__(self, server: Running) -> None:
-        self.bytes = 0
-        self.all_bytes = 0
-        self._server = server
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.1):
-            self.bytes = max(self.bytes, _rss_bytes(self._server.process.pid))
-            self.all_bytes = max(self.all_bytes, self._server.rss_bytes())
-
-
-def _rss_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    except OSError:
-        return 0
 
 
 class Loaded(msgspec.Struct):

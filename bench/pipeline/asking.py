@@ -12,9 +12,10 @@ import msgspec
 
 from bench.evlog.compare import true_counts
 from bench.evlog.events import read_events
-from bench.evlog.measure import Interview, Peak, freshness, percentile_ms
+from bench.evlog.measure import Interview, freshness, percentile_ms
 from bench.evlog.queries import QueryClass, aggregate_classes, search_classes
 from bench.pipeline.place import Figures, Place, StageError
+from bench.processes import Peak
 from bench.run import say
 
 ROUNDS = 10

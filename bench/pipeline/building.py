@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from bench.evlog.measure import Peak
 from bench.evlog.target import STREAM, Json, Target
 from bench.pipeline.appends import Appends
 from bench.pipeline.place import Figures, Place, StageError
-from bench.processes import Running
+from bench.processes import Peak, Running
 from bench.run import say
 
 IDLE_S = 20.0

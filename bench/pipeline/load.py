@@ -10,9 +10,9 @@ from itertools import repeat
 import duckdb
 
 from bench.evlog.events import bodies, write_events
-from bench.evlog.measure import Peak
 from bench.evlog.target import Target
 from bench.pipeline.place import SEED, Figures, Place, until
+from bench.processes import Peak
 from bench.run import say
 
 BATCH = 1000
