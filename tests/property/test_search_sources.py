@@ -22,7 +22,8 @@ from support.search_model import SearchModel, registry_of
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.query.bind import Equals, StartsWith, bind_query
-from tailrace.query.chunk import Chunk, chunk_of, columns_from, join_chunks
+from tailrace.query.chunk import Chunk, columns_from, join_chunks
+from tailrace.query.column_build import column_of
 from tailrace.query.compiled import Matcher
 from tailrace.query.dialect import SEARCH
 from tailrace.query.execute import Outcome, Searcher
@@ -44,8 +45,13 @@ batches = st.lists(records, min_size=1, max_size=12)
 
 
 def chunk(payloads: list[bytes], entries: list[int]) -> Chunk:
+    """Made by row: all values of each, then the columns."""
     rows = [EXTRACTOR.row(entry, payload) for entry, payload in zip(entries, payloads, strict=True)]
-    return chunk_of(VIEW.config, entries, rows)
+    columns = {
+        name: column_of(field, [row[index] for row in rows])
+        for index, (name, field) in enumerate(VIEW.config.fields.items())
+    }
+    return Chunk(entries, columns)
 
 
 def straight_chunk(payloads: list[bytes], entries: list[int], *, lists: bool) -> Chunk:

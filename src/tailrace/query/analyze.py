@@ -6,7 +6,6 @@ import re
 from typing import Final
 
 TOKEN_BYTES_MAX: Final = 1024
-POSITION_GAP: Final = 100  # between the values of one field, so that no phrase spans two
 
 # Word characters without the underscore are exactly the Unicode categories L* and N*.
 _find_words = re.compile(r"[^\W_]+").findall

@@ -23,12 +23,11 @@ from tailrace.query.bind import (
 )
 from tailrace.query.chunk_score import add_statistics, chunk_scores, heavy_rows
 from tailrace.query.column import Column
-from tailrace.query.column_build import column_from, column_of, joined
+from tailrace.query.column_build import column_from, joined
 from tailrace.query.members import Get, column_of_raw
 from tailrace.query.packed import WordTerms, rows_of
 from tailrace.query.score import Scorer, Statistics
 from tailrace.query.values import Value
-from tailrace.query.view import Row
 from tailrace.schema.search_config import SearchConfig
 
 
@@ -154,15 +153,6 @@ class Chunk:
                 break
             found &= column.with_ranks(stretch)
         return found
-
-
-def chunk_of(config: SearchConfig, entries: Sequence[int], rows: Sequence[Row]) -> Chunk:
-    """A chunk of these entries, given the values of all fields in each."""
-    columns = {
-        name: column_of(field, [row[index] for row in rows])
-        for index, (name, field) in enumerate(config.fields.items())
-    }
-    return Chunk(entries, columns)
 
 
 def columns_from(

@@ -42,10 +42,6 @@ class DueStreams:
     def __contains__(self, number: int) -> bool:
         return number in self._queue
 
-    @property
-    def aging_count(self) -> int:
-        return sum(len(group.numbers) - group.position for group in self._aging)
-
     def add(self, number: int) -> None:
         self._queue[number] = None
 
