@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.edge import EdgeProcess, metrics
 from support.pages import PageRun, blocks_of
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 from tailrace.edge.metrics import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 from support.pages import PageRun, blocks_of
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 from tailrace.client.hub import Hub
 from tailrace.hub.errors import HUB_CODES
 

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.calls import Caller
 from support.pages import PageRun, blocks_of
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

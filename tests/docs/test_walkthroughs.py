@@ -8,7 +8,8 @@ from pathlib import Path
 
 from support.cli import environment
 from support.pages import PageRun, Terminal, blocks_of
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 from tailrace.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]

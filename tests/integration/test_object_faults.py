@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from support.faulty_s3 import ANYTIME, Fault, FaultyS3
+from support.ports import free_port
 from support.s3 import S3Server
-from support.server import free_port
 from tailrace.limits import Limits
 from tailrace.store.objects import (
     ObjectConflictError,

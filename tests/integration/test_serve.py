@@ -12,7 +12,8 @@ import pytest
 
 from conftest import StartServer
 from support.cli import tailrace
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 
 
 def _json(url: str) -> dict[str, object]:

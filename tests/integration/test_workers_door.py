@@ -13,7 +13,8 @@ from typing import Any
 import jwt
 import pytest
 
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 from support.workers import names_of
 
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -16,7 +16,7 @@ from typing import Any, LiteralString
 
 import psycopg
 
-from support.server import free_port
+from support.ports import KeptPort
 
 START_S_MAX = 60.0
 STOP_S_MAX = 30.0
@@ -56,7 +56,8 @@ class PostgresServer:
         self._owner = _owner()
         if self._owner is not None:
             os.chown(self.directory, self._owner.pw_uid, self._owner.pw_gid)
-        self.port = free_port()
+        self._kept = KeptPort()
+        self.port = self._kept.number
         self._process: subprocess.Popen[bytes] | None = None
         self._made = False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
+
+from support.ports import KeptPort
 
 BUCKET = "tailrace"
 START_S_MAX = 60.0
@@ -40,8 +41,8 @@ class S3Server:
         self._directory = directory
         self._log = directory / "weed.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports: dict[str, int] = {}
-        self.port = 0
+        self._ports = {name: KeptPort() for name in _PORTS}
+        self.port = self._ports["s3"].number
 
     @property
     def endpoint(self) -> str:
@@ -61,10 +62,6 @@ class S3Server:
 
     def start(self) -> S3Server:
         """Again, it comes back at the same ports with what it had."""
-        if not self._ports:
-            self._ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-        ports = self._ports
-        self.port = ports["s3"]
         data = self._directory / "data"
         data.mkdir(parents=True, exist_ok=True)
         arguments = [
@@ -83,9 +80,9 @@ class S3Server:
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
         ]
-        for name, port in ports.items():
+        for name, port in self._ports.items():
             server, _, kind = name.partition(".")
-            arguments.append(f"-{server}.port{'.' * bool(kind)}{kind}={port}")
+            arguments.append(f"-{server}.port{'.' * bool(kind)}{kind}={port.number}")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 arguments,
@@ -145,12 +142,3 @@ class S3Server:
             return True
         except OSError:
             return False
-
-
-def _free_ports(count: int) -> list[int]:
-    """Held together while they are chosen, so that they differ."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from support.http_app import until
+from support.ports import free_port
 from support.segments import STREAM_ID, Entry, entries_of, runs_of, write
-from support.server import free_port
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.store import cold, object_parts

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from support.server import free_port
+from support.ports import free_port
 from tailrace.edge.asks import reading_of, target_of
 from tailrace.edge.batch import Batch
 from tailrace.edge.cache import MemoryCache, Slice
