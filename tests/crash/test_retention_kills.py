@@ -102,7 +102,7 @@ def test_a_crash_while_retention_is_at_work(life: Life, data_dir: Path) -> None:
     life.append("a", count + 1, count + 10)
     count += 10
     http = life.http
-    gone = wait_trimmed(http, "a", count - 6)
+    gone = wait_trimmed(http, data_dir, "a", count)
     assert http.get("a").body == texts(gone + 1, count)
     assert http.get(f"a?offset={encode(0, 0)}").code == "offset_gone"
     assert http.get("f").body == texts(1, 3)

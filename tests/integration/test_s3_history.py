@@ -95,7 +95,7 @@ def test_retention_deletes_segments_and_keeps_what_forks_show(
     large = {"stream_forked_from": "/v1/stream/a", "stream_retention_bytes": str(10**9)}
     assert http.put("f", stream_fork_offset=encode(0, 3), **large).status == 201
     append(http, "a", 5, 40)
-    gone = wait_trimmed(http, "a", 34)
+    gone = wait_trimmed(http, server.data_dir, "a", 40)
     kept = {1, 2, 3} | set(range(gone + 1, 41))
     wait_until(lambda: kept <= store.stored("a") and len(store.stored("a")) <= len(kept) + 4, "deleted", 60)
     assert (http.get("a").body, http.get("f").body) == (texts(gone + 1, 40), texts(1, 3))
