@@ -46,10 +46,10 @@ def test_nothing_is_shown_before_it_is_durable(post: Station, disk: Disk, operat
 
 
 def test_who_waits_too_long_is_told_that_the_outcome_is_unknown(tmp_path: Path, disk: Disk) -> None:
-    post = Station(tmp_path, disk, "--append-ms", "300").start()
+    post = Station(tmp_path, disk, "--append-ms", "1500").start()
     slow_down(post)
     body = post.line()
-    pause = disk.delay(ACTIVE, SYNC, PAUSE_US, count=1)
+    pause = disk.delay(ACTIVE, SYNC, 2 * PAUSE_US, count=1)
     answer = post.in_background("POST", "lines", body).wait()
     assert answer is not None
     assert (answer.status, answer.code) == (408, "append_timeout")

@@ -10,8 +10,8 @@ import pytest
 from crash.faults import HOT, READ, Disk
 from crash.station import Station, eventually
 
-REQUEST_MS = 300
-LONG_US = 1_500_000
+REQUEST_MS = 1500
+LONG_US = 4_000_000
 
 
 @pytest.fixture

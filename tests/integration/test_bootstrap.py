@@ -15,9 +15,10 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cli import tailrace
 from support.loss import BYTES, ENV, JSON, TEXT, World, bootstrap, destroy, look, post, producing, put, seal
+from support.ports import free_port
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV
-from support.server import ServerProcess, free_port
+from support.server import ServerProcess
 from tailrace.store.segments import stream_id, stream_prefix
 
 
@@ -421,7 +422,7 @@ def test_a_busy_server_is_taken_over_in_the_midst_of_its_work(
             tmp_path / "new", url, {**SEALING_ENV, "TAILRACE_BOOTSTRAP_SETTLE_MS": "8000"}
         ).start()
         running.append(new)
-        worker.join(20)
+        worker.join(60)
         assert not worker.is_alive(), "the old server still takes entries"
     finally:
         ended.set()

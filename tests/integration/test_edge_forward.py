@@ -12,7 +12,8 @@ from websockets.sync.client import connect
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.edge import EdgeProcess, metrics
-from support.server import ServerProcess, free_port
+from support.ports import free_port
+from support.server import ServerProcess
 from support.wire import Connection, Wire, fresh, request_bytes
 
 MIB = 1024 * 1024
@@ -84,6 +85,7 @@ def test_the_owner_decides_and_its_refusals_arrive_as_they_are(wire: Wire) -> No
 
 
 def test_what_a_client_says_about_the_way_is_not_believed(edge: EdgeProcess, wire: Wire) -> None:
+    """E-20."""
     name = fresh("edge-headers")
     sent = {"X-Forwarded-Host": "evil.test", "X-Forwarded-Proto": "https", "Tailrace-Edge": "v1;id=x"}
     created = wire.call("PUT", name, {**sent, "Content-Type": "text/plain"})
@@ -101,7 +103,7 @@ def test_an_edge_that_is_its_own_upstream_says_so(tmp_path_factory: pytest.TempP
         wire = Wire(port)
         assert wire.call("GET", "anything").code == "internal"
         wire.close()
-        assert "its upstreams lead to itself" in process.log
+        eventually(lambda: process.log, lambda log: "its upstreams lead to itself" in log)
     finally:
         process.stop()
 

@@ -338,7 +338,7 @@ def test_a_chain_is_removed_from_its_end(http: Wire) -> None:
 
 
 def test_expiry_along_a_chain(http: Wire) -> None:
-    source = filled(http, "x", stream_ttl="1")
+    source = filled(http, "x", stream_ttl="3")
     short, long = fresh(), fresh()
     fork(http, source, short)
     fork(http, source, long, stream_ttl="3600")

@@ -262,7 +262,7 @@ def test_a_type_that_binds_ends_the_connection(http: Wire) -> None:
 
 
 def test_keep_alive_rotation_and_a_skipped_position(start_server: StartServer) -> None:
-    http = Wire(start_server("--sse-keep-alive-ms", "1", "--sse-rotation-ms", "2500").port)
+    http = Wire(start_server("--sse-keep-alive-ms", "1", "--sse-rotation-ms", "5000").port)
     name = filled(http, "x")
     http.post(name, TEXT, "y", stream_key="b")
     with (

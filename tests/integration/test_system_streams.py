@@ -29,7 +29,8 @@ def http(tmp_path_factory: pytest.TempPathFactory):
     wire = Wire(process.port)
     assert wire.put("one", JSON, "[1]").status == 201
     for name in NAMES:
-        eventually(lambda name=name: wire.head(name).status, lambda status: status == 200)
+        path = f"{name}?offset=-1"
+        eventually(lambda path=path: wire.get(path), lambda answer: answer.status == 200 and answer.json)
     yield wire
     wire.close()
     process.stop()

@@ -18,13 +18,13 @@ TEMPLATE = keys.template_id(ENTITY, ["tenant"])
 NAMED = [keys.shown(TEMPLATE)]
 QUICK = (
     "--request-ms",
-    "200",
+    "1000",
     "--long-poll-max-ms",
-    "200",
+    "1000",
     "--long-poll-default-ms",
-    "200",
+    "1000",
     "--details-max-wait-ms",
-    "200",
+    "1000",
 )
 DECLARED = {"entity": ENTITY, "fields": [{"name": "tenant", "encoding": "string"}]}
 
@@ -143,7 +143,7 @@ def test_t7_a_wait_is_woken_by_its_key_and_by_nothing_else(http: Wire) -> None:
 def test_t5_waits_are_exempt_from_the_limit_of_requests(start_server: StartServer) -> None:
     http = Wire(start_server(*QUICK).port)
     name = stream(http)
-    answer = wait(http, name, timeoutMs=700)
+    answer = wait(http, name, timeoutMs=1500)
     assert (answer.status, answer.json["touched"]) == (200, False)
     http.close()
 

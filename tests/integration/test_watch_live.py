@@ -262,7 +262,7 @@ def token(scopes: tuple[str, ...], dbs: list[str] | None, **claims: Any) -> str:
 
 
 def test_who_may_watch_what(start_server: StartServer) -> None:
-    process = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_WATCH_AUTH_MS": "1500"})
+    process = start_server(env={"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_WATCH_AUTH_MS": "4000"})
     admin = Caller(process, token(("manage",), None))
     admin("PUT", "/v1/databases/app")
     rule = {"readRule": "doc.org == request.auth.claims.org"}

@@ -129,7 +129,7 @@ def test_w8_a_bootstrap_finds_a_published_view_and_the_changes_behind_it(
 def test_tombstones_are_forgotten_and_versions_are_not_used_twice(start_server: StartServer) -> None:
     process = start_server(env={**BUSY, "TAILRACE_WATCH_PARTITIONS": "1"})
     call = Caller(process)
-    call("PUT", f"{BASE}/collections/orders", {"tombstoneTtl": "1s", "retention": "0"})
+    call("PUT", f"{BASE}/collections/orders", {"tombstoneTtl": "3s", "retention": "0"})
     for _ in range(5):
         call("PUT", f"{BASE}/docs/orders/a", {"n": 1})
     call("DELETE", f"{BASE}/docs/orders/a")
@@ -173,7 +173,7 @@ def test_w27_w28_tokens_of_an_older_key(
 ) -> None:
     env = {
         "TAILRACE_WATCH_CARE_MS": "50",
-        "TAILRACE_WATCH_KEY_MS": "300",
+        "TAILRACE_WATCH_KEY_MS": "1000",
         "TAILRACE_WATCH_KEY_VERIFY_MS": verify_ms,
     }
     assert _rotated(start_server(env=env)) == answer

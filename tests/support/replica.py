@@ -71,7 +71,9 @@ class Stream:
         self.id = ""
 
     def line(self) -> str:
-        return self._answer.readline().decode().rstrip("\n")
+        raw = self._answer.readline()
+        assert raw, "the server has ended the stream"
+        return raw.decode().rstrip("\n")
 
     def begin(self) -> str:
         """What comes before anything happens: a place to go on from."""

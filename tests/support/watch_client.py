@@ -35,7 +35,11 @@ class Live:
             # Else the kernel lets it grow, on some machines up to tens of megabytes.
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window_bytes)
         plain.settimeout(WAIT_S)
-        plain.connect(("127.0.0.1", server.port))
+        try:
+            plain.connect(("127.0.0.1", server.port))
+        except OSError:
+            plain.close()
+            raise
         plain.settimeout(None)
         self.socket: ClientConnection = connect(
             f"ws://127.0.0.1:{server.port}{path}",

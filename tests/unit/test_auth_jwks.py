@@ -97,7 +97,7 @@ def test_keys_come_from_the_url(issuer: KeyServer, verifier: TokenVerifier) -> N
     key = ed25519.Ed25519PrivateKey.generate()
     issuer.publish(public_jwk(key, kid="one"))
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert verifier.verify(bearer(key, "one")).scopes == {"read"}
     assert issuer.requests == 1
 
@@ -111,7 +111,7 @@ def test_until_the_first_keys_arrive_tokens_are_neither_good_nor_bad(
     verifier.start()
     assert code_of(verifier, bearer(key, "one")) == "unavailable"
     issuer.gate.set()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert verifier.verify(bearer(key, "one"))
 
 
@@ -121,7 +121,7 @@ def test_an_unknown_key_id_fetches_at_most_once_per_interval(
     old, new = ed25519.Ed25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()
     issuer.publish(public_jwk(old, kid="old"))
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     issuer.publish(public_jwk(old, kid="old"), public_jwk(new, kid="new"))
     # Just fetched: whoever makes up key ids does not make us fetch again.
     for number in range(5):
@@ -129,7 +129,7 @@ def test_an_unknown_key_id_fetches_at_most_once_per_interval(
     assert issuer.requests == 1
     clock.advance(jwks.REFRESH_INTERVAL_S_MIN)
     assert code_of(verifier, bearer(new, "new")) == "unavailable"
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert issuer.requests == 2
     assert verifier.verify(bearer(new, "new"))
     assert verifier.verify(bearer(old, "old"))
@@ -141,13 +141,13 @@ def test_a_withdrawn_key_ends_what_it_vouched_for(
     old, new = ed25519.Ed25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()
     issuer.publish(public_jwk(old, kid="old"))
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     header = bearer(old, "old")
     assert verifier.verify(header) is verifier.verify(header)
     issuer.publish(public_jwk(new, kid="new"))
     clock.advance(jwks.REFRESH_INTERVAL_S_MIN)
     assert code_of(verifier, bearer(new, "new")) == "unavailable"
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert code_of(verifier, header) == "unauthorized"
 
 
@@ -167,11 +167,11 @@ def test_a_failing_issuer_does_not_lock_anyone_out(
     key = ed25519.Ed25519PrivateKey.generate()
     issuer.publish(public_jwk(key, kid="one"))
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     issuer.status, issuer.body = status, body
     clock.advance(jwks.REFRESH_INTERVAL_S_MIN)
     assert code_of(verifier, bearer(key, "two")) == "unavailable"
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert issuer.requests == 2
     assert verifier.verify(bearer(key, "one"))
     assert code_of(verifier, bearer(key, "two")) == "unauthorized"
@@ -180,7 +180,7 @@ def test_a_failing_issuer_does_not_lock_anyone_out(
 def test_an_issuer_that_is_down_at_the_start(verifier: TokenVerifier, issuer: KeyServer) -> None:
     issuer.status = 503
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert code_of(verifier, bearer(ed25519.Ed25519PrivateKey.generate(), "one")) == "unavailable"
 
 
@@ -252,7 +252,7 @@ def test_a_failing_issuer_is_asked_less_and_less_often(
     key = ed25519.Ed25519PrivateKey.generate()
     issuer.publish(public_jwk(key, kid="one"))
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     issuer.status = 503
     pause_s = jwks.REFRESH_INTERVAL_S_MIN
     for asked in range(2, 8):
@@ -260,14 +260,14 @@ def test_a_failing_issuer_is_asked_less_and_less_often(
         assert code_of(verifier, bearer(key, "unknown")) == "unauthorized", "too soon"
         clock.advance(1)
         assert code_of(verifier, bearer(key, "unknown")) == "unavailable"
-        assert verifier.wait_keys(10)
+        assert verifier.wait_keys(60)
         assert issuer.requests == asked
         pause_s = min(pause_s * 2, jwks.REFRESH_INTERVAL_S_MAX)
     assert verifier.verify(bearer(key, "one")), "what is known stays good"
     issuer.publish(public_jwk(key, kid="unknown"))
     issuer.status = 200
     verifier.reload()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert verifier.verify(bearer(key, "unknown")), "somebody who knows better is obeyed at once"
 
 
@@ -278,18 +278,18 @@ def test_another_key_under_the_same_id_vouches_for_nothing_of_the_old_one(
     old, new = ed25519.Ed25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()
     issuer.publish(public_jwk(old, kid="k"))
     verifier.start()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     identity = verifier.verify(bearer(old, "k"))
     assert verifier.changed()
     assert verifier.stands(identity)
     issuer.publish(public_jwk(old, kid="k", use="sig"), public_jwk(new, kid="next"))
     verifier.reload()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert verifier.changed()
     assert verifier.stands(identity), "the same key, described in another way"
     issuer.publish(public_jwk(new, kid="k"))
     verifier.reload()
-    assert verifier.wait_keys(10)
+    assert verifier.wait_keys(60)
     assert verifier.changed()
     assert not verifier.stands(identity)
     assert code_of(verifier, bearer(old, "k")) == "unauthorized"

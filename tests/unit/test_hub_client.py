@@ -170,7 +170,7 @@ def test_a_silent_hub_is_no_hub() -> None:
     async def silent(_socket: ServerConnection, _request: dict[str, Any]) -> None:
         return
 
-    assert played(silent, client, timeouts=Timeouts(connect_s=0.1)) == ["hub:connect"] * 2
+    assert played(silent, client, timeouts=Timeouts(connect_s=1.0)) == ["hub:connect"] * 2
 
 
 @pytest.mark.parametrize("code", ["unauthorized", "version_mismatch"])

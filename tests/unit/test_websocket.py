@@ -224,7 +224,7 @@ def test_a_frame_that_is_never_finished_is_given_up() -> None:
             await client.send(frame(ws.TEXT, b"never finished")[:-1])
             await until(lambda: here.server.bytes_in > before)
             now = here.server.loop.time()
-            here.server.sweep(now + 29)
+            here.server.sweep(now + 20)
             assert here.server.connections_open == 1
             here.server.sweep(now + 31)
             assert (await _frame(client))[1][:2] == (1002).to_bytes(2, "big")
