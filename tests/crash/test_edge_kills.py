@@ -71,7 +71,7 @@ def test_the_edge_is_killed_and_its_clients_come_back(server: ServerProcess, edg
 
 
 def test_writes_through_an_edge_are_not_repeated_by_it(server: ServerProcess, edge: EdgeProcess) -> None:
-    """The writer appends through the edge while its owner dies: each number is there once, in order."""
+    """E-18: the writer appends through the edge while its owner dies: each number is there once, in order."""
     writer = Writer(edge, "written")
     followers = [Follower(edge.port, "written", "sse")]
     asyncio.run(_follow_through(writer, followers, server))
@@ -81,7 +81,7 @@ def test_writes_through_an_edge_are_not_repeated_by_it(server: ServerProcess, ed
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_everything_at_once(tmp_path: Path, seed: int) -> None:
-    """Cuts on both sides of an edge, small rings and pages, joins anywhere, and everybody is killed once."""
+    """E-2: cuts on both sides of an edge, small rings and pages, joins anywhere, and everybody is killed."""
     chance = random.Random(seed)
     server = ServerProcess(tmp_path / "server" / "data", env={"TAILRACE_READ_PAGE_ENTRIES": "7"}).start()
     writer = Writer(server, "torn")

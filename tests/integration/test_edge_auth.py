@@ -56,6 +56,7 @@ def stream(server: ServerProcess) -> str:
 
 
 def test_nobody_reads_what_is_kept_without_the_right_to(edge: EdgeProcess, stream: str) -> None:
+    """E-19."""
     good = Caller(edge, _token("read"))
     eventually(lambda: good("GET", stream).headers["x-cache"], lambda cache: cache == "HIT")
     assert good("GET", stream).body == [1, 2]
@@ -118,7 +119,7 @@ def test_a_reader_leaves_when_its_token_ends(edge: EdgeProcess, stream: str) -> 
 
 
 def test_a_revoked_key_ends_its_readers(tmp_path: Path) -> None:
-    """The server and the edge read one file of keys; the reader shares its socket with somebody who stays."""
+    """E-19: the server and the edge read one file; the reader shares its socket with one who stays."""
     keys = tmp_path / "keys.json"
     secrets = {
         who: tailrace("key", "create", "--file", str(keys), "--sub", who, "--scope", "manage").out.strip()
@@ -140,7 +141,7 @@ def test_a_revoked_key_ends_its_readers(tmp_path: Path) -> None:
         revoked = tailrace("key", "revoke", "--file", str(keys), secrets["leaves"])
         assert revoked.code == 0, revoked.err
         assert connections["leaves"].read_chunk() == b"", "the end of the answer"
-        # The server reads the file in its own time; until then it is the judge of a key that the edge takes no more.
+        # The server reads the file in its own time; until then the edge leaves such a key to it.
         eventually(lambda: call["leaves"]("GET", "keyed").status, lambda status: status == 401)
         assert call["stays"]("POST", "keyed", [1]).status == 204
         assert b"data:[1]" in connections["stays"].read_chunk()

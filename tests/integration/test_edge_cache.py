@@ -81,6 +81,7 @@ def _cached(call: Caller, path: str) -> Reply:
 
 
 def test_immutable_slices_are_kept_and_tails_are_not(server: ServerProcess, start_edge: Start) -> None:
+    """E-5, E-11, E-12."""
     edge, owner = Caller(start_edge()), Caller(server)
     name = _made(owner, "kept")
     direct = owner("GET", name)
@@ -105,6 +106,7 @@ def test_immutable_slices_are_kept_and_tails_are_not(server: ServerProcess, star
 def test_spellings_share_one_slice_and_other_reads_do_not(
     server: ServerProcess, start_edge: Start, asked: Asked
 ) -> None:
+    """E-10."""
     edge, owner = Caller(start_edge()), Caller(server)
     name = fresh("spelling")
     owner("PUT", name, headers=JSON)
@@ -146,6 +148,7 @@ def test_equal_reads_at_once_are_one_request(server: ServerProcess, start_edge: 
 
 
 def test_a_write_is_read_at_once_through_the_same_edge(start_edge: Start) -> None:
+    """E-9."""
     edge = Caller(start_edge(TAILRACE_EDGE_RECENT_MS="60000"))
     name = fresh("written")
     edge("PUT", name, headers=JSON)
@@ -160,7 +163,7 @@ def test_a_write_is_read_at_once_through_the_same_edge(start_edge: Start) -> Non
 
 
 def test_what_was_deleted_is_not_served(server: ServerProcess, start_edge: Start) -> None:
-    """Deleted through this edge, and behind its back."""
+    """E-13: deleted through this edge, and behind its back."""
     edge, owner = Caller(start_edge()), Caller(server)
     for deletes in (edge, owner):
         name = _made(edge, "deleted")
@@ -175,6 +178,7 @@ def test_what_was_deleted_is_not_served(server: ServerProcess, start_edge: Start
 
 
 def test_streams_that_end_by_themselves_are_read_at_their_owner(start_edge: Start) -> None:
+    """E-16: their reads renew them, so they all have to arrive."""
     edge = Caller(start_edge())
     bounds = ({"Stream-TTL": "3600"}, {"Stream-Retention": "1h"}, {"Stream-Retention-Bytes": "1000"})
     for bound in bounds:
@@ -190,6 +194,7 @@ def _slices(directory: Path) -> list[Path]:
 def test_the_disk_cache_survives_its_edge_and_is_checked(
     server: ServerProcess, start_edge: Start, asked: Asked, tmp_path: Path
 ) -> None:
+    """E-15."""
     directory = tmp_path / "slices"
     process = start_edge("--cache-dir", str(directory), TAILRACE_EDGE_MEMORY_CACHE_BYTES="0")
     edge, owner = Caller(process), Caller(server)
@@ -229,3 +234,29 @@ def test_the_disk_cache_keeps_its_bound(start_edge: Start, tmp_path: Path, serve
     assert evicted
     assert metrics(process)['tailrace_edge_cache_bytes{tier="disk"}'] <= 4000
     eventually(lambda: sum(path.stat().st_size for path in _slices(directory)), lambda size: size <= 4000)
+
+
+def test_answers_do_not_depend_on_the_cache(server: ServerProcess, start_edge: Start, tmp_path: Path) -> None:
+    """E-14: none, some, too little, and one whose files are deleted while it is used."""
+    directory = tmp_path / "slices"
+    edges = [
+        start_edge(TAILRACE_EDGE_MEMORY_CACHE_BYTES="0"),
+        start_edge(),
+        start_edge(TAILRACE_EDGE_MEMORY_CACHE_BYTES="3000"),
+        start_edge("--cache-dir", str(directory), TAILRACE_EDGE_MEMORY_CACHE_BYTES="0"),
+    ]
+    owner = Caller(server)
+    name = _made(owner, "whichever", 9)
+    targets = [f"{name}?offset=0000000000000000_{entry:016}" for entry in range(9)]
+    expected = [owner("GET", target) for target in targets]
+    headers = ("etag", "cache-control", "stream-next-offset", "stream-end-offset")
+    for _ in range(3):
+        for path in _slices(directory):
+            path.unlink(missing_ok=True)
+        for edge in edges:
+            for target, direct in zip(targets, expected, strict=True):
+                reply = Caller(edge)("GET", target)
+                assert reply.raw == direct.raw
+                assert [reply.headers[header] for header in headers] == [
+                    direct.headers[header] for header in headers
+                ]

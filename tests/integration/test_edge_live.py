@@ -42,11 +42,12 @@ async def _follow(writer: Writer, followers: list[Follower], batches: int, size:
 
 
 def test_many_readers_are_one_connection_upstream(server: ServerProcess, edge: EdgeProcess) -> None:
+    """E-4, E-24: one socket, and one encoding of each batch for all of them."""
     name = fresh("edge-many")
     writer = Writer(server, name)
     writer.append(3)
     before = upstream_sockets(server)
-    batches_before = metrics(edge)["tailrace_edge_batches_total"]
+    counted = metrics(edge)
     followers = [Follower(edge.port, name, "sse") for _ in range(READERS)]
 
     async def watch() -> float:
@@ -63,10 +64,15 @@ def test_many_readers_are_one_connection_upstream(server: ServerProcess, edge: E
     assert asyncio.run(watch()) == 1
     assert all(follower.entries == list(range(writer.count)) for follower in followers)
     assert {follower.connections for follower in followers} == {1}
-    assert metrics(edge)["tailrace_edge_batches_total"] - batches_before <= 6
+    now = metrics(edge)
+    batches, encodings = (
+        now[name] - counted[name] for name in ("tailrace_edge_batches_total", "tailrace_edge_encodings_total")
+    )
+    assert 0 < encodings <= batches <= 6
 
 
 def test_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgeProcess) -> None:
+    """E-2."""
     name = fresh("edge-ways")
     writer = Writer(edge, name)
     writer.append(10)
@@ -80,7 +86,7 @@ def test_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgePro
 
 
 def test_readers_join_at_any_place_while_much_is_written(server: ServerProcess, edge: EdgeProcess) -> None:
-    """Joins between the batches of a ring, behind it and in front of it."""
+    """E-3: joins between the batches of a ring, behind it and in front of it."""
     name = fresh("edge-joins")
     writer = Writer(server, name)
     writer.append(50)
@@ -133,7 +139,7 @@ def test_keyed_readers_get_their_own(server: ServerProcess, edge: EdgeProcess) -
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/octet-stream"])
 def test_events_are_those_of_the_owner(server: ServerProcess, edge: EdgeProcess, content_type: str) -> None:
-    """The same closed stream, read from the owner and through the edge, twice."""
+    """E-5: the same closed stream, read from the owner and through the edge, twice."""
     name = fresh("edge-equal")
     call = Caller(server)
     call("PUT", name, headers={"Content-Type": content_type})
@@ -151,7 +157,7 @@ def test_events_are_those_of_the_owner(server: ServerProcess, edge: EdgeProcess,
 
 
 def test_now_is_asked_of_the_owner(server: ServerProcess, edge: EdgeProcess) -> None:
-    """However far the edge is behind, a read from now never begins before an acknowledged append."""
+    """E-8: however far the edge is behind, a read from now never begins before an acknowledged append."""
     name = fresh("edge-now")
     call = Caller(server)
     call("PUT", name, headers={"Content-Type": "application/json"})
@@ -168,6 +174,7 @@ def test_now_is_asked_of_the_owner(server: ServerProcess, edge: EdgeProcess) -> 
 
 
 def test_cursors_always_grow(edge: EdgeProcess, server: ServerProcess) -> None:
+    """E-6."""
     name = fresh("edge-cursor")
     call = Caller(edge)
     call("PUT", name, headers={"Content-Type": "application/json"})
@@ -214,7 +221,7 @@ def test_a_deleted_stream_ends_its_readers(server: ServerProcess, edge: EdgeProc
 
 
 def test_cut_sockets_are_opened_again_where_they_were(start_server: StartServer, tmp_path: Path) -> None:
-    """The connection between edge and owner is cut again and again; no client notices."""
+    """E-17: the connection between edge and owner is cut again and again; no client notices."""
     server = start_server()
     name = "cut"
     writer = Writer(server, name)
@@ -278,6 +285,7 @@ def test_a_stopping_edge_sends_its_readers_away(server: ServerProcess, tmp_path:
 
 
 def test_readers_are_let_go_when_the_owner_stays_away(start_server: StartServer, tmp_path: Path) -> None:
+    """E-17: at the end of an event, when the time for which they are kept is over."""
     server = start_server()
     writer = Writer(server, "away")
     writer.append(3)
@@ -306,7 +314,7 @@ def test_readers_are_let_go_when_the_owner_stays_away(start_server: StartServer,
 
 
 def test_a_reader_that_does_not_read_delays_nobody(start_server: StartServer, tmp_path: Path) -> None:
-    """It is left out until it reads again, and then gets everything, from slices and in order."""
+    """E-22: it is left out until it reads again, and then gets everything, from slices and in order."""
     server = start_server()
     call = Caller(server)
     call("PUT", "slow", headers={"Content-Type": "application/json"})
@@ -331,7 +339,9 @@ def test_a_reader_that_does_not_read_delays_nobody(start_server: StartServer, tm
 
     asyncio.run(watch())
     assert [entry["n"] for entry in follower.entries] == list(range(100))
-    assert metrics(edge)["tailrace_edge_detached_total"] > 0
+    seen = metrics(edge)
+    assert seen["tailrace_edge_detached_total"] > 0
+    assert seen["tailrace_edge_ring_bytes"] <= 1.5 * 1024 * 1024, "the bound, and the newest batch"
     events = b""
     while chunk := stuck.read_chunk():
         events += chunk
@@ -343,7 +353,7 @@ def test_a_reader_that_does_not_read_delays_nobody(start_server: StartServer, tm
 
 @pytest.mark.nightly
 def test_ten_thousand_readers(start_server: StartServer, tmp_path: Path) -> None:
-    """All events to all, in order, over one connection; the edge and the owner are killed in between."""
+    """E-24: all events to all, in order, over one connection; edge and owner are killed in between."""
     server = start_server()
     writer = Writer(server, "crowd")
     edge = EdgeProcess(tmp_path / "cache", server.base_url)

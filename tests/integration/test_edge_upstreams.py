@@ -35,6 +35,7 @@ def sharded(servers: list[ServerProcess], tmp_path: Path) -> Iterator[EdgeProces
 def test_a_stream_lives_on_one_server_and_nowhere_else(
     servers: list[ServerProcess], sharded: EdgeProcess
 ) -> None:
+    """E-21."""
     edge = Caller(sharded)
     names = [f"s/{number:02}" for number in range(STREAMS)]
     for name in names:
@@ -60,6 +61,7 @@ def test_a_stream_lives_on_one_server_and_nowhere_else(
 
 
 def test_one_of_several_doors_is_lost(start_server: StartServer, tmp_path: Path) -> None:
+    """E-21."""
     server = start_server()
     writer = Writer(server, "doors")
     with CuttingProxy(server.port) as one, CuttingProxy(server.port) as two:
