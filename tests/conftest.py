@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from support.s3 import S3Server
 from support.server import ServerProcess
 from support.wire import Wire
+from tailrace.pytest_plugin import SERVERS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _started(request: pytest.FixtureRequest, directory: Path) -> ServerProcess:
     process = ServerProcess(directory / "data")
-    request.node.stash.setdefault(_PROCESSES, []).append(process)
+    request.node.stash.setdefault(SERVERS, []).append(process)
     return process.start()
 
 
@@ -94,7 +95,7 @@ def start_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sta
         directory = data_dir or tmp_path / f"data-{len(processes)}"
         process = ServerProcess(directory, args=args, env=env)
         processes.append(process)
-        request.node.stash.setdefault(_PROCESSES, []).append(process)
+        request.node.stash.setdefault(SERVERS, []).append(process)
         return process.start()
 
     yield start
@@ -120,17 +121,3 @@ def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
 
     yield spark_session
     clean(spark_session)
-
-
-_PROCESSES: pytest.StashKey[list[ServerProcess]] = pytest.StashKey()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show what the servers printed below a failure."""
-    report = yield
-    if report.failed:
-        for node in item.listchain():
-            for process in node.stash.get(_PROCESSES, []):
-                report.sections.append((f"server log ({node.name})", process.log[-20_000:]))
-    return report

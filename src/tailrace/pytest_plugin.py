@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LOG_CHARS_SHOWN = 20_000
 
-_SERVERS: pytest.StashKey[list[TailraceServer]] = pytest.StashKey()
+SERVERS: pytest.StashKey[list[TailraceServer]] = pytest.StashKey()  # of a test, a file or the run
 _NONE: list[TailraceServer] = []
 
 
@@ -62,7 +62,7 @@ def _run(
     from tailrace.testing import TailraceServer
 
     server = TailraceServer(data_dir, settings=settings)
-    request.node.stash.setdefault(_SERVERS, []).append(server)
+    request.node.stash.setdefault(SERVERS, []).append(server)
     server.start()
     yield server
     server.stop()
@@ -74,6 +74,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed:
         for node in item.listchain():
-            for server in node.stash.get(_SERVERS, _NONE):
-                report.sections.append(("tailrace server log", server.log[-LOG_CHARS_SHOWN:]))
+            for server in node.stash.get(SERVERS, _NONE):
+                report.sections.append((f"tailrace server log ({node.name})", server.log[-LOG_CHARS_SHOWN:]))
     return report

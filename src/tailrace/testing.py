@@ -16,15 +16,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self, TextIO
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tailrace.client import Client
 
-START_S_MAX: Final = 30.0
-STOP_S_MAX: Final = 20.0
 LOG_LINES_MAX: Final = 5000
 PAUSE_S: Final = 0.01
 # A server for tests writes nothing by itself and starts no Java.
@@ -36,6 +34,17 @@ class ServerFailedError(AssertionError):
     """The process did not do what was asked; the message carries its log."""
 
 
+class Process(Protocol):
+    """What is asked of a running command: `subprocess.Popen` has all of it."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: signal.Signals, /) -> None: ...
+    def kill(self) -> None: ...
+
+
 class TailraceServer:
     """One ``tailrace serve``. The first free port is kept over restarts, so that clients can come back.
 
@@ -43,6 +52,9 @@ class TailraceServer:
         with server.client() as client:
             ...
     """
+
+    start_s_max: float = 30.0
+    stop_s_max: float = 20.0
 
     def __init__(
         self,
@@ -59,7 +71,7 @@ class TailraceServer:
         self.env = {f"TAILRACE_{name.upper()}": str(value) for name, value in (settings or {}).items()}
         self.env |= env or {}
         self.base_url = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
         self._lines: deque[str] = deque(maxlen=LOG_LINES_MAX)
         self._announced = threading.Event()
         self._reader: threading.Thread | None = None
@@ -72,64 +84,78 @@ class TailraceServer:
     ) -> None:
         self.stop()
 
-    # -- starting and ending ---------------------------------------------------------------------------
+    # -- how it is started -----------------------------------------------------------------------------
 
-    def start(self, *, ready: bool = True) -> Self:
-        """Start the process and wait until it serves. With ``ready=False`` only start it."""
-        assert self._process is None, "already running"
-        self._announced.clear()
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            self.command(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=self.environment(),
-            cwd=self._directory(),
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._collect, args=(self._process,), daemon=True)
-        self._reader.start()
-        if ready:
-            self.wait_ready()
-        return self
-
-    def command(self) -> list[str]:
+    def arguments(self) -> list[str]:
+        """What follows `tailrace` on the command line."""
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        return [sys.executable, "-m", "tailrace", "serve", *flags, *self.args]
+        return ["serve", *flags, *self.args]
 
     def environment(self) -> dict[str, str]:
         """Settings of whoever runs the tests must not reach the server under test."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
         return {**kept, "PYTHONUNBUFFERED": "1", **QUIET, **self.env}
 
-    def wait_ready(self, timeout_s: float = START_S_MAX) -> None:
-        deadline = time.monotonic() + timeout_s
+    def launch(self, cwd: Path, output: int) -> Process:
+        """The process, which prints to this descriptor."""
+        return subprocess.Popen(  # noqa: S603 - our own command
+            [sys.executable, "-m", "tailrace", *self.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=self.environment(),
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    # -- starting and ending ---------------------------------------------------------------------------
+
+    def start(self, *, ready: bool = True) -> Self:
+        """Start the process and wait until it serves. With ``ready=False`` only start it."""
+        assert self._process is None, "already running"
+        self._announced.clear()
+        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb"):
+            output = os.fdopen(reading, encoding="utf-8", errors="replace")
+            try:
+                self._process = self.launch(self.data_dir.parent, writing)
+            except BaseException:
+                output.close()
+                raise
+        self._reader = threading.Thread(target=self._collect, args=(output,), daemon=True)
+        self._reader.start()
+        if ready:
+            self.wait_ready()
+        return self
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        patience_s = self.start_s_max if timeout_s is None else timeout_s
+        deadline = time.monotonic() + patience_s
         while not self._announced.wait(PAUSE_S):
             self._fail_if_gone("ended before it was ready")
             if time.monotonic() > deadline:
                 self.kill()
-                raise ServerFailedError(f"not ready after {timeout_s} s\n{self.log}")
+                raise ServerFailedError(f"not ready after {patience_s} s\n{self.log}")
         while self.status("/readyz") != 200:
             self._fail_if_gone("ended before /readyz answered 200")
             if time.monotonic() > deadline:
                 self.kill()
-                raise ServerFailedError(f"/readyz is not 200 after {timeout_s} s\n{self.log}")
+                raise ServerFailedError(f"/readyz is not 200 after {patience_s} s\n{self.log}")
             time.sleep(PAUSE_S)
 
     def kill(self) -> None:
         """SIGKILL: what a crash or the out-of-memory killer does."""
         if self._process is not None:
             self._process.kill()
-            self._finish(STOP_S_MAX)
+            self._finish(self.stop_s_max)
 
     def stop(self) -> None:
         """SIGTERM; the server must drain and leave with 0."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
-        code = self._finish(STOP_S_MAX)
+        code = self._finish(self.stop_s_max)
         if code != 0:
             raise ServerFailedError(f"exit code {code} after SIGTERM\n{self.log}")
 
@@ -145,10 +171,10 @@ class TailraceServer:
             self.stop()
         self.start()
 
-    def wait_exit(self, timeout_s: float = STOP_S_MAX) -> int:
+    def wait_exit(self, timeout_s: float | None = None) -> int:
         """Wait for a process that ends by itself; its exit code."""
         assert self._process is not None
-        return self._finish(timeout_s)
+        return self._finish(self.stop_s_max if timeout_s is None else timeout_s)
 
     # -- looking at it ---------------------------------------------------------------------------------
 
@@ -185,29 +211,27 @@ class TailraceServer:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _directory(self) -> Path:
-        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
-        return self.data_dir.parent
-
-    def _collect(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.append(line)
-            if (match := _READY.search(line)) and not self._announced.is_set():
-                self.base_url = match[1].rstrip("/")
-                self.port = int(self.base_url.rsplit(":", 1)[1])
-                self._announced.set()
+    def _collect(self, output: TextIO) -> None:
+        with output:
+            for line in output:
+                announced = _READY.search(line)
+                if announced and not self._announced.is_set():
+                    # Before anybody sees the line: who has read it knows the address.
+                    self.base_url = announced[1].rstrip("/")
+                    self.port = int(self.base_url.rsplit(":", 1)[1])
+                self._lines.append(line)
+                if announced:
+                    self._announced.set()
 
     def _fail_if_gone(self, what: str) -> None:
         if not self.running:
-            code = self._finish(STOP_S_MAX)
+            code = self._finish(self.stop_s_max)
             raise ServerFailedError(f"{what} (exit code {code})\n{self.log}")
 
     def _finish(self, timeout_s: float) -> int:
         process, reader = self._process, self._reader
         assert process is not None
         assert reader is not None
-        assert process.stdout is not None
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -218,6 +242,5 @@ class TailraceServer:
             ) from None
         finally:
             reader.join(timeout=5)
-            process.stdout.close()
             self._process = None
         return code

@@ -11,10 +11,11 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller
 from support.cli import Finished, tailrace
-from support.server import ServerFailedError, ServerProcess
+from support.server import ServerProcess
 from tailrace.store.objects import open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.testing import ServerFailedError
 
 
 def _try(server: ServerProcess, *args: str) -> Finished:

@@ -11,9 +11,10 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller
 from support.sealing import SEALING_ENV, hot, wait_sealed, wait_until
-from support.server import ServerFailedError, ServerProcess
+from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode
+from tailrace.testing import ServerFailedError
 
 TEXT = "text/plain"
 
