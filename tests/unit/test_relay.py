@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from support.http_app import HOST, Site, TestApp, chunked, get, on_loop, post, site, until
 from tailrace.limits import Limits
-from tailrace.net import Exchange, HttpServer
+from tailrace.net import Exchange, HttpServer, relay
 from tailrace.net.handover import Adoption, Handover
 from tailrace.net.relay import Peer, receive
 
@@ -22,6 +23,7 @@ UPGRADE = (
     "Sec-WebSocket-Version: 13",
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
 )
+PAGE_BYTES = 200_000
 
 
 class OwnerApp(TestApp):
@@ -33,6 +35,8 @@ class OwnerApp(TestApp):
         receive(exchange)
         if exchange.path == b"/no-length":
             exchange.respond(200, b"X-Length: none\r\n")
+        elif exchange.path == b"/page":
+            exchange.respond(200, b"", b"x" * PAGE_BYTES)
         else:
             super().handle(exchange)
 
@@ -275,5 +279,54 @@ def test_a_connection_moves_with_its_request_and_stays() -> None:
                 assert (await client.answer()).status == 200
                 assert refused[-1] == b"/nobody"
         handover.close()
+
+    on_loop(main)
+
+
+def test_a_slow_client_leaves_the_way_free_for_the_next_one() -> None:
+    """The end of an answer may wait for its client; the connection it came over does not."""
+
+    async def main() -> None:
+        async with pair(live_unsent_bytes=1024) as both:
+            client = await both.door.connect(read_limit=1024)
+            await client.send(get("/plain"))
+            await client.answer()
+            (connection,) = both.door.server._swept
+            taken: socket.socket = connection.transport.get_extra_info("socket")
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            for number in range(3):
+                await client.send(get("/page"))
+                assert len((await client.answer()).body) == PAGE_BYTES
+                answer = await both.door.exchange(get(f"/after/{number}"))
+                assert answer.json["path"] == f"/after/{number}"
+            assert both.server.connections_total == 1, "there was one way, and it was used again"
+
+    on_loop(main)
+
+
+def test_what_may_wait_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with pair() as both:
+            monkeypatch.setattr(relay, "GRACE_S", 0.0)
+            hasty = Peer(both.peer.path, asyncio.get_running_loop(), 1)
+            waits_s = 0.0
+            assert isinstance(both.door.app, DoorApp)
+            both.door.app.pass_on = lambda exchange: hasty.relay(exchange, 1, waits_s)
+            refused = await both.door.exchange(post("/hold", b"{}"))
+            assert (refused.status, refused.code) == (408, "append_timeout")
+            waits_s = 60.0
+            for path in ("/hold", "/hold/wait"):
+                both.owner.held.clear()
+                client = await both.door.connect()
+                await client.send(post(path, b"{}"))
+                await until(lambda: bool(both.owner.held))
+                both.door.server.sweep(asyncio.get_running_loop().time() + 30)
+                if path == "/hold":
+                    both.owner.held[0].respond(200)
+                    assert (await client.answer()).status == 200
+                else:
+                    await client.close()
+                    await until(lambda: both.owner.gone == [b"/hold/wait"])
+            hasty.close()
 
     on_loop(main)

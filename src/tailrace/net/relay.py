@@ -99,11 +99,11 @@ class Peer:
         self.relayed = 0
         self.lost = 0
 
-    def relay(self, exchange: Exchange, hops: int = 1) -> None:
-        """Has the request answered by the other process."""
+    def relay(self, exchange: Exchange, hops: int = 1, waits_s: float = 0.0) -> None:
+        """Has the request answered by the other process, which may first wait so long for something."""
         self.relayed += 1
-        relay = Relay(exchange, self)
-        exchange.set_deadline(self._loop.time() + self._wait_s, relay.on_deadline)
+        relay = Relay(exchange, self, may_wait=waits_s > 0)
+        exchange.set_deadline(self._loop.time() + self._wait_s + waits_s, relay.on_deadline)
         self.send(relayed_bytes(exchange, hops), relay, is_head=exchange.mode & MODE_HEAD != 0)
 
     async def ask(
@@ -160,7 +160,7 @@ def request_of(method: str, target: str, body: bytes, headers: tuple[tuple[bytes
 class Upstream(asyncio.Protocol):
     """One connection to another process. It carries one request at a time."""
 
-    __slots__ = ("_done", "_head", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "transport")
+    __slots__ = ("_head", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "done", "transport")
 
     transport: asyncio.Transport
 
@@ -171,10 +171,10 @@ class Upstream(asyncio.Protocol):
         self._is_head = False
         self._head = b""
         self._keep_alive = False
-        self._done = False
+        self.done = False  # the answer is here to its end
 
     def begin(self, request: bytes, sink: Sink, is_head: bool) -> None:
-        self._sink, self._is_head, self._done = sink, is_head, False
+        self._sink, self._is_head, self.done = sink, is_head, False
         sink.on_begin(self)
         if is_head:
             # The parser would wait for the body that the head speaks of.
@@ -216,7 +216,7 @@ class Upstream(asyncio.Protocol):
             self.abort()
             return
         sink.on_bytes(self, data)
-        if self._done and self._sink is sink:
+        if self.done and self._sink is sink:
             self._sink = None
             keep_alive = self._keep_alive
             if self._is_head:
@@ -241,7 +241,7 @@ class Upstream(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._keep_alive = self._parser.should_keep_alive()
         if self._is_head:
-            self._done = True
+            self.done = True
             # Without a length the parser expects a body to the end of the connection, which there is not.
             self._keep_alive = CONNECTION_CLOSE not in self._head
 
@@ -250,7 +250,7 @@ class Upstream(asyncio.Protocol):
             self._sink.on_body(piece)
 
     def on_message_complete(self) -> None:
-        self._done = True
+        self.done = True
 
 
 class Relay:
@@ -258,12 +258,12 @@ class Relay:
 
     __slots__ = ("_exchange", "_outlet", "_peer", "_upstream")
 
-    def __init__(self, exchange: Exchange, peer: Peer) -> None:
+    def __init__(self, exchange: Exchange, peer: Peer, *, may_wait: bool) -> None:
         self._exchange = exchange
         self._peer = peer
         self._outlet: Outlet | None = None
         self._upstream: Upstream | None = None
-        if b"live=" in exchange.query:
+        if may_wait or b"live=" in exchange.query:
             # It may wait for long, and for nobody. Others are answered soon, even a client that half-closed.
             exchange.on_gone = self._on_gone
 
@@ -282,7 +282,8 @@ class Relay:
             outlet.on_gone = self._on_gone
             outlet.on_drain = self._on_drain
         outlet.write(data)
-        if outlet.unsent_bytes > _high_bytes(self._exchange):
+        if outlet.unsent_bytes > _high_bytes(self._exchange) and not upstream.done:
+            # Never a connection that is free from here on: the answer to its next request would not be read.
             upstream.transport.pause_reading()
 
     def on_body(self, piece: bytes) -> None:
@@ -402,6 +403,7 @@ class Followed:
         self._on_lost()
 
     def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+        self.upstream = None  # it may carry the request of somebody else by now
         self._on_lost()
 
     def on_lost(self) -> None:

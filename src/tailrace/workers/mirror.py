@@ -18,6 +18,7 @@ logger = logging.getLogger("tailrace.workers")
 RETRY_S: Final = 0.1
 RETRY_S_MAX: Final = 2.0
 UP_S_MAX: Final = 5.0
+MARK_S_MAX: Final = 30.0  # a worker that tells nothing for so long is away, whatever its socket says
 
 
 class Mirror:
@@ -65,9 +66,12 @@ class Mirror:
         told = self._marks[mark] = asyncio.get_running_loop().create_future()
         try:
             body = msgspec.json.encode(Interest(mark, list(patterns), list(names)))
-            status, _ = await self._peer.ask("POST", INTEREST, body)
-            if status != 204 or not await told:
-                raise lost()
+            async with asyncio.timeout(MARK_S_MAX):
+                status, _ = await self._peer.ask("POST", INTEREST, body)
+                if status != 204 or not await told:
+                    raise lost()
+        except TimeoutError:
+            raise lost() from None
         finally:
             self._marks.pop(mark, None)
 
