@@ -28,6 +28,7 @@ def test_a_public_https_url_is_fine() -> None:
     assert ssrf.check_url("https://worker.example", STRICT).path == "/"
     assert ssrf.check_url("https://worker.example", STRICT).port == 443
     assert ssrf.check_url("https://worker.example./", STRICT).host == "worker.example"
+    assert ssrf.check_url(f"https://{'a' * 63}.example/", STRICT).host.startswith("aaa")
     assert ssrf.check_url("https://93.184.216.34/x", STRICT).host == "93.184.216.34"
     assert ssrf.check_url("https://[2606:2800:220:1::1]/x", STRICT).host == "2606:2800:220:1::1"
 
@@ -37,6 +38,7 @@ def test_a_public_https_url_is_fine() -> None:
     "url",
     [
         "http://worker.example/hook",
+        f"https://{'a' * 64}.example/hook",
         "http://10.0.0.1/hook",
         "https://10.0.0.1/hook",
         "https://172.16.0.1/",

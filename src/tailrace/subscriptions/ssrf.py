@@ -23,7 +23,9 @@ Resolver = Callable[[str, int], Sequence[str]]
 ADDRESSES_MAX: Final = 16
 # What a connection may carry without being mistaken for a second request or another host.
 _URL_TEXT: Final = re.compile(r"[!-~]+")
-_HOST_TEXT: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+# A longer label is no name: looking it up fails in a way of its own.
+_LABEL: Final = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST_TEXT: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
