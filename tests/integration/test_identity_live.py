@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from conftest import StartServer
-from support.calls import Caller, eventually
+from support.calls import Caller, Reply, eventually
 from support.cli import tailrace
 from support.hub_client import Actor
 from support.server import ServerProcess
 from support.watch_client import Live
 from support.wire import Wire, fresh, request_bytes
+from support.workers import names_of
 from tailrace.auth import create_token
 
 JSON = "application/json"
@@ -419,6 +422,69 @@ def test_every_worker_follows_a_revocation(start_server: StartServer) -> None:
             assert events.next() is None
     for name in names:
         eventually(lambda name=name: reader("GET", name).status, lambda status: status == 401)
+
+
+def until_refused(reader: Caller, path: str) -> Reply:
+    """Waits for one change after the other."""
+    while True:
+        shown = reader("GET", path)
+        if shown.status == 200:
+            known = {"If-None-Match": shown.headers["etag"]}
+            shown = reader("GET", f"{path}?live=long-poll&timeout_ms=60000", headers=known)
+        if shown.status not in (200, 304):
+            return shown
+
+
+def test_waits_end_with_the_right_to_wait(start_server: StartServer) -> None:
+    """Also those that are for no entry: for touches, and for what is told about a stream."""
+    env = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_DETAILS_MAX_WAIT_MS": "60000"}
+    server = start_server("--workers", "2", env=env)
+    call = Caller(server, MANAGER)
+    profile = {"profile": {"kind": "state-protocol", "touch": {"enabled": True}}}
+    names = [next(names_of(worker, 2, "waited/")) for worker in range(2)]
+    for name in names:
+        assert call("PUT", name, headers={"Content-Type": JSON}).status == 201
+        assert call("POST", f"{name}/_profile", profile).status == 200
+    key_id, key = made_key(call, "ci", "read")
+    reader = Caller(server, key)
+    for name in names:
+        eventually(lambda name=name: reader("GET", name).status, lambda status: status == 200)
+    waited = {"cursor": "now", "keys": ["0123456789abcdef"], "exact": True, "timeoutMs": 120_000}
+    with ThreadPoolExecutor(2 * len(names)) as waiting, ExitStack() as later:
+        # Whatever goes wrong, nobody waits for two minutes.
+        later.callback(call, "DELETE", f"/v1/server/_keys/{key_id}")
+        waits = [waiting.submit(reader, "POST", f"{name}/touch/wait", waited) for name in names]
+        waits += [waiting.submit(until_refused, reader, f"{name}/_details") for name in names]
+        for name in names:
+            eventually(
+                lambda name=name: call("GET", f"{name}/touch/meta").body["activeWaiters"],
+                lambda count: count == 1,
+            )
+        shown = "/v1/server/_mem"
+        eventually(
+            lambda: call("GET", shown).body["runtime_counts"]["live_connections"],
+            lambda count: count == len(names),
+        )
+        later.close()
+        for wait in waits:
+            answer = wait.result(60)
+            assert (answer.status, answer.code) == (401, "unauthorized")
+
+
+def test_a_rate_holds_for_all_workers_together(start_server: StartServer) -> None:
+    env = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_IDENTITY_OPS_PER_S": "1"}
+    server = start_server("--workers", "2", env=env)
+    names = [next(names_of(worker, 2, "none/")) for worker in range(2)]
+    call = Caller(server, token("read", sub="greedy"))
+    begun_s = time.monotonic()
+    seen = [call("GET", names[number % 2]).status for number in range(20)]
+    took_s = time.monotonic() - begun_s
+    assert set(seen) == {404, 429}
+    # Two at once, and one for every second since.
+    assert seen.count(404) <= 3 + took_s
+    # What all workers answer together is one request all the same.
+    modest = Caller(server, token("read", sub="modest"))
+    assert [modest("GET", "/v1/streams").status for _ in range(2)] == [200, 200]
 
 
 def test_commands_say_what_is_wrong(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import http.client
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,16 +257,3 @@ def test_documents_and_the_hub_are_one(call: Caller) -> None:
     for reply in often(call, "GET", "/v1/databases/shop/docs/orders/1"):
         assert reply.status == 200, reply
     assert {reply.status for reply in often(call, "GET", "/hub/health")} == {200}
-
-
-@pytest.mark.parametrize("flag", ["--bootstrap", "--take-over", "--pipeline=external"])
-def test_what_needs_one_process_is_refused_before_anything_is_touched(tmp_path: Path, flag: str) -> None:
-    process = ServerProcess(tmp_path / "data", args=("--workers", "2", flag)).start(ready=False)
-    assert process.wait_exit() == 1
-    assert "--workers 1" in process.log
-    assert not (tmp_path / "data").exists()
-
-
-def test_the_pipeline_is_refused_by_request(call: Caller) -> None:
-    refused = call("GET", "/v1/pipeline/plan")
-    assert (refused.status, refused.code) == (501, "not_installed")

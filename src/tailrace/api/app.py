@@ -32,9 +32,11 @@ from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
+from tailrace.api.vouched import Vouching
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
 from tailrace.errors import TailraceError
+from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers, names
 
@@ -59,7 +61,9 @@ class TailraceApp:
         self._context = context
         self._verifier = verifier
         self._grants = grants
-        self.rates = IdentityRates(context.limits, context.clock)
+        self.rates = IdentityRates(
+            context.limits, context.clock, Vouching(context.settings.edge_signing_key, context.clock)
+        )
         self.identities = IdentityRoutes(context, verifier)
         self.live = Live(context)
         self._reads = ReadRoutes(context, self.live)
@@ -94,14 +98,13 @@ class TailraceApp:
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = self._streams.append
-        self._common = headers.common_lines(context.settings.resource_policy, "*")
-        origins = context.settings.cors_origins
-        self._origins: frozenset[str] | None = None
-        if origins != "*":
-            self._origins = frozenset(origin.strip() for origin in origins.split(",") if origin.strip())
-            self._common = headers.common_lines(context.settings.resource_policy, None)
-        self._timing = context.settings.server_timing
-        self.fixed_headers = self._common if self._origins is None and not self._timing else None
+        settings = context.settings
+        self._timing = settings.server_timing
+        total = "total" if self._timing else None
+        self.common_headers = CommonHeaders(
+            settings.resource_policy, settings.cors_origins, total, context.loop.time
+        )
+        self.fixed_headers = self.common_headers.fixed
 
     # -- what net asks for -------------------------------------------------------------------------------
 
@@ -138,20 +141,6 @@ class TailraceApp:
         self._telemetry.refused.add(error.code)
         return answers.refusal_of(exchange, error)
 
-    def common_headers(self, exchange: Exchange | None) -> bytes:
-        common = self._common
-        if self._timing and exchange is not None:
-            total_ms = (self._context.loop.time() - exchange.started) * 1000
-            phases = f"{exchange.phases}, " if exchange.phases else ""
-            common += headers.line("Server-Timing", f"{phases}total;dur={total_ms:.3f}")
-        if self._origins is None:
-            return common
-        origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
-        text = origin.decode("latin-1")
-        if text in self._origins:
-            return common + headers.line("Access-Control-Allow-Origin", text)
-        return common
-
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
         self._reads.end_waits()
@@ -167,6 +156,7 @@ class TailraceApp:
     def recheck(self, stands: Callable[[Identity], bool]) -> int:
         """Ends the connections of whoever has lost their right, and counts them."""
         ended = self.live.recheck(stands) + self._reads.recheck(stands)
+        ended += self.details.recheck(stands) + self.touch.recheck(stands)
         if self.watch is not None:
             ended += self.watch.recheck(stands)
         if self.hub is not None:

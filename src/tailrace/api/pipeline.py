@@ -17,7 +17,7 @@ from tailrace.api.parse import check_encoding
 from tailrace.api.pipeline_child import PipelineChild
 from tailrace.api.pipeline_metrics import SealTiming
 from tailrace.api.pipeline_plan import JOBS, Json, Plans, plan_of
-from tailrace.api.pipeline_state import FAMILIES, Heartbeat, PipelineState
+from tailrace.api.pipeline_state import FAMILIES, Demand, Heartbeat, PipelineState
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.catalogue import plans_of
@@ -55,6 +55,7 @@ class PipelineRoutes:
         self.plans = Plans(context, sealing, self.work)
         self.state = PipelineState(context, self.work, self.publishing)
         self.timing = SealTiming(context.telemetry)
+        self.demand: Callable[[], Demand] = self.state.demand
         self.child: PipelineChild | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
@@ -85,7 +86,7 @@ class PipelineRoutes:
 
     def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
         """From now on a pipeline of our own is run when there is work."""
-        self.child = PipelineChild(self._context, self.work, self.state, grant, endpoint)
+        self.child = PipelineChild(self._context, self.demand, self.state, grant, endpoint)
         self.child.start()
 
     async def stop(self) -> None:
@@ -144,15 +145,13 @@ class PipelineRoutes:
     async def _plan(self, exchange: Exchange) -> Json:
         query = parse_query(exchange.query)
         jobs = _jobs(query.get("jobs", ""))
-        live = query.get("live", "")
-        if live not in ("", "false", "long-poll"):
-            raise TailraceError("invalid_request", "live must be long-poll")
+        waits = read_live(query.get("live", ""))
         if "stream" in query:
             return await self.plans.of_stream(query["stream"], jobs)
-        limit = _limit(query.get("limit"))
+        limit = read_limit(query.get("limit"))
         after = query.get("after", "")
         loop = self._context.loop
-        until = loop.time() + (WAIT_S if live == "long-poll" else 0.0)
+        until = loop.time() + (WAIT_S if waits else 0.0)
         while True:
             body = await self.plans.page(after, limit, jobs)
             left_s = until - loop.time()
@@ -171,13 +170,14 @@ class PipelineRoutes:
         """The stream with an id. One that was not offered lately is found by its manifest."""
         name = self.plans.names.get(folder)
         if name is None:
-            name = await self._recorded_name(folder)
+            name = await self.recorded_name(folder)
         stream = self._log.find(name)
         if stream is None or stream.gone or stream_id(stream.name, stream.incarnation) != folder:
             raise TailraceError("stream_gone", "the stream with this id was deleted")
         return stream
 
-    async def _recorded_name(self, folder: str) -> str:
+    async def recorded_name(self, folder: str) -> str:
+        """Whose manifest it is."""
         if len(folder) != 32 or not all(digit in "0123456789abcdef" for digit in folder):
             raise TailraceError("invalid_request", "stream_id must be 32 hex digits")
         try:
@@ -245,7 +245,13 @@ def _jobs(text: str) -> tuple[str, ...]:
     return found
 
 
-def _limit(text: str | None) -> int:
+def read_live(text: str) -> bool:
+    if text not in ("", "false", "long-poll"):
+        raise TailraceError("invalid_request", "live must be long-poll")
+    return text == "long-poll"
+
+
+def read_limit(text: str | None) -> int:
     if text is None:
         return LIMIT_DEFAULT
     limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0

@@ -19,8 +19,7 @@ import msgspec
 
 from tailrace.api.context import Context
 from tailrace.api.java import find_java
-from tailrace.api.pipeline_state import FRESH_S, PipelineState
-from tailrace.tier.work import Work
+from tailrace.api.pipeline_state import FRESH_S, Demand, PipelineState
 
 logger = logging.getLogger("tailrace.pipeline")
 
@@ -37,19 +36,22 @@ NO_JAVA: Final = (
 
 
 class PipelineChild:
-    """Owned by the loop thread. `grant` makes a token that is good for so many seconds, or None."""
+    """Owned by the loop thread. `grant` makes a token that is good for so many seconds, or None.
+
+    `demand` tells what waits for it, on all workers of the server if there are several.
+    """
 
     def __init__(
         self,
         context: Context,
-        work: Work,
+        demand: Callable[[], Demand],
         state: PipelineState,
         grant: Callable[[float], str] | None,
         endpoint: Callable[[], str],
     ) -> None:
         self._context = context
         self._loop = context.loop
-        self._work = work
+        self._demand = demand
         self._state = state
         self._grant = grant
         self._endpoint = endpoint
@@ -104,14 +106,14 @@ class PipelineChild:
 
     def _is_due(self) -> bool:
         """Whether the work is worth a JVM."""
-        if not self._work.by_stream:
+        demand, limits = self._demand(), self._context.limits
+        if not demand.streams:
             return False
-        limits = self._context.limits
-        _, raw_bytes, oldest_ms = self._state.backlog()
-        others = any(
-            work.merges or work.compactions or work.rewrites for work in self._work.by_stream.values()
+        return (
+            demand.raw_bytes >= limits.pipeline_start_bytes
+            or demand.oldest_ms >= limits.pipeline_start_after
+            or demand.upkeep
         )
-        return raw_bytes >= limits.pipeline_start_bytes or oldest_ms >= limits.pipeline_start_after or others
 
     async def _watch(self, child: asyncio.subprocess.Process, now_s: float) -> None:
         state = self._state
@@ -135,7 +137,7 @@ class PipelineChild:
             self._become(beat.state if beat.state in ("idle", "starting") else "running")
             if now_s - self._started_s >= HEALTHY_S:
                 self._backoff_s = BACKOFF_S_MIN
-        if state.state != "idle" or self._work.by_stream:
+        if state.state != "idle" or self._demand().streams:
             self._idle_s = now_s
         elif (now_s - self._idle_s) * 1000 >= self._context.limits.pipeline_idle_stop:
             await self._end()

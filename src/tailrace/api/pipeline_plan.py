@@ -59,6 +59,7 @@ class Plans:
         self._work = work
         self._stored: OrderedDict[tuple[str, str], None] = OrderedDict()  # plans that are in the bucket
         self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
+        self.shows_places = False  # in the order of pages, so that those of several workers can be joined
 
     async def of_stream(self, name: str, jobs: Sequence[str]) -> Json:
         """One stream, be there something to do for it or not."""
@@ -84,6 +85,8 @@ class Plans:
                 continue
             shown = await self._show(stream, work, jobs)
             if shown is not None and shown["work"]:
+                if self.shows_places:
+                    shown["place"] = f"{work.oldest_ns}.{work.number}"
                 streams.append(shown)
         more = len(found) == limit
         return self._answer(streams, f"{found[-1].oldest_ns}.{found[-1].number}" if more else None)

@@ -45,6 +45,23 @@ class Heartbeat(msgspec.Struct, frozen=True):
     drain: bool = False  # asked by whoever wants the pipeline to end, not by the pipeline
 
 
+class Demand(msgspec.Struct, frozen=True):
+    """What waits for the pipeline: whether one is worth its while is decided by this."""
+
+    streams: int = 0
+    raw_bytes: int = 0
+    oldest_ms: int = 0
+    upkeep: bool = False  # something is to be put together, or to be written anew
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(
+            self.streams + other.streams,
+            self.raw_bytes + other.raw_bytes,
+            max(self.oldest_ms, other.oldest_ms),
+            self.upkeep or other.upkeep,
+        )
+
+
 class PipelineState:
     """The pipeline as everybody is shown it. A supervised one adds what its supervisor knows."""
 
@@ -117,6 +134,12 @@ class PipelineState:
         oldest_ns = min((work.oldest_ns for work in works if work.oldest_ns), default=0)
         age_ms = max(0, self._context.clock.now_ns() - oldest_ns) // 1_000_000 if oldest_ns else 0
         return sum(work.segments for work in works), sum(work.raw_bytes for work in works), age_ms
+
+    def demand(self) -> Demand:
+        works = self._work.by_stream.values()
+        _, raw_bytes, oldest_ms = self.backlog()
+        upkeep = any(work.merges or work.compactions or work.rewrites for work in works)
+        return Demand(len(works), raw_bytes, oldest_ms, upkeep)
 
     @property
     def given_up(self) -> int:

@@ -2,51 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
+from tailrace.api.vouched import Vouching
 from tailrace.auth import Identity
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
 from tailrace.hub.buckets import Buckets, Rate
 from tailrace.limits import Limits
-from tailrace.net.http1 import Exchange
+from tailrace.net.http1 import Exchange, HttpServer
+from tailrace.net.relay import ALONE
 
 BUCKETS_MAX: Final = 20_000
 AT_ONCE: Final = 2  # seconds' worth, after a rest
 
 
+class Book(Protocol):
+    """Who has taken how much: of this process, or of all workers."""
+
+    def take(self, identity: str, kind: str, now_ns: int, count: int = 1) -> int: ...
+    def give_back(self, identity: str, kind: str) -> None: ...
+
+
 class IdentityRates:
     """Owned by the event loop."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: Limits, clock: Clock, vouching: Vouching) -> None:
         self._clock = clock
+        self._vouching = vouching
         per_s = {"ops": limits.identity_ops_per_s, "bytes": limits.identity_bytes_per_s}
-        self._rates = {kind: Rate(rate, AT_ONCE * rate) for kind, rate in per_s.items() if rate}
-        self._buckets = Buckets(self._rates, buckets_max=BUCKETS_MAX)
-        self.any = bool(self._rates)
+        self.rates = {kind: Rate(rate, AT_ONCE * rate) for kind, rate in per_s.items() if rate}
+        self.buckets: Book = Buckets(self.rates, buckets_max=BUCKETS_MAX)
+        self.any = bool(self.rates)
+        # Where other workers ask for parts of an answer: the request they do it for was counted there.
+        self.inside: HttpServer | None = None
         self.refused = 0
 
     def take(self, identity: Identity, exchange: Exchange) -> None:
         """Counts a request, or refuses it and says when to come back."""
         if identity.vouched_by.startswith("grant "):
             return  # a part of this server
-        who = _name(identity, exchange)
+        if ALONE in exchange.headers and exchange.connection.server is self.inside:
+            return
+        who = self._name(identity, exchange)
         now_ns = self._clock.now_ns()
-        wait_ms = self._buckets.take(who, "ops", now_ns) if "ops" in self._rates else 0
+        wait_ms = self.buckets.take(who, "ops", now_ns) if "ops" in self.rates else 0
         size = len(exchange.body)
-        if not wait_ms and size and "bytes" in self._rates:
-            wait_ms = self._buckets.take(who, "bytes", now_ns, size)
-            if wait_ms and "ops" in self._rates:
-                self._buckets.give_back(who, "ops")
+        if not wait_ms and size and "bytes" in self.rates:
+            wait_ms = self.buckets.take(who, "bytes", now_ns, size)
+            if wait_ms and "ops" in self.rates:
+                self.buckets.give_back(who, "ops")
         if wait_ms:
             self.refused += 1
             raise TailraceError(
                 "overloaded", "this identity asks too much at once", retry_after_s=-(-wait_ms // 1000)
             )
 
-
-def _name(identity: Identity, exchange: Exchange) -> str:
-    """Whoever has no name is known by the token, and whoever has no token by the address."""
-    if identity.public:
-        return "peer " + exchange.peer.rpartition(":")[0]
-    return f"sub {identity.sub}" if identity.sub else f"token {identity.token_id}"
+    def _name(self, identity: Identity, exchange: Exchange) -> str:
+        """Whoever has no name is known by the token, and whoever has no token by the address."""
+        if identity.public:
+            return "peer " + self._vouching.address_of(exchange)
+        return f"sub {identity.sub}" if identity.sub else f"token {identity.token_id}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 import orjson
 
@@ -13,7 +13,7 @@ from tailrace.api.guard import PROFILE
 from tailrace.api.profile import TOUCH
 from tailrace.api.schema import parse
 from tailrace.api.touch_feed import Feed
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity, authorise, bad_token
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
@@ -39,6 +39,7 @@ class TouchRoutes:
         self._log = context.log
         self._feeds: dict[int, Feed] = {}
         self._tasks: dict[asyncio.Task[None], Exchange] = {}
+        self._callers: dict[Exchange, Identity] = {}  # who waits
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._gc_timer: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -55,7 +56,7 @@ class TouchRoutes:
             raise STOPPING
         feed = self._feed(self._log.readable(name))
         if route == "wait":
-            self._wait(exchange, feed, parse_wait(parse(exchange.body)))
+            self._wait(exchange, identity, feed, parse_wait(parse(exchange.body)))
         elif route == "meta":
             self._meta(exchange, feed)
         else:
@@ -105,6 +106,16 @@ class TouchRoutes:
         for timer in (self._sweep_timer, self._gc_timer):
             if timer is not None:
                 timer.cancel()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Answers those who wait and have lost their right, and counts them."""
+        lost = [exchange for exchange, identity in self._callers.items() if not stands(identity)]
+        for exchange in lost:
+            leave = exchange.on_gone
+            if leave is not None:
+                leave()
+            answers.refuse(exchange, bad_token("the token was revoked"))
+        return len(lost)
 
     # -- feeds -----------------------------------------------------------------------------------------
 
@@ -207,13 +218,16 @@ class TouchRoutes:
         else:
             exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(answer))
 
-    def _wait(self, exchange: Exchange, feed: Feed, request: WaitRequest) -> None:
+    def _wait(self, exchange: Exchange, identity: Identity, feed: Feed, request: WaitRequest) -> None:
         if self.waiters + len(self._tasks) >= self._context.limits.touch_max_waiters:
             raise TailraceError("overloaded", "too many touch waits are open")
         parse_ttl(request.body, feed.state.config.templates, "wait")
+        self._callers[exchange] = identity
         self._run(exchange, self._begin_wait(exchange, feed, request))
 
     async def _begin_wait(self, exchange: Exchange, feed: Feed, request: WaitRequest) -> None:
+        if exchange.answered:
+            return  # the right to wait was lost before it began
         state, stream = feed.state, feed.stream
         head = stream.visible
         left = False
@@ -221,8 +235,17 @@ class TouchRoutes:
         def leave() -> None:
             nonlocal left
             left = True
+            self._callers.pop(exchange, None)
             if waiter is not None:
                 state.waiters.remove(waiter)
+
+        def show(answer: dict[str, object]) -> None:
+            self._callers.pop(exchange, None)
+            _show(exchange, answer)
+
+        def refuse(refusal: TailraceError) -> None:
+            self._callers.pop(exchange, None)
+            answers.refuse(exchange, refusal)
 
         waiter: Waiter | None = None
         exchange.on_gone = leave
@@ -237,7 +260,7 @@ class TouchRoutes:
                 await feed.reach_back(cursor)
             if head - state.journal.absorbed <= state.config.lag_degrade_fine_touches_at_source_offsets:
                 await feed.settle()
-            waiter = state.begin(request, cursor, lambda answer: _show(exchange, answer))
+            waiter = state.begin(request, cursor, show)
         except Stale as stale:
             if stale.delayed:
                 await asyncio.sleep(state.config.touch_coalesce_window_ms / 1000)
@@ -245,7 +268,7 @@ class TouchRoutes:
             return
         if waiter is None:
             return
-        waiter.refuse = lambda refusal: answers.refuse(exchange, refusal)
+        waiter.refuse = refuse
         if left:
             state.waiters.remove(waiter)
         elif feed.closed:
@@ -276,6 +299,9 @@ class TouchRoutes:
         except Exception:
             answers.refuse(exchange, TailraceError("internal", "the request failed"))
             raise
+        finally:
+            if exchange.answered:
+                self._callers.pop(exchange, None)
 
 
 def _show_meta(exchange: Exchange, feed: Feed) -> None:

@@ -78,7 +78,7 @@ class Owner:
         if owner is None and self._sealed and not self._take_over:
             raise HistoryElsewhereError(self._url)
         if owner is None or (owner.deployment != self.deployment and self._take_over):
-            await refuse_strangers(self._objects, self._store)
+            await refuse_strangers(self._objects, [self._store])
         self.fence = await self._ownership.claim(self.deployment, self._take_over)
         self.failure = ""
 

@@ -7,6 +7,7 @@ server made under the same name could never be sealed, and nobody would notice b
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -34,18 +35,24 @@ class StrangersError(TailraceError):
         )
 
 
-async def refuse_strangers(objects: Objects, store: StoredStreams) -> None:
-    """Raises at the first stream of the bucket that is not ours. Reads every manifest, a few at a time."""
+async def refuse_strangers(objects: Objects, stores: Sequence[StoredStreams]) -> None:
+    """Raises at the first stream of the bucket that none of our hot stores has.
+
+    Reads every manifest, a few at a time.
+    """
     manifests = Manifests(objects, 0)
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, "strangers")
+
+    def is_known(head: Head) -> bool:
+        return any(is_ours(store, head) for store in stores)
 
     async def look(stream_id: str) -> None:
         try:
             stored = await manifests.load(stream_id)
         except ManifestCorruptError:
             raise StrangersError(objects.url, f"id {stream_id}") from None
-        if stored is not None and not await loop.run_in_executor(thread, is_ours, store, stored.head):
+        if stored is not None and not await loop.run_in_executor(thread, is_known, stored.head):
             raise StrangersError(objects.url, stored.head.name)
 
     try:

@@ -16,7 +16,7 @@ import sys
 import uvloop
 
 from tailrace import ending
-from tailrace.api import request_log
+from tailrace.api import request_log, restore
 from tailrace.api.serve import SWITCH_INTERVAL_S
 from tailrace.errors import TailraceError
 from tailrace.log.journal import JournalCorruptError
@@ -32,7 +32,7 @@ def main() -> int:
     setup = Setup.decode(sys.stdin.buffer.readline())
     settings = setup.settings
     configure(settings.log_level, settings.log_format)
-    request_log.configure(settings.log_requests)
+    request_log.configure(settings.log_requests, settings.edge_signing_key)
     add_to_all(worker=setup.index)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
@@ -60,6 +60,8 @@ async def work(setup: Setup) -> None:
             "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
         ) from error
     try:
+        if setup.restored is not None:
+            restore.count(setup.restored, server.telemetry)
         await server.start()
         loop.add_signal_handler(signal.SIGHUP, server.hang_up)
         say(f"ready {server.url}")

@@ -1,4 +1,4 @@
-"""Events of all workers in one stream: `__registry__` and `__segments__` live on the first worker.
+"""Events of all workers in one stream: those of the server itself live on the first worker.
 
 Every other worker writes its events to a stream of its own (`__registry__/1`) in the records that commit what
 they tell of, and delivers them from there. How far it came is a fact that the first worker writes in the same
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -18,6 +19,7 @@ from tailrace.errors import TailraceError
 from tailrace.log import outbox, registry
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
+from tailrace.log.system import METRICS
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
 from tailrace.net.http1 import Exchange
@@ -27,7 +29,8 @@ logger = logging.getLogger("tailrace.workers")
 
 PATH: Final = "/_worker/deliver"
 FACT: Final = "delivered/"
-NAMES: Final = (registry.NAME, outbox.NAME)
+ARRIVING: Final = (registry.NAME, outbox.NAME)  # nobody may miss one of these
+NAMES: Final = (*ARRIVING, METRICS)
 PAGE_ENTRIES: Final = 500
 PAGE_BYTES: Final = 1024 * 1024
 RETRY_S: Final = 0.5
@@ -123,8 +126,9 @@ class Outgoing:
 class Incoming:
     """On the first worker: takes what the others send."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, prepare: Callable[[str], None]) -> None:
         self._log = log
+        self._prepare = prepare  # makes a stream that is more than its entries
 
     def receive(self, exchange: Exchange) -> None:
         delivery = msgspec.json.decode(exchange.body, type=Delivery)
@@ -135,6 +139,7 @@ class Incoming:
         if not delivery.entries or not fits:
             exchange.respond(200, JSON, msgspec.json.encode(Delivered(last)))
             return
+        self._prepare(delivery.stream)
         now = delivery.first + len(delivery.entries) - 1
 
         def reply(_: Transaction, error: TailraceError | None) -> None:

@@ -18,13 +18,14 @@ from tailrace.api.listing import list_action
 from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.seal import PATH as SEAL_PATH
-from tailrace.auth import Action, authorise
+from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.app import App
 from tailrace.net.exchange import MODE_UPGRADE
 from tailrace.net.handover import Handover
 from tailrace.net.http1 import Exchange
 from tailrace.net.relay import ALONE, receive
+from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
 from tailrace.protocol.names import check_creatable
 from tailrace.protocol.query import parse_query
 from tailrace.workers.circle import Circle
@@ -41,6 +42,8 @@ PATH_BYTES_CACHED: Final = 256
 HOPS_MAX: Final = 2
 MOVE_MASK: Final = 31
 FORKED_FROM: Final = b"stream-forked-from"
+TOUCH: Final = b"/touch/"
+TOUCH_S_MAX: Final = TIMEOUT_MS_MAX / 1000
 
 Settle = Callable[[], Coroutine[None, None, None]]
 
@@ -73,6 +76,7 @@ class Front:
         self._later = Later()
         # Subscriptions look at streams of all workers: what those did before the request is heard first.
         self.settle: Settle | None = None
+        self.pipeline: Callable[[Exchange, Identity], None] | None = None  # of all, on the first worker
         self.on_forget: list[Callable[[], None]] = []  # what listeners have learnt about heads goes as well
         self.fixed_headers = app.fixed_headers
         self.refuse = app.refuse
@@ -119,11 +123,11 @@ class Front:
             # When all that came with it is read: what follows a request would not go along.
             self._loop.call_soon(self._move, owner, exchange)
         else:
-            self._peers[owner].relay(exchange)
+            self._send(owner, exchange, 1)
 
     def _move(self, owner: int, exchange: Exchange) -> None:
         if not exchange.answered and not self._handover.give(exchange, self._doors[owner]):
-            self._peers[owner].relay(exchange)
+            self._send(owner, exchange, 1)
 
     # -- routing -----------------------------------------------------------------------------------------
 
@@ -141,8 +145,10 @@ class Front:
         elif path == SEAL_PATH and (name := parse_query(exchange.query).get("stream")):
             self._later.spawn(exchange, self._to_home(exchange, name, hops))
         elif path.startswith(PIPELINE_PREFIX):
-            authorise(self._routes.identify(exchange), Action.PIPELINE)
-            raise TailraceError("not_installed", "a server with several workers has no pipeline")
+            if self.pipeline is None:
+                self._to(FIRST, exchange, hops)
+            else:
+                self.pipeline(exchange, self._routes.identify(exchange))
         elif self._gather.handles(exchange):
             self._check_gathered(exchange)
             self._later.spawn(exchange, self._gather.answer(exchange))
@@ -226,7 +232,11 @@ class Front:
     def _relay(self, owner: int, exchange: Exchange, hops: int) -> None:
         if hops >= HOPS_MAX:
             raise TailraceError("internal", "the workers do not agree on who owns this")
-        self._peers[owner].relay(exchange, hops + 1)
+        self._send(owner, exchange, hops + 1)
+
+    def _send(self, owner: int, exchange: Exchange, hops: int) -> None:
+        """Waits for touches take as long as they ask for; all others end in a request's time."""
+        self._peers[owner].relay(exchange, hops, TOUCH_S_MAX if TOUCH in exchange.path else 0.0)
 
     async def _settled(self, exchange: Exchange) -> None:
         assert self.settle is not None

@@ -28,6 +28,8 @@ METRICS_TYPE: Final = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r
 UP: Final = "# HELP tailrace_worker_up 1 while the worker answers, else 0.\n# TYPE tailrace_worker_up gauge\n"
 _FRAMING: Final = {b"host", b"connection", b"upgrade", b"expect", b"content-length", b"transfer-encoding"}
 _LEFT_OUT: Final = OURS | _FRAMING
+SETTINGS: Final = frozenset({"configured_limits", "auto_tune"})
+HIGHEST: Final = frozenset({"oldest_ms", "last_publish_at"})
 
 Part = tuple[int, bytes]  # status and body
 
@@ -195,24 +197,40 @@ def _with_label(sample: str, number: int) -> str:
 
 
 def added(parts: Sequence[Any]) -> Any:
-    """Numbers are added up, lists joined, everything else is what the first one says.
+    """Numbers are added up, be they written as text; lists are joined; all else is what the first one says.
 
-    Settings are numbers too, and hold for each worker: those stay as they are.
+    Settings are numbers too, and hold for each worker: those stay as they are. Of ages and moments the
+    highest counts.
     """
     first = parts[0]
     if isinstance(first, dict):
         keys = cast("dict[str, Any]", first)
         found = [cast("dict[str, Any]", part) for part in parts]
-        return {
-            key: value
-            if key in ("configured_limits", "auto_tune")
-            else added([part[key] for part in found if key in part])
-            for key, value in keys.items()
-        }
+        return {key: _joined(key, [part[key] for part in found if key in part]) for key in keys}
     if isinstance(first, bool):
         return any(parts)
     if isinstance(first, int | float):
         return sum(part for part in parts if isinstance(part, int | float))
+    if isinstance(first, str) and all(isinstance(part, str) and _is_number(part) for part in parts):
+        return str(sum(map(int, parts)))
     if isinstance(first, list):
         return [item for part in parts for item in cast("list[Any]", part or [])]
     return first
+
+
+def _joined(key: str, values: list[Any]) -> Any:
+    if key in SETTINGS:
+        return values[0]
+    if key in HIGHEST:
+        told = [value for value in values if value is not None]
+        return max(told, key=_rank, default=None)
+    return added(values)
+
+
+def _rank(value: Any) -> tuple[int, str]:
+    text = str(value)
+    return len(text) if _is_number(text) else 0, text
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

@@ -28,8 +28,8 @@ from tailrace.store.directory import DataDirectory, make_directory, sync_directo
 from tailrace.store.hot import Execute, HotDb
 from tailrace.store.meta_tables import MetaTables
 from tailrace.tier.checkpointer import checkpoint_file, write_book_of_forks
+from tailrace.workers.delivery import ARRIVING
 from tailrace.workers.delivery import FACT as DELIVERED
-from tailrace.workers.delivery import NAMES as DELIVERED_NAMES
 from tailrace.workers.homes import NOTE
 from tailrace.workers.layout import Layout
 from tailrace.workers.placement import FIRST, Placement, own_suffix
@@ -109,7 +109,7 @@ def _refuse_undelivered(sources: list[HotDb]) -> None:
     """What a worker had to tell and has not is in a stream of its own, from where only it can deliver it."""
     delivered = sources[FIRST].meta()
     for index in range(1, len(sources)):
-        for name in DELIVERED_NAMES:
+        for name in ARRIVING:
             image = sources[index].image_by_name(name + own_suffix(index))
             last = int(delivered.get(f"{DELIVERED}{index}/{name}", b"0"))
             if image is not None and decode_stream(image).tail > last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -12,6 +13,7 @@ from tailrace.api.context import Context
 from tailrace.api.serve import Server
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.limits import Limits
+from tailrace.log.system import METRICS
 from tailrace.net.app import App
 from tailrace.net.handover import Adoption, Handover
 from tailrace.net.http1 import Exchange, HttpServer
@@ -19,12 +21,13 @@ from tailrace.net.relay import Peer
 from tailrace.protocol.query import parse_query
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.workers import delivery, feed, homes
+from tailrace.workers import delivery, feed, homes, pipeline
 from tailrace.workers.circle import Circle
 from tailrace.workers.front import Front, Inner, MetricsFront
 from tailrace.workers.gather import OPEN_METRICS, Gather
 from tailrace.workers.placement import FIRST, Placement, own_suffix
 from tailrace.workers.setup import Setup
+from tailrace.workers.shared_rates import SharedBuckets
 from tailrace.workers.subscriptions import SpreadSubscriptions
 
 # Between workers a connection rests until one of them stops.
@@ -54,11 +57,18 @@ class WorkerServer(Server):
         )
         if isinstance(self._subscriptions, SpreadSubscriptions):
             self._front.settle = self._subscriptions.settle
+        self._part = pipeline.PipelinePart(self.pipeline)
+        self._spread: pipeline.SpreadPipeline | None = None
+        if self.index == FIRST:
+            self._spread = pipeline.SpreadPipeline(self.pipeline, circle, self._homes)
+            self._front.pipeline = self._spread.serve
         self._feed = feed.Feed(self.log, loop, self.app.guard.check)
-        self._incoming = delivery.Incoming(self.log)
+        self._incoming = delivery.Incoming(self.log, self._prepare)
         self._outgoing = delivery.Outgoing(self.log, self.index, self.peers[FIRST])
         self._inner: HttpServer | None = None
         self._adoption: Adoption | None = None
+        if self.app.rates.any:
+            self.app.rates.buckets = SharedBuckets(Path(setup.rates), self.app.rates.rates)
         peers = tuple(self.peers.values())
         self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
         self.telemetry.moved_connections.read = lambda: self._handover.given
@@ -82,13 +92,15 @@ class WorkerServer(Server):
     async def start_services(self) -> None:
         """The socket comes first: workers that start ask each other."""
         await self._open_socket()
-        if self.index == FIRST:
+        if self._spread is not None:
             await super().start_services()
+            self._spread.start()
         else:
             self._outgoing.start()
 
     async def stop_services(self) -> None:
-        if self.index == FIRST:
+        if self._spread is not None:
+            await self._spread.stop()
             await super().stop_services()
 
     async def before_log_closes(self) -> None:
@@ -105,9 +117,12 @@ class WorkerServer(Server):
             feed.FOLLOW.encode(): self._feed.follow,
             feed.INTEREST.encode(): self._feed.interest,
             feed.WAKE.encode(): self._feed.wake,
+            pipeline.DEMAND.encode(): self._part.tell_demand,
+            **dict.fromkeys(pipeline.PARTS, self._part.answer),
         }
         self._inner = HttpServer(inner, between_workers(self._setup.settings.limits))
         self._front.on_forget.append(self._inner.heads_known.clear)
+        self.app.rates.inside = self._inner
         await self._inner.start_unix(self._setup.socket(self.index))
 
     async def start(self) -> None:
@@ -142,6 +157,10 @@ class WorkerServer(Server):
         for peer in self.peers.values():
             peer.close()
         self._handover.close()
+
+    def _prepare(self, name: str) -> None:
+        if name == METRICS:
+            self._stream_metrics.stream()
 
     def _tell_home(self, exchange: Exchange) -> None:
         name = parse_query(exchange.query)["name"]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tailrace.settings import Settings
+from tailrace.tier.bootstrap_report import Restored
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +16,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     count: int
     sockets: str  # the directory of the workers' sockets
+    restored: Restored | None = None  # what a bootstrap brought back before workers started
 
     def socket(self, index: int) -> str:
         return f"{self.sockets}/{index}"
@@ -22,6 +24,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def door(self, index: int) -> str:
         """Where a worker takes connections that another accepted."""
         return f"{self.sockets}/{index}.door"
+
+    @property
+    def rates(self) -> str:
+        """Where workers count together what identities ask."""
+        return f"{self.sockets}/rates"
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, enc_hook=str) + b"\n"

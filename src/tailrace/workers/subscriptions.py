@@ -21,15 +21,9 @@ from tailrace.subscriptions.service import SubscriptionService
 from tailrace.telemetry import Telemetry
 from tailrace.workers.feed import WAKE, WakeAppend
 from tailrace.workers.mirror import Mirrors
+from tailrace.workers.refusals import refusal_in
 
 START_S_MAX: Final = 5.0
-
-
-class Refused(msgspec.Struct):
-    """The part of an error's body that matters here."""
-
-    code: str
-    message: str
 
 
 class SpreadSubscriptions(SubscriptionService):
@@ -126,7 +120,7 @@ class SpreadSubscriptions(SubscriptionService):
         except TailraceError as error:
             written(error)
             return
-        written(None if status == 204 else _refusal(answer))
+        written(None if status == 204 else refusal_in(answer))
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -146,9 +140,3 @@ class SpreadSubscriptions(SubscriptionService):
         task = self._spread_loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _refusal(answer: bytes) -> TailraceError:
-    """What another worker refused with."""
-    error = msgspec.json.decode(answer, type=dict[str, Refused])["error"]
-    return TailraceError(error.code, error.message)

@@ -24,8 +24,11 @@ from tailrace.errors import TailraceError
 from tailrace.logs import configure
 from tailrace.settings import Settings, unknown_variables
 from tailrace.store.directory import DataDirectory
+from tailrace.tier.bootstrap_report import Restored
+from tailrace.workers import bucket
 from tailrace.workers.arrange import arrange
 from tailrace.workers.layout import Layout
+from tailrace.workers.placement import FIRST
 from tailrace.workers.setup import Setup
 
 logger = logging.getLogger("tailrace.workers")
@@ -43,13 +46,11 @@ def run(settings: Settings) -> int:
     for told in unknown_variables(os.environ):
         logger.warning(told)
     try:
-        refuse_what_needs_one_process(settings)
         root = DataDirectory(settings.data_dir)
         try:
-            layout = arrange(settings, root)
-            if layout.workers == 1:
-                return single.run(own_settings(settings, root, layout, 0))
-            return asyncio.run(Supervisor(settings, root, layout).run())
+            if settings.workers == 1:
+                return single.run(own_settings(settings, root, arrange(settings, root), FIRST))
+            return run_several(settings, root)
         finally:
             root.close()
     except TailraceError as error:
@@ -57,18 +58,16 @@ def run(settings: Settings) -> int:
         return 1
 
 
-def refuse_what_needs_one_process(settings: Settings) -> None:
-    """What several workers cannot do is said before anything is touched."""
-    if settings.workers == 1:
-        return
-    asked = {
-        "--bootstrap": settings.bootstrap,
-        "--take-over": settings.take_over,
-        "--pipeline external": settings.pipeline == "external",
-    }
-    for flag, given in asked.items():
-        if given:
-            raise TailraceError("unavailable", f"{flag} needs --workers 1")
+def run_several(settings: Settings, root: DataDirectory) -> int:
+    restored: Restored | None = None
+    if settings.bootstrap:
+        restored = asyncio.run(bucket.bootstrap(settings, root))
+        if restored is None:
+            return 0
+    layout = arrange(settings, root)
+    if settings.take_over:
+        asyncio.run(bucket.take_over(settings, root, layout))
+    return asyncio.run(Supervisor(settings, root, layout, restored).run())
 
 
 def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
@@ -83,7 +82,9 @@ def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index:
         certificate, key = self_signed(root.path / "tls", settings.host)
         changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}
     if layout.workers > 1:
-        changed["pipeline"] = "off"
+        changed |= {"bootstrap": False, "take_over": False}  # that is done
+        if index != FIRST:
+            changed["pipeline"] = "off"  # the first worker's is that of all
         # One worker cannot know what another is about to write: sweeping is left to `tailrace gc`.
         changed["limits"] = msgspec.structs.replace(settings.limits, sweep_interval_ms=0)
     return msgspec.structs.replace(settings, **changed)
@@ -157,10 +158,13 @@ class Worker:
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, root: DataDirectory, layout: Layout) -> None:
+    def __init__(
+        self, settings: Settings, root: DataDirectory, layout: Layout, restored: Restored | None = None
+    ) -> None:
         self._settings = settings
         self._root = root
         self._layout = layout
+        self._restored = restored
         self._sockets = ""
         self._reserved: socket.socket | None = None
         self._port = settings.port
@@ -170,7 +174,13 @@ class Supervisor:
     def setup(self, index: int) -> Setup:
         settings = own_settings(self._settings, self._root, self._layout, index)
         settings = msgspec.structs.replace(settings, port=self._port)
-        return Setup(settings=settings, index=index, count=self._layout.workers, sockets=self._sockets)
+        return Setup(
+            settings=settings,
+            index=index,
+            count=self._layout.workers,
+            sockets=self._sockets,
+            restored=self._restored if index == FIRST else None,
+        )
 
     @staticmethod
     def clear_sockets(setup: Setup) -> None:
@@ -266,6 +276,8 @@ def _bound(host: str, port: int) -> socket.socket:
             probe.bind(address)
             probe.listen(1)
     bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # The first for connections of a server that has just left, and did not share the port.
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        bound.setsockopt(socket.SOL_SOCKET, option, 1)
     bound.bind(address)
     return bound

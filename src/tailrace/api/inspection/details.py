@@ -16,7 +16,7 @@ from tailrace.api.inspection.descriptor import Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
 from tailrace.api.inspection.index_status import Indexed, Manifest, TailRows, index_status
 from tailrace.api.live import Live
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity, authorise, bad_token
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
@@ -63,22 +63,28 @@ class DetailsRoutes:
             raise TailraceError("invalid_request", "live must be true or long-poll")
         waits_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
         if self.indexed_of(stream) is None:
-            task = self._context.loop.create_task(self._load(exchange, stream, kind, live, waits_ms))
+            task = self._context.loop.create_task(
+                self._load(exchange, identity, stream, kind, live, waits_ms)
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._answer_known(exchange, stream, kind, live, waits_ms)
+            self._answer_known(exchange, identity, stream, kind, live, waits_ms)
 
-    async def _load(self, exchange: Exchange, stream: Stream, kind: Kind, live: str, waits_ms: int) -> None:
+    async def _load(
+        self, exchange: Exchange, identity: Identity, stream: Stream, kind: Kind, live: str, waits_ms: int
+    ) -> None:
         """How far its indexes are has not been looked at lately."""
         try:
             await self.load_index(stream)
             self._log.readable(stream.name)
-            self._answer_known(exchange, stream, kind, live, waits_ms)
+            self._answer_known(exchange, identity, stream, kind, live, waits_ms)
         except TailraceError as refusal:
             answers.refuse(exchange, refusal)
 
-    def _answer_known(self, exchange: Exchange, stream: Stream, kind: Kind, live: str, waits_ms: int) -> None:
+    def _answer_known(
+        self, exchange: Exchange, identity: Identity, stream: Stream, kind: Kind, live: str, waits_ms: int
+    ) -> None:
         known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
         tag = self.tag(stream, kind)
         if not known or not none_match(known, tag):
@@ -87,7 +93,7 @@ class DetailsRoutes:
             self.unchanged(exchange, tag)
         else:
             self._live.admit("long-poll", stream)
-            wait = Wait(self, exchange, stream, kind, tag)
+            wait = Wait(self, exchange, identity, stream, kind, tag)
             self._waits.add(wait)
             wait.begin(self._context.loop.call_later(waits_ms / 1000, wait.end))
 
@@ -113,6 +119,13 @@ class DetailsRoutes:
         """Shutdown: whoever waits is answered as if the time were up."""
         for wait in tuple(self._waits):
             wait.end()
+
+    def recheck(self, stands: Callable[[Identity], bool]) -> int:
+        """Answers those who wait and have lost their right, and counts them."""
+        lost = [wait for wait in self._waits if not stands(wait.identity)]
+        for wait in lost:
+            wait.refuse(bad_token("the token was revoked"))
+        return len(lost)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -145,13 +158,20 @@ class DetailsRoutes:
 class Wait:
     """Somebody who waits for a change: a place in the stream's list and one timer."""
 
-    __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer")
+    __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer", "identity")
 
     def __init__(
-        self, routes: DetailsRoutes, exchange: Exchange, stream: Stream, kind: Kind, tag: str
+        self,
+        routes: DetailsRoutes,
+        exchange: Exchange,
+        identity: Identity,
+        stream: Stream,
+        kind: Kind,
+        tag: str,
     ) -> None:
         self._routes = routes
         self._exchange = exchange
+        self.identity = identity
         self._stream = stream
         self._kind: Kind = kind
         self._tag = tag
@@ -165,9 +185,8 @@ class Wait:
 
     def on_published(self, stream: Stream) -> None:
         if stream.removed or stream.gone:
-            self._leave()
             code = "stream_gone" if stream.gone and not stream.removed else "not_found"
-            answers.refuse(self._exchange, TailraceError(code, "the stream was deleted"))
+            self.refuse(TailraceError(code, "the stream was deleted"))
         elif self._routes.tag(stream, self._kind) != self._tag:
             self._leave()
             self._routes.show(self._exchange, stream, self._kind)
@@ -175,6 +194,10 @@ class Wait:
     def end(self) -> None:
         self._leave()
         self._routes.unchanged(self._exchange, self._tag)
+
+    def refuse(self, error: TailraceError) -> None:
+        self._leave()
+        answers.refuse(self._exchange, error)
 
     def _leave(self) -> None:
         if self._timer is None:

@@ -76,9 +76,10 @@ class MetricsWriter:
             return
         entries = [orjson.dumps(record) for record in records]
         request = AppendRequest(b",".join(entries), JSON, [len(entry) for entry in entries])
-        self._log.append(self._stream(), request, ignore, None)
+        self._log.append(self.stream(), request, ignore, None)
 
-    def _stream(self) -> Stream:
+    def stream(self) -> Stream:
+        """Made with all that belongs to it, if it is not there."""
         name = METRICS + self._log.own_suffix
         stream = self._log.find(name)
         if stream is None:

@@ -1,0 +1,19 @@
+"""What another worker refused with, to be said again here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.errors import TailraceError
+
+
+class Refused(msgspec.Struct):
+    """The part of an error's body that matters here."""
+
+    code: str
+    message: str
+
+
+def refusal_in(answer: bytes) -> TailraceError:
+    error = msgspec.json.decode(answer, type=dict[str, Refused])["error"]
+    return TailraceError(error.code, error.message)

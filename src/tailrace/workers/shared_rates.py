@@ -1,0 +1,84 @@
+"""Rates of identities that hold for all workers together: what was taken is in memory that they share.
+
+A slot of an identity says up to which moment it has used up what it may have; taking moves that moment on,
+and time catches up with it. There is no lock: two workers that take for the same identity at the very same
+moment may count one for both. So the bound holds to within a few per cent of a very busy identity, and nobody
+ever waits for another worker.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from tailrace.hub.buckets import Rate
+
+KINDS: Final = ("ops", "bytes")
+SLOTS: Final = 65_536
+CELLS: Final = 1 + len(KINDS)  # of a slot: whose it is, and a moment for each kind
+CELL_BYTES: Final = 8
+TRIES: Final = 32  # slots that an identity may have, one after the other
+SECOND_NS: Final = 1_000_000_000
+MILLI_NS: Final = 1_000_000
+
+
+class SharedBuckets:
+    """As `Buckets`, for the workers that open the same file. It is never made smaller while one has it."""
+
+    def __init__(self, path: Path, rates: Mapping[str, Rate]) -> None:
+        self._rates = rates
+        size_bytes = SLOTS * CELLS * CELL_BYTES
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, size_bytes)
+            memory = mmap.mmap(fd, size_bytes)
+        finally:
+            os.close(fd)
+        self._cells = memoryview(memory).cast("Q")
+
+    def take(self, identity: str, kind: str, now_ns: int, count: int = 1) -> int:
+        """0 if so many were taken, else the milliseconds after which they could be.
+
+        What is more than is given at once needs a rest before, and is paid for by one afterwards.
+        """
+        rate = self._rates[kind]
+        full_ns = rate.burst * SECOND_NS // rate.per_s
+        wanted_ns = count * SECOND_NS // rate.per_s
+        cell = self._slot(identity, now_ns) + 1 + KINDS.index(kind)
+        used_ns = max(self._cells[cell], now_ns)
+        over_ns = used_ns - now_ns + min(wanted_ns, full_ns) - full_ns
+        if over_ns > 0:
+            return -(-over_ns // MILLI_NS)
+        self._cells[cell] = used_ns + wanted_ns
+        return 0
+
+    def give_back(self, identity: str, kind: str) -> None:
+        """One that was taken for something that was refused for another reason."""
+        cell = self._slot(identity, 0) + 1 + KINDS.index(kind)
+        self._cells[cell] = max(0, self._cells[cell] - SECOND_NS // self._rates[kind].per_s)
+
+    def _slot(self, identity: str, now_ns: int) -> int:
+        """The first cell of the identity's slot. One that has all its rights back may lose its slot."""
+        cells = self._cells
+        mark = xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass")) or 1
+        home = mark % SLOTS * CELLS
+        free = -1
+        for step in range(TRIES):
+            slot = (home + step * CELLS) % (SLOTS * CELLS)
+            owner = cells[slot]
+            if owner == mark:
+                return slot
+            if free < 0 and (not owner or max(cells[slot + 1], cells[slot + 2]) <= now_ns):
+                free = slot
+            if not owner:
+                break
+        if free < 0:
+            free = home  # there are that many at once: what one of them has used up is forgotten
+        cells[free + 1] = cells[free + 2] = 0
+        cells[free] = mark
+        return free
