@@ -328,8 +328,8 @@ def test_intervals_find_exactly_those_that_hold_the_point() -> None:
     for number in range(600):
         if known and chance.random() < 0.3:
             gone = chance.choice(list(known))
-            intervals.discard(gone)
-            del known[gone]
+            intervals.discard(*known.pop(gone), gone)
+            intervals.discard(0.5, 0.75, gone)
         else:
             low, high = sorted((chance.choice(points), chance.choice(points)))
             known[number] = (low, high)

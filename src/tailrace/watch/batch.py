@@ -103,17 +103,18 @@ class Rows:
 
     # -- deciding --------------------------------------------------------------------------------------
 
-    def holding(self, documents: Sequence[dict[str, Any]], asked: Sequence[tuple[int, int]]) -> list[int]:
-        """Which of the predicates are true on the documents beside them: rows and places, asked together."""
-        if not asked:
+    def holding(
+        self, documents: Sequence[dict[str, Any]], rows: Sequence[int], places: Sequence[int]
+    ) -> list[int]:
+        """Which of the predicates in `rows` are true on the documents in `places`, asked in pairs."""
+        if not rows:
             return []
         np, values = self._np, self._values(documents)
-        pairs = np.array(asked, np.intp)
-        rows, places = pairs[:, 0], pairs[:, 1]
-        holds = np.ones(len(asked), bool)
+        asked, beside = np.array(rows, np.intp), np.array(places, np.intp)
+        holds = np.ones(len(rows), bool)
         for test in range(TESTS_MAX):
-            found = values[self._column[test, rows], places]
-            holds &= (found >= self._low[test, rows]) & (found <= self._high[test, rows])
+            found = values[self._column[test, asked], beside]
+            holds &= (found >= self._low[test, asked]) & (found <= self._high[test, asked])
         return np.flatnonzero(holds).tolist()
 
     def _values(self, documents: Sequence[dict[str, Any]]) -> Any:

@@ -110,6 +110,12 @@ class _Bucket(Generic[T]):
         if self.below is not None:
             self.below.probe(document, found)
 
+    def collect_both(self, old: Any, new: Any, was: set[T], now: set[T]) -> None:
+        was.update(self.entries)
+        now.update(self.entries)
+        if self.below is not None:
+            self.below.probe_both(old, new, was, now)
+
 
 class _Level(Generic[T]):
     """Items by conjunct: alone, or in a bucket with others."""
@@ -163,8 +169,8 @@ class _Level(Generic[T]):
             if condition.kind == "range":
                 ranges = self.ranges.get(condition.path)
                 if ranges is not None:
-                    ranges.discard(item)
-                    if ranges.is_empty:
+                    ranges.discard(condition.value.low, condition.value.high, item)
+                    if not len(ranges):
                         del self.ranges[condition.path]
                 continue
             for table, key in self._tables(condition, make=False):
@@ -204,24 +210,65 @@ class _Level(Generic[T]):
     def probe(self, document: Any, found: set[T]) -> None:
         gets = self.gets
         for path, table in self.equal.items():
-            value = gets[path](document)
-            if value is not MISSING:
-                _collect(table.get(value if type(value) is str else class_of(value)), document, found)
+            _collect(table.get(_key(gets[path](document))), document, found)
         for path, ranges in self.ranges.items():
             value = gets[path](document)
-            if type(value) is int or type(value) is float:
+            if type(value) is float or type(value) is int:
                 found.update(ranges.holding(float(value)))
         for path, by_length in self.prefix.items():
-            value = gets[path](document)
-            if type(value) is str:
-                for length, table in by_length.items():
-                    _collect(table.get(value[:length]), document, found)
+            _collect_prefixes(by_length, gets[path](document), document, found)
+        if self.contains or self.has:
+            self._probe_rare(document, found)
+
+    def _probe_rare(self, document: Any, found: set[T]) -> None:
+        gets = self.gets
         for path, table in self.contains.items():
             for element in elements(gets[path](document)):
                 _collect(table.get(element), document, found)
         for path, known in self.has.items():
             if gets[path](document) is not MISSING:
                 _collect(known, document, found)
+
+    def probe_both(self, old: Any, new: Any, was: set[T], now: set[T]) -> None:
+        """As `probe` of a document before and after a change: most of its fields are what they were."""
+        gets = self.gets
+        for path, table in self.equal.items():
+            get = gets[path]
+            one, other = _key(get(old)), _key(get(new))
+            if one != other:
+                _collect(table.get(one), old, was)
+                _collect(table.get(other), new, now)
+            elif (known := table.get(one)) is not None:
+                _collect_both(known, old, new, was, now)
+        for path, ranges in self.ranges.items():
+            get = gets[path]
+            one, other = get(old), get(new)
+            if type(one) is float or type(one) is int:
+                held = ranges.holding(float(one))
+                was.update(held)
+                if one == other and type(other) is not bool:
+                    now.update(held)
+                    continue
+            if type(other) is float or type(other) is int:
+                now.update(ranges.holding(float(other)))
+        for path, by_length in self.prefix.items():
+            get = gets[path]
+            one, other = get(old), get(new)
+            if type(one) is str and one == other:
+                for length, table in by_length.items():
+                    if (known := table.get(one[:length])) is not None:
+                        _collect_both(known, old, new, was, now)
+            else:
+                _collect_prefixes(by_length, one, old, was)
+                _collect_prefixes(by_length, other, new, now)
+        if self.contains or self.has:
+            self._probe_rare(old, was)
+            self._probe_rare(new, now)
+
+
+def _key(value: Any) -> Any:
+    """What a value is looked up by; nothing is filed under what is not there."""
+    return value if type(value) is str else class_of(value)
 
 
 def _collect(known: T | _Bucket[T] | None, document: Any, found: set[T]) -> None:
@@ -230,6 +277,22 @@ def _collect(known: T | _Bucket[T] | None, document: Any, found: set[T]) -> None
             known.collect(document, found)
         else:
             found.add(known)
+
+
+def _collect_both(known: T | _Bucket[T], old: Any, new: Any, was: set[T], now: set[T]) -> None:
+    if isinstance(known, _Bucket):
+        known.collect_both(old, new, was, now)
+    else:
+        was.add(known)
+        now.add(known)
+
+
+def _collect_prefixes(
+    by_length: dict[int, dict[str, T | _Bucket[T]]], value: Any, document: Any, found: set[T]
+) -> None:
+    if type(value) is str:
+        for length, table in by_length.items():
+            _collect(table.get(value[:length]), document, found)
 
 
 class Index(Generic[T]):
@@ -272,6 +335,18 @@ class Index(Generic[T]):
         if document is not None:
             found |= self.scan
             self._top.probe(document, found)
+
+    def probe_both(
+        self, old: dict[str, Any] | None, new: dict[str, Any] | None, was: set[T], now: set[T]
+    ) -> None:
+        """Adds all that may match what a document was, and all that may match what it is now."""
+        if old is None or new is None:
+            self.probe(old, was)
+            self.probe(new, now)
+            return
+        was |= self.scan
+        now |= self.scan
+        self._top.probe_both(old, new, was, now)
 
     def refile(self, limit: int) -> int:
         """Looks at some predicates, and moves those that were filed before it was known how documents are.

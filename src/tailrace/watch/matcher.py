@@ -145,23 +145,23 @@ class Matcher(Generic[S]):
 
     def _probed(self, change: Change) -> tuple[set[Shared[S]], set[Shared[S]]]:
         """What may match the document before the change, and what the one after it."""
-        before: set[Shared[S]] = set()
-        after: set[Shared[S]] = set()
-        self.index.probe(change.before, before)
-        self.index.probe(change.after, after)
-        return before, after
+        was: set[Shared[S]] = set()
+        now: set[Shared[S]] = set()
+        self.index.probe_both(change.before, change.after, was, now)
+        return was, now
 
     def candidates_of(self, change: Change) -> list[Interest]:
         """What the index finds, without deciding anything."""
-        before, after = self._probed(change)
-        return [shared.interest for shared in before | after]
+        was, now = self._probed(change)
+        return [shared.interest for shared in was | now]
 
     def matches(self, change: Change, too_costly: set[S]) -> Iterator[Match[S]]:
         """Every match; those whose predicate took too many steps are added to `too_costly`."""
-        before, after = self._probed(change)
-        self._seen(change, len(before | after))
-        for shared in before | after:
-            found = self._decided(shared, change, shared in before, shared in after, too_costly)
+        was, now = self._probed(change)
+        candidates = was | now
+        self._seen(change, len(candidates))
+        for shared in candidates:
+            found = self._decided(shared, change, shared in was, shared in now, too_costly)
             if found is not None:
                 yield found
 
@@ -207,30 +207,32 @@ class Matcher(Generic[S]):
 
     def _together(self, rows: Rows, changes: Sequence[Change]) -> list[Found[S]]:
         documents: list[dict[str, Any]] = []  # two for each change
-        asked: list[tuple[int, int]] = []  # a row, and the document to decide it on
-        asked_of: list[Shared[S]] = []
+        asked: list[Shared[S]] = []  # those with a row
+        asked_rows: list[int] = []
+        asked_on: list[int] = []  # the document to decide it on
         hits: list[set[Shared[S]]] = []  # of each document
         apart: list[dict[Shared[S], tuple[bool, bool]]] = []  # those that have no row
         for change in changes:
-            before, after = self._probed(change)
-            self._seen(change, len(before | after))
+            was, now = self._probed(change)
             alone: dict[Shared[S], tuple[bool, bool]] = {}
-            for image, candidates in ((change.before, before), (change.after, after)):
-                place, found = len(documents), set[Shared[S]]()
+            for image, candidates in ((change.before, was), (change.after, now)):
+                found: set[Shared[S]] = set()
                 for shared in candidates:
                     row = shared.row if shared.row is not None else _given_row(rows, shared)
                     if row == SURE:
                         found.add(shared)
                     elif row == NO_ROW:
-                        alone[shared] = (shared in before, shared in after)
+                        alone[shared] = (shared in was, shared in now)
                     else:
-                        asked.append((row, place))
-                        asked_of.append(shared)
+                        asked.append(shared)
+                        asked_rows.append(row)
+                        asked_on.append(len(documents))
                 documents.append({} if image is None else image)
                 hits.append(found)
             apart.append(alone)
-        for place in rows.holding(documents, asked):
-            hits[asked[place][1]].add(asked_of[place])
+            self._seen(change, len(was | now))
+        for place in rows.holding(documents, asked_rows, asked_on):
+            hits[asked_on[place]].add(asked[place])
         return [
             self._sorted_out(change, hits[2 * number], hits[2 * number + 1], apart[number])
             for number, change in enumerate(changes)
