@@ -17,6 +17,7 @@ from support.cutting_proxy import CuttingProxy, Direction
 from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess
 from support.wire import Wire, fresh, request_bytes
+from tailrace.auth import create_token
 
 KEY = "a key that the edge and its server have in common"
 ENV = {"TAILRACE_EDGE_SIGNING_KEY": KEY, "TAILRACE_READ_PAGE_ENTRIES": "2"}
@@ -225,3 +226,28 @@ def test_up_to_date_is_only_who_has_everything(server: ServerProcess, edge: Edge
                     control = message
                     assert control["upToDate"] is (control["streamNextOffset"] == tail)
             assert seen == list(range(entry, 7))
+
+
+def test_clients_without_a_token_are_counted_each_for_itself(tmp_path: Path) -> None:
+    """E-20: by their own addresses, although all of them come through one edge."""
+    secret = "a secret that is long enough for tokens"
+    env = {**ENV, "TAILRACE_AUTH_JWT_SECRET": secret, "TAILRACE_AUTH_PUBLIC_STREAMS": "open/"}
+    server = ServerProcess(tmp_path / "data", env={**env, "TAILRACE_IDENTITY_OPS_PER_S": "1"}).start()
+    edge = EdgeProcess(tmp_path / "cache", server.base_url, env=env)
+    edge.start()
+
+    def read(address: str) -> int:
+        with socket.create_connection(("127.0.0.1", edge.port), 30, (address, 0)) as client:
+            head = {"Cache-Control": "no-cache", "Connection": "close"}
+            client.sendall(request_bytes("GET", "/v1/stream/open/one", head))
+            return int(client.recv(64).split(b" ")[1])
+
+    try:
+        token = create_token(secret, sub="maker", scopes=["write"])
+        assert Caller(server, token)("PUT", "open/one", headers=JSON).status == 201
+        assert read("127.0.0.2") == 200
+        eventually(lambda: read("127.0.0.2"), lambda status: status == 429)
+        assert read("127.0.0.3") == 200
+    finally:
+        edge.stop()
+        server.stop()
