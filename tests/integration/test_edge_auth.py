@@ -105,8 +105,8 @@ def test_readers_with_rights_of_their_own_share_one_socket(
 
 
 def test_a_reader_leaves_when_its_token_ends(edge: EdgeProcess, stream: str) -> None:
-    """Tokens are good for half a minute longer than they say; this one has two seconds left."""
-    claims = {"sub": "somebody", "scope": "read", "exp": int(time.time()) - 28}
+    """Tokens are good for half a minute longer than they say; this one has a few seconds left."""
+    claims = {"sub": "somebody", "scope": "read", "exp": int(time.time()) - 24}
     bearer = {"Authorization": f"Bearer {jwt.encode(claims, SECRET, algorithm='HS256')}"}
     with Connection(edge.port) as connection:
         connection.send(request_bytes("GET", f"/v1/stream/{stream}?offset=now&live=sse", bearer))
