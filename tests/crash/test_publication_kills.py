@@ -45,7 +45,7 @@ NIGHTLY = ("seal.after_upload", "seal.before_trim", "publish.before_manifest", "
         *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY),
     ],
 )
-def test_killed_on_the_way(tmp_path: Path, failpoint: str) -> None:
+def test_i3_killed_on_the_way(tmp_path: Path, failpoint: str) -> None:
     settings = {"TAILRACE_INDEX_L0_SPAN": "3"}
     server = ServerProcess(tmp_path / "data", env={**settings, "TAILRACE_FAILPOINT": failpoint})
     server.start()

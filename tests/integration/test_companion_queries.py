@@ -186,3 +186,34 @@ def test_p8_a_fork_is_answered_from_the_companions_of_its_source(server: ServerP
     assert "exact" not in used("two")[0]
     assert call("DELETE", "ev").status == 204
     assert answers(call, "all") == before["all"]
+
+
+def test_a5_a_changed_rollup_counts_at_once_and_from_rollups_when_it_is_built(server: ServerProcess) -> None:
+    call = Caller(server)
+    assert call("PUT", "ev", headers={"Content-Type": "application/json"}).status == 201
+    assert call("POST", "ev/_schema", {"schema": {"type": "object"}, "search": SEARCH}).status == 200
+    fill(call, "ev", ROWS)
+    seal(call, "ev")
+    planned(call, "ev", 1)
+    builder = Builder(call, server.data_dir)
+
+    def asked() -> tuple[dict[str, int], bool]:
+        found = call("POST", "ev/_aggregate", SUMS).body
+        groups = [group for bucket in found["buckets"] for group in bucket["groups"]]
+        counts = {group["key"]["who"]: group["measures"]["n"]["count"] for group in groups}
+        return counts, found["coverage"]["used_rollups"]
+
+    def built() -> None:
+        builder.publish_all("ev")
+        eventually(lambda: plan(call, "ev"), lambda shown: not uncovered(shown))
+
+    counts = {f"w{number}": len(range(number, ROWS, 3)) for number in range(3)}
+    built()
+    assert asked() == (counts, True)
+    for change in ({"include": "who:w1"}, {"measures": {"n": {"kind": "count", "include": "what:word4"}}}):
+        rollup = {**SEARCH["rollups"]["all"], **change}
+        assert call("POST", "ev/_schema", {"search": {**SEARCH, "rollups": {"all": rollup}}}).status == 200
+        expected = {"w1": counts["w1"]} if "include" in change else {"w0": 0, "w1": 1, "w2": 0}
+        assert asked() == (expected, False)
+        built()
+        assert asked() == (expected, True)

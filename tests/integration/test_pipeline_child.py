@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def test_a_pipeline_elsewhere_tells_how_it_is(start_server: StartServer) -> None
     assert call("GET", "/v1/pipeline/heartbeat").status == 405
 
 
-def test_without_java_nothing_else_changes(start_server: StartServer, tmp_path: Path) -> None:
+def test_p16_without_java_nothing_else_changes(start_server: StartServer, tmp_path: Path) -> None:
     empty = tmp_path / "nothing"
     empty.mkdir()
     path = {"PATH": str(empty), "JAVA_HOME": ""}
@@ -93,7 +94,7 @@ def test_without_java_nothing_else_changes(start_server: StartServer, tmp_path: 
     assert pipeline_of(call)["state"] == "unavailable"
 
 
-def test_a_pipeline_that_fails_is_started_again_later(start_server: StartServer, tmp_path: Path) -> None:
+def test_p16_a_pipeline_that_fails_is_started_again_later(start_server: StartServer, tmp_path: Path) -> None:
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
     java.write_text("#!/bin/sh\necho 'openjdk version \"17.0.12\" 2024-07-16' >&2\nexit 1\n")
@@ -105,6 +106,25 @@ def test_a_pipeline_that_fails_is_started_again_later(start_server: StartServer,
     found = eventually(lambda: pipeline_of(call), lambda seen: seen["restarts"] >= 1)
     assert found["last_error"]
     assert found["state"] in ("backoff", "starting", "off")
+
+
+@pytest.mark.nightly
+def test_p17_a_pipeline_has_a_process_group_and_a_lower_priority(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """What it takes is not the server's; how much that is, is measured elsewhere."""
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    said = 'openjdk version "17.0.12" 2024-07-16'
+    java.write_text(f"#!/bin/sh\ncase $* in -version) echo '{said}' >&2;; *) exec sleep 600;; esac\n")
+    java.chmod(0o755)
+    path = {"PATH": f"{java.parent}:/usr/bin:/bin", "JAVA_HOME": str(tmp_path)}
+    server = start_server(env={"TAILRACE_PIPELINE": "auto", "TAILRACE_PIPELINE_START_AFTER": "1", **path})
+    call = Caller(server)
+    sealed(call, "ev", 1)
+    pid = eventually(lambda: pipeline_of(call)["pid"], lambda found: found is not None)
+    assert os.getpgid(pid) == pid
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
 
 
 def test_a_stream_without_families_starts_nothing(start_server: StartServer) -> None:

@@ -123,7 +123,7 @@ def test_a_long_poll_is_answered_when_there_is_work(alone: FakePipeline) -> None
     assert [one["stream"] for one in body["streams"]] == [ev]
 
 
-def test_published_once_whatever_is_repeated(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+def test_p4_published_once_whatever_is_repeated(call: Caller, pipeline: FakePipeline, ev: str) -> None:
     shown = sealed(call, ev, 1)
     body = pipeline.offer(shown, uncovered(shown))
     first = pipeline.publish(body)
@@ -140,7 +140,7 @@ def test_published_once_whatever_is_repeated(call: Caller, pipeline: FakePipelin
     assert [one[0] for one in head["companions"]] == FAMILIES
 
 
-def test_a_plan_that_is_no_longer_wanted(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+def test_p6_a_plan_that_is_no_longer_wanted(call: Caller, pipeline: FakePipeline, ev: str) -> None:
     shown = sealed(call, ev, 1)
     body = pipeline.offer(shown, uncovered(shown))
     search = copy.deepcopy(SEARCH)
@@ -150,7 +150,7 @@ def test_a_plan_that_is_no_longer_wanted(call: Caller, pipeline: FakePipeline, e
     assert pipeline.publish(body).code == "plan_superseded"
 
 
-def test_inputs_that_are_not_listed(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+def test_p6_inputs_that_are_not_listed(call: Caller, pipeline: FakePipeline, ev: str) -> None:
     shown = sealed(call, ev, 1)
     body = pipeline.offer(shown, uncovered(shown))
     other = copy.deepcopy(body)
@@ -193,7 +193,7 @@ def test_objects_that_are_not_there(call: Caller, pipeline: FakePipeline, ev: st
     assert pipeline.publish(named).code == "invalid_request"
 
 
-def test_streams_that_are_not_there(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+def test_p6_streams_that_are_not_there(call: Caller, pipeline: FakePipeline, ev: str) -> None:
     shown = sealed(call, ev, 1)
     body = pipeline.offer(shown, uncovered(shown))
     assert pipeline.publish({**body, "stream_id": "0" * 32}).code == "not_found"
@@ -249,7 +249,7 @@ def test_a_merge_takes_the_place_of_its_inputs(call: Caller, pipeline: FakePipel
     assert all((folder / retired[0]).exists() for retired in head["retired"])
 
 
-def test_a_segment_that_cannot_be_read_delays_only_itself(
+def test_p19_a_segment_that_cannot_be_read_delays_only_itself(
     call: Caller, pipeline: FakePipeline, ev: str
 ) -> None:
     shown = sealed(call, ev, 2)
@@ -268,7 +268,7 @@ def test_a_segment_that_cannot_be_read_delays_only_itself(
     assert pipeline.publish(pipeline.offer(shown, uncovered(shown))).body["result"] == "published"
 
 
-def test_what_is_published_outlives_a_crash(
+def test_i3_what_is_published_outlives_a_crash(
     server: ServerProcess, call: Caller, pipeline: FakePipeline, ev: str
 ) -> None:
     shown = sealed(call, ev, 3)

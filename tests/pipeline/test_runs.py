@@ -37,7 +37,7 @@ KILLS = (
 @pytest.mark.parametrize(
     "kill", ["driver:after_publish", *[pytest.param(kill, marks=pytest.mark.nightly) for kill in KILLS]]
 )
-def test_p1_p2_killed_and_run_again_and_then_nothing(station: Station, tmp_path: Path, kill: str) -> None:
+def test_p1_p2_i3_killed_and_run_again_and_then_nothing(station: Station, tmp_path: Path, kill: str) -> None:
     """Companions, and one segment of all when they are there; whoever dies on the way."""
     fill(station, "events")
     before, pages = corpus(station, "events"), content(station, "events")
@@ -60,7 +60,7 @@ def test_p1_p2_killed_and_run_again_and_then_nothing(station: Station, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_p3_two_pipelines_at_once(station: Station) -> None:
+def test_p3_i4_two_pipelines_at_once(station: Station) -> None:
     fill(station, "events", 4)
     before = corpus(station, "events")
     racing = [station.start() for _ in range(2)]

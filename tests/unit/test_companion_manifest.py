@@ -61,7 +61,7 @@ async def is_there(objects: Objects, one: Companion) -> bool:
     return True
 
 
-def test_listed_once_whatever_is_repeated() -> None:
+def test_p4_listed_once_whatever_is_repeated() -> None:
     async def work(objects: Objects, manifests: Manifests, clock: FakeClock) -> None:
         some = [companion("col", 1, 10), companion("fts", 1, 10)]
         with pytest.raises(CompanionMissingError):

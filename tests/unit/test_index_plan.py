@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import zipfile
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from tailrace.query.index_plan import FAMILIES, IndexPlan, index_plan, load_plan, store_plan
+from support.companions import Stored, build, plan_of, rows_in
+from tailrace.query.family_format import FTS
+from tailrace.query.index_plan import FAMILIES, BuildPlan, IndexPlan, index_plan, load_plan, store_plan
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
 from tailrace.schema.search_config import parse_search
@@ -111,7 +115,7 @@ def plan(search: dict[str, Any]) -> IndexPlan:
 
 
 @pytest.mark.parametrize(("path", "value"), CHANGES, ids=str)
-def test_whatever_shapes_a_companion_changes_the_hash(path: list[str | int], value: object) -> None:
+def test_i1_whatever_shapes_a_companion_changes_the_hash(path: list[str | int], value: object) -> None:
     base = plan(changed(["aliases", "svc"], None))
     assert plan(changed(path, value)).hash != base.hash
 
@@ -126,7 +130,7 @@ def test_whatever_shapes_a_companion_changes_the_hash(path: list[str | int], val
     ],
     ids=str,
 )
-def test_what_is_only_asked_about_does_not(path: list[str | int], value: object) -> None:
+def test_i1_what_is_only_asked_about_does_not(path: list[str | int], value: object) -> None:
     assert plan(changed(path, value)).hash == plan(changed(["aliases", "other"], None)).hash
 
 
@@ -201,3 +205,45 @@ def test_names_of_companions() -> None:
     assert plan_name(plan_hash) == f"plans/{'ab' * 32}.json"
     assert msgspec.json.decode(msgspec.json.encode(companion), type=Companion) == companion
     assert cast("list[object]", msgspec.json.decode(msgspec.json.encode(companion)))[4] == name
+
+
+def _probe() -> list[Stored]:
+    """Records in which every leaf of the configuration makes a difference."""
+    rows: list[Stored] = []
+    for number in range(1, 40):
+        parts = {"c": 1 + number % 3, "n": 2, "s": number, "t": 7, "lo": 1, "a": 0, "hi": number, "z": 9}
+        record: dict[str, Any] = {"at": number * 60_000, "then": number * 3_600_000, "ms": number / 2}
+        record |= {"service": "aAbB"[number % 4], "svc": "x", "p": {**parts, "h": {"1": 1}}}
+        if number % 5:
+            record["message"] = f"word{number} Word more"
+        rows.append(Stored(number, msgspec.json.encode(record)))
+    return rows
+
+
+def _contents(found: BuildPlan) -> dict[str, Any]:
+    """What the files of a plan say, without what they say about the plan."""
+    said: dict[str, Any] = {}
+    for family, one in build(_probe(), found).items():
+        if family == FTS:
+            with zipfile.ZipFile(io.BytesIO(one.data)) as split:
+                facts = msgspec.json.decode(split.read("split.json"))
+                terms = rows_in(split.read("terms.parquet"))
+            said[family] = {name: facts[name] for name in ("text", "keyword")}, terms
+        else:
+            said[family] = rows_in(one.data), one.stats
+    return said
+
+
+# Nothing in the records tells these: the one would be a sketch, and the other two say where to look.
+UNSEEN = ["sketchJsonPointer", "prefix", "sortable"]
+
+
+def test_i1_what_has_one_hash_has_one_content() -> None:
+    """And every change of a leaf that companions are made of shows in what they say."""
+    alike = (["aliases", "svc"], None), (["aliases", "svc"], "message")
+    base, other = (plan_of(registry(changed(*change))) for change in alike)
+    contents = _contents(base)
+    assert (base.plan.hash, contents) == (other.plan.hash, _contents(other))
+    for path, value in CHANGES:
+        seen = _contents(plan_of(registry(changed(path, value)))) != contents
+        assert seen == (path[-1] not in UNSEEN), path

@@ -159,7 +159,7 @@ def _check_split(oracle: Oracle, built: Built, names: Sequence[str]) -> None:
 
 @settings(max_examples=60)
 @given(stored(), st.sampled_from([None, 3, 20]))
-def test_both_paths_build_what_the_records_say(rows: list[Stored], evolved_at: int | None) -> None:
+def test_p7_i2_both_paths_build_what_the_records_say(rows: list[Stored], evolved_at: int | None) -> None:
     view = rollup_view(evolved_at)
     plan = plan_of(view.registry)
     fast, slow = build(rows, plan), build(rows, plan, reference=True)
@@ -172,7 +172,7 @@ def test_both_paths_build_what_the_records_say(rows: list[Stored], evolved_at: i
 
 @settings(max_examples=20)
 @given(stored())
-def test_little_memory_gives_the_same_bytes(rows: list[Stored]) -> None:
+def test_p18_little_memory_gives_the_same_bytes(rows: list[Stored]) -> None:
     plan = plan_of(rollup_view().registry)
     families = ("exact", "agg", "col", "routing_key_index")
     assert build(rows, plan, families=families) == build(rows, plan, families=families, memory_bytes=64)
@@ -205,7 +205,7 @@ NASTY: dict[str, list[Stored]] = {
 
 @pytest.mark.parametrize("name", NASTY)
 @pytest.mark.parametrize("evolved_at", [None, 2])
-def test_nasty_records(name: str, evolved_at: int | None) -> None:
+def test_p7_nasty_records(name: str, evolved_at: int | None) -> None:
     rows, view = NASTY[name], rollup_view(evolved_at)
     plan = plan_of(view.registry)
     fast, slow = build(rows, plan), build(rows, plan, reference=True)

@@ -60,7 +60,7 @@ def _owner(script: _Script, tokens: Iterator[str] | None = None) -> Owner:
     return Owner(f"http://127.0.0.1:{port}", lambda: next(found), sleep=lambda _s: None)
 
 
-def test_the_same_bytes_until_there_is_an_answer(script: _Script) -> None:
+def test_p4_the_same_bytes_until_there_is_an_answer(script: _Script) -> None:
     done = msgspec.json.encode({"result": "published", "manifest_generation": 2})
     script.answers = [(503, b""), (0, b""), (429, b"{}"), (200, done)]
     assert _owner(script).publish(PUBLICATION) == "published"
