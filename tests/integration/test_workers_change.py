@@ -145,3 +145,14 @@ def test_what_a_worker_has_yet_to_tell_is_not_given_up(tmp_path: Path, filled: F
     server = start(tmp_path, 2)
     assert picture(Caller(server)) == filled.picture
     server.stop()
+
+
+def test_a_port_that_one_process_has_just_left_can_be_shared(tmp_path: Path) -> None:
+    """The kernel remembers for a minute the connections that a server has ended, and whose they were."""
+    server = ServerProcess(tmp_path / "data").start()
+    assert Caller(server)("GET", "/healthz", headers={"Connection": "close"}).status == 200
+    server.stop()
+    server.args = ("--workers", "2")
+    server.start()
+    assert Caller(server)("GET", "/healthz").status == 200
+    server.stop()
