@@ -23,6 +23,8 @@ IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
 # How far a group goes beyond its oldest message that is not committed: what lies between is written down.
 AHEAD_MAX: Final = 4096
 
+PLAIN: Final = Options()
+
 HasRoom = Callable[[Session], bool]
 
 
@@ -127,13 +129,14 @@ class Feed:
 class Box:
     """All feeds of one actor, in memory while its owner is online or something is being appended."""
 
-    __slots__ = ("appends", "feeds", "live", "options", "path", "session")
+    __slots__ = ("appends", "feeds", "live", "mailbox", "options", "path", "session")
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.feeds: dict[str, Feed] = {}
+        self.mailbox: Feed | None = None  # one of them; a group has none
         self.session: Session | None = None
-        self.options = Options()
+        self.options = PLAIN
         self.appends = 0  # being committed
         self.live = True  # everything durable was handed over: what comes next can be, at once
 

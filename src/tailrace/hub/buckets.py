@@ -46,6 +46,19 @@ class TokenBucket:
         missing_ns = -(-(needed - self._parts) // self.rate.per_s)
         return -(-missing_ns // _MILLI_NS)
 
+    def take_with(self, other: TokenBucket, now_ns: int, count: int) -> bool:
+        """One of these and so many of the others, or nothing. `take`, written out for every message."""
+        if now_ns > self._filled_ns:
+            self._fill(now_ns)
+        if now_ns > other._filled_ns:
+            other._fill(now_ns)
+        wanted = count * _SECOND_NS
+        if self._parts < _SECOND_NS or other._parts < (wanted if wanted < other._full else other._full):
+            return False
+        self._parts -= _SECOND_NS
+        other._parts -= wanted
+        return True
+
     def give_back(self, count: int = 1) -> None:
         """What was taken for something that was refused for another reason."""
         self._parts = min(self._parts + count * _SECOND_NS, self._full)

@@ -26,7 +26,7 @@ from tailrace.hub.errors import HubError
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
 from tailrace.hub.message import Envelope, parse
-from tailrace.hub.relay import MARK, REPLAY_MS, relay
+from tailrace.hub.relay import MARK, REPLAY_MS, Plain, read_plain, relay
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
 from tailrace.hub.signing import check_signature
 from tailrace.hub.state import Hub
@@ -92,7 +92,8 @@ def finish(hub: Hub, now_ms: int) -> list[Effect]:
             _receive(hub, session, session.frames_held.pop(0), now_ms)
         if not session.broadcasting:
             hub.effects.append(Listen(session))
-    return hub.take()
+    taken, hub.effects = hub.effects, []
+    return taken
 
 
 def too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: int) -> list[Effect]:
@@ -151,27 +152,20 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         hub.write(session, PONG)
         return
     session.received += 1
+    plain = None
     if session.answer is None and session.state == CONNECTED and MARK in frame:
-        sent = relay(hub, session, frame, now_ms)
+        plain = read_plain(frame)
+        sent = relay(hub, session, plain, len(frame), now_ms) if plain is not None and plain.is_tell else None
         if sent is not None:
             hub.effects.append(sent)
             return
-    try:
-        envelope = parse(frame, hub.limits.hub_message_bytes)
-    except HubError as error:
-        hub.refuse(session, error, now_ms, request_id=_id_in(frame))
-        _strike(hub, session, now_ms)
-        return
-    try:
-        request = Request(envelope, frame)
-    except HubError as error:
-        hub.refuse(session, error, now_ms, request_id=envelope.id)
-        _strike(hub, session, now_ms)
+    request = _request(hub, session, frame, plain, now_ms)
+    if request is None:
         return
     try:
         _handle(hub, session, request, now_ms)
     except HubError as error:
-        hub.count("messages", f"{_kind(envelope.type)}/refused")
+        hub.count("messages", f"{_kind(request.envelope.type)}/refused")
         if error.code == "rate_limited":
             hub.count("rate_limited", str(error.details.get("kind", "")))
         hub.refuse_request(session, request, error, now_ms)
@@ -181,6 +175,22 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         hub.options.on_bug(error)
         bug = HubError("internal_error", "the hub failed at this message")
         hub.refuse_request(session, request, bug, now_ms)
+
+
+def _request(hub: Hub, session: Session, frame: bytes, plain: Plain | None, now_ms: int) -> Request | None:
+    """What a frame says; None if it made no sense, which its sender has been told."""
+    request = None if plain is None else plain.request(frame)
+    if request is not None:
+        return request
+    request_id: str | None = None
+    try:
+        envelope = parse(frame, hub.limits.hub_message_bytes)
+        request_id = envelope.id
+        return Request(envelope, frame)
+    except HubError as error:
+        hub.refuse(session, error, now_ms, request_id=request_id or _id_in(frame))
+        _strike(hub, session, now_ms)
+        return None
 
 
 def _handle(hub: Hub, session: Session, request: Request, now_ms: int) -> None:

@@ -78,6 +78,8 @@ def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
 
 def read_send(hub: Hub, request: Request) -> Wanted:
     """Three forms are understood; the first that fits counts."""
+    if request.wanted is not None:
+        return request.wanted
     payload = request.payload
     to = payload.text("to") or payload.text("targetAddress")
     if to is None and request.envelope.to is not None and request.envelope.to not in hub.addresses:
@@ -161,6 +163,8 @@ def _wants_answer(request: Request) -> bool:
     """A plain tell gets none, even if the log could tell what became of it."""
     if request.envelope.type != "hub:send" or request.is_ask:
         return True
+    if request.wanted is not None:
+        return request.wanted.asks
     return not (SPECIAL.isdisjoint(request.payload.raw) and SPECIAL.isdisjoint(request.metadata.raw))
 
 

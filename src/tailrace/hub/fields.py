@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Raw
 
 from tailrace.hub.errors import field_error
 from tailrace.hub.message import Envelope, members
+
+if TYPE_CHECKING:
+    from tailrace.hub.delivery import Wanted
 
 _text: Final = msgspec.json.Decoder(str)
 _int: Final = msgspec.json.Decoder(int)
@@ -98,16 +101,25 @@ class Fields:
             raise field_error(name, f"{name} cannot be read") from None
 
 
+NO_FIELDS: Final = Fields({})
+
+
 class Request:
-    """One frame from a client: its envelope, with payload and metadata taken apart."""
+    """One frame from a client: its envelope, with payload and metadata taken apart.
 
-    __slots__ = ("envelope", "frame", "metadata", "payload", "sender", "verified")
+    If it is known what a send wants, it has no metadata, and nobody looks into its payload again.
+    """
 
-    def __init__(self, envelope: Envelope, frame: bytes) -> None:
+    __slots__ = ("envelope", "frame", "metadata", "payload", "sender", "verified", "wanted")
+
+    def __init__(self, envelope: Envelope, frame: bytes, wanted: Wanted | None = None) -> None:
         self.envelope = envelope
         self.frame = frame
-        self.payload = Fields(members(envelope.payload))
-        self.metadata = Fields(members(envelope.metadata))
+        self.wanted = wanted
+        self.payload = self.metadata = NO_FIELDS
+        if wanted is None:
+            self.payload = Fields(members(envelope.payload))
+            self.metadata = Fields(members(envelope.metadata))
         self.sender = ""  # verified; decided once
         self.verified = False  # by its signature
 

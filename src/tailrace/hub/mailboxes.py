@@ -76,7 +76,8 @@ class Mailboxes:
         box = self.boxes.get(path)
         if box is None:
             box = self.boxes[path] = Box(path)
-        self.feed(box, mailbox_stream(path), MAILBOX)
+        if box.mailbox is None:
+            box.mailbox = self.feed(box, mailbox_stream(path), MAILBOX)
         return box
 
     def open_group(self, path: str) -> GroupBox:
@@ -103,9 +104,9 @@ class Mailboxes:
         return found
 
     def uncommitted(self, box: Box) -> int:
-        feed = box.feeds.get(mailbox_stream(box.path))
+        feed = box.mailbox
         if feed is None:
-            return 0  # a group has no mailbox
+            return 0
         return (self._hub.streams.tail(feed.stream) or 0) - feed.cursor.committed + box.appends
 
     # -- owners ----------------------------------------------------------------------------------------
@@ -186,11 +187,11 @@ class Mailboxes:
 
     def check_room(self, path: str) -> None:
         box = self.open(path)
-        limits = self._hub.limits
-        waiting = self.uncommitted(box)
-        stream = mailbox_stream(path)
-        tail = self._hub.streams.tail(stream) or 0
-        size = self._hub.streams.size_bytes(stream)
+        assert box.mailbox is not None
+        limits, streams, stream = self._hub.limits, self._hub.streams, box.mailbox.stream
+        tail = streams.tail(stream) or 0
+        waiting = tail - box.mailbox.cursor.committed + box.appends
+        size = streams.size_bytes(stream)
         if waiting < tail:  # those that are not durable yet count, and their bytes are in the size already
             size = size * waiting // tail
         if waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes:
@@ -215,7 +216,8 @@ class Mailboxes:
         if box.session is None and registered is not None and registered.session is not None:
             box.options = registered.options
             self.take(box, registered.session)
-        feed = box.feeds[mailbox_stream(path)]
+        feed = box.mailbox
+        assert feed is not None
         copy.metadata = copies.extended(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
         box.appends += 1
 

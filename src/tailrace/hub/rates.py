@@ -46,7 +46,9 @@ class Rates:
 
     def check(self, identity: str, message_type: str, size: int, now_ms: int) -> None:
         kind = KINDS.get(message_type)
-        if kind is None:
+        if kind is None or (
+            kind == "send" and not self.policy.has_rules and self._takes(identity, size, now_ms)
+        ):
             return
         self.take(identity, kind, 1, now_ms)
         if kind in ("send", "broadcast"):
@@ -61,14 +63,13 @@ class Rates:
             except HubError:
                 return False
             return True
+        return self._takes(identity, size, now_ms)
+
+    def _takes(self, identity: str, size: int, now_ms: int) -> bool:
+        """One send of so many bytes, at the usual rates; if it is too much, nothing is taken."""
         now_ns = now_ms * 1_000_000
         sends, sizes = self._buckets.pair(identity, "send", "bytes", now_ns)
-        if sends.take(now_ns):
-            return False
-        if sizes.take(now_ns, size):
-            sends.give_back()
-            return False
-        return True
+        return sends.take_with(sizes, now_ns, size)
 
     def take(self, identity: str, kind: str, count: int, now_ms: int) -> None:
         own = self.policy.rates(identity).get(kind) if self.policy.has_rules else None

@@ -117,11 +117,6 @@ class Hub:
         """No authentication on this server."""
         return self.options.verify is None
 
-    def take(self) -> list[Effect]:
-        """What was asked for since the last time."""
-        taken, self.effects = self.effects, []
-        return taken
-
     def next_seq(self, now_ms: int) -> int:
         """A number for each message that is accepted; it grows over restarts too."""
         self._seq = max(self._seq + 1, now_ms << 10)

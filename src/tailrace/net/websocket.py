@@ -22,6 +22,7 @@ from tailrace.protocol.ws_frames import (
     PING,
     PONG,
     TEXT,
+    TEXT_HEADS,
     TOO_LARGE,
     Event,
     FrameReader,
@@ -89,7 +90,6 @@ class WebSocketConnection(asyncio.Protocol):
         "_deflate",
         "_frame_began",
         "_handler",
-        "_lent_bytes",
         "_lost",
         "_out",
         "_out_bytes",
@@ -107,6 +107,7 @@ class WebSocketConnection(asyncio.Protocol):
         "server",
         "silence_code",
         "transport",
+        "unsent_bytes_most",
     )
 
     def __init__(
@@ -140,7 +141,9 @@ class WebSocketConnection(asyncio.Protocol):
         # Frames of this turn of the loop, written together: uvloop makes a system call of every write.
         self._out: list[bytes] = []
         self._out_bytes = 0
-        self._lent_bytes = 0  # what the transport held after the last flush; since then it can only be less
+        # What is here, and what the transport held after the last flush: since then it can only be less. So
+        # it is never below `unsent_bytes`, but for the answer to the handshake, and known without asking.
+        self.unsent_bytes_most = 0
         self._pong: bytes | None = None
         self._code = ABNORMAL
         self._reason = ""
@@ -157,11 +160,6 @@ class WebSocketConnection(asyncio.Protocol):
     def unsent_bytes(self) -> int:
         return 0 if self._lost else self._out_bytes + self.transport.get_write_buffer_size()
 
-    @property
-    def unsent_bytes_most(self) -> int:
-        """At least `unsent_bytes`, but for the answer to the handshake; the transport need not be asked."""
-        return self._out_bytes + self._lent_bytes
-
     def send_text(self, payload: bytes) -> None:
         """Send UTF-8 bytes as one text message."""
         size = len(payload)
@@ -169,12 +167,15 @@ class WebSocketConnection(asyncio.Protocol):
             self._send(TEXT, payload)
             return
         # `_write`, written out: this runs for every message of the hub.
-        head, out = text_head(size), self._out
+        head, out = TEXT_HEADS.get(size) or text_head(size), self._out
         if not out:
             self.server.flush_later(self)
-        out += (head, payload)
-        self._out_bytes = gathered = self._out_bytes + len(head) + size
-        if gathered >= GATHER_BYTES_MAX:
+        out.append(head)
+        out.append(payload)
+        size += len(head)
+        self.unsent_bytes_most += size
+        self._out_bytes += size
+        if self._out_bytes >= GATHER_BYTES_MAX:
             self.flush()
 
     def send_binary(self, payload: bytes) -> None:
@@ -209,6 +210,7 @@ class WebSocketConnection(asyncio.Protocol):
             self.server.flush_later(self)
         out.append(data)
         self._out_bytes += len(data)
+        self.unsent_bytes_most += len(data)
         if self._out_bytes >= GATHER_BYTES_MAX:
             self.flush()
 
@@ -230,7 +232,7 @@ class WebSocketConnection(asyncio.Protocol):
         except (RuntimeError, OSError):
             # uvloop raises on a transport that died a moment ago; connection_lost follows and cleans up.
             return
-        self._lent_bytes = transport.get_write_buffer_size()
+        self.unsent_bytes_most = transport.get_write_buffer_size()
 
     # --- flow
 

@@ -72,16 +72,16 @@ def is_close_code(code: int) -> bool:
 
 # The heads of text messages by their size: one of a few hundred goes before nearly every message.
 _HEADS_MAX: Final = 1024
-_heads: Final[dict[int, bytes]] = {}
+TEXT_HEADS: Final[dict[int, bytes]] = {}
 
 
 def text_head(size: int) -> bytes:
     """What comes before the payload of a text message as a server sends it."""
-    head = _heads.get(size)
+    head = TEXT_HEADS.get(size)
     if head is None:
         head = _head(_FIN | TEXT, size)
-        if len(_heads) < _HEADS_MAX:
-            _heads[size] = head
+        if len(TEXT_HEADS) < _HEADS_MAX:
+            TEXT_HEADS[size] = head
     return head
 
 

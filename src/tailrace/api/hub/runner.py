@@ -49,7 +49,7 @@ class Runner:
     def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
         self._context = context
         self._log = context.log
-        self._now_ns = context.clock.now_ns
+        self.now_ns = context.clock.now_ns
         self.relay_seconds = context.telemetry.hub_relay_seconds
         self.hub = hub
         self._streams = streams
@@ -65,7 +65,7 @@ class Runner:
     # -- time ------------------------------------------------------------------------------------------
 
     def now_ms(self) -> int:
-        return self._now_ns() // 1_000_000
+        return self.now_ns() // 1_000_000
 
     def start(self) -> None:
         self._tick = self._context.loop.call_later(TICK_S, self._on_tick)

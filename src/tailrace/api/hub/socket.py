@@ -45,7 +45,7 @@ class HubSocket:
         hub = runner.hub
         self._unmeasured += 1
         if self._unmeasured < MEASURED_EVERY:
-            runner.run(decide.decide(hub, session, data, runner.now_ms()))
+            runner.run(decide.decide(hub, session, data, runner.now_ns() // 1_000_000))
         else:
             self._unmeasured = 0
             begun_s = perf_counter()
