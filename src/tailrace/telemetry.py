@@ -94,6 +94,7 @@ TABLE: Final[dict[str, Metric]] = {
         counter("object_received_bytes", "Bytes received from the object store."),
         gauge("cold_cache_bytes", "Local copies of what was read from the object store."),
         counter("cold_reads", "Stretches of segments read, by where they came from.", "source"),
+        counter("cold_failures", "Reads of history that failed on a segment that is missing or damaged."),
         # The pipeline and its companions.
         gauge("pipeline_state", "1 for the state that the pipeline is in, 0 for the others.", "state"),
         counter("pipeline_restarts", "Starts of the pipeline after it had failed."),
@@ -257,6 +258,7 @@ class Telemetry:
         self.object_received_bytes = Number()
         self.cold_cache_bytes = Number()
         self.cold_reads = Numbers()
+        self.cold_failures = Number()
         self.bootstraps = Number()
         self.bootstrap_seconds = Number()
         self.bootstrap_restored = Numbers()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from contextlib import closing
 from typing import Any
 
 from conftest import StartServer
@@ -69,3 +71,23 @@ def test_m3_losing_everything_that_is_derived_changes_no_answer(start_server: St
             shutil.rmtree(directory)
     server.start()
     assert answers(server) == before
+
+
+def test_a_segment_that_is_lost_is_refused_and_counted(start_server: StartServer) -> None:
+    server = start_server(env=SEALING_ENV)
+    with closing(Wire(server.port)) as http:
+        assert http.put("ev", JSON).status == 201
+        assert http.post("ev", JSON, json.dumps(RECORDS)).status == 204
+        assert http.call("POST", "/v1/server/_seal").json == {"sealed": True}
+    wait_sealed(server.data_dir)
+    server.stop()
+    shutil.rmtree(server.data_dir / "cache", ignore_errors=True)
+    for directory in list((server.data_dir / "objects").rglob("segments")):
+        shutil.rmtree(directory)
+    server.start()
+    with closing(Wire(server.port)) as http:
+        assert http.get("ev?offset=-1").status == 503
+        counted = re.search(rb"\ntailrace_cold_failures_total (\S+)", http.call("GET", "/metrics").body)
+        assert counted is not None
+        assert float(counted[1]) > 0
+    assert "cannot be read" in server.log

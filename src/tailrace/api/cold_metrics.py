@@ -48,3 +48,4 @@ def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> No
     telemetry.cold_reads.reads[("cache",)] = lambda: cold.counts.hits
     telemetry.cold_reads.reads[("store",)] = lambda: cold.counts.misses
     telemetry.cold_reads.reads[("shared",)] = lambda: cold.counts.shared
+    telemetry.cold_failures.read = lambda: cold.counts.corrupt

@@ -38,11 +38,10 @@ READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
 class ColdCounts:
     """What the cold reader did, in plain numbers."""
 
-    __slots__ = ("corrupt", "decoded_groups", "hit_bytes", "hits", "misses", "shared")
+    __slots__ = ("corrupt", "decoded_groups", "hits", "misses", "shared")
 
     def __init__(self) -> None:
         self.hits = 0  # stretches of row groups that came from the cache
-        self.hit_bytes = 0
         self.misses = 0  # stretches that did not
         self.shared = 0  # row groups that somebody else was loading already
         self.decoded_groups = 0
@@ -257,7 +256,6 @@ class ColdReader:
                 logger.warning("a cached part of %s is damaged: %s", stretch.segment.key, error)
             else:
                 self.counts.hits += 1
-                self.counts.hit_bytes += len(raw)
                 return rows
         await self.parts.drop(cached)
         return None

@@ -33,7 +33,7 @@ def connect_details(routes: DetailsRoutes, sealing: Sealing, cold: ColdReader, t
         index = tail.find(stream.number)
         if index is None:
             return TailRows()
-        return TailRows(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
+        return TailRows(index.rows, index.bytes, index.dropped_rows)
 
     routes.tail_of = tail_of
     routes.requests_of = requests_of

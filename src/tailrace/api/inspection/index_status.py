@@ -43,7 +43,6 @@ class TailRows(NamedTuple):
     rows: int = 0
     bytes: int = 0
     dropped_rows: int = 0
-    building: bool = False
 
 
 def index_status(stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows) -> Json:
