@@ -346,6 +346,16 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     watch_resume_changes: Annotated[
         Count, Meta(description="Most changes that a resume reads again; beyond, the client starts anew.")
     ] = 1_000_000
+    watch_window_ms: Annotated[
+        Millis,
+        Meta(description="Age up to which it is remembered what was before a change that does not say so."),
+    ] = 3 * 60 * 1000
+    watch_window_changes: Annotated[
+        Count, Meta(description="Changes of a collection of which that is remembered.")
+    ] = 10_000
+    watch_window_bytes: Annotated[
+        Bytes, Meta(description="Memory of a collection in which that is remembered.")
+    ] = 32 * MIB
     watch_retention_ms: Annotated[
         MillisOrNone,
         Meta(description="Age up to which changes are kept, unless their collection says; 0 keeps all."),

@@ -24,6 +24,7 @@ from tailrace.limits import Limits
 from tailrace.net.http1 import Exchange
 from tailrace.settings import Settings
 from tailrace.telemetry import Telemetry
+from tailrace.watch.befores import Bounds
 from tailrace.watch.change import Change
 from tailrace.watch.names import PartitionPatterns, split_document
 
@@ -92,19 +93,23 @@ class Room:
         self._open()
 
     def _open(self) -> None:
-        harness = self.harness
-        settings = Settings(limits=self.limits)
+        harness, limits = self.harness, self.limits
+        settings = Settings(limits=limits)
         self.telemetry = Telemetry()
         self.context = Context(settings, harness.log, harness.clock, harness.loop, self.telemetry, "test")
         self.book = Book(
-            harness.log, harness.directory / "watch.db", PartitionPatterns("", self.limits.watch_partitions)
+            harness.log,
+            harness.directory / "watch.db",
+            PartitionPatterns("", limits.watch_partitions),
+            Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms),
         )
-        self.writer = Writer(self.book, document_bytes=self.limits.watch_document_bytes)
+        self.writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
         self.access = Access()
 
         async def started(gateway: Gateway) -> None:
             self.book.on_applied = self._applied
             self.book.on_page = gateway.on_page
+            self.book.on_doubt = gateway.on_doubt
             self.book.lost = lambda collection: begin_anew(self.book, collection)
             await self.book.start()
             gateway.start()

@@ -242,7 +242,7 @@ def _running(session: Session, engine: Engine) -> Generator[tuple[Any, Place]]:
     from tailrace.pipeline.session import master_of, open_session
     from tailrace.pipeline.watch.capture import CaptureExistsError
     from tailrace.pipeline.watch.compiled import OtherMatcherError
-    from tailrace.pipeline.watch.place import BoundError, Place
+    from tailrace.pipeline.watch.place import BoundError, HalfChangesError, Place
     from tailrace.pipeline.watch.rescan import NoBaseError, NotHereError
     from tailrace.pipeline.watch.versions import VersionError
     from tailrace.pipeline.watch.views import PublicationError
@@ -261,7 +261,14 @@ def _running(session: Session, engine: Engine) -> Generator[tuple[Any, Place]]:
             if error.code in ("connect_failed", "connection_lost"):
                 raise UnreachableError(f"no server answers at {session.url}") from None
             raise RefusedError(error.message) from None
-        except (BoundError, OptionError, VersionError, CaptureExistsError, NotHereError) as error:
+        except (
+            BoundError,
+            HalfChangesError,
+            OptionError,
+            VersionError,
+            CaptureExistsError,
+            NotHereError,
+        ) as error:
             raise UsageError(str(error)) from None
         except (ObjectsError, OtherMatcherError, NoBaseError, PublicationError) as error:
             raise RefusedError(str(error)) from None

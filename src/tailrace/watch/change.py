@@ -60,6 +60,10 @@ class ChangeEntry(msgspec.Struct, frozen=True):
     kind: str = "change"
 
 
+class BeforeUnknownError(Exception):
+    """The log does not say what the document was before the change, and nobody remembers."""
+
+
 class _Kind(msgspec.Struct):
     kind: str = "change"
 
@@ -89,17 +93,31 @@ class Change:
         return found if isinstance(found, str) else None
 
     @property
+    def is_half(self) -> bool:
+        """Whether the entry leaves out what the document was before: the view knew it at that time."""
+        entry = self.entry
+        return entry.images.before == "view" and entry.before == NULL
+
+    def complete(self, before: bytes) -> None:
+        """Says what the document was."""
+        self.entry = msgspec.structs.replace(self.entry, before=msgspec.Raw(before))
+
+    @property
     def before(self) -> Document | None:
         """The flat document before the change, None if there was none."""
         if self._before is False:
-            self._before = None
-            entry = self.entry
-            if entry.op != "insert" and entry.prev is not None:
-                data: Document = orjson.loads(bytes(entry.before))
-                prev = entry.prev
-                self._before = flat(
-                    data, entry.documentKey, entry.collection, prev.version, entry.createdAt, prev.updatedAt
+            entry, prev = self.entry, self.entry.prev
+            if entry.op == "insert" or prev is None:
+                self._before = None
+                return None
+            if self.is_half:
+                raise BeforeUnknownError(
+                    f"{entry.collection} keeps no documents as they were before a change (storeBefore)"
                 )
+            data: Document = orjson.loads(bytes(entry.before))
+            self._before = flat(
+                data, entry.documentKey, entry.collection, prev.version, entry.createdAt, prev.updatedAt
+            )
         return self._before
 
     @property
@@ -127,9 +145,13 @@ def encode(entry: ChangeEntry) -> bytes:
 
 def decode(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> Change | None:
     """The change of an entry; None for entries of other kinds, which readers pass over."""
-    if _decode_kind(raw).kind != "change":
+    try:
+        entry = _decode(raw)
+    except msgspec.ValidationError:
+        if _decode_kind(raw).kind == "change":
+            raise
         return None
-    return Change(_decode(raw), partition, seq, time_ns // 1_000_000)
+    return Change(entry, partition, seq, time_ns // 1_000_000) if entry.kind == "change" else None
 
 
 def shown(

@@ -123,7 +123,7 @@ SCHEMAS: Final[Json] = {
             "source": STRING,
             "state": {"enum": ["live", "loading", "lagging", "stale"]},
             "view": {"const": "full"},
-            "storeBefore": {"const": True},
+            "storeBefore": BOOLEAN,
             "retention": STRING,
             "tombstoneTtl": STRING,
             "positions": array(COUNT),
@@ -306,7 +306,7 @@ def _put_collection() -> Json:
                 "properties": {"tombstoneFields": {"type": "object"}},
             },
             "view": {"const": "full"},
-            "storeBefore": {"const": True},
+            "storeBefore": BOOLEAN,
             "retention": _WINDOW,
             "tombstoneTtl": _WINDOW,
             "slo": {

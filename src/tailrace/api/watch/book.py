@@ -23,6 +23,7 @@ from tailrace.api.watch.collection import (
     control_entry,
     database_entry,
 )
+from tailrace.api.watch.completing import complete
 from tailrace.errors import TailraceError
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
@@ -30,6 +31,7 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.log.records import Delete, Op
 from tailrace.watch import names
+from tailrace.watch.befores import Befores, Bounds
 from tailrace.watch.change import Change, decode
 from tailrace.watch.view import Row, View, WriteRow
 
@@ -48,9 +50,12 @@ Key = tuple[str, str]  # database and name
 class Book:
     """All collections of a server. Follows the log; owned by the loop thread."""
 
-    def __init__(self, log: Log, path: Path, partitions_for: Callable[[str], int]) -> None:
+    def __init__(
+        self, log: Log, path: Path, partitions_for: Callable[[str], int], remembered: Bounds
+    ) -> None:
         self.log = log
         self.partitions_for = partitions_for  # of a collection that does not say
+        self._remembered = remembered
         self.path = path
         self.view = View(path)
         self.databases: dict[str, dict[str, Collection]] = {names.DATABASE_DEFAULT: {}}
@@ -61,6 +66,8 @@ class Book:
         self.on_applied: Callable[[Collection, Change], None] | None = None
         # Shown some of them before that, as they come together.
         self.on_page: Callable[[Collection, list[Change]], None] | None = None
+        # Told that nobody knows what was there before some changes.
+        self.on_doubt: Callable[[Collection], None] | None = None
         # Puts a published view in place of a log that does not reach back far enough; False if there is none.
         self.restore: Callable[[Collection], Awaitable[bool]] | None = None
         # Whether a source writes to the collection.
@@ -254,12 +261,26 @@ class Book:
                 (seq, decode(bytes(raw), partition, seq, time_ns))
                 for seq, raw, time_ns in entries[begin : begin + SHOWN_TOGETHER]
             ]
+            changes = [change for _, change in some if change is not None]
+            if any(change.is_half for change in changes):
+                self._complete(collection, changes, rows)
             if self.on_page is not None:
-                self.on_page(collection, [change for _, change in some if change is not None])
+                self.on_page(collection, changes)
             for seq, change in some:
                 if change is not None:
                     self._show(collection, change, rows, writes)
                 collection.applied[partition] = seq
+
+    def _complete(self, collection: Collection, changes: list[Change], rows: list[Row]) -> None:
+        older = self._unapplied.get(collection)
+        unwritten = rows if older is None else older[0] + rows
+        try:
+            whole = complete(self.view, collection, changes, unwritten, self._remembered)
+        except apsw.Error:
+            logger.exception("the view of %s cannot be read", collection.name)
+            whole = False
+        if not whole and self.on_doubt is not None:
+            self.on_doubt(collection)
 
     def _show(self, collection: Collection, change: Change, rows: list[Row], writes: list[WriteRow]) -> None:
         self.changes[change.entry.op] += 1
@@ -333,6 +354,8 @@ class Book:
         collection.applied = self.view.positions(number, collection.config.partitions)
         purged = self.view.now.purged(number, collection.config.partitions)
         collection.purged = [one.version for one in purged]
+        if not collection.config.store_before:
+            collection.befores = Befores(self._remembered, collection.applied)
 
     def generation(self, collection: Collection) -> int:
         """Rises when continuity cannot be proved, as after a bootstrap that may have lost the tail."""

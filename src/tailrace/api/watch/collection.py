@@ -11,6 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.protocol.durations import format_instant, parse_window_s
 from tailrace.watch import names
+from tailrace.watch.befores import Befores
 
 # loading: nobody is told anything before it is live. stale: what there is may be wrong.
 CollectionState = Literal["live", "loading", "lagging", "stale"]
@@ -43,6 +44,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     rule_version: int = 0
     retention: str | None = None  # None: the server's; 0 keeps everything
     tombstone_ttl: str | None = None  # likewise
+    store_before: bool = True  # False: changes do not say what was there before, and the view has to
     slo: Slo | None = None
     replication: Replicated | None = None
 
@@ -101,6 +103,7 @@ class Collection:
     __slots__ = (
         "applied",
         "base",
+        "befores",
         "config",
         "database",
         "durable",
@@ -123,6 +126,7 @@ class Collection:
         self.purged = [0] * config.partitions  # highest version of a tombstone that was given up
         self.base: list[int] | None = None  # where the newest published view stands
         self.published_ms = 0  # when that was
+        self.befores: Befores | None = None  # what its changes do not say themselves
         self.durable = True  # False while the record that makes it is on its way
         self.lagging = False  # some of its changes could not be applied to the view
         self.state: CollectionState = "live"

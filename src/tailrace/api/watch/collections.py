@@ -152,9 +152,11 @@ class CollectionRoutes:
             raise TailraceError("invalid_request", "a collection with a source is made by that source")
         if given.get("view", "full") != "full":
             raise TailraceError("before_image_required", "changes need the document before: view is full")
-        if given.get("storeBefore", True) is not True:
-            raise TailraceError("invalid_request", "changes hold the document before: storeBefore is true")
         changed: dict[str, Any] = {}
+        if "storeBefore" in given:
+            if not isinstance(given["storeBefore"], bool):
+                raise TailraceError("invalid_request", "storeBefore is true or false")
+            changed["store_before"] = given["storeBefore"]
         for key, field in _RULES.items():
             rule = given.get(key)
             if rule is not None and not isinstance(rule, str):
@@ -224,7 +226,6 @@ class CollectionRoutes:
             "database": collection.database,
             **config.value(),
             "view": "full",
-            "storeBefore": True,
             "retention": shown_window(config.retention_s(limits)),
             "tombstoneTtl": shown_window(config.tombstone_s(limits)),
             "generation": self._book.generation(collection),

@@ -193,7 +193,7 @@ class Writer:
         raw = document.dump(one.data, self._bytes_max)
         after = State(version, one.created_ms, updated_ms, one.deleted, raw)
         entry = self._entry(
-            collection.database, Write("put", DocumentPath(collection.name, one.id)), plan, before, after
+            collection, Write("put", DocumentPath(collection.name, one.id)), plan, before, after
         )
         if one.deleted and before is None:
             # Nobody sees it go, but its content and its version are known again.
@@ -262,7 +262,7 @@ class Writer:
             new is None,
             raw if kept is not None or state is None else state.data,
         )
-        entry = self._entry(database, write, plan, state if lives else None, next_state)
+        entry = self._entry(collection, write, plan, state if lives else None, next_state)
         if buried is not None:
             # Nobody sees it go, but those who replicate learn that it is not there.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
@@ -290,19 +290,22 @@ class Writer:
         )
 
     def _entry(
-        self, database: str, write: Write, plan: _Plan, before: State | None, after: State
+        self, collection: Collection, write: Write, plan: _Plan, before: State | None, after: State
     ) -> ChangeEntry:
         op: Op = "insert" if before is None else "delete" if after.deleted else "replace"
         if write.op == "patch":
             op = "update"
+        # A tombstone keeps the last content, which nothing else in its entry says.
+        stored = after.deleted or collection.decided.store_before
+        image = "none" if before is None else "full" if stored else "view"
         return ChangeEntry(
-            database=database,
+            database=collection.database,
             collection=write.path.collection,
             documentKey=write.path.id,
             op=op,
-            before=NULL if before is None else msgspec.Raw(before.data),
+            before=msgspec.Raw(before.data) if before is not None and stored else NULL,
             after=NULL if after.deleted else msgspec.Raw(after.data),
-            images=Images("none" if before is None else "full", "none" if after.deleted else "full"),
+            images=Images(image, "none" if after.deleted else "full"),
             version=after.version,
             createdAt=after.created_ms,
             prev=None if before is None else Prev(before.version, before.updated_ms),

@@ -129,7 +129,8 @@ class Gateway:
             self._shed(sizes)
         now = self.context.loop.time()
         for session in tuple(self.sessions):
-            session.on_tick(now)
+            if sizes[session] or now >= session.due_at:
+                session.on_tick(now)
         self.objectives.on_tick()
         for watched in self._watched.values():
             watched.matcher.index.refile(REFILED_EACH)
@@ -330,6 +331,11 @@ class Gateway:
         found = self.watched_if_any(collection)
         for subscription in tuple(found.subscriptions) if found is not None else ():
             subscription.session.invalidate(subscription, reason)
+
+    def on_doubt(self, collection: Collection) -> None:
+        """What its documents were before some changes is not known: who left a result cannot be told."""
+        logger.error("the view of %s does not go with its changes", collection.name)
+        self.invalidate_all(collection, "gap")
 
     def on_state(self, collection: Collection, reason: str = "") -> None:
         """The collection has become stale, loads, or is live again.

@@ -12,11 +12,12 @@ import orjson
 
 from tailrace.api.watch import frames
 from tailrace.api.watch.book import Collection
+from tailrace.api.watch.completing import recall
 from tailrace.api.watch.query import flat_of
 from tailrace.api.watch.subscription import Subscription
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.watch.change import Change, decode
+from tailrace.watch.change import BeforeUnknownError, Change, decode
 from tailrace.watch.query import sort_key, sort_values
 from tailrace.watch.values import CostError
 from tailrace.watch.view import Row
@@ -70,6 +71,8 @@ class Replays:
             raise
         except CostError:
             session.invalidate(subscription, "cost-exceeded")
+        except BeforeUnknownError:
+            session.invalidate(subscription, "too-far-behind")
         except TailraceError as refusal:
             reason = "retention" if refusal.code == "offset_gone" else "gap"
             if subscription.state == "snapshot" and reason != "retention":
@@ -123,6 +126,7 @@ class Replays:
                 return  # it is over, or the collection itself has not looked at this yet
             change = decode(bytes(raw), partition, seq, time_ns)
             if change is not None and not _was_sent(subscription, change.entry.documentKey, seq):
+                recall(collection, change)
                 _show(subscription, stream, change)
             own[partition] = seq
             if subscription.full and subscription.state == "behind":

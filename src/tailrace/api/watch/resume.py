@@ -116,7 +116,9 @@ def _within(
         raise _CannotResume("token-invalid", query)
     if any(map(int.__lt__, own, watched.earliest)):
         raise _CannotResume("retention", query)
-    if sum(applied) - sum(own) > limits.watch_resume_changes:
+    befores = None if watched.collection is None else watched.collection.befores
+    unknown = befores is not None and not befores.reaches(own)
+    if unknown or sum(applied) - sum(own) > limits.watch_resume_changes:
         raise _CannotResume("too-far-behind", query)
     return own
 

@@ -23,6 +23,7 @@ from tailrace.api.watch.sources import Sources
 from tailrace.api.watch.summaries import Summaries
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.net.http1 import Exchange
+from tailrace.watch.befores import Bounds
 from tailrace.watch.change import Change
 from tailrace.watch.names import PartitionPatterns
 
@@ -35,13 +36,15 @@ class WatchService:
     def __init__(self, context: Context, directory: Path, verifier: TokenVerifier | None) -> None:
         limits = context.limits
         patterns = PartitionPatterns(context.settings.watch_partition_patterns, limits.watch_partitions)
-        self.book = Book(context.log, directory / FILE, patterns)
+        remembered = Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms)
+        self.book = Book(context.log, directory / FILE, patterns, remembered)
         self._writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
         access = Access()
         self.gateway = Gateway(context, self.book, access, verifier)
         self.care = Care(context, self.book, self.gateway.keys)
         self.book.restore = self.care.views.restore
         self.book.lost = self._lost
+        self.book.on_doubt = self.gateway.on_doubt
         self._databases = DatabaseRoutes(context, self.gateway, self._writer)
         self._databases.collections.on_rules = self._ruled
         self._databases.collections.on_removed = self._removed

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tailrace.api.watch.gateway import Gateway
 
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
+LOOK_S_MAX: Final = 5.0  # between two looks at a connection to which nothing is unsent
 _ONCE_MORE: Final = frozenset(
     ("gap", "generation", "retention", "too-far-behind", "rule-changed", "overflow", "token-invalid")
 ) | frozenset(("query-changed", "auth-changed", "stale", "truncate"))
@@ -63,13 +64,16 @@ class Session:
         self._taken_before = 0
         self._progress_at = now
         self._beat_at = now
-        self._sent_before = 0
+        self._sent_before: int = 0
         self._quiet_since = now
         self._told_expiry = False
+        self._was_idle = True
+        self.due_at = 0.0  # when it is to be looked at again; earlier if something is unsent
         gateway.opened(self)
 
     def known_as(self, identity: Identity, database: str) -> None:
         self.identity, self.database, self._told_expiry = identity, database, False
+        self.due_at = 0.0
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -263,8 +267,10 @@ class Session:
 
     def on_tick(self, now: float) -> None:
         limits = self.gateway.limits
-        taken = self.taken_bytes
-        if taken > self._taken_before or not self.wire.unsent_bytes:
+        unsent = self.wire.unsent_bytes
+        taken = self._sent_bytes - unsent
+        was_idle, self._was_idle = self._was_idle, not unsent
+        if taken > self._taken_before or was_idle or not unsent:
             self._taken_before, self._progress_at = taken, now
             self.drained.set()
         elif now - self._progress_at >= limits.watch_stall_ms / 1000:
@@ -286,6 +292,16 @@ class Session:
             self._sent_before, self._quiet_since = self._sent_bytes, now
         elif now - self._quiet_since >= limits.sse_keep_alive_ms / 1000:
             self._sent_bytes += self.wire.keep_alive()
+        self.due_at = self._next_look(self.identity, now)
+
+    def _next_look(self, identity: Identity, now: float) -> float:
+        """Most connections wait, and there are many of them: nobody looks at each all the time."""
+        if self.wire.each_token:
+            return now  # it counts how long nothing was sent
+        due = min(now + LOOK_S_MAX, self._beat_at + self.gateway.limits.watch_heartbeat_ms / 1000)
+        if identity.expires_at is not None:
+            due = min(due, now + identity.expires_at - self.gateway.now_s())
+        return due
 
     def _is_over(self, identity: Identity) -> bool:
         """Whether the identity has ended, and the time after that in which a new token can be given."""

@@ -95,6 +95,7 @@ def run_capture(spark: Any, place: Place, options: CaptureOptions) -> Capture:
         pass
     else:
         raise CaptureExistsError(f"there is a capture at {options.out} already")
+    place.check_matchable(options.database, options.collection)
     announced = place.announce(options.database)
     try:
         found = read_set(

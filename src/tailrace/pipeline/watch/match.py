@@ -96,7 +96,7 @@ def _chosen(place: Place, options: MatchOptions, store: str, announced: Any) -> 
             return msgspec.json.decode(kept.get(CHOICE), type=Choice)
         except ObjectMissingError:
             pass
-    names = place.collections(options.database, options.collections)
+    names = place.matchable(options.database, options.collections)
     ranges = [
         one for name in names for one in place.ranges(options.database, name, options.start, options.end)
     ]

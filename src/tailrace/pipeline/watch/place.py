@@ -25,6 +25,10 @@ class BoundError(ValueError):
     """One end of a range that cannot be understood."""
 
 
+class HalfChangesError(ValueError):
+    """Changes that do not say what was there before: only the server that has the view can match them."""
+
+
 class Announced(msgspec.Struct, frozen=True):
     """What the server says to a job that needs its subscriptions."""
 
@@ -43,6 +47,7 @@ class CollectionInfo(msgspec.Struct, frozen=True):
     generation: int
     positions: list[int]
     source: str = "native"
+    storeBefore: bool = True  # noqa: N815 - the name on the wire
 
 
 class ChangeRange(msgspec.Struct, frozen=True):
@@ -127,6 +132,18 @@ class Place:
         listed = self.server.listed(prefix, system=True)
         names = {row.name.removeprefix(prefix).rpartition("/")[0] for row in listed}
         return sorted(name for name in names if pattern.matches(name))
+
+    def matchable(self, database: str, glob: str) -> list[str]:
+        """As `collections`, those whose changes say both what was before and what came after."""
+        names = self.collections(database, glob)
+        return [name for name in names if self.collection(database, name).storeBefore]
+
+    def check_matchable(self, database: str, name: str) -> None:
+        if not self.collection(database, name).storeBefore:
+            raise HalfChangesError(
+                f"changes of {name} do not say what was there before (storeBefore is false),"
+                " so that nobody but the server can tell who left a result"
+            )
 
     def view_page(self, database: str, collection: str, after: str) -> bytes:
         parameters = urlencode({"collection": collection, "after": after})

@@ -21,6 +21,7 @@ from tailrace.pipeline.watch.place import Bound, ChangeRange, Place
 from tailrace.pipeline.watch.views import find_head, publish_view
 from tailrace.store.arrow import BINARY, INT32, INT64, STRING, pa
 from tailrace.watch import view_files
+from tailrace.watch.change import Change
 from tailrace.watch.view import Purged
 from tailrace.watch.view_files import Head
 
@@ -28,6 +29,7 @@ EXAMPLES_MAX: Final = 100
 MENDED: Final = "rescan-"  # what corrections are named with
 CORRECTIONS_MAX: Final = 200
 CORRECTIONS_BYTES: Final = 2 << 20
+UNKNOWN: Final = ""  # instead of the digest of a document that an entry leaves out
 
 STATE: Final = pa.schema(
     [
@@ -180,12 +182,19 @@ def states_of(task: StateTask, batches: Iterator[Any]) -> Iterator[Any]:
                     "updated_ms": change.updated_ms,
                     "deleted": deleted,
                     "digest": digest_of(content),
-                    "before": None if entry.prev is None else digest_of(bytes(entry.before)),
+                    "before": _before(change),
                     "mended": (entry.writeId or "").startswith(MENDED),
                     "data": content if task.with_data else None,
                 }
             )
         yield pa.RecordBatch.from_pylist(rows, schema=STATE)
+
+
+def _before(change: Change) -> str | None:
+    entry = change.entry
+    if entry.prev is None:
+        return None
+    return UNKNOWN if change.is_half else digest_of(bytes(entry.before))
 
 
 def run_rescan(spark: Any, place: Place, options: RescanOptions) -> RescanReport:
@@ -306,7 +315,8 @@ def _broken(states: Any) -> int:
     ).where("version_before is not null and not mended")
     expected = f.when(f.col("deleted_before"), f.lit(None)).otherwise(f.col("digest_before"))
     return follows.where(
-        (f.col("version") <= f.col("version_before")) | ~f.col("before").eqNullSafe(expected)
+        (f.col("version") <= f.col("version_before"))
+        | ~(f.col("before").eqNullSafe(expected) | f.col("before").eqNullSafe(f.lit(UNKNOWN)))
     ).count()
 
 

@@ -45,6 +45,7 @@ def run_shadow(spark: Any, place: Place | None, options: ShadowOptions) -> Verdi
     else:
         assert place is not None, "a range of changes is read from a server"
         store = options.store or place.store()
+        place.check_matchable(options.database, options.collection)
         announced = place.announce(options.database)
         try:
             subscriptions = read_set(
