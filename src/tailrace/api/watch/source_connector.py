@@ -15,7 +15,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from tailrace.api.watch.audit import Audit
 from tailrace.api.watch.book import Book, Collection
-from tailrace.api.watch.source_ingest import Ingest
+from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_seen import SeenKeys
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
@@ -72,12 +72,14 @@ class Connector:
         try:
             while True:
                 pause_s = await self._once()
+                if pause_s is None:
+                    return
                 await asyncio.sleep(pause_s)
         finally:
             self._thread.finish(self._adapter.close)
 
-    async def _once(self) -> float:
-        """One session; for how long to wait before the next."""
+    async def _once(self) -> float | None:
+        """One session; for how long to wait before the next, None if there is to be none."""
         status = self._status
         try:
             await self._states.settled()
@@ -89,6 +91,9 @@ class Connector:
             with suppress(TailraceError):
                 await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
             status.error = gap.reason
+        except SupersededError as error:
+            logger.warning("the source %s: %s", self._config.name, error)
+            return None
         except (SourceError, TailraceError) as error:
             status.error = str(error)
             logger.warning("the source %s: %s", self._config.name, error)

@@ -14,7 +14,7 @@ import orjson
 
 from tailrace.api.watch.book import Book, Collection
 from tailrace.api.watch.documents import State
-from tailrace.api.watch.source_progress import Progress, fact_of
+from tailrace.api.watch.source_progress import Progress, fact_of, read_progress
 from tailrace.errors import TailraceError
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
@@ -29,6 +29,13 @@ from tailrace.watch.view import Row
 CLEAR_DOCUMENTS = 500
 TURN_CHANGES = 64  # between two looks at what else the loop has to do
 LOAD = "load"
+
+
+class SupersededError(TailraceError):
+    """Another connector has taken the source over: this one has to stop."""
+
+    def __init__(self) -> None:
+        super().__init__("stale_epoch", "another connector follows the source")
 
 
 class _Plan:
@@ -67,6 +74,8 @@ class Ingest:
         self.progress = progress
         self.counts: dict[str, int] = {"insert": 0, "update": 0, "delete": 0}
         self.repeats = 0  # changes that were known already
+        # The place of the last change, and which documents it was about.
+        self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
         self.offset: Callable[[int], str] | None = None  # of a stream: what its positions are called
 
     # -- following -------------------------------------------------------------------------------------
@@ -76,13 +85,10 @@ class Ingest:
         plan = self._plan()
         for name, keys in _keys_of(changes).items():
             self._look_up(plan, self._collections[name], list(keys))
-        taken: tuple[int, int] | None = None
         for number, change in enumerate(changes):
-            place = (change.lsn, change.ordinal)
-            if place <= plan.position.place and place != taken:
+            if self._was_taken(plan.position.place, change):
                 self.repeats += 1
                 continue
-            taken = place  # what follows at the same place is of the same message
             if change.op == "clear":
                 await self._commit(plan)
                 await self._clear(change)
@@ -94,6 +100,21 @@ class Ingest:
             if number % TURN_CHANGES == TURN_CHANGES - 1:
                 await asyncio.sleep(0)
         await self._commit(plan, safe)
+
+    def _was_taken(self, position: tuple[int, int], change: SourceChange) -> bool:
+        """Whether the source gives it once more: it lies behind what was read, or is the last over again.
+
+        A message can be several changes, each of another document, so the place alone does not tell.
+        """
+        place, key = (change.lsn, change.ordinal), (change.collection, change.key)
+        if place > position:
+            self._here = (place, {key})
+            return False
+        here, keys = self._here
+        if place != here or place != position or key in keys:
+            return True
+        keys.add(key)
+        return False
 
     def _filled(self, plan: _Plan, collection: Collection, change: SourceChange) -> bytes:
         """The whole document; large values that did not change are taken from the one there was."""
@@ -233,6 +254,7 @@ class Ingest:
         position: Position,
     ) -> ChangeEntry:
         kind, name = self._source
+        stored = after.deleted or collection.decided.store_before
         if self.offset is None:
             lsn, token = lsn_text(position.lsn), position.token
         else:
@@ -242,7 +264,7 @@ class Ingest:
             collection=collection.name,
             documentKey=key,
             op=op,
-            before=NULL if before is None else msgspec.Raw(before.data),
+            before=msgspec.Raw(before.data) if before is not None and stored else NULL,
             after=NULL if after.deleted else msgspec.Raw(after.data),
             images=Images("none" if before is None else "view", "none" if after.deleted else "full"),
             version=after.version,
@@ -273,7 +295,12 @@ class Ingest:
     async def commit(
         self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: Progress, now_ns: int
     ) -> None:
-        """Entries and the progress they make, in one record; returns when it is durable."""
+        """Entries and the progress they make, in one record; returns when it is durable.
+
+        Only the connector that was begun last may do this.
+        """
+        if read_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
+            raise SupersededError
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def reply(_: Transaction, error: TailraceError | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from tailrace.api.watch.book import Book, Collection, config_entry, control_entry
 from tailrace.api.watch.collection import CollectionState
 from tailrace.api.watch.gateway import Gateway
-from tailrace.api.watch.source_ingest import Ingest
+from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_progress import Progress, fact_of, read_progress, stream_of
 from tailrace.errors import TailraceError
 from tailrace.watch import names
@@ -38,6 +38,7 @@ class SourceStates:
         self._document_bytes = document_bytes
         self.collections = collections
         self._ingest: Ingest | None = None
+        self._epoch = self.progress.epoch
 
     @property
     def progress(self) -> Progress:
@@ -54,9 +55,11 @@ class SourceStates:
 
     def ingest(self) -> Ingest:
         """The way into the log, from where the source is."""
-        before = self._ingest
+        before, progress = self._ingest, self.progress
+        if progress.epoch > self._epoch:
+            raise SupersededError
         fresh = Ingest(
-            self._book, self._database, self._config, self.collections, self.progress, self._document_bytes
+            self._book, self._database, self._config, self.collections, progress, self._document_bytes
         )
         if before is not None:
             fresh.counts, fresh.repeats = before.counts, before.repeats
@@ -86,9 +89,12 @@ class SourceStates:
     # -- from one state to another ---------------------------------------------------------------------
 
     async def raise_epoch(self) -> None:
+        """Whoever follows the source from now on, it is nobody who began before."""
+        self._epoch = self.progress.epoch
         ingest = self.ingest()
-        progress = ingest.progress
-        await ingest.commit([], progress.replaced(epoch=progress.epoch + 1), self._now_ns())
+        epoch = ingest.progress.epoch + 1
+        await ingest.commit([], ingest.progress.replaced(epoch=epoch), self._now_ns())
+        self._epoch = epoch
 
     async def lose(self, reason: str, *, rescan: bool) -> None:
         """Something is missing: nobody is told anything until it is there again."""

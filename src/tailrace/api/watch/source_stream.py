@@ -16,7 +16,7 @@ from typing import Final
 from tailrace.api.guard import PROFILE
 from tailrace.api.watch.audit import Audit
 from tailrace.api.watch.book import Book, Collection
-from tailrace.api.watch.source_ingest import Ingest
+from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_seen import SeenKeys
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
@@ -75,6 +75,9 @@ class StreamConnector:
                 with suppress(TailraceError):
                     await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
                 self._status.error = gap.reason
+            except SupersededError as error:
+                logger.warning("the source %s: %s", self._config.name, error)
+                return
             except (SourceError, TailraceError) as error:
                 self._status.error = str(error)
                 logger.warning("the source %s: %s", self._config.name, error)
