@@ -178,11 +178,11 @@ def settle(call: Caller, postgres: PostgresServer, followers: list[Follower]) ->
         follower.cut()
 
 
-def test_nothing_is_lost_and_nothing_is_there_twice(tmp_path: Path) -> None:
+def test_w3_w10_nothing_is_lost_and_nothing_is_there_twice(tmp_path: Path) -> None:
     undergo(tmp_path, 1, 3)
 
 
-def test_a_copy_races_with_writes(tmp_path: Path) -> None:
+def test_w12_a_copy_races_with_writes(tmp_path: Path) -> None:
     """Copied while it changes, and killed meanwhile; nobody is told anything before it is live."""
     postgres = PostgresServer().start()
     server = ServerProcess(tmp_path / "data", env={**SMALL, "PG_DSN": postgres.dsn})
@@ -219,5 +219,5 @@ def test_a_copy_races_with_writes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2, 8))
-def test_nothing_is_lost_however_often_it_is_killed(tmp_path: Path, seed: int) -> None:
+def test_w3_w10_nothing_is_lost_however_often_it_is_killed(tmp_path: Path, seed: int) -> None:
     undergo(tmp_path, seed, 40)

@@ -111,7 +111,9 @@ def test_edits_deletes_and_documents_that_come_back(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quick_edits_of_one_client_are_all_kept(clients: Clients, server: ServerProcess, kind: str) -> None:
+def test_w41_quick_edits_of_one_client_are_all_kept(
+    clients: Clients, server: ServerProcess, kind: str
+) -> None:
     """Echoes of its own writes come back with stamps while it goes on writing: no conflict, nothing lost."""
     party = Party(clients, server)
     one, other = party.join(kind), party.join(kind)
@@ -206,7 +208,7 @@ def test_clients_that_take_nothing_but_their_schema(clients: Clients, server: Se
     party.leave()
 
 
-def test_a_push_whose_answer_is_lost_has_one_effect(clients: Clients, server: ServerProcess) -> None:
+def test_w43_a_push_whose_answer_is_lost_has_one_effect(clients: Clients, server: ServerProcess) -> None:
     party = Party(clients, server)
     left = [3]
 
@@ -311,11 +313,13 @@ def _together(clients: Clients, server: ServerProcess, seed: int, steps: int) ->
             proxy.__exit__(None, None, None)
 
 
-def test_everybody_agrees_in_the_end(clients: Clients, server: ServerProcess) -> None:
+def test_w41_everybody_agrees_in_the_end(clients: Clients, server: ServerProcess) -> None:
     _together(clients, server, seed=7, steps=120)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(20))
-def test_everybody_agrees_in_the_end_at_length(clients: Clients, server: ServerProcess, seed: int) -> None:
+def test_w41_everybody_agrees_in_the_end_at_length(
+    clients: Clients, server: ServerProcess, seed: int
+) -> None:
     _together(clients, server, seed=seed, steps=600)

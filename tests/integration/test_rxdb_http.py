@@ -74,7 +74,7 @@ def test_a_page_has_flat_documents_and_tombstones(call: Caller, replica: Replica
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 100, 1000])
-def test_a_walk_ends_and_finds_everything(call: Caller, replica: Replica, limit: int) -> None:
+def test_w42_a_walk_ends_and_finds_everything(call: Caller, replica: Replica, limit: int) -> None:
     """Many documents per millisecond, and writes between the pages."""
     name = replica.collection
     writes = [{"op": "put", "path": f"{name}/d{i}", "data": {"n": i}} for i in range(60)]
@@ -319,7 +319,7 @@ def test_a_collection_that_was_made_anew(server: ServerProcess, call: Caller, re
     stream.close()
 
 
-def test_forgotten_tombstones(start_server: StartServer) -> None:
+def test_w44_forgotten_tombstones(start_server: StartServer) -> None:
     """A client that was away for too long is told so; one that begins is not."""
     server = start_server(env=FORGETFUL)
     call = Caller(server)

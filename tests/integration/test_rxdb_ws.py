@@ -192,7 +192,7 @@ def test_what_cannot_be_understood_ends_the_connection(
     assert frames.closed() == code
 
 
-def test_expired_checkpoints_and_large_messages(start_server: StartServer) -> None:
+def test_w44_expired_checkpoints_and_large_messages(start_server: StartServer) -> None:
     server = start_server(env={"TAILRACE_WATCH_PUSH_BYTES": "5000"})
     call = Caller(server)
     put(call, "synced/a", {})

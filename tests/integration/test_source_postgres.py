@@ -276,7 +276,7 @@ def test_another_primary_key_begins_another_generation(
 
 
 @pytest.mark.parametrize("how", ["hold", "rescan"])
-def test_a_slot_that_is_gone_is_a_gap(
+def test_w11_a_slot_that_is_gone_is_a_gap(
     call: Caller, postgres: PostgresServer, following: ServerProcess, name: str, how: str
 ) -> None:
     make(postgres, name)
@@ -417,7 +417,7 @@ def test_nothing_is_told_of_where_the_database_is(following: ServerProcess, post
     assert f"port={postgres.port}" not in listed
 
 
-def test_a_lost_log_and_another_database_are_gaps(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_w11_a_lost_log_and_another_database_are_gaps(postgres: PostgresServer, tmp_path: Path) -> None:
     """With a database of its own, which keeps next to nothing for those who are away."""
     other, place = postgres, tmp_path / "dsn"
     postgres = PostgresServer(max_slot_wal_keep_size="1MB", min_wal_size="32MB", max_wal_size="64MB").start()

@@ -96,7 +96,7 @@ def captured(
 # -- match -------------------------------------------------------------------------------------------------
 
 
-def test_spark_finds_what_the_server_found(told: Told, spark: SparkSession, tmp_path: Path) -> None:
+def test_w37_p14_spark_finds_what_the_server_found(told: Told, spark: SparkSession, tmp_path: Path) -> None:
     options = MatchOptions("default", "*", checkpoint=str(tmp_path / "checkpoint"))
     report = run_match(spark, told.place, options)
     assert report.subscriptions == len(QUERIES)
@@ -169,7 +169,7 @@ def test_jobs_append_with_a_token_of_their_own(spark: SparkSession, tmp_path: Pa
 # -- capture and shadow ------------------------------------------------------------------------------------
 
 
-def test_masked_values_are_nowhere_in_a_capture(
+def test_w39_masked_values_are_nowhere_in_a_capture(
     told: Told, spark: SparkSession, captured: tuple[str, Capture]
 ) -> None:
     import pyarrow.parquet as pq
@@ -210,7 +210,7 @@ def _version(tmp_path: Path, name: str, more: str) -> str:
     return str(directory)
 
 
-def test_shadow_passes_a_refactoring_and_finds_a_fault(
+def test_w39_shadow_passes_a_refactoring_and_finds_a_fault(
     spark: SparkSession, captured: tuple[str, Capture], tmp_path: Path
 ) -> None:
     out, capture = captured

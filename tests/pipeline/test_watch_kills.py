@@ -34,7 +34,7 @@ def match(server: ServerProcess, directory: Path, failpoint: str = "") -> subpro
 @pytest.mark.parametrize(
     "failpoint", ["driver:after_checkpoint", "worker:mid_build", "jvm:mid_build", "driver:after_publish"]
 )
-def test_a_killed_match_is_run_again(failpoint: str, tmp_path: Path) -> None:
+def test_w38_a_killed_match_is_run_again(failpoint: str, tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data").start()
     try:
         call = Caller(server)

@@ -16,6 +16,7 @@ from tailrace.api.watch.subscribing import subscribe
 from tailrace.api.watch.summaries import Summaries
 from tailrace.auth import ANONYMOUS
 from tailrace.log.records import Trim
+from tailrace.watch.change import decode
 
 
 def ask(room: Room, session: Session, name: str, **given: Any) -> None:
@@ -315,4 +316,40 @@ def test_summaries_are_written_anew_so_that_older_ones_may_go(tmp_path: Path) ->
     assert bounds[stream.number] == before
     room.harness.call(summaries.stop)
     room.harness.call(room.gateway.delivered.stop)
+    room.close()
+
+
+def test_w6_nothing_that_is_done_to_the_log_moves_a_change(tmp_path: Path) -> None:
+    room = Room(tmp_path, watch_partitions=2, watch_audit_retention_ms=0)
+    for number in range(20):
+        room.write(("put", f"c/d{number % 5}", {"n": number}))
+
+    def entries(partition: int) -> dict[int, tuple[str, int]]:
+        log = room.harness.log
+        stream = log.find(f"__changes__/default/c/{partition}")
+        assert stream is not None
+        page = room.harness.run(log.reader.read_labelled(stream, stream.earliest, 1 << 24, 1000))
+        changes = [
+            decode(bytes(raw), partition, seq, 0) for seq, raw in zip(page.entries(), page.parts, strict=True)
+        ]
+        return {one.seq: (one.entry.documentKey, one.entry.version) for one in changes if one is not None}
+
+    before, life = [entries(partition) for partition in (0, 1)], room.life_of("c")
+    for partition in (0, 1):
+        stream = room.harness.find(f"__changes__/default/c/{partition}")
+        assert stream is not None
+        room.checkpoint()
+        room.harness.seal(stream)
+        number = stream.number
+        room.harness.call(lambda number=number: room.harness.log.record(Trim(number, 2, 0, 1, 0)))
+        room.harness.settle()
+    room.crash(0)
+    after = [entries(partition) for partition in (0, 1)]
+    assert room.life_of("c") == life
+    for was, now in zip(before, after, strict=True):
+        assert now == {seq: one for seq, one in was.items() if seq > 2}
+    results = [room.write(("put", f"c/d{number}", {"n": -1}))[0] for number in range(5)]
+    assert [result.version for result in results] == [5] * 5
+    positions = [max(entries(partition)) for partition in (0, 1)]
+    assert sum(positions) == 25
     room.close()
