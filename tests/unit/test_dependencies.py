@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from packaging.markers import Marker
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ("run.txt", "dev.txt")
@@ -24,7 +25,14 @@ def locked(lock: str) -> dict[str, tuple[str, str]]:
     entries = re.split(r"\n(?=\S)", text.strip())
     found = {entry: _ENTRY.match(entry) for entry in entries}
     assert [entry for entry, match in found.items() if match is None] == [], "no URLs, no ranges"
-    return {match[1]: (match[2], match[3]) for match in found.values() if match is not None}
+    matches = [match for match in found.values() if match is not None]
+    return {match[1]: (match[2], match[3]) for match in matches if _is_for_here(match[3])}
+
+
+def _is_for_here(rest: str) -> bool:
+    """Some have another version for another Python."""
+    marker = re.match(r"\s*;\s*([^\\]+)", rest)
+    return marker is None or Marker(marker[1].strip()).evaluate()
 
 
 @pytest.mark.parametrize("lock", LOCKS)
