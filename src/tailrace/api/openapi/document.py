@@ -26,7 +26,8 @@ from tailrace.api.openapi import (
     traces,
     watch,
 )
-from tailrace.api.openapi.parts import Json, answer, error_responses, headers, operation, without_body
+from tailrace.api.openapi.operations import answer, error_responses, headers, operation, without_body
+from tailrace.api.openapi.values import Json
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
 

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    obj,
-    operation,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, obj
+from tailrace.api.openapi.operations import answer, operation, request, schema
+from tailrace.api.openapi.values import COUNT, OBJECT, STRING, Json, nullable
 
 TAG: Final = "hub"
 _ADDRESS: Final[Json] = {"type": "string", "pattern": r"^@\([A-Za-z0-9_.:~/-]+\)$", "maxLength": 256}
@@ -29,14 +21,14 @@ SCHEMAS: Final[Json] = {
     "HubMessage": obj(
         {"id": _NAME, "type": {"enum": list(_TYPES)}, "timestamp": _MILLIS},
         {
-            "from": {"type": ["string", "null"]},
-            "to": {"type": ["string", "null"]},
-            "payload": {"type": ["object", "null"]},
+            "from": nullable(STRING),
+            "to": nullable(STRING),
+            "payload": nullable(OBJECT),
             "pattern": {"enum": ["tell", "ask"]},
-            "correlationId": {"type": ["string", "null"]},
-            "metadata": {"type": ["object", "null"]},
+            "correlationId": nullable(STRING),
+            "metadata": nullable(OBJECT),
             "ttl": {"type": ["integer", "null"], "minimum": 1},
-            "signature": {"type": ["string", "null"]},
+            "signature": nullable(STRING),
         },
     ),
     "HubReply": obj(
@@ -45,11 +37,11 @@ SCHEMAS: Final[Json] = {
             "from": _ADDRESS,
             "to": _ADDRESS,
             "type": STRING,
-            "payload": {"type": "object"},
+            "payload": OBJECT,
             "pattern": {"const": "tell"},
             "correlationId": STRING,
             "timestamp": COUNT,
-            "metadata": {"type": "object"},
+            "metadata": OBJECT,
         }
     ),
     "HubHealth": obj(

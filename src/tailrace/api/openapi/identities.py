@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    obj,
-    operation,
-    params,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, obj
+from tailrace.api.openapi.operations import answer, operation, params, request, schema
+from tailrace.api.openapi.values import COUNT, STRING, Json
 
 TAG: Final = "identities"
 _TEXT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 1024}

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    COUNT_TEXT,
-    INSTANT,
-    INSTANT_OR_NULL,
-    STRING,
-    Json,
-    answer,
-    array,
-    counts,
-    headers,
-    obj,
-    operation,
-    params,
-    query,
-    schema,
-    texts,
-)
+from tailrace.api.openapi.objects import array, counts, obj, texts
+from tailrace.api.openapi.operations import answer, headers, operation, params, query, schema
+from tailrace.api.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, INSTANT, STRING, Json, nullable
 
 TAG: Final = "inspection"
 _COUNTERS: Final = ("puts", "reads", "gets", "heads", "lists", "deletes")
@@ -32,7 +16,7 @@ _LAG: Final[dict[str, Json]] = {
     "bytes_at_rest": COUNT_TEXT,
     "object_count": COUNT,
     "fully_indexed_uploaded_segments": BOOLEAN,
-    "updated_at": INSTANT_OR_NULL,
+    "updated_at": nullable(INSTANT),
 }
 _RUNS: Final[dict[str, Json]] = {
     **_LAG,
@@ -46,15 +30,15 @@ _STREAM: Final[Json] = obj(
         "profile": STRING,
         "created_at": INSTANT,
         "updated_at": INSTANT,
-        "expires_at": INSTANT_OR_NULL,
-        "ttl_seconds": {"type": ["integer", "null"], "minimum": 0},
-        "stream_seq": {"type": ["string", "null"]},
+        "expires_at": nullable(INSTANT),
+        "ttl_seconds": nullable(COUNT),
+        "stream_seq": nullable(STRING),
         "closed": BOOLEAN,
         **counts("epoch", "segment_count", "uploaded_segment_count"),
         **texts("next_offset", "sealed_through", "uploaded_through", "pending_rows", "pending_bytes"),
         **texts("total_size_bytes", "wal_rows", "wal_bytes"),
-        "last_append_at": INSTANT_OR_NULL,
-        "last_segment_cut_at": INSTANT_OR_NULL,
+        "last_append_at": nullable(INSTANT),
+        "last_segment_cut_at": nullable(INSTANT),
     },
     {"observability": schema("Observability")},
 )
@@ -78,9 +62,9 @@ SCHEMAS: Final[Json] = {
             "manifest": obj(
                 {
                     **counts("generation", "uploaded_generation"),
-                    "last_uploaded_at": INSTANT_OR_NULL,
-                    "last_uploaded_etag": {"type": ["string", "null"]},
-                    "last_uploaded_size_bytes": {"type": ["string", "null"]},
+                    "last_uploaded_at": nullable(INSTANT),
+                    "last_uploaded_etag": nullable(STRING),
+                    "last_uploaded_size_bytes": nullable(STRING),
                 }
             ),
             "routing_key_index": obj({"configured": BOOLEAN, **_RUNS}),
@@ -120,7 +104,7 @@ SCHEMAS: Final[Json] = {
             "coverage": obj({"complete": BOOLEAN, **counts("indexed_segments", "scanned_wal_rows")}),
             "timing": {"type": "object", "additionalProperties": COUNT},
             "keys": array(STRING),
-            "next_after": {"type": ["string", "null"]},
+            "next_after": nullable(STRING),
         }
     ),
 }

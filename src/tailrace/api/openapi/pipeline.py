@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    COUNT_TEXT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    obj,
-    operation,
-    query,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, obj
+from tailrace.api.openapi.operations import answer, operation, query, request, schema
+from tailrace.api.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, OBJECT, STRING, Json, nullable
 from tailrace.query.index_plan import FAMILIES
 
 TAG: Final = "pipeline"
@@ -26,7 +14,7 @@ _ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
 _SHA256: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _FAMILY: Final[Json] = {"enum": list(FAMILIES)}
 _ADDED: Final[Json] = {"enum": [*FAMILIES, "segment"]}
-_TEXT_OR_NULL: Final[Json] = {"type": ["string", "null"]}
+_TEXT_OR_NULL: Final[Json] = nullable(STRING)
 _RANGE: Final[dict[str, Json]] = {"first": COUNT, "last": COUNT}
 _DESCRIBED: Final[dict[str, Json]] = {
     "object": STRING,
@@ -100,7 +88,7 @@ SCHEMAS: Final[Json] = {
                 obj(
                     {"family": _ADDED, **_RANGE, "rows": COUNT, "object": STRING, "bytes": COUNT}
                     | {"sha256": _SHA256},
-                    {"stats": {"type": "object"}},
+                    {"stats": OBJECT},
                 )
             ),
             "replace": array(STRING),

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    obj,
-    operation,
-    params,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, obj
+from tailrace.api.openapi.operations import answer, operation, params, request, schema
+from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json
 
 TAG: Final = "registry"
 POINTER: Final[Json] = {"type": "string", "description": "JSON pointer, RFC 6901."}
@@ -152,7 +141,7 @@ SCHEMAS: Final[Json] = {
             "currentVersion": COUNT,
             "boundaries": array(obj({"offset": COUNT, "version": {"type": "integer", "minimum": 1}})),
             "schemas": {"type": "object", "additionalProperties": {"type": ["object", "boolean"]}},
-            "lenses": {"type": "object", "additionalProperties": {"type": "object"}},
+            "lenses": {"type": "object", "additionalProperties": OBJECT},
         },
         {"routingKey": schema("RoutingKey"), "search": schema("SearchConfig")},
     ),
@@ -174,11 +163,11 @@ SCHEMAS: Final[Json] = {
                     "parseTraceparent": BOOLEAN,
                 },
             ),
-            "observability": {"type": "object"},
+            "observability": OBJECT,
             "requestIdAttributes": array(STRING, maxItems=64),
-            "attributeLimits": {"type": "object"},
-            "otlpLimits": {"type": "object"},
-            "store": {"type": "object"},
+            "attributeLimits": OBJECT,
+            "otlpLimits": OBJECT,
+            "store": OBJECT,
             "dbStatementMode": {"enum": ["drop", "raw"]},
             "urlMode": {"enum": ["drop_query", "raw"]},
             "touch": obj(

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    obj,
-    operation,
-    param,
-    query,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, obj
+from tailrace.api.openapi.operations import answer, operation, query, request, schema
+from tailrace.api.openapi.shared import DATABASE
+from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
 
 TAG: Final = "replication"
-_DB: Final = param("path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"})
 _NAME: Final[Json] = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
 _FLAG: Final[Json] = {"enum": ["0", "1", "true", "false"]}
 _COLLECTION: Final = query("collection", "The collection, such as `orders`.", required=True)
@@ -48,7 +36,7 @@ SCHEMAS: Final[Json] = {
             "rows": array(
                 obj(
                     {"newDocumentState": _DOCUMENT},
-                    {"assumedMasterState": {"type": ["object", "null"]}},
+                    {"assumedMasterState": nullable(OBJECT)},
                 ),
                 maxItems=500,
             ),
@@ -72,7 +60,7 @@ def replication_paths() -> Json:
             )
         },
         "/replication/v1/databases/{db}/pull": {
-            "parameters": [_DB],
+            "parameters": [DATABASE],
             "get": operation(
                 "pullDocuments",
                 TAG,
@@ -93,7 +81,7 @@ def replication_paths() -> Json:
             ),
         },
         "/replication/v1/databases/{db}/push": {
-            "parameters": [_DB],
+            "parameters": [DATABASE],
             "post": operation(
                 "pushDocuments",
                 TAG,
@@ -112,7 +100,7 @@ def replication_paths() -> Json:
             ),
         },
         "/replication/v1/databases/{db}/stream": {
-            "parameters": [_DB],
+            "parameters": [DATABASE],
             "get": operation(
                 "followDocuments",
                 TAG,

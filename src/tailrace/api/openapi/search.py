@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    INSTANT,
-    INSTANT_OR_NULL,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    counts,
-    obj,
-    operation,
-    params,
-    query,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, counts, obj
+from tailrace.api.openapi.operations import answer, operation, params, query, request, schema
 from tailrace.api.openapi.shared import OFFSET
+from tailrace.api.openapi.values import BOOLEAN, COUNT, INSTANT, OBJECT, STRING, Json, nullable
 from tailrace.protocol.headers import SEARCH_HEADERS
 
 TAG: Final = "search"
@@ -38,8 +23,8 @@ COVERAGE: Final[Json] = obj(
         "complete": BOOLEAN,
         "stream_head_offset": OFFSET,
         "visible_through_offset": OFFSET,
-        "visible_through_primary_timestamp_max": INSTANT_OR_NULL,
-        "oldest_omitted_append_at": INSTANT_OR_NULL,
+        "visible_through_primary_timestamp_max": nullable(INSTANT),
+        "oldest_omitted_append_at": nullable(INSTANT),
         **counts(
             *(
                 "possible_missing_uploaded_segments",
@@ -93,10 +78,10 @@ SCHEMAS: Final[Json] = {
                         "groups": array(
                             obj(
                                 {
-                                    "key": {"type": "object"},
+                                    "key": OBJECT,
                                     "measures": {
                                         "type": "object",
-                                        "additionalProperties": {"type": "object"},
+                                        "additionalProperties": OBJECT,
                                     },
                                 }
                             )
@@ -121,7 +106,7 @@ SCHEMAS: Final[Json] = {
                         "offset": OFFSET,
                         "score": {"type": ["number", "null"]},
                         "sort": {"type": "array"},
-                        "fields": {"type": "object"},
+                        "fields": OBJECT,
                         "source": {},
                     }
                 )

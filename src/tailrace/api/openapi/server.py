@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    INSTANT,
-    STRING,
-    Json,
-    answer,
-    array,
-    counts,
-    headers,
-    obj,
-    operation,
-    params,
-    query,
-    schema,
-)
+from tailrace.api.openapi.objects import array, counts, obj
+from tailrace.api.openapi.operations import answer, headers, operation, params, query, schema
+from tailrace.api.openapi.values import BOOLEAN, COUNT, INSTANT, OBJECT, STRING, Json
 
 TAG: Final = "server"
-_GROUP: Final[Json] = {"type": "object"}
 _TOP: Final[Json] = {"type": "object", "additionalProperties": array(obj({"stream": STRING}))}
 _QUEUE: Final[Json] = obj(counts("configured_limit", "current_limit", "active", "queued"))
 
@@ -36,7 +22,7 @@ SCHEMAS: Final[Json] = {
     "ServerDetails": obj(
         {
             "auto_tune": obj({"enabled": BOOLEAN}),
-            "configured_limits": {"type": "object", "additionalProperties": {"type": "object"}},
+            "configured_limits": {"type": "object", "additionalProperties": OBJECT},
             "runtime": obj(
                 {
                     "memory": obj(
@@ -58,12 +44,12 @@ SCHEMAS: Final[Json] = {
             "ts": INSTANT,
             "process": obj(counts("rss_bytes", "heap_total_bytes", "heap_used_bytes")),
             "process_breakdown": obj(counts("managed_bytes", "unattributed_rss_bytes")),
-            "sqlite": _GROUP,
-            "gc": _GROUP,
+            "sqlite": OBJECT,
+            "gc": OBJECT,
             "high_water": {"type": "object", "additionalProperties": obj({"value": COUNT, "at": INSTANT})},
             "counters": {"type": "object", "additionalProperties": COUNT},
             "runtime_counts": {"type": "object", "additionalProperties": COUNT},
-            "runtime_bytes": _GROUP,
+            "runtime_bytes": OBJECT,
             "runtime_totals": {"type": "object", "additionalProperties": COUNT},
             "top_streams": _TOP,
         }
@@ -145,7 +131,7 @@ def _description() -> Json:
         "This description",
         {
             "200": answer(
-                "OpenAPI 3.1.", obj({"openapi": STRING, "paths": _GROUP}), headers(always=("ETag",))
+                "OpenAPI 3.1.", obj({"openapi": STRING, "paths": OBJECT}), headers(always=("ETag",))
             ),
             "304": answer("It has not changed.", head=headers(always=("ETag",))),
         },

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import COUNT, INSTANT, STRING, TRUE, Json, obj, param, query
+from tailrace.api.openapi.objects import obj
+from tailrace.api.openapi.operations import param, query
+from tailrace.api.openapi.values import COUNT, INSTANT, STRING, TRUE, Json
 from tailrace.errors import CODES
 
 OFFSET: Final[Json] = {"type": "string", "pattern": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$"}
 WINDOW: Final[Json] = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,15})[smhd]?$"}
 WHOLE: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+DATABASE: Final = param(
+    "path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"}
+)
 
 SCHEMAS: Final[Json] = {
     "Error": obj(

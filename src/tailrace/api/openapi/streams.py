@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    COUNT_TEXT,
-    INSTANT,
-    INSTANT_OR_NULL,
-    STRING,
-    Json,
-    answer,
-    array,
-    headers,
-    obj,
-    operation,
-    param,
-    params,
-    query,
-    schema,
-)
+from tailrace.api.openapi.objects import array, obj
+from tailrace.api.openapi.operations import answer, headers, operation, param, params, query, schema
 from tailrace.api.openapi.shared import OFFSET, WHOLE, WINDOW
+from tailrace.api.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, INSTANT, STRING, Json, nullable
 
 TAG: Final = "streams"
 _LIFETIME: Final = ("Stream-TTL", "Stream-Expires-At", "Stream-Retention", "Stream-Retention-Bytes")
@@ -38,8 +23,8 @@ SCHEMAS: Final[Json] = {
             "content_type": STRING,
             "profile": STRING,
             "created_at": INSTANT,
-            "expires_at": INSTANT_OR_NULL,
-            "ttl_seconds": {"type": ["integer", "null"], "minimum": 0},
+            "expires_at": nullable(INSTANT),
+            "ttl_seconds": nullable(COUNT),
             "closed": BOOLEAN,
             "epoch": COUNT,
             "next_offset": COUNT_TEXT,

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    INSTANT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    headers,
-    obj,
-    operation,
-    params,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, obj
+from tailrace.api.openapi.operations import answer, headers, operation, params, request, schema
+from tailrace.api.openapi.values import BOOLEAN, COUNT, INSTANT, STRING, Json, nullable
 
 TAG: Final = "subscriptions"
 BASE: Final = "/v1/stream/__ds"
-_TEXT_OR_NULL: Final[Json] = {"type": ["string", "null"]}
+_TEXT_OR_NULL: Final[Json] = nullable(STRING)
 _KIND: Final[Json] = {"enum": ["webhook", "pull-wake"]}
 _LINK: Final[dict[str, Json]] = {"path": STRING, "link_type": STRING, "acked_offset": STRING}
 _LEASE: Final[Json] = {"type": ["integer", "null"], "description": "How long a wake is held."}

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    COUNT_TEXT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    counts,
-    obj,
-    operation,
-    params,
-    query,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, counts, obj
+from tailrace.api.openapi.operations import answer, operation, params, query, request, schema
 from tailrace.api.openapi.shared import OFFSET
+from tailrace.api.openapi.values import BOOLEAN, COUNT, COUNT_TEXT, STRING, Json
 
 TAG: Final = "touch"
 _ERRORS: Final = (404, 410, 429)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    STRING,
-    Json,
-    answer,
-    array,
-    headers,
-    obj,
-    operation,
-    params,
-    schema,
-)
+from tailrace.api.openapi.objects import array, obj
+from tailrace.api.openapi.operations import answer, headers, operation, params, schema
+from tailrace.api.openapi.values import OBJECT, STRING, Json
 
 TAG: Final = "traces"
 _PROTOBUF: Final = "application/x-protobuf"
 _BYTES: Final[Json] = {"type": "string", "format": "binary"}
-_ATTRIBUTES: Final[Json] = array(obj({}, {"key": STRING, "value": {"type": "object"}}))
+_ATTRIBUTES: Final[Json] = array(obj({}, {"key": STRING, "value": OBJECT}))
 
 SCHEMAS: Final[Json] = {
     "TraceExport": obj(
@@ -30,7 +22,7 @@ SCHEMAS: Final[Json] = {
                     {},
                     {
                         "resource": obj({}, {"attributes": _ATTRIBUTES}),
-                        "scopeSpans": array(obj({}, {"spans": array({"type": "object"})}), maxItems=4096),
+                        "scopeSpans": array(obj({}, {"spans": array(OBJECT)}), maxItems=4096),
                     },
                 ),
                 maxItems=1024,

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    counts,
-    headers,
-    obj,
-    operation,
-    param,
-    query,
-    request,
-    schema,
-)
+from tailrace.api.openapi.objects import array, closed, counts, obj
+from tailrace.api.openapi.operations import answer, headers, operation, param, query, request, schema
+from tailrace.api.openapi.shared import DATABASE
+from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
 from tailrace.api.openapi.watch_jobs import watch_job_paths
 from tailrace.api.openapi.watch_sources import watch_source_paths
 
 TAG: Final = "watch"
-_DB: Final = param("path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"})
 _COLLECTION: Final = param("path", "collection", "An odd number of segments, such as `orders`.")
 _PATH: Final = param("path", "path", "An even number of segments, such as `orders/o-1`.")
 _WRITE_ID: Final = param(
@@ -39,8 +25,6 @@ _IF_NONE: Final = param("header", "If-None-Match", "`*`: only if it does not exi
 _RULE: Final[Json] = {"type": ["string", "null"], "maxLength": 4096}
 _WINDOW: Final[Json] = {"type": ["string", "null"], "pattern": "^(0|[1-9][0-9]{0,8})[smhd]?$"}
 _VALUE: Final[Json] = {"type": ["null", "boolean", "number", "string", "array"]}
-_OP: Final[Json] = {"enum": ["==", "!=", ">", ">=", "<", "<=", "in", "contains"]}
-_ERROR: Final[Json] = {"type": "object"}
 _FIELD: Final[dict[str, Json]] = {
     "field": STRING,
     "fieldPath": array(STRING, minItems=1, maxItems=20),
@@ -52,7 +36,7 @@ SCHEMAS: Final[Json] = {
             "path": STRING,
             "id": STRING,
             "collection": STRING,
-            "data": {"type": "object"},
+            "data": OBJECT,
             **counts("version", "createdAt", "updatedAt"),
         }
     ),
@@ -62,7 +46,7 @@ SCHEMAS: Final[Json] = {
             "writes": array(
                 closed(
                     {"op": {"enum": ["put", "patch", "delete"]}, "path": STRING},
-                    {"data": {"type": "object"}, "ifVersion": COUNT, "ifAbsent": BOOLEAN},
+                    {"data": OBJECT, "ifVersion": COUNT, "ifAbsent": BOOLEAN},
                 ),
                 minItems=1,
                 maxItems=500,
@@ -71,7 +55,7 @@ SCHEMAS: Final[Json] = {
         {"atomic": BOOLEAN},
     ),
     "DocumentResults": obj(
-        {"results": array(obj({"path": STRING, "status": COUNT}, {"version": COUNT, "error": _ERROR}))}
+        {"results": array(obj({"path": STRING, "status": COUNT}, {"version": COUNT, "error": OBJECT}))}
     ),
     "DocumentQuery": closed(
         {"collection": STRING},
@@ -93,7 +77,7 @@ SCHEMAS: Final[Json] = {
     "DocumentPage": obj(
         {
             "documents": array(schema("Document")),
-            "cursor": {"type": ["string", "null"]},
+            "cursor": nullable(STRING),
             "positions": array(COUNT),
         }
     ),
@@ -107,8 +91,8 @@ SCHEMAS: Final[Json] = {
                     {
                         "collection": STRING,
                         "state": {"enum": ["live", "loading", "lagging", "stale"]},
-                        "targets": {"type": "object"},
-                        "burn": {"type": "object"},
+                        "targets": OBJECT,
+                        "burn": OBJECT,
                         "reason": STRING,
                         **counts("generation", "documents", "lag", "subscriptions", "predicates"),
                     }
@@ -130,7 +114,7 @@ SCHEMAS: Final[Json] = {
             "lag": array(COUNT),
             "readRule": _RULE,
             "writeRule": _RULE,
-            "slo": {"type": ["object", "null"]},
+            "slo": nullable(OBJECT),
             **counts("partitions", "generation", "ruleVersion", "documents"),
         }
     ),
@@ -140,13 +124,13 @@ SCHEMAS: Final[Json] = {
 def watch_paths() -> Json:
     return (
         _realtime()
-        | watch_job_paths(_DB)
-        | watch_source_paths(_DB)
+        | watch_job_paths()
+        | watch_source_paths()
         | {
-            "/v1/databases/{db}": {"parameters": [_DB], "put": _create_database()},
+            "/v1/databases/{db}": {"parameters": [DATABASE], "put": _create_database()},
             "/v1/databases/{db}/collections/{collection}": _collection(),
             "/v1/databases/{db}/status": {
-                "parameters": [_DB],
+                "parameters": [DATABASE],
                 "get": operation(
                     "getDatabaseStatus",
                     TAG,
@@ -158,7 +142,7 @@ def watch_paths() -> Json:
             },
             "/v1/databases/{db}/docs/{path}": _document(),
             "/v1/databases/{db}/batch": {
-                "parameters": [_DB],
+                "parameters": [DATABASE],
                 "post": operation(
                     "writeDocuments",
                     TAG,
@@ -178,7 +162,7 @@ def watch_paths() -> Json:
                 ),
             },
             "/v1/databases/{db}/query": {
-                "parameters": [_DB],
+                "parameters": [DATABASE],
                 "post": operation(
                     "queryDocuments",
                     TAG,
@@ -199,7 +183,7 @@ def watch_paths() -> Json:
 
 def _collection() -> Json:
     return {
-        "parameters": [_DB, _COLLECTION],
+        "parameters": [DATABASE, _COLLECTION],
         "get": operation(
             "getCollection",
             TAG,
@@ -303,7 +287,7 @@ def _put_collection() -> Json:
             "writeRule": _RULE,
             "replication": {
                 "type": ["object", "null"],
-                "properties": {"tombstoneFields": {"type": "object"}},
+                "properties": {"tombstoneFields": OBJECT},
             },
             "view": {"const": "full"},
             "storeBefore": BOOLEAN,
@@ -336,14 +320,14 @@ def _document() -> Json:
     tagged = headers(always=("ETag",))
     written = schema("DocumentWritten")
     errors = (404, 409, 412, 415, 429, 501, 507)
-    data = request({"type": "object"}, {"total": 5}, "The document.")
+    data = request(OBJECT, {"total": 5}, "The document.")
     patch: Json = {
         "description": "A merge patch (RFC 7396).",
         "required": True,
-        "content": {"application/merge-patch+json": {"schema": {"type": "object"}, "example": {"total": 6}}},
+        "content": {"application/merge-patch+json": {"schema": OBJECT, "example": {"total": 6}}},
     }
     return {
-        "parameters": [_DB, _PATH],
+        "parameters": [DATABASE, _PATH],
         "get": operation(
             "getDocument",
             TAG,

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    counts,
-    obj,
-    operation,
-    query,
-    request,
-)
+from tailrace.api.openapi.objects import array, closed, counts, obj
+from tailrace.api.openapi.operations import answer, operation, query, request
+from tailrace.api.openapi.shared import DATABASE
+from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
 
 TAG: Final = "watch"
 _ROW: Final[Json] = obj(
@@ -25,26 +15,26 @@ _ROW: Final[Json] = obj(
         "id": STRING,
         **counts("partition", "seq", "version", "createdAt", "updatedAt"),
         "deleted": BOOLEAN,
-        "data": {"type": "object"},
+        "data": OBJECT,
     }
 )
 _CORRECTION: Final[Json] = closed(
     {
         "id": STRING,
-        "seen": {"type": ["integer", "null"], "minimum": 0},
+        "seen": nullable(COUNT),
         **counts("version", "createdMs"),
         "deleted": BOOLEAN,
-        "data": {"type": "object"},
+        "data": OBJECT,
     }
 )
-_RESULT: Final[Json] = obj({"path": STRING, "status": COUNT}, {"version": COUNT, "error": {"type": "object"}})
+_RESULT: Final[Json] = obj({"path": STRING, "status": COUNT}, {"version": COUNT, "error": OBJECT})
 
 
-def watch_job_paths(database: Json) -> Json:
+def watch_job_paths() -> Json:
     return {
-        "/v1/databases/{db}/summaries": {"parameters": [database], "post": _summaries()},
-        "/v1/databases/{db}/view": {"parameters": [database], "get": _view()},
-        "/v1/databases/{db}/corrections": {"parameters": [database], "post": _corrections()},
+        "/v1/databases/{db}/summaries": {"parameters": [DATABASE], "post": _summaries()},
+        "/v1/databases/{db}/view": {"parameters": [DATABASE], "get": _view()},
+        "/v1/databases/{db}/corrections": {"parameters": [DATABASE], "post": _corrections()},
     }
 
 
@@ -54,7 +44,7 @@ def _summaries() -> Json:
         {
             **dict.fromkeys(("gateway", "stream", "deliveries", "offset"), STRING),
             **counts("subscriptions", "expires"),
-            "token": {"type": ["string", "null"]},
+            "token": nullable(STRING),
         }
     )
     return operation(
@@ -76,7 +66,7 @@ def _view() -> Json:
             "purged": array(array(COUNT, minItems=2, maxItems=2)),
             "positions": array(COUNT),
             "rows": array(_ROW),
-            "next": {"type": ["string", "null"]},
+            "next": nullable(STRING),
         }
     )
     return operation(

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.api.openapi.parts import (
-    BOOLEAN,
-    COUNT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    counts,
-    obj,
-    operation,
-    param,
-    query,
-    request,
-)
+from tailrace.api.openapi.objects import array, closed, counts, obj
+from tailrace.api.openapi.operations import answer, operation, param, query, request
+from tailrace.api.openapi.shared import DATABASE
+from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
 
 TAG: Final = "watch"
 _NAME: Final = param(
     "path", "source", "The source.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"}
 )
-_TEXT: Final[Json] = {"type": ["string", "null"]}
+_TEXT: Final[Json] = nullable(STRING)
 _SIZE: Final[Json] = {"type": ["integer", "null"]}
-_OBJECT: Final[Json] = {"type": "object"}
 _DSN: Final[Json] = {"type": "object", "minProperties": 1, "maxProperties": 1}
 _EXAMPLE: Final[Json] = {
     "kind": "postgres",
@@ -51,20 +39,20 @@ _STATUS: Final[Json] = obj(
 _SOURCE: Final[Json] = obj(
     {
         **dict.fromkeys(("database", "name", "kind", "onGap"), STRING),
-        **dict.fromkeys(("collections", "batch", "limits"), _OBJECT),
+        **dict.fromkeys(("collections", "batch", "limits"), OBJECT),
         "status": _STATUS,
     },
     {
         **dict.fromkeys(("publication", "slot", "stream", "initial", "numeric"), STRING),
-        "dsn": {"type": "object"},
+        "dsn": OBJECT,
     },
 )
 
 
-def watch_source_paths(database: Json) -> Json:
+def watch_source_paths() -> Json:
     return {
         "/v1/databases/{db}/sources": {
-            "parameters": [database],
+            "parameters": [DATABASE],
             "get": operation(
                 "listSources",
                 TAG,
@@ -75,7 +63,7 @@ def watch_source_paths(database: Json) -> Json:
             ),
         },
         "/v1/databases/{db}/sources/{source}": {
-            "parameters": [database, _NAME],
+            "parameters": [DATABASE, _NAME],
             "get": operation(
                 "getSource",
                 TAG,
@@ -96,7 +84,7 @@ def watch_source_paths(database: Json) -> Json:
             ),
         },
         "/v1/databases/{db}/sources/{source}/resync": {
-            "parameters": [database, _NAME],
+            "parameters": [DATABASE, _NAME],
             "post": operation(
                 "resyncSource",
                 TAG,

@@ -1,27 +1,18 @@
-"""What every part of the description is built from: parameters, headers, answers and refusals."""
+"""What operations are put together from: parameters, headers, answers and refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Final, cast
 
+from tailrace.api.openapi.objects import obj
+from tailrace.api.openapi.values import STRING, Json
 from tailrace.errors import CODES, RETRY_AFTER_S
-
-Json = dict[str, object]
 
 # Any request may meet these, whatever it asks for.
 ALWAYS: Final = (400, 408, 413, 500, 503)
 # And these, where it matters who asks: 429 if that is too much for one identity.
 GUARDED: Final = (*ALWAYS, 401, 403, 429)
-
-STRING: Final[Json] = {"type": "string"}
-BOOLEAN: Final[Json] = {"type": "boolean"}
-COUNT: Final[Json] = {"type": "integer", "minimum": 0}
-# Numbers that may outgrow what scripts can hold travel as text.
-COUNT_TEXT: Final[Json] = {"type": "string", "pattern": "^(-1|[0-9]+)$"}
-TRUE: Final[Json] = {"const": "true"}
-INSTANT: Final[Json] = {"type": "string", "format": "date-time"}
-INSTANT_OR_NULL: Final[Json] = {"type": ["string", "null"], "format": "date-time"}
 
 _EXTRA_HEADERS: Final[dict[int, tuple[str, ...]]] = {
     401: ("WWW-Authenticate",),
@@ -42,31 +33,6 @@ def ref(kind: str, name: str) -> Json:
 
 def schema(name: str) -> Json:
     return ref("schemas", name)
-
-
-def obj(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
-    """An object; what it has beyond the named keys is left open unless `more` closes it."""
-    shape: Json = {"type": "object", "properties": {**required, **(optional or {})}, **more}
-    if required:
-        shape["required"] = sorted(required)
-    return shape
-
-
-def closed(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
-    """An object of a request: unknown keys are refused."""
-    return obj(required, optional, additionalProperties=False, **more)
-
-
-def array(items: Json, **more: object) -> Json:
-    return {"type": "array", "items": items, **more}
-
-
-def counts(*names: str) -> dict[str, Json]:
-    return dict.fromkeys(names, COUNT)
-
-
-def texts(*names: str) -> dict[str, Json]:
-    return dict.fromkeys(names, COUNT_TEXT)
 
 
 def param(
