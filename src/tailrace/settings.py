@@ -1,33 +1,25 @@
-"""The one table of settings, and how a server's settings are put together.
+"""The one table of settings.
 
 A setting is a field of :class:`Settings` or of :class:`~tailrace.limits.Limits`. Its flag (``--data-dir``),
 its variable (``TAILRACE_DATA_DIR``), its key in ``tailrace.toml`` (``data_dir``) and its line in the
-documentation all follow from that field. Later sources win: defaults, preset, file, environment, flags.
+documentation all follow from that field. How they are put together is in `settings_sources.py`.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-from collections.abc import Mapping
 from datetime import datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
 
-from tailrace import auto_tune
 from tailrace.limits import MIB, Limits
 
 ENV_PREFIX: Final = "TAILRACE_"
-CONFIG_NAME: Final = "tailrace.toml"
 PORT_DEFAULT: Final = 4437
-# Variables that are read by others: the command line and the failpoints.
-OTHER_VARIABLES: Final = frozenset({"TAILRACE_ENDPOINT", "TAILRACE_TOKEN", "TAILRACE_FAILPOINT"})
-OVERLAY_PREFIX: Final = "TAILRACE_SEARCH_WAL_OVERLAY_"
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Secret = Annotated[str, Meta(extra={"secret": True})]
@@ -422,175 +414,6 @@ def parse(setting: Setting, text: str) -> int | str | bool:
         units = ", ".join(unit for unit in factors if unit)
         raise SettingsError(f"{text!r} is not a whole number" + (f" (units: {units})" if units else ""))
     return int(match[1]) * factor
-
-
-def load(
-    flags: Mapping[str, object] | None = None,
-    env: Mapping[str, str] | None = None,
-    directory: Path | None = None,
-) -> Settings:
-    """Put the settings together from every source, or raise :class:`SettingsError`.
-
-    ``flags`` holds only what was given explicitly, by field name. ``directory`` is where ``tailrace.toml`` is
-    looked for, the current one by default.
-    """
-    layers = [_from_env(os.environ if env is None else env), _from_flags(flags or {})]
-    config = next((value for layer in reversed(layers) if (value := layer.get("config"))), ("", ""))[0]
-    layers.insert(0, _from_file(str(config), directory or Path()))
-    chosen: dict[str, tuple[object, str]] = {}
-    for layer in layers:
-        chosen.update(layer)
-    _auto_tune(chosen)
-    preset = str(chosen.get("preset", ("default", ""))[0])
-    for name, value in PRESETS.get(preset, {}).items():
-        chosen.setdefault(name, (value, f"preset {preset}"))
-    settings = _build(chosen)
-    _check(settings)
-    return settings
-
-
-def _auto_tune(chosen: dict[str, tuple[object, str]]) -> None:
-    """Puts the tuned settings among those that were chosen, if that was asked for."""
-    text, source = chosen.get("auto_tune", ("", ""))
-    try:
-        size_mb = auto_tune.requested_mb(str(text))
-        if size_mb is None:
-            chosen.pop("auto_tune", None)
-            return
-        preset = auto_tune.preset_mb(size_mb)
-    except ValueError as error:
-        raise SettingsError(f"{source}: {error}") from None
-    body_bytes = chosen.get("append_body_bytes", (TABLE["append_body_bytes"].default, ""))[0]
-    for name, value in auto_tune.tuned(preset, int(str(body_bytes))).items():
-        if name in chosen:
-            raise SettingsError(f"{chosen[name][1]} cannot be combined with {TABLE['auto_tune'].flag}")
-        chosen[name] = (value, source)
-    chosen["auto_tune"] = (str(size_mb), source)
-
-
-def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """What to tell somebody about variables that look like settings and are none."""
-    known = {setting.env for setting in TABLE.values()} | OTHER_VARIABLES
-    told: list[str] = []
-    for name in sorted(env):
-        if not name.startswith(ENV_PREFIX) or name in known:
-            continue
-        if name.startswith(OVERLAY_PREFIX):
-            told.append(f"{name} has no effect: the tail is always searched")
-            continue
-        near = get_close_matches(name, known, 1, 0.8)
-        told.append(f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
-    return told
-
-
-def _from_env(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:
-    found: dict[str, tuple[object, str]] = {}
-    for setting in TABLE.values():
-        if (text := env.get(setting.env)) is None:
-            continue
-        try:
-            found[setting.name] = (parse(setting, text), setting.env)
-        except SettingsError as error:
-            raise SettingsError(f"{setting.env}: {error}") from None
-    return found
-
-
-def _from_flags(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    found: dict[str, tuple[object, str]] = {}
-    for name, value in flags.items():
-        setting = TABLE[name]
-        try:
-            found[name] = (parse(setting, value) if isinstance(value, str) else value, setting.flag)
-        except SettingsError as error:
-            raise SettingsError(f"{setting.flag}: {error}") from None
-    return found
-
-
-def _from_file(config: str, directory: Path) -> dict[str, tuple[object, str]]:
-    path = Path(config) if config else directory / CONFIG_NAME
-    if not config and not path.is_file():
-        return {}
-    import tomllib
-
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"settings file {path}: {error}") from None
-    found: dict[str, tuple[object, str]] = {}
-    for name, value in document.items():
-        setting = TABLE.get(name)
-        if setting is None or name == "config":
-            raise SettingsError(f"settings file {path}: unknown setting {name!r}")
-        source = f"{name} in {path}"
-        try:
-            parsed = parse(setting, value) if isinstance(value, str) and setting.kind == "int" else value
-        except SettingsError as error:
-            raise SettingsError(f"{source}: {error}") from None
-        found[name] = (parsed, source)
-    return found
-
-
-def _build(chosen: Mapping[str, tuple[object, str]]) -> Settings:
-    own: dict[str, object] = {}
-    bounds: dict[str, object] = {}
-    for name, (value, source) in chosen.items():
-        shape: type[Struct] = Limits if TABLE[name].limit else Settings
-        # Each one alone first, so that the message can name the flag, variable or line it came from.
-        try:
-            msgspec.convert({name: value}, shape, dec_hook=_to_path)
-        except msgspec.ValidationError as error:
-            allowed = TABLE[name].choices
-            reason = f"use one of {', '.join(allowed)}" if allowed else str(error).split(" - at `")[0]
-            raise SettingsError(f"{source}: {reason}") from None
-        (bounds if TABLE[name].limit else own)[name] = value
-    limits = msgspec.convert(bounds, Limits)
-    return msgspec.structs.replace(msgspec.convert(own, Settings, dec_hook=_to_path), limits=limits)
-
-
-def _to_path(kind: type, value: object) -> object:
-    if kind is Path and isinstance(value, str | Path) and str(value):
-        return Path(value)
-    raise ValueError("Expected a path")
-
-
-def _check(settings: Settings) -> None:
-    """Refuse settings that are fine alone and wrong together."""
-    limits = settings.limits
-    ordered = (
-        ("long_poll_default_ms", "long_poll_max_ms"),
-        ("long_poll_max_ms", "request_ms"),
-        ("details_max_wait_ms", "request_ms"),
-        ("list_page", "list_page_max"),
-        ("lease_min_ms", "lease_default_ms"),
-        ("lease_default_ms", "lease_max_ms"),
-        ("ws_ping_ms", "ws_dead_ms"),
-        ("append_body_bytes", "append_queue_stream_bytes"),
-        ("append_queue_stream_bytes", "append_queue_bytes"),
-        ("live_connections", "connections"),
-    )
-    for smaller, larger in ordered:
-        low, high = cast("int", getattr(limits, smaller)), cast("int", getattr(limits, larger))
-        if low > high:
-            raise SettingsError(f"{smaller} ({low}) must not be larger than {larger} ({high})")
-    if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise SettingsError("tls_cert and tls_key are needed together")
-    if settings.tls_self_signed and settings.tls_cert:
-        raise SettingsError("tls_self_signed makes a certificate, tls_cert names one: give one of them")
-    if settings.traces_url and not settings.traces_url.startswith(("http://", "https://")):
-        raise SettingsError("traces_url is not a URL such as http://127.0.0.1:4318")
-    try:
-        _ = settings.webhook_keys_since_ms
-    except ValueError:
-        raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
-    if settings.edge_signing_key and len(settings.edge_signing_key.encode()) < 32:
-        raise SettingsError("edge_signing_key is shorter than 32 bytes, which is not safe")
-    if settings.recovery_key and len(settings.recovery_key.encode()) < 32:
-        raise SettingsError("recovery_key is shorter than 32 bytes, which is not safe")
-    for prefix in settings.auth_public_prefixes:
-        if any(prefix.startswith(own) or own.startswith(prefix) for own in ("__", "hub/")):
-            raise SettingsError(f"auth_public_streams: {prefix!r} would cover streams of the server itself")
-    if settings.auth_jwt_secret and len(settings.auth_jwt_secret.encode()) < 32:
-        raise SettingsError("auth_jwt_secret is shorter than 32 bytes, which HS256 needs to be safe")
 
 
 def describe(settings: Settings) -> list[dict[str, object]]:

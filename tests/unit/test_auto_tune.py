@@ -10,7 +10,8 @@ import pytest
 from tailrace import auto_tune
 from tailrace.cli import spelled_out
 from tailrace.limits import MIB, Limits
-from tailrace.settings import SettingsError, load, unknown_variables
+from tailrace.settings import SettingsError
+from tailrace.settings_sources import load, unknown_variables
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.limits import MIB, Limits
-from tailrace.settings import PRESETS, TABLE, Settings, SettingsError, describe, load
+from tailrace.settings import PRESETS, TABLE, Settings, SettingsError, describe
+from tailrace.settings_sources import load
 
 
 def test_without_sources_everything_has_its_default(tmp_path: Path) -> None:

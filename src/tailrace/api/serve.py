@@ -48,7 +48,8 @@ from tailrace.logs import configure
 from tailrace.net.app import App
 from tailrace.net.http1 import HttpServer
 from tailrace.net.tls import Certificate
-from tailrace.settings import Settings, unknown_variables
+from tailrace.settings import Settings
+from tailrace.settings_sources import unknown_variables
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService

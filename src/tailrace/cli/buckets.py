@@ -48,7 +48,7 @@ class Bucket:
     )
 
     def settings(self) -> Settings:
-        from tailrace.settings import load
+        from tailrace.settings_sources import load
 
         given = {"object_store": self.object_store, "data_dir": self.data_dir}
         return load({name: value for name, value in given.items() if value is not None})

@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from tailrace.cli.failures import REFUSED
 from tailrace.cli.session import put_json
-from tailrace.settings import Settings, SettingsError, load
+from tailrace.settings import Settings, SettingsError
+from tailrace.settings_sources import load
 
 Verdict = Literal["ok", "warn", "fail"]
 

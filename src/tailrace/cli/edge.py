@@ -7,7 +7,8 @@ import inspect
 from cyclopts import App, Group
 
 from tailrace.cli.serve import parameter_of
-from tailrace.settings import TABLE, Setting, load
+from tailrace.settings import TABLE, Setting
+from tailrace.settings_sources import load
 
 _HELP = """Hold the clients of a server, and keep running until SIGTERM or Ctrl-C.
 

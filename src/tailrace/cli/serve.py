@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from tailrace.settings import TABLE, Setting, load
+from tailrace.settings import TABLE, Setting
+from tailrace.settings_sources import load
 
 _HELP = """Start a server and keep it running until SIGTERM or Ctrl-C, which finish what is under way first.
 

@@ -36,7 +36,8 @@ from tailrace.errors import TailraceError
 from tailrace.logs import configure
 from tailrace.net.intake import IntakeServer
 from tailrace.net.tls import server_context
-from tailrace.settings import Settings, SettingsError, unknown_variables
+from tailrace.settings import Settings, SettingsError
+from tailrace.settings_sources import unknown_variables
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -22,7 +22,8 @@ from tailrace.api import serve as single
 from tailrace.auth.verifier import identity_path
 from tailrace.errors import TailraceError
 from tailrace.logs import configure
-from tailrace.settings import Settings, unknown_variables
+from tailrace.settings import Settings
+from tailrace.settings_sources import unknown_variables
 from tailrace.store.directory import DataDirectory
 from tailrace.tier.bootstrap_report import Restored
 from tailrace.workers import bucket
