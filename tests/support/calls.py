@@ -57,7 +57,8 @@ class Caller:
         if body is not None:
             sent.setdefault("Content-Type", "application/json")
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=30)
+        # Longer than the server has for an answer: it says that it was too slow, not this socket.
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=90)
         try:
             connection.request(method, path if path.startswith("/") else f"/v1/stream/{path}", raw, sent)
             response = connection.getresponse()

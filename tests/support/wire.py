@@ -13,7 +13,7 @@ from typing import Any
 
 from tailrace.errors import CODES
 
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 Headers = dict[str, str] | dict[str, bytes] | dict[str, str | bytes] | Sequence[tuple[str, str | bytes]]
 _numbers = itertools.count(1)
 
