@@ -207,7 +207,7 @@ def test_counts_that_do_not_fit_stay_apart(shelf: Shelf) -> None:
     assert {row["count"] for row in found} == {2**62 + entry for entry in (1, 2, 3)}
     merged = _merged(found)
     assert sorted(merged, key=str) == sorted(found, key=str)
-    assert merged == _merged(found[::-1][6:] + found[::-1][3:6] + found[::-1][:3])
+    assert merged == _merged([row for at in range(0, len(found), 3) for row in found[at : at + 3][::-1]])
 
 
 def _place(row: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import io
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -222,9 +222,10 @@ class Oracle:
                 for interval in rollup.intervals:
                     span = interval_ms(interval)
                     assert span is not None
-                    key = (name, span, times[0] // span * span, texts)
-                    for called, measure in rollup.measures.items():
-                        self._measure(states, (*key, called), measure, entry)
+                    start = times[0] // span * span
+                    for stored, kept in _cuts(name, texts):
+                        for called, measure in rollup.measures.items():
+                            self._measure(states, (stored, span, start, kept, called), measure, entry)
         return states
 
     def _holds(self, text: str | None, record: object) -> bool:
@@ -244,6 +245,15 @@ class Oracle:
             summary.add_all(self.values(entry, measure.field))
         elif (parts := PartsReader(measure).read(record)) is not None:
             summary.add_parts(parts)
+
+
+def _cuts(rollup: str, texts: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Under which names a record counts: with all dimensions, with none, and with each alone."""
+    yield rollup, texts
+    if texts:
+        yield f"{rollup}/", ()
+    if len(texts) > 1:
+        yield from ((f"{rollup}/{place}", (text,)) for place, text in enumerate(texts))
 
 
 def parts_of(summary: Summary) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from tailrace.query.bind import All, Bound, Equals
 from tailrace.query.chunk import Chunk
 from tailrace.query.column_build import column_from
 from tailrace.query.families.span import Served, Span
-from tailrace.query.family_format import COL, MBLK
+from tailrace.query.family_format import COL, MBLK, cut_name
 from tailrace.query.scan import fields_in
 from tailrace.query.view import View
 from tailrace.schema.convert import text_of
@@ -148,10 +148,10 @@ def _states_wanted(request: AggregateRequest) -> Wanted:
 
     having = wanted_dimensions(request)
     assert having is not None
-    dimensions = request.rollup.dimensions
+    name, dimensions = _fewest_dimensions(request, {*request.group_by, *having})
     kinds = {name: measure.kind for name, measure in request.measures.items()}
     return Wanted(
-        request.rollup_name,
+        name,
         request.interval_ms,
         *whole_windows(request),
         [dimensions.index(name) for name in request.group_by],
@@ -159,6 +159,15 @@ def _states_wanted(request: AggregateRequest) -> Wanted:
         [name for name, kind in kinds.items() if kind == "summary"],
         [name for name, kind in kinds.items() if kind == "summary_parts"],
     )
+
+
+def _fewest_dimensions(request: AggregateRequest, wanted: set[str]) -> tuple[str, tuple[str, ...]]:
+    """The name of the smallest cut that tells of these dimensions, and which it is by."""
+    dimensions = request.rollup.dimensions
+    kept = tuple(name for name in dimensions if name in wanted)
+    if len(kept) > 1 or len(kept) == len(dimensions):
+        return request.rollup_name, dimensions
+    return cut_name(request.rollup_name, [dimensions.index(name) for name in kept]), kept
 
 
 def edges_in(file: AggFile, request: AggregateRequest) -> list[Window]:

@@ -7,6 +7,7 @@ described for everybody in docs/companions.md; numbers and names here are stored
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import xxhash
@@ -91,10 +92,11 @@ def length_field(index: int) -> str:
 
 # -- agg: one row for each (rollup, interval_ms, window_start, dimensions, measure), in this order
 
-ROLLUP: Final = "rollup"  # string
+ROLLUP: Final = "rollup"  # string: its name, or `cut_name()` where rows are by fewer dimensions than it has
 INTERVAL_MS: Final = "interval_ms"  # int64
 WINDOW_START: Final = "window_start"  # int64, ms
 DIMENSIONS: Final = "dimensions"  # list of string or null, in the order of the rollup
+CUTS: Final = 1  # which cuts of a rollup are stored: none of its dimensions, and each alone
 MEASURE: Final = "measure"  # string
 COUNT: Final = "count"  # int64
 SUM: Final = "sum"  # double, rounded: for other programs. Null if the measure is a count, as all that follow
@@ -106,6 +108,12 @@ MAX_WHOLE: Final = "max_whole"
 HISTOGRAM: Final = "histogram"  # map of int32 exponent to int64 count; null if there is none
 UNPLACED: Final = "unplaced"  # int64: numbers in the histogram of which only the mean is known
 SKETCH: Final = "sketch"  # binary, as in `query/sketch.py`
+
+
+def cut_name(rollup: str, places: Sequence[int]) -> str:
+    """What rows of a rollup by the dimensions at these places are stored under. No rollup is named so."""
+    return f"{rollup}/{','.join(map(str, places))}"
+
 
 # -- mblk: one row for each entry, sorted by (metric, windowStart, _entry), nulls last
 

@@ -14,6 +14,7 @@ from typing import Final, cast
 import msgspec
 
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Negation
+from tailrace.query.family_format import CUTS
 from tailrace.query.includes import bind_include
 from tailrace.query.view import View
 from tailrace.schema.lens import Op
@@ -184,6 +185,7 @@ def _rollup(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
         "timestamp": stamp,
         "include": _include(rollup.include, search, used),
         "dimensions": list(rollup.dimensions),
+        "cuts": CUTS,
         "intervals": sorted(rollup.intervals),
         "measures": measures,
         "sketch": SKETCH,

@@ -22,6 +22,7 @@ import math
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Final
 
 ERROR: Final = 0.0099  # relative; 1 % is promised, and rounding takes its share
@@ -139,23 +140,27 @@ def sketch_of(form: bytes) -> Sketch | None:
     """The sketch that these bytes stand for; None if they are none."""
     if not form or form[0] != FORM or len(form) > BYTES_MAX:
         return None
-    numbers = _Numbers(form, 1)
-    sketch = Sketch()
-    try:
-        sketch.zeros = numbers.take(_COUNT_MAX)
-        for store in (sketch.positive, sketch.negative):
-            key = 0
-            for index in range(numbers.take(BUCKETS_MAX)):
-                step = numbers.take(2 * _KEY_MAX)
-                key = (-(step + 1) // 2 if step & 1 else step // 2) if not index else key + step
-                if (index and not step) or abs(key) > _KEY_MAX:
-                    return None
-                store[key] = numbers.take(_COUNT_MAX)
-                if not store[key]:
-                    return None
-    except ValueError:
+    numbers = _numbers(form)
+    if not numbers or max(numbers) > _COUNT_MAX:
         return None
-    return sketch if numbers.at == len(form) else None
+    sketch, at = Sketch(), 1
+    sketch.zeros = numbers[0]
+    for store in (sketch.positive, sketch.negative):
+        if at == len(numbers):
+            return None
+        end = at + 1 + 2 * numbers[at]
+        steps, counts = numbers[at + 1 : end : 2], numbers[at + 2 : end : 2]
+        if end > len(numbers) or len(counts) > BUCKETS_MAX or 0 in counts or 0 in steps[1:]:
+            return None
+        if steps:
+            first = steps[0]
+            steps[0] = -(first + 1) // 2 if first & 1 else first // 2
+            keys = list(accumulate(steps))
+            if keys[0] < -_KEY_MAX or keys[-1] > _KEY_MAX:
+                return None
+            store.update(zip(keys, counts, strict=True))
+        at = end
+    return sketch if at == len(numbers) else None
 
 
 def sketch_in(text: object) -> Sketch | None:
@@ -196,24 +201,17 @@ def _put(out: bytearray, number: int) -> None:
     out.append(number)
 
 
-class _Numbers:
-    """Integers one after the other. ValueError where the bytes end too soon or a number is too large."""
-
-    def __init__(self, form: bytes, at: int) -> None:
-        self._form = form
-        self.at = at
-
-    def take(self, largest: int) -> int:
-        number = shift = 0
-        while True:
-            if self.at >= len(self._form) or shift > 63:
-                raise ValueError
-            byte = self._form[self.at]
-            self.at += 1
+def _numbers(form: bytes) -> list[int] | None:
+    """All integers behind the first byte; None if one of them is cut off or longer than any can be."""
+    found: list[int] = []
+    number = shift = 0
+    for byte in form[1:]:
+        if byte < 0x80:
+            found.append(number | byte << shift)
+            number = shift = 0
+        else:
             number |= (byte & 0x7F) << shift
             shift += 7
-            if byte < 0x80:
-                break
-        if number > largest:
-            raise ValueError
-        return number
+            if shift > 63:
+                return None
+    return None if shift else found

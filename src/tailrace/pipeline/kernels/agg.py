@@ -1,5 +1,8 @@
 """`agg`: for every rollup, interval, window and group, the partial state of each measure.
 
+Groups by all dimensions are nearly as many as records, and most questions are about one dimension or none:
+each rollup is also kept by each dimension alone, and by none.
+
 States are made by the same code that answers aggregates, so that merging them is the same as never having
 split them. Rows are collected in a compact form; groups are made one after the other, in the order of the
 file, and written as they come.
@@ -35,6 +38,7 @@ from tailrace.query.family_format import (
     SUM_EXACT,
     UNPLACED,
     WINDOW_START,
+    cut_name,
 )
 from tailrace.query.includes import bind_include
 from tailrace.query.measures import Number, Parts, PartsReader, Summary
@@ -176,13 +180,20 @@ class _RollupRows:
 
     # -- groups ------------------------------------------------------------------------------------------
 
-    def rows(self, span_ms: int) -> Iterator[Row]:
-        """The rows of one interval, in order."""
+    @property
+    def cuts(self) -> list[Cut]:
+        """All dimensions together; and none, and each alone, where that is something else."""
+        places = tuple(range(len(self._dimensions)))
+        kept = {(), *((place,) for place in places)} - {places}
+        return [Cut(self.name, self, places), *(Cut(cut_name(self.name, one), self, one) for one in kept)]
+
+    def rows(self, name: str, places: tuple[int, ...], span_ms: int) -> Iterator[Row]:
+        """The rows of one interval, in order, by the dimensions at some places."""
         if not self._members:
             return
         times = np.concatenate(self._times)
         windows = times - times % span_ms
-        ranked = [_ranked(held, texts) for held, texts in zip(self._codes, self._texts, strict=True)]
+        ranked = [_ranked(self._codes[place], self._texts[place]) for place in places]
         order = np.lexsort([codes for codes, _ in reversed(ranked)] + [windows])
         change = np.zeros(len(order), dtype=bool)
         change[0] = True
@@ -192,17 +203,17 @@ class _RollupRows:
         group_of = np.empty(len(order), dtype=np.int64)
         group_of[order] = np.cumsum(change) - 1
         states = {
-            name: self._states(name, measure, group_of, len(starts))
-            for name, measure in self._measures.items()
+            called: self._states(called, measure, group_of, len(starts))
+            for called, measure in self._measures.items()
         }
         leads = order[starts]
         starts_ms: list[int] = windows[leads].tolist()
         dims = [_looked_up(texts, codes[leads].tolist()) for codes, texts in ranked]
         for group, start_ms in enumerate(starts_ms):
             values = [column[group] for column in dims]
-            for name, states_of in states.items():
+            for measure, states_of in states.items():
                 for state in states_of(group):
-                    yield self.name, span_ms, start_ms, values, name, *state
+                    yield name, span_ms, start_ms, values, measure, *state
 
     def _states(self, name: str, measure: Measure, group_of: Any, groups: int) -> Callable[[int], list[Row]]:
         """What a measure's columns are in each group: one row, or more if a count would not fit."""
@@ -227,6 +238,18 @@ class _RollupRows:
         return states_of
 
 
+class Cut(NamedTuple):
+    """A rollup by some of its dimensions, and the name under which that is stored."""
+
+    name: str
+    rollup: _RollupRows
+    places: tuple[int, ...]
+
+    def rows(self) -> Iterator[Row]:
+        for span_ms in self.rollup.intervals:
+            yield from self.rollup.rows(self.name, self.places, span_ms)
+
+
 class AggBuilder:
     def __init__(self, covers: Range, config: SearchConfig, rollups: tuple[str, ...]) -> None:
         self._covers = covers
@@ -243,9 +266,8 @@ class AggBuilder:
             rollup.add(batch)
 
     def finish(self) -> list[Built]:
-        rows = (
-            row for rollup in self._rollups for span_ms in rollup.intervals for row in rollup.rows(span_ms)
-        )
+        cuts = sorted((cut for rollup in self._rollups for cut in rollup.cuts), key=_name_bytes)
+        rows = (row for cut in cuts for row in cut.rows())
         data, count = write_agg(rows, facts_of(AGG, self._covers))
         return [Built(AGG, data, self._covers.rows, {"groups": count})]
 
@@ -267,6 +289,10 @@ def table_of(rows: list[Row]) -> Any:
     columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
     arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _name_bytes(cut: Cut) -> bytes:
+    return cut.name.encode()
 
 
 def _bound(text: str | None, config: SearchConfig, path: str) -> Bound | None:

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 from tailrace.query import family_format as names
+from tailrace.query.families.numbers import np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Summary
@@ -131,10 +132,18 @@ def _marks(table: Any, wanted: Wanted, *, is_all: bool) -> Any:
         marks = pc.and_(marks, pc.equal(array_in(table, names.ROLLUP), wanted.rollup))
         spans = array_in(table, names.INTERVAL_MS)
         marks = pc.and_(marks, pc.equal(spans, pa.scalar(wanted.interval_ms)))
+    return _having(array_in(table, names.DIMENSIONS), marks, wanted) if wanted.having else marks
+
+
+def _having(dimensions: Any, marks: Any, wanted: Wanted) -> Any:
+    """Of the marked rows those with the wanted values. Only these are known to have so many dimensions."""
+    rows = np.flatnonzero(numbers_in(marks))
     for place, text in wanted.having:
-        has = pc.equal(pc.list_element(array_in(table, names.DIMENSIONS), place), text)
-        marks = pc.and_(marks, pc.fill_null(has, False))
-    return marks
+        found = pc.fill_null(pc.equal(pc.list_element(dimensions.take(pa.array(rows)), place), text), False)
+        rows = rows[numbers_in(found)]
+    kept = np.zeros(len(marks), bool)
+    kept[rows] = True
+    return pa.array(kept)
 
 
 def _is_one_of(measures: Any, wanted: Sequence[str]) -> Any:

@@ -6,16 +6,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.query.families.numbers import NONE, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.family_format import ENTRIES, FIELD, VALUE
-from tailrace.store.arrow import BINARY, INT64, pa, pc
+from tailrace.store.arrow import BINARY, pa, pc
 
 _FOUND_MAX = 64  # look-ups that are kept
 _COLUMNS = (VALUE, ENTRIES)
 
 
 class ExactFile:
-    """Only the row groups that may hold a value are decoded. Answers are Arrow arrays, ascending."""
+    """Only the row groups that may hold a value are decoded. Answers ascend."""
 
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
@@ -24,7 +25,7 @@ class ExactFile:
             bounds = file.statistics(group, FIELD)
             if bounds is not None:
                 self._groups.setdefault(_text(bounds[0]), []).append(group)
-        self._found: OrderedDict[tuple[str, bytes | None], Any] = OrderedDict()
+        self._found: OrderedDict[tuple[str, bytes | None, bool], Any] = OrderedDict()
         self._found_bytes = 0
 
     @property
@@ -33,11 +34,17 @@ class ExactFile:
 
     def entries(self, field: str, stored: bytes | None) -> Any:
         """The entries with a value, or with any if it is None."""
-        key = (field, stored)
+        return self._kept((field, stored, False), lambda: self._looked_up(field, stored))
+
+    def entries_from(self, field: str, prefix: bytes) -> Any:
+        """The entries with a string that starts like this."""
+        return self._kept((field, prefix, True), lambda: self._starting_with(field, prefix))
+
+    def _kept(self, key: tuple[str, bytes | None, bool], look_up: Callable[[], Any]) -> Any:
+        """What was looked up last stays: a file may speak for many spans, and each of them asks."""
         found = self._found.get(key)
         if found is None:
-            found = self._looked_up(field, stored)
-            self._found[key] = found
+            found = self._found[key] = look_up()
             self._found_bytes += found.nbytes + 200
             if len(self._found) > _FOUND_MAX:
                 _, old = self._found.popitem(last=False)
@@ -53,11 +60,10 @@ class ExactFile:
         for table in self._file.tables(groups, _COLUMNS):
             values = array_in(table, VALUE)
             marks = values.is_null() if stored is None else pc.equal(values, pa.scalar(stored, values.type))
-            lists.append(array_in(table, ENTRIES).filter(marks).flatten())
-        return pa.concat_arrays(lists) if lists else pa.array([], INT64)
+            lists.append(numbers_in(array_in(table, ENTRIES).filter(marks).flatten()))
+        return np.concatenate(lists) if lists else NONE
 
-    def entries_from(self, field: str, prefix: bytes) -> Any:
-        """The entries with a string that starts like this, in no order, some more than once."""
+    def _starting_with(self, field: str, prefix: bytes) -> Any:
 
         def may_hold(least: bytes, most: bytes) -> bool:
             return least[: len(prefix)] <= prefix <= most
@@ -65,8 +71,8 @@ class ExactFile:
         lists: list[Any] = []
         for table in self._file.tables(self._groups_where(field, may_hold), _COLUMNS):
             marks = pc.fill_null(pc.starts_with(array_in(table, VALUE).cast(BINARY), prefix), False)
-            lists.append(array_in(table, ENTRIES).filter(marks).flatten())
-        return pa.concat_arrays(lists) if lists else pa.array([], INT64)
+            lists.append(numbers_in(array_in(table, ENTRIES).filter(marks).flatten()))
+        return np.unique(np.concatenate(lists)) if lists else NONE
 
     def _groups_with_any(self, field: str) -> list[int]:
         """Row groups of a field that tell which entries have any value."""

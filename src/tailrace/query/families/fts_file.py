@@ -17,27 +17,25 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tailrace.query import family_format as names
 from tailrace.query.families.body import Body, InnerBody, turns
+from tailrace.query.families.numbers import NONE, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in, check_facts
 from tailrace.query.families.published import UnusableFileError
-from tailrace.store.arrow import INT32, INT64, pa, pc
+from tailrace.store.arrow import pc
 from tailrace.store.byte_window import ByteWindow
 
 _FOUND_MAX = 64  # look-ups that are kept
-_LISTS = (names.FIELD, names.TERM, names.ENTRIES, names.FREQUENCIES)
-_KEPT_MAX = 16
-_KEPT_ROW_BYTES = 24  # of what is kept, for each row, roughly
+_TERMS = (names.FIELD, names.TERM)
+_LISTS = (names.ENTRIES, names.FREQUENCIES)
 _OVERHEAD_BYTES = 4096
 _TERMS_MAX = 4096  # that the text engine is asked for at once
 _DIRECTORY_BYTES = 64 << 10  # the end of a split, with the list of its members
 _HEADER_BYTES = 30  # of a member, before its name
-
-T = TypeVar("T")
 
 
 class TextFacts(msgspec.Struct):
@@ -55,6 +53,13 @@ class Postings(NamedTuple):
 
     entries: Any
     frequencies: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries.nbytes + self.frequencies.nbytes
+
+
+NOWHERE = Postings(NONE, NONE)
 
 
 class Split:
@@ -111,43 +116,32 @@ class FtsFile:
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
         self._terms_held_bytes = terms.held_bytes
-        self._found: OrderedDict[tuple[str, str], Postings] = OrderedDict()
+        self._found: OrderedDict[tuple[str, ...], Postings] = OrderedDict()
         self._found_bytes = 0
         self._lengths: dict[str, Any] = {}
-        self._kept: OrderedDict[tuple[object, ...], Any] = OrderedDict()
         self._lock = Lock()
 
     @property
     def memory_bytes(self) -> int:
         lengths = sum(found.nbytes for found in list(self._lengths.values()))
-        kept = len(self._kept) * _KEPT_ROW_BYTES * (self.last - self.first + 1)
         rest = self._body.held_bytes - self._terms_held_bytes  # the table of terms counts as a file
-        return self._terms.memory_bytes + rest + self._found_bytes + lengths + kept + _OVERHEAD_BYTES
-
-    def kept(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Something that was made of this file for one span; the next search may want it again."""
-        found = self._kept.get(key)
-        if found is None:
-            found = make()
-            with self._lock:
-                self._kept[key] = found
-                if len(self._kept) > _KEPT_MAX:
-                    self._kept.popitem(last=False)
-        return found
+        return self._terms.memory_bytes + rest + self._found_bytes + lengths + _OVERHEAD_BYTES
 
     # -- tokens --------------------------------------------------------------------------------------------
 
     def postings(self, field: str, token: str) -> Postings:
-        key = (field, token)
+        return self._kept(("token", field, token), lambda: self._looked_up(field, token))
+
+    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> Postings:
+        """What was looked up last stays: a split may speak for many spans, and each of them asks."""
         found = self._found.get(key)
         if found is None:
-            found = self._looked_up(field, token)
+            found = look_up()
             with self._lock:
                 self._found[key] = found
-                self._found_bytes += found.entries.nbytes + found.frequencies.nbytes
+                self._found_bytes += found.nbytes
                 if len(self._found) > _FOUND_MAX:
-                    _, old = self._found.popitem(last=False)
-                    self._found_bytes -= old.entries.nbytes + old.frequencies.nbytes
+                    self._found_bytes -= self._found.popitem(last=False)[1].nbytes
         return found
 
     def documents_with(self, field: str, token: str) -> int:
@@ -160,17 +154,21 @@ class FtsFile:
         self, field: str, marked: Callable[[Any], Any], terms: tuple[str, str] | None
     ) -> Postings:
         """The rows of the table that some mark on their terms chooses; a null stands for the whole field."""
-        entries: list[Any] = []
-        frequencies: list[Any] = []
-        for table in self._terms.tables(self._groups(field, terms), _LISTS):
-            marks = pc.and_(
+        groups = self._groups(field, terms)
+        marks: dict[int, Any] = {}
+        for group, table in zip(groups, self._terms.tables(groups, _TERMS), strict=True):
+            found = pc.and_(
                 marked(array_in(table, names.TERM)), pc.equal(array_in(table, names.FIELD), field)
             )
-            entries.append(array_in(table, names.ENTRIES).filter(marks).flatten())
-            frequencies.append(array_in(table, names.FREQUENCIES).filter(marks).flatten())
-        if not entries:
-            return Postings(pa.array([], INT64), pa.array([], INT32))
-        return Postings(pa.concat_arrays(entries), pa.concat_arrays(frequencies))
+            if pc.any(found).as_py():
+                marks[group] = found
+        entries: list[Any] = []
+        frequencies: list[Any] = []
+        # Not kept: the lists of all terms are large, and those that are wanted stay by themselves.
+        for group, table in zip(marks, self._terms.read_tables(list(marks), _LISTS), strict=True):
+            entries.append(numbers_in(array_in(table, names.ENTRIES).filter(marks[group]).flatten()))
+            frequencies.append(numbers_in(array_in(table, names.FREQUENCIES).filter(marks[group]).flatten()))
+        return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NOWHERE
 
     def _groups(self, field: str, wanted: tuple[str, str] | None) -> list[int]:
         """Row groups that may have a term of a field in these bounds; without bounds, the field's own row."""
@@ -189,17 +187,22 @@ class FtsFile:
         return found
 
     def starting_with(self, field: str, prefix: str) -> Any:
-        """The entries with a token that starts like this, in no order, some more than once."""
+        """The entries with a token that starts like this, ascending."""
         bounds = (prefix, prefix + "\U0010ffff")
-        return self._postings_where(field, lambda terms: pc.starts_with(terms, prefix), bounds).entries
+
+        def look_up() -> Postings:
+            found = self._postings_where(field, lambda terms: pc.starts_with(terms, prefix), bounds)
+            return Postings(np.unique(found.entries), NONE)
+
+        return self._kept(("start", field, prefix), look_up).entries
 
     def lengths(self, field: str) -> Any:
-        """The tokens of a text, for each number from the first to the last of the file; null: no text."""
+        """The tokens of a text, for each number from the first to the last of the file; 0 without a text."""
         found = self._lengths.get(field)
         if found is None:
             texts = self._postings_where(field, lambda terms: terms.is_null(), None)
-            numbers = pa.array(range(self.first, self.last + 1), INT64)
-            found = texts.frequencies.take(pc.index_in(numbers, value_set=texts.entries))
+            found = np.zeros(self.last - self.first + 1, np.int32)
+            found[texts.entries - self.first] = texts.frequencies
             self._lengths[field] = found
         return found
 
@@ -216,15 +219,16 @@ class FtsFile:
         except (ImportError, ValueError, OSError, zipfile.BadZipFile):
             return None
 
-    def phrase(self, field: str, tokens: Sequence[str]) -> list[int] | None:
+    def phrase(self, field: str, tokens: Sequence[str]) -> Any:
         """The entries with these tokens one after the other; None if that cannot be told here."""
         with self._lock:
             engine = self._engine
         if engine is None or not self.texts[field].positions:
             return None
-        return engine.phrase(field, tokens)
+        key = ("phrase", field, *tokens)
+        return self._kept(key, lambda: Postings(engine.phrase(field, tokens), NONE)).entries
 
-    def keyword_prefix(self, field: str, prefix: str) -> list[int] | None:
+    def keyword_prefix(self, field: str, prefix: str) -> Any:
         """The entries with a keyword that starts like this; None if that cannot be told here."""
         if field not in self.keywords or len(prefix.encode()) > names.KEYWORD_BYTES_MAX - 4:
             return None
@@ -247,13 +251,13 @@ class _Engine:
         self._schema = index.schema
         self._searcher = index.searcher()
 
-    def phrase(self, field: str, tokens: Sequence[str]) -> list[int]:
+    def phrase(self, field: str, tokens: Sequence[str]) -> Any:
         queries = self._library.Query
         if len(tokens) == 1:
             return self._entries(queries.term_query(self._schema, field, tokens[0]))
         return self._entries(queries.phrase_query(self._schema, field, list(tokens)))
 
-    def keyword_prefix(self, field: str, prefix: str) -> list[int] | None:
+    def keyword_prefix(self, field: str, prefix: str) -> Any:
         terms_with_prefix = getattr(self._searcher, "terms_with_prefix", None)
         if terms_with_prefix is None:
             return None  # an older version of the library
@@ -261,10 +265,13 @@ class _Engine:
         if len(found) > _TERMS_MAX:
             return None
         terms = [term for term, _ in found]
-        return self._entries(self._library.Query.term_set_query(self._schema, field, terms)) if terms else []
+        return (
+            self._entries(self._library.Query.term_set_query(self._schema, field, terms)) if terms else NONE
+        )
 
-    def _entries(self, query: Any) -> list[int]:
+    def _entries(self, query: Any) -> Any:
         limit = max(self._searcher.num_docs, 1)
         scored = self._library.Query.const_score_query(query, 1.0)
         hits = self._searcher.search(scored, limit=limit, count=False).hits
-        return sorted(self._searcher.fast_field_values(names.ENTRY, [address for _, address in hits]))
+        found = self._searcher.fast_field_values(names.ENTRY, [address for _, address in hits])
+        return np.sort(np.array(found, np.int64))

@@ -26,7 +26,7 @@ from tailrace.store.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
 _PARSED = 2  # what a footer takes in memory besides, for each of its bytes
 _STAMP = names.FACT_FOOTER_XXH3.encode()
-DECODED_BYTES_MAX = 32 << 20  # of one file: the row groups that were not asked for longest go first
+DECODED_BYTES_MAX = 4 << 20  # of one file: the row groups that were not asked for longest go first
 
 
 def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
@@ -115,9 +115,17 @@ class ParquetFile:
         [table] = self.tables([group], columns)
         return table
 
+    def read_tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
+        """As `tables`, for what is not worth keeping."""
+        for turn in self._turns(groups, columns):
+            file = self._reader(turn, columns)
+            for group in turn:
+                yield self._decode(file, [group], columns)
+
     def read_group(self, group: int, columns: Sequence[str]) -> Any:
-        """As `group`, for what is not worth keeping."""
-        return self._decode(self._reader([group], columns), [group], columns)
+        """One of them."""
+        [table] = self.read_tables([group], columns)
+        return table
 
     def read(self, columns: Sequence[str]) -> Any:
         """Whole columns; they are not kept."""

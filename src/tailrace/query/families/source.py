@@ -9,19 +9,18 @@ from typing import Any, cast
 from tailrace.query.bind import Bound, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
 from tailrace.query.families.col_file import ColFile
 from tailrace.query.families.exact_file import ExactFile
-from tailrace.query.families.field_column import FieldColumn, bits_in
+from tailrace.query.families.field_column import FieldColumn
 from tailrace.query.families.fts_file import FtsFile
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.row_space import RowSpace
 from tailrace.query.families.shelf import Opened
 from tailrace.query.families.span import Span
 from tailrace.query.families.verdict import Verdict, certain, judge
-from tailrace.query.families.weigh import TokenRows, combined, heavy_rows, scores_of
+from tailrace.query.families.weigh import TokenRows, heavy_rows, scores_of
 from tailrace.query.family_format import COL, EXACT, FTS, VALUE_BYTES_MAX, is_cut, stored_value
 from tailrace.query.score import Scorer, Statistics
 from tailrace.query.values import Value
 from tailrace.schema.search_config import SearchConfig
-from tailrace.store.arrow import INT64, pa, pc
 
 
 class SpanSource:
@@ -37,7 +36,7 @@ class SpanSource:
         self._judged: dict[Clause, Verdict] = {}
         # Of this search: fetching one again, half-way through taking its rows, might fail.
         self._weighed: dict[tuple[str, str], TokenRows] = {}
-        self._text_lengths: dict[str, list[int]] = {}
+        self._text_lengths: dict[str, Any] = {}
 
     def _listed(self) -> Sequence[int]:
         """Entries, where not every number is one."""
@@ -68,6 +67,10 @@ class SpanSource:
     @property
     def last(self) -> int:
         return self._span.last
+
+    @property
+    def count(self) -> int:
+        return self.rows.count
 
     def after(self, entry: int) -> int:
         return self.rows.after(entry)
@@ -201,7 +204,7 @@ class SpanSource:
             return certain(self.rows.rows(exact.entries_from(field, encoded)))
         split = self._file(FTS, field)
         found = split.keyword_prefix(field, prefix) if isinstance(split, FtsFile) else None
-        return None if found is None else certain(self.rows.rows(pa.array(found, INT64)))
+        return None if found is None else certain(self.rows.rows(found))
 
     # -- texts ---------------------------------------------------------------------------------------------
 
@@ -241,37 +244,23 @@ class SpanSource:
         engine = split.phrase(clause.field, clause.tokens)
         if engine is None:
             return Verdict(0, found)
-        return certain(found & self.rows.rows(pa.array(engine, INT64)))
+        return certain(found & self.rows.rows(engine))
 
     def token_rows(self, field: str, token: str) -> TokenRows:
         found = self._weighed.get((field, token))
         if found is None:
             split = self._split(field)
             assert split is not None
-            key = (field, token, self.first, self.last)
-            found = split.kept(key, lambda: self._token_rows(split, field, token))
-            self._weighed[field, token] = found
+            postings = split.postings(field, token)
+            which, rows = self.rows.cut(postings.entries)
+            lengths = self.text_lengths(field)[rows]
+            found = self._weighed[field, token] = TokenRows(rows, postings.frequencies[which], lengths)
         return found
 
-    def _token_rows(self, split: FtsFile, field: str, token: str) -> TokenRows:
-        postings = split.postings(field, token)
-        frequencies = postings.frequencies.take(self.rows.places(postings.entries))
-        by_weight = combined(frequencies, self._lengths(split, field))
-        once = bits_in(pc.equal(frequencies, 1))
-        return TokenRows(frequencies, frequencies.to_pylist(), by_weight, once)
-
-    def text_lengths(self, field: str) -> list[int]:
+    def text_lengths(self, field: str) -> Any:
         found = self._text_lengths.get(field)
         if found is None:
             split = self._split(field)
             assert split is not None
-            key = (field, self.first, self.last)
-            found = split.kept(key, lambda: self._lengths(split, field).to_pylist())
-            self._text_lengths[field] = found
+            found = self._text_lengths[field] = self.rows.each(split.lengths(field), split.first)
         return found
-
-    def _lengths(self, split: FtsFile, field: str) -> Any:
-        """The tokens of each row's text."""
-        lengths = split.lengths(field)
-        places = pa.array([entry - split.first for entry in self.entries], INT64)
-        return pc.fill_null(lengths.take(places), 0)

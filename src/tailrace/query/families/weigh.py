@@ -2,33 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Protocol
 
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Clause, Negation, Phrase, Words
-from tailrace.query.families.field_column import bits_in
+from tailrace.query.families.numbers import bits_at, np
 from tailrace.query.packed import rows_of
 from tailrace.query.score import Scorer, Target
 from tailrace.query.sort import has_text
-from tailrace.store.arrow import pc
 
-COMBINATIONS_MAX = 256  # of frequency and length, for each of which there is a set of rows
+TABLE_MAX = 1 << 16  # numbers up to here are told apart with a table; larger ones are sorted
 
 
-class TokenRows(NamedTuple):
-    """The rows with one token: how often they have it, for all rows; null where they do not."""
+class TokenRows:
+    """The rows with one token, ascending; how often each has it, and how long its text is."""
 
-    frequencies: Any
-    listed: list[int | None]  # the same, as a list
-    by_weight: dict[tuple[int, int], int] | None  # rows by frequency and length, if these are few
-    once: int  # the rows that have it once
+    def __init__(self, rows: Any, frequencies: Any, lengths: Any) -> None:
+        self.rows = rows
+        self.frequencies = frequencies
+        self.lengths = lengths
+
+    def often(self, rows: Any) -> Any:
+        """How often each of some rows has the token."""
+        if not len(self.rows):
+            return np.zeros(len(rows), np.int64)
+        places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[places] == rows, self.frequencies[places], 0)
+
+    def once(self, count: int) -> int:
+        """The set of rows that have it once."""
+        return bits_at(self.rows[self.frequencies == 1], count)
+
+    @cached_property
+    def _kinds(self) -> tuple[list[tuple[int, int]], Any]:
+        """The different pairs of frequency and length, and which of them each row has."""
+        width = int(self.lengths.max()) + 1
+        listed, places = _distinct(self.frequencies.astype(np.int64) * width + self.lengths)
+        return [divmod(kind, width) for kind in listed.tolist()], places
+
+    def heavy(self, weigh: Callable[[int, int], float], least: float, count: int) -> int:
+        """The set of rows whose frequency and length weigh at least so much."""
+        if not len(self.rows):
+            return 0
+        kinds, places = self._kinds
+        enough = np.array([weigh(*kind) >= least for kind in kinds])
+        return bits_at(self.rows[enough[places]], count)
+
+
+def _distinct(numbers: Any) -> tuple[Any, Any]:
+    """The different ones of some numbers, and the place among them of each."""
+    largest = int(numbers.max())
+    if largest >= TABLE_MAX:
+        return np.unique(numbers, return_inverse=True)
+    listed = np.flatnonzero(np.bincount(numbers))
+    table = np.zeros(largest + 1, np.intp)
+    table[listed] = np.arange(len(listed))
+    return listed, table[numbers]
 
 
 class Weighed(Protocol):
     """Who knows which rows match and what their texts are like."""
 
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        ...
+
     def certain(self, clause: Clause) -> int: ...
     def token_rows(self, field: str, token: str) -> TokenRows: ...
-    def text_lengths(self, field: str) -> list[int]: ...
+    def text_lengths(self, field: str) -> Any:
+        """The tokens in the text of each row."""
+        ...
 
 
 def can_weigh(query: Bound) -> bool:
@@ -56,22 +101,10 @@ def hard_rows(source: Weighed, query: Bound) -> int:
         case Phrase(field, tokens) if len(tokens) > 1:
             found = source.certain(query)
             for token in tokens:
-                found &= ~source.token_rows(field, token).once if found else 0
+                found &= ~source.token_rows(field, token).once(source.count) if found else 0
             return found
         case _:
             return 0
-
-
-def combined(frequencies: Any, lengths: Any) -> dict[tuple[int, int], int] | None:
-    """The rows of each frequency and length; None if there are too many combinations."""
-    keys = pc.add(pc.multiply(frequencies.cast("int64"), 1 << 32), lengths.cast("int64"))
-    encoded = keys.dictionary_encode()
-    if len(encoded.dictionary) > COMBINATIONS_MAX:
-        return None
-    found: dict[tuple[int, int], int] = {}
-    for place, key in enumerate(encoded.dictionary.to_pylist()):
-        found[key >> 32, key & 0xFFFFFFFF] = bits_in(pc.equal(encoded.indices, place))
-    return found
 
 
 def scores_of(source: Weighed, query: Bound, rows: int, scorer: Scorer) -> dict[int, float]:
@@ -130,13 +163,17 @@ def _weights(source: Weighed, clause: Target, rows: int, scorer: Scorer) -> dict
         return {}
     if not isinstance(clause, Words | Phrase) or (isinstance(clause, Words) and clause.prefix):
         return dict.fromkeys(rows_of(rows), scorer.boost(clause.field))
-    lists = [source.token_rows(clause.field, token).listed for token in clause.tokens]
-    lengths = source.text_lengths(clause.field)
+    listed = rows_of(rows)
+    places = np.array(listed)
+    often = np.stack([source.token_rows(clause.field, token).often(places) for token in clause.tokens])
+    if isinstance(clause, Phrase):
+        often = often.min(axis=0, keepdims=True)
+    frequencies: list[list[int]] = often.T.tolist()
+    lengths: list[int] = source.text_lengths(clause.field)[places].tolist()
     weights: dict[int, float] = {}
     known: dict[tuple[tuple[int, ...], int], float] = {}  # few combinations, many rows
-    for row in rows_of(rows):
-        often = tuple([found[row] or 0 for found in lists])
-        key = ((min(often),) if isinstance(clause, Phrase) else often, lengths[row])
+    for row, found, length in zip(listed, frequencies, lengths, strict=True):
+        key = (tuple(found), length)
         weight = known.get(key)
         if weight is None:
             weight = known[key] = scorer.weigh(clause, *key)
@@ -169,12 +206,11 @@ def _heavy(source: Weighed, clause: Target, rows: int, scorer: Scorer, least: fl
         return rows if scorer.boost(clause.field) >= least else 0
     [token, *others] = clause.tokens
     is_phrase = isinstance(clause, Phrase) and bool(others)
-    by_weight = None if others and not is_phrase else source.token_rows(clause.field, token).by_weight
-    if by_weight is None:
+    if others and not is_phrase:
         return rows
-    heavy = 0
-    for (frequency, length), found in by_weight.items():
+
+    def weigh(frequency: int, length: int) -> float:
         # A phrase that is weighed here occurs once, however often its tokens do.
-        if found & rows and scorer.weigh(clause, (1 if is_phrase else frequency,), length) >= least:
-            heavy |= found
-    return heavy & rows
+        return scorer.weigh(clause, (1 if is_phrase else frequency,), length)
+
+    return source.token_rows(clause.field, token).heavy(weigh, least, source.count) & rows

@@ -1,0 +1,25 @@
+"""Numbers of a file as numpy has them: one step for a whole list. This is where typing stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+np: Any = numpy
+
+NONE: Any = np.zeros(0, np.int64)
+
+
+def numbers_in(array: Any) -> Any:
+    """The numbers of an Arrow array that has no nulls, where they lie."""
+    return array.to_numpy(zero_copy_only=False)
+
+
+def bits_at(rows: Any, count: int) -> int:
+    """The set of these rows, of `count` rows there are."""
+    if not len(rows):
+        return 0
+    marks = np.zeros(count, np.uint8)
+    marks[rows] = 1
+    return int.from_bytes(np.packbits(marks, bitorder="little").tobytes(), "little")
