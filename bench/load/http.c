@@ -216,7 +216,7 @@ static void append_setup(const struct options *o) {
     bool carries = strcmp(o->method, "POST") == 0;
     body_bytes = carries ? make_body(o, &body_length) : NULL;
     if (o->create) http_create_streams(o);
-    if (o->unique) return;
+    if (o->unique || o->scatter) return;
     ready = calloc((size_t)o->streams, sizeof *ready);
     ready_length = calloc((size_t)o->streams, sizeof *ready_length);
     for (int i = 0; i < o->streams; i++) {
@@ -227,10 +227,17 @@ static void append_setup(const struct options *o) {
     }
 }
 
+/* The same numbers in every run, far from each other. */
+static uint64_t scattered(uint64_t turn) {
+    turn = (turn ^ (turn >> 30)) * 0xbf58476d1ce4e5b9u;
+    turn = (turn ^ (turn >> 27)) * 0x94d049bb133111ebu;
+    return turn ^ (turn >> 31);
+}
+
 static void append_next(const struct options *o, struct connection *c) {
-    if (o->unique) {
+    if (o->unique || o->scatter) {
         char path[1024];
-        fill_path(path, sizeof path, o->path, c->turn);
+        fill_path(path, sizeof path, o->path, o->unique ? c->turn : scattered(c->turn + 1) % (uint64_t)o->streams);
         c->out_length = (size_t)http_request(c->scratch, SCRATCH_BYTES, o, o->method, path, body_bytes, body_length);
         c->out = c->scratch;
         return;

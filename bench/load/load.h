@@ -45,7 +45,7 @@ struct options {
     double warmup_seconds;
     uint64_t count; /* > 0: stop after this many replies instead of after `seconds` */
     bool create;    /* PUT (or the like) each stream first */
-    bool unique;
+    bool unique, scatter;
     bool discard; /* read: drop body bytes in the kernel instead of copying them out */
     int readers;  /* fanout */
     int rate_per_s; /* requests of all connections together; 0: as fast as they are answered */

@@ -25,18 +25,19 @@ static const char usage[] =
     "  --seconds S       measured time (5)             --warmup S         before it (1)\n"
     "  --count N         stop after N replies instead  --create           create the streams first\n"
     "  --unique          a new path for each request   --discard          read: let the kernel drop body bytes\n"
+    "  --scatter         append: one of the --streams at random for each request, instead of one after the other\n"
     "  --rate N          requests/s of all connections, latency from when each was due (0: closed loop; fanout: 100)\n"
     "  --readers N (1000)  --drain S (5)                                  for fanout\n";
 
 enum { OPT_HOST = 256, OPT_PORT, OPT_PATH, OPT_METHOD, OPT_TYPE, OPT_HEADER, OPT_BODY, OPT_ARRAY, OPT_CONNECTIONS, OPT_STREAMS,
-       OPT_SECONDS, OPT_WARMUP, OPT_COUNT, OPT_CREATE, OPT_UNIQUE, OPT_DISCARD, OPT_READERS, OPT_RATE, OPT_DRAIN, OPT_MODE, OPT_HELP };
+       OPT_SECONDS, OPT_WARMUP, OPT_COUNT, OPT_CREATE, OPT_UNIQUE, OPT_SCATTER, OPT_DISCARD, OPT_READERS, OPT_RATE, OPT_DRAIN, OPT_MODE, OPT_HELP };
 
 static const struct option names[] = {
     {"mode", 1, 0, OPT_MODE}, {"host", 1, 0, OPT_HOST}, {"port", 1, 0, OPT_PORT}, {"path", 1, 0, OPT_PATH},
     {"method", 1, 0, OPT_METHOD}, {"content-type", 1, 0, OPT_TYPE}, {"header", 1, 0, OPT_HEADER},
     {"body-bytes", 1, 0, OPT_BODY}, {"array", 1, 0, OPT_ARRAY}, {"connections", 1, 0, OPT_CONNECTIONS},
     {"streams", 1, 0, OPT_STREAMS}, {"seconds", 1, 0, OPT_SECONDS}, {"warmup", 1, 0, OPT_WARMUP},
-    {"count", 1, 0, OPT_COUNT}, {"create", 0, 0, OPT_CREATE}, {"unique", 0, 0, OPT_UNIQUE},
+    {"count", 1, 0, OPT_COUNT}, {"create", 0, 0, OPT_CREATE}, {"unique", 0, 0, OPT_UNIQUE}, {"scatter", 0, 0, OPT_SCATTER},
     {"discard", 0, 0, OPT_DISCARD}, {"readers", 1, 0, OPT_READERS}, {"rate", 1, 0, OPT_RATE},
     {"drain", 1, 0, OPT_DRAIN}, {"help", 0, 0, OPT_HELP}, {0, 0, 0, 0}};
 
@@ -61,6 +62,7 @@ static void take(struct options *o, int which, const char *value) {
     case OPT_COUNT: o->count = strtoull(value, NULL, 10); break;
     case OPT_CREATE: o->create = true; break;
     case OPT_UNIQUE: o->unique = true; break;
+    case OPT_SCATTER: o->scatter = true; break;
     case OPT_DISCARD: o->discard = true; break;
     case OPT_READERS: o->readers = atoi(value); break;
     case OPT_RATE: o->rate_per_s = atoi(value); break;
