@@ -73,7 +73,7 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         session.detached_bytes = resumed.detached_bytes
     session.identity, session.actor = identity, actor
     session.features = features
-    session.capabilities = [word for word in words if word not in FEATURES]
+    session.upgrade_token = None
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
     session.state = CONNECTED
     request.sender = path
@@ -182,8 +182,8 @@ def _resume(hub: Hub, session: Session, old: Session) -> None:
     session.subscriptions, old.subscriptions = old.subscriptions, {}
     for subscription in session.subscriptions.values():
         subscription.session = session
-    session.watches, old.watches = old.watches, {}
-    for watch in session.watches.values():
+    session.watches, old.watches = old.watches, None
+    for watch in (session.watches or {}).values():
         watch.session = session
     session.boxes, old.boxes = old.boxes, {}
     for path in session.boxes:
@@ -257,11 +257,12 @@ def disconnect(hub: Hub, session: Session, request: Request, now_ms: int) -> Non
 def refresh(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     """A newer token for the same identity, or one that the hub makes."""
     nonce = request.metadata.text("nonce") or request.payload.text("nonce")
-    session.nonces = {known: at for known, at in session.nonces.items() if now_ms - at < REFRESH_MS}
+    used = {known: at for known, at in (session.nonces or {}).items() if now_ms - at < REFRESH_MS}
     if nonce is not None:
-        if nonce in session.nonces or len(session.nonces) >= NONCES_MAX:
+        if nonce in used or len(used) >= NONCES_MAX:
             raise HubError("replay_detected", "this nonce was used a moment ago")
-        session.nonces[nonce] = now_ms
+        used[nonce] = now_ms
+    session.nonces = used or None
     wait_ms = session.refreshed_ms + REFRESH_MS - now_ms
     if session.refreshed_ms and wait_ms > 0:
         raise HubError(
@@ -339,7 +340,7 @@ def end(hub: Hub, session: Session, now_ms: int) -> None:
     for path in tuple(session.boxes):
         hub.mailboxes.leave(path, session)
     registering.session_ended(hub, session, now_ms)
-    session.frames_held.clear()
+    session.frames_held = None
 
 
 def _forget_identity(hub: Hub, session: Session) -> None:

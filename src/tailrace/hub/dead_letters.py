@@ -104,8 +104,8 @@ class DeadLetters:
 
     def session_ended(self, session: Session, now_ms: int) -> None:
         """What waited for a client that did not come back."""
-        waiting, session.waiting = session.waiting, []
-        for frame in waiting:
+        waiting, session.waiting = session.waiting, None
+        for frame in waiting or ():
             copy = stored(parse(frame, WAITING_BYTES_MAX))
             if copy.sender != self._hub.options.address:
                 self.write("resume_expired", copy, now_ms)

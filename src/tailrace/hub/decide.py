@@ -78,6 +78,8 @@ def opened(hub: Hub, session: Session) -> None:
 def decide(hub: Hub, session: Session, frame: bytes, now_ms: int) -> list[Effect]:
     """One message of a client."""
     if session.broadcasting:
+        if session.frames_held is None:
+            session.frames_held = []
         session.frames_held.append(frame)
     else:
         _receive(hub, session, frame, now_ms)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tailrace.hub.effects import Send
 from tailrace.hub.errors import HubError
-from tailrace.hub.session import CONNECTED, Session
+from tailrace.hub.session import CONNECTED, NOTHING_DROPPED, Session
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -71,28 +71,28 @@ class Flow:
     def keep(self, session: Session, frame: bytes) -> bool:
         """In memory, for a session whose client is away for a moment."""
         limits = self._hub.limits
+        waiting = session.waiting
+        if waiting is None:
+            waiting = session.waiting = []
         if (
-            len(session.waiting) >= limits.hub_resume_messages
+            len(waiting) >= limits.hub_resume_messages
             or session.detached_bytes + len(frame) > limits.hub_resume_bytes
         ):
             return False
-        session.waiting.append(frame)
+        waiting.append(frame)
         session.detached_bytes += len(frame)
         return True
 
     def release(self, session: Session) -> None:
         """The client is back: what waited comes first."""
-        waiting, session.waiting, session.detached_bytes = session.waiting, [], 0
-        for frame in waiting:
+        waiting, session.waiting, session.detached_bytes = session.waiting, None, 0
+        for frame in waiting or ():
             self._hub.write(session, frame)
 
     def drop(self, session: Session, size: int, now_ms: int) -> None:
         """A message was not handed over; its recipient is told how many, as soon as it takes anything."""
-        told = session.told_dropped
-        if not told[0]:
-            told[2] = now_ms
-        told[0] += 1
-        told[1] += size
+        count, size_before, since_ms = session.dropped
+        session.dropped = (count + 1, size_before + size, since_ms if count else now_ms)
         self.dropped += 1
 
     # -- pausing ---------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Flow:
             return
         recent = [
             (noted[1], feeder)
-            for feeder, noted in session.feeders.items()
+            for feeder, noted in (session.feeders or {}).items()
             if noted[0] >= now_ms // 1000 - 1 and feeder.alive
         ]
         recent.sort(key=lambda one: one[0], reverse=True)
@@ -115,6 +115,8 @@ class Flow:
             "queueBytes": session.outbox.bytes,
         }
         for feeder in feeders:
+            if feeder.paused_by is None:
+                feeder.paused_by = {}
             feeder.paused_by[session] = None
             self.pauses += 1
             self._hub.notice(feeder, "hub:pause", payload, now_ms)
@@ -134,15 +136,16 @@ class Flow:
     def _resume(self, session: Session, now_ms: int) -> None:
         feeders = self._pausing.pop(session, None)
         for feeder in feeders or ():
-            feeder.paused_by.pop(session, None)
+            if feeder.paused_by is not None:
+                feeder.paused_by.pop(session, None)
             if feeder.alive:
                 self._hub.notice(feeder, "hub:resume", {"targets": targets(session)}, now_ms)
 
     def _tell_dropped(self, session: Session, now_ms: int) -> None:
-        count, size, since = session.told_dropped
+        count, size, since = session.dropped
         if not count:
             return
-        session.told_dropped = [0, 0, 0]
+        session.dropped = NOTHING_DROPPED
         payload: dict[str, Any] = {"count": count, "bytes": size, "since": since, "reason": "slow_consumer"}
         if "delivery-notices" in session.features:
             self._hub.notice(session, "hub:dropped", payload, now_ms)
@@ -151,25 +154,26 @@ class Flow:
 
     def check_paused(self, feeder: Session, recipient: Session) -> None:
         """Whoever goes on although it was told to wait is refused, once nothing more fits."""
-        if recipient in feeder.paused_by and recipient.overfull_since_ms:
+        if feeder.paused_by and recipient in feeder.paused_by and recipient.overfull_since_ms:
             details = {"retryAfter": 1000, "kind": "send", "reason": "paused"}
             raise HubError("rate_limited", "the recipient has to catch up first", details)
 
     def ended(self, session: Session, now_ms: int) -> None:
         """A recipient that leaves resumes its producers; a producer that leaves is forgotten."""
         self._resume(session, now_ms)
-        for recipient in session.paused_by:
+        for recipient in session.paused_by or ():
             feeders = self._pausing.get(recipient)
             if feeders is not None and session in feeders:
                 feeders.remove(session)
-            recipient.feeders.pop(session, None)
-        session.paused_by.clear()
+            if recipient.feeders is not None:
+                recipient.feeders.pop(session, None)
+        session.paused_by = None
 
     def on_second(self, session: Session, now_ms: int) -> None:
         session.outbox.on_second()
         if session.feeders:
             session.forget_feeders(now_ms)
-        if session.overfull_since_ms or session in self._pausing or session.told_dropped[0]:
+        if session.overfull_since_ms or session in self._pausing or session.dropped[0]:
             self.on_drain(session, now_ms)
         stalled = session.overfull_since_ms and now_ms - session.overfull_since_ms >= (
             self._hub.limits.hub_stall_ms

@@ -44,7 +44,7 @@ class Presence:
             watch_id = request.payload.text("watchId")
             if watch_id is None:
                 raise field_error("watchId", "watchId is missing")
-            if session.watches.pop(watch_id, None) is not None:
+            if session.watches is not None and session.watches.pop(watch_id, None) is not None:
                 del self._watches[watch_id]
             payload = {"watchId": watch_id, "event": "unwatched"}
             hub.reply(session, request, "hub:presence", payload, now_ms)
@@ -53,14 +53,17 @@ class Presence:
             raise field_error("action", "action is watch or unwatch")
         if not hub.policy.may(session.actor, "presence"):
             raise hub.denied(session, "presence", "denied by policy", "", now_ms)
-        if len(session.watches) >= hub.limits.hub_session_watches:
+        watches = session.watches
+        if watches is None:
+            watches = session.watches = {}
+        if len(watches) >= hub.limits.hub_session_watches:
             details = {"retryAfter": 1000, "kind": "presence", "reason": "watches"}
             raise HubError("rate_limited", "too many watches on this session", details)
         pattern = Pattern(request.payload.text("pattern") or "*")
         capability = request.payload.text("capability")
         query = Query(pattern, pattern.prefix, () if capability is None else (capability,))
         watch = Watch(f"watch-{new_id(now_ms)}", session, query)
-        session.watches[watch.id] = watch
+        watches[watch.id] = watch
         self._watches[watch.id] = watch
         hub.reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
 
@@ -110,6 +113,6 @@ class Presence:
                 watch.behind = not self._offer(watch, payload, now_ms)
 
     def session_ended(self, session: Session) -> None:
-        for watch_id in session.watches:
+        for watch_id in session.watches or ():
             self._watches.pop(watch_id, None)
-        session.watches.clear()
+        session.watches = None

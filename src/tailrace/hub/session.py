@@ -31,6 +31,7 @@ FEEDERS_NOTED_MAX: Final = 1024
 MINUTE_MS: Final = 60_000
 Counts = tuple[int, ...]  # messages received, messages handed over, errors
 NO_COUNTS: Final[Counts] = (0, 0, 0)
+NOTHING_DROPPED: Final[tuple[int, int, int]] = (0, 0, 0)
 
 
 class Session:
@@ -43,11 +44,10 @@ class Session:
         "asked",
         "boxes",
         "broadcasting",
-        "capabilities",
         "closed_with",
-        "closing_at_ms",
         "detached_bytes",
         "detached_until_ms",
+        "dropped",
         "errors",
         "expires_ms",
         "features",
@@ -72,7 +72,6 @@ class Session:
         "state",
         "strikes",
         "subscriptions",
-        "told_dropped",
         "told_expiring",
         "upgrade_token",
         "waiting",
@@ -85,42 +84,40 @@ class Session:
         self.identity: Identity = ANONYMOUS
         self.actor: Actor = NOBODY
         self.features: frozenset[str] = frozenset()
-        self.capabilities: list[str] = []
         self.peer = ""
         self.upgrade_token: str | None = None  # of the upgrade request, if the message has none
         self.outbox = Outbox(wire)
         self.opened_ms = now_ms
-        self.closing_at_ms = 0
         self.closed_with: int | None = None
         # What it owns; the cost of its end depends on nothing else.
         self.addresses: dict[str, Registration] = {}
         self.registering = 0  # registrations that are being committed
         self.subscriptions: dict[str, Subscription] = {}
-        self.watches: dict[str, Watch] = {}
+        # None, here and below: there are ten thousand sessions, of which most never need it.
+        self.watches: dict[str, Watch] | None = None
         self.boxes: dict[str, None] = {}  # addresses whose feeds come to this session
         self.asked: dict[str, None] = {}  # ids of the copies of its own asks
         self.owner_of: dict[str, None] = {}  # ids of pending asks that went to this session
         # Coming back.
         self.resume_token: str | None = None
         self.detached_until_ms = 0
-        # Lists, here and below: ten thousand sessions of which most never need them, and a deque is large.
-        self.waiting: list[bytes] = []
+        self.waiting: list[bytes] | None = None
         self.detached_bytes = 0
         # The token.
         self.expires_ms: int | None = None
         self.told_expiring = False
         self.refreshed_ms = 0
-        self.nonces: dict[str, int] = {}
+        self.nonces: dict[str, int] | None = None
         # Flow.
-        self.feeders: dict[Session, list[int]] = {}  # who sent to it lately: [second, count]
-        self.paused_by: dict[Session, None] = {}  # whom it was told to pause for
+        self.feeders: dict[Session, list[int]] | None = None  # who sent to it lately: [second, count]
+        self.paused_by: dict[Session, None] | None = None  # whom it was told to pause for
         self.overfull_since_ms = 0
-        self.told_dropped = [0, 0, 0]  # count, bytes, since
+        self.dropped = NOTHING_DROPPED  # count, bytes, since
         self.reserve = 0
         self.broadcasting = False
-        self.frames_held: list[bytes] = []
+        self.frames_held: list[bytes] | None = None
         # Trouble and counts.
-        self.strikes: list[int] = []
+        self.strikes: tuple[int, ...] = ()
         self.received = 0
         self.handed = 0  # messages of others, not answers
         self.errors = 0
@@ -143,27 +140,27 @@ class Session:
 
     def strike(self, now_ms: int) -> int:
         """Counts a frame that made no sense; how many there were within a minute."""
-        strikes = self.strikes
-        strikes.append(now_ms)
-        while strikes[0] <= now_ms - STRIKE_WINDOW_MS:
-            del strikes[0]
-        return len(strikes)
+        young = [at_ms for at_ms in self.strikes if at_ms > now_ms - STRIKE_WINDOW_MS]
+        self.strikes = (*young, now_ms)
+        return len(self.strikes)
 
     def fed_by(self, feeder: Session, now_ms: int) -> None:
         """Notes who sends here, so that it can be asked to wait."""
-        second = now_ms // 1000
-        noted = self.feeders.get(feeder)
-        if noted is None or noted[0] != second:
-            if len(self.feeders) >= FEEDERS_NOTED_MAX:
-                self.forget_feeders(now_ms)
-            self.feeders[feeder] = [second, 1]
-        else:
+        second, feeders = now_ms // 1000, self.feeders
+        noted = None if feeders is None else feeders.get(feeder)
+        if noted is not None and noted[0] == second:
             noted[1] += 1
+            return
+        if feeders is not None and len(feeders) >= FEEDERS_NOTED_MAX:
+            self.forget_feeders(now_ms)
+        if self.feeders is None:
+            self.feeders = {}
+        self.feeders[feeder] = [second, 1]
 
     def forget_feeders(self, now_ms: int) -> None:
         """Those who have sent nothing for a second, so that nobody is kept who may be gone."""
-        young = now_ms // 1000 - 1
-        self.feeders = {feeder: noted for feeder, noted in self.feeders.items() if noted[0] >= young}
+        young, known = now_ms // 1000 - 1, self.feeders or {}
+        self.feeders = {feeder: noted for feeder, noted in known.items() if noted[0] >= young} or None
 
 
 class Minute(msgspec.Struct, eq=False, gc=False):

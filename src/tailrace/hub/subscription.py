@@ -58,4 +58,4 @@ class Group:
 
 def _load(member: Subscription) -> int:
     session = member.session
-    return 0 if session is None else session.outbox.messages + len(session.waiting)
+    return 0 if session is None else session.outbox.messages + len(session.waiting or ())

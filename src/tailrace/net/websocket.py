@@ -139,7 +139,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._reading = True
         self._write_paused = False
         # Frames of this turn of the loop, written together: uvloop makes a system call of every write.
-        self._out: list[bytes] = []
+        self._out: list[bytes] | None = None
         self._out_bytes = 0
         # What is here, and what the transport held after the last flush: since then it can only be less. So
         # it is never below `unsent_bytes`, but for the answer to the handshake, and known without asking.
@@ -168,7 +168,8 @@ class WebSocketConnection(asyncio.Protocol):
             return
         # `_write`, written out: this runs for every message of the hub.
         head, out = TEXT_HEADS.get(size) or text_head(size), self._out
-        if not out:
+        if out is None:
+            out = self._out = []
             self.server.flush_later(self)
         out.append(head)
         out.append(payload)
@@ -206,7 +207,8 @@ class WebSocketConnection(asyncio.Protocol):
 
     def _write(self, data: bytes) -> None:
         out = self._out
-        if not out:
+        if out is None:
+            out = self._out = []
             self.server.flush_later(self)
         out.append(data)
         self._out_bytes += len(data)
@@ -217,11 +219,11 @@ class WebSocketConnection(asyncio.Protocol):
     def flush(self) -> None:
         """Write what was gathered; the server calls this at the end of each turn."""
         out = self._out
-        if not out or self._lost:
+        if out is None or self._lost:
             return
         size, transport = self._out_bytes, self.transport
         self.server.bytes_out += size
-        self._out = []
+        self._out = None
         self._out_bytes = 0
         try:
             if size > GATHER_BYTES_MAX:

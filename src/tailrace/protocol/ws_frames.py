@@ -170,7 +170,7 @@ class FrameReader:
         self._frame_left = 0
         self._fin = True
         self._mask = b""
-        self._payload = bytearray()
+        self._payload: bytearray | None = None  # as far as it came, if more is to come
         # The message whose frames are arriving; 0 between messages.
         self._message_opcode = 0
         self._parts: list[bytes] = []
@@ -184,7 +184,7 @@ class FrameReader:
     @property
     def buffered_bytes(self) -> int:
         """Input held for what is not finished yet."""
-        return len(self._header) + len(self._payload) + self._parts_bytes + len(self._prefix)
+        return len(self._header) + len(self._payload or b"") + self._parts_bytes + len(self._prefix)
 
     @property
     def in_frame(self) -> bool:
@@ -320,10 +320,12 @@ class FrameReader:
         is_control = self._frame_opcode >= CLOSE
         if is_control or (self._inflater is None and self._skipped_bytes < 0):
             if self._frame_left:
+                if self._payload is None:
+                    self._payload = bytearray()
                 self._payload += piece
                 return position
             whole = bytes(self._payload) + piece if self._payload else piece
-            self._payload.clear()
+            self._payload = None
             payload = apply_mask(whole, self._mask) if whole else b""
         else:
             payload = apply_mask(piece, self._mask) if piece else b""
@@ -428,7 +430,7 @@ class FrameReader:
     def _forget(self) -> None:
         self._end_message()
         self._header = b""
-        self._payload = bytearray()
+        self._payload = None
 
 
 def _whole_texts(data: bytes, bytes_max: int, events: list[Event]) -> int:
