@@ -91,8 +91,10 @@ def test_a_body_goes_on_before_it_is_all_there(
     assert metrics(edge)["tailrace_edge_body_bytes"] == 0
 
 
-def test_a_refusal_before_the_end_arrives(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_a_refusal_before_the_end_arrives(server: ServerProcess, tmp_path: Path) -> None:
     """The server takes 2 MiB, the edge would take more: what the server says is passed on at once."""
+    edge = EdgeProcess(tmp_path / "cache", server.base_url, env=ENV)
+    edge.start()
     name = _made(server)
     with Connection(edge.port) as connection:
         connection.send(
@@ -105,6 +107,7 @@ def test_a_refusal_before_the_end_arrives(server: ServerProcess, edge: EdgeProce
         assert connection.at_end()
     assert Caller(edge)("POST", name, b"x", headers=BINARY).status == 204
     assert Caller(edge)("GET", name).raw == b"x"
+    edge.stop()
 
 
 @pytest.mark.parametrize("more", [{}, {"Connection": "close"}])
@@ -186,7 +189,9 @@ def test_who_may_not_write_is_told_before_the_body_is_there(
         try:
             with Connection(edge.port) as connection:
                 head = {**BINARY, "Content-Length": str(9 * MIB)}
-                connection.send(request_bytes("POST", "/v1/stream/never", head) + b"secret" * BEGUN_BYTES)
+                connection.send(
+                    request_bytes("POST", "/v1/stream/never", head) + b"secret" * (BEGUN_BYTES // 5)
+                )
                 assert connection.read_answer("POST").status == 401
                 assert connection.at_end()
             assert b"secret" not in passed.data

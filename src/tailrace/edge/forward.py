@@ -85,13 +85,13 @@ class Forwarder:
     ) -> tuple[Reply, UpstreamConnection | None]:
         """The answer, and the connection if it has one of its own. Writes are sent once, whatever happens."""
         intake = intake_of(exchange)
+        is_head, is_read = exchange.method == b"HEAD", exchange.method in READS
         if intake is not None:
             head = request_head(exchange, lines, framing_of(intake))
-            return await upstream.uploads.ask_while_coming(head, intake), None
+            return await upstream.uploads.ask_while_coming(head, intake, head_only=is_head), None
         request = request_bytes(exchange, lines)
         if apart:
             return await upstream.pool.ask_apart(request)
-        is_head, is_read = exchange.method == b"HEAD", exchange.method in READS
         return await upstream.pool.ask(request, head_only=is_head, again=is_read), None
 
     async def _upgrade(self, exchange: Exchange, upstream: Upstream, caller: Caller | None) -> None:

@@ -45,14 +45,14 @@ class Pool:
         reply.queued_s = queued_s
         return reply
 
-    async def ask_while_coming(self, head: bytes, body: Intake) -> Reply:
+    async def ask_while_coming(self, head: bytes, body: Intake, *, head_only: bool = False) -> Reply:
         """Sends a request whose body is still coming, as fast as the upstream takes it.
 
         An upstream that answers before the end gets no more of it. Raises `BodyLostError` if there is no end.
         """
         queued_s = await self._turn()
         connection = await self._kept_or_new()
-        answer = connection.send(head, head_only=False, more=True)
+        answer = connection.send(head, head_only=head_only, more=True)
         answer.add_done_callback(lambda _: body.wake())
         try:
             while not answer.done() and not await self._pass_on(connection, body):
