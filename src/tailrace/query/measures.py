@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import frexp
 from typing import Final, NamedTuple, cast
 
-from tailrace.query.sketch import Sketch, nearest_rank, sketch_in
+from tailrace.query.sketch import Sketch, nearest_rank, sketch_in, tally
 from tailrace.query.values import to_float, to_integer
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
 from tailrace.schema.search_config import Measure
@@ -47,9 +47,9 @@ class Histogram:
             bits = [number.bit_length() for number in cast("Sequence[int]", numbers)]
         else:
             bits = [frexp(number)[1] for number in numbers]
-        for size in bits:
+        for size, count in tally(bits):
             exponent = size - 1 if size > 0 else 0
-            counts[exponent] = counts.get(exponent, 0) + 1
+            counts[exponent] = counts.get(exponent, 0) + count
 
     def merge(self, other: Histogram) -> None:
         for exponent, count in other.counts.items():
