@@ -53,12 +53,6 @@ class AppendRequest:
         return 1 if self.body else 0
 
 
-class Done(NamedTuple):
-    """The request asks for what is already so: it succeeds and changes nothing."""
-
-    duplicate: bool
-
-
 class CreateRequest(NamedTuple):
     name: str
     content_type: str | None = None
@@ -78,11 +72,15 @@ def append_time_ns(stream: Stream, hint_ns: int | None, now_ns: int, ahead_ns: i
     return wanted if wanted >= stream.last_ns else stream.last_ns
 
 
-def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns: int) -> Append | Done:
-    """Steps 6 to 12 of the append flow. The stream exists; the request is well-formed."""
+def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns: int) -> Append | None:
+    """For a stream that exists and a request that is well-formed.
+
+    None if the request asks for what is already so: it succeeds and changes nothing.
+    """
     count = request.count
     if stream.closed:
-        return _decide_closed(stream, request, count)
+        _check_closed(stream, request, count)
+        return None
     binds: str | None = None
     if count:
         assert request.content_type is not None
@@ -95,7 +93,7 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
                 "content_type_mismatch", f"the stream holds {stream.content_type}, not {request.content_type}"
             )
     if request.producer is not None and _producer_is_duplicate(stream, request.producer):
-        return Done(duplicate=True)
+        return None
     if request.seq is not None and stream.seq is not None and request.seq <= stream.seq:
         raise TailraceError(
             "seq_conflict",
@@ -126,7 +124,8 @@ def decide_append(stream: Stream, request: AppendRequest, now_ns: int, ahead_ns:
     )
 
 
-def _decide_closed(stream: Stream, request: AppendRequest, count: int) -> Done:
+def _check_closed(stream: Stream, request: AppendRequest, count: int) -> None:
+    """Refuses, unless the request closed the stream before or asks for nothing but that it be closed."""
     producer = request.producer
     headers: list[tuple[str, str]] = [
         ("Stream-Closed", "true"),
@@ -137,11 +136,11 @@ def _decide_closed(stream: Stream, request: AppendRequest, count: int) -> Done:
         if known is not None and producer[1] < known.epoch:
             raise _stale_epoch(known.epoch)
         if producer == stream.closed_by:
-            return Done(duplicate=True)
+            return
         if known is not None:
             headers += [("Producer-Epoch", str(known.epoch)), ("Producer-Seq", str(known.seq))]
     elif request.closes and not count:
-        return Done(duplicate=False)
+        return
     raise TailraceError("stream_closed", "the stream is closed", headers=tuple(headers))
 
 

@@ -161,7 +161,7 @@ class Log(CommitPath):
         except TailraceError as refusal:
             self._refuse(Transaction(stream, reply, context), refusal)
             return
-        if type(op) is not Append:
+        if op is None:
             transaction = Transaction(stream, reply, context)
             transaction.duplicate = True
             self._after(transaction)
@@ -287,7 +287,7 @@ class Log(CommitPath):
         self, transaction: Transaction, stream: Stream, request: AppendRequest, now_ns: int
     ) -> None:
         op = decide_append(stream, request, now_ns, self._ahead_ns)
-        assert isinstance(op, Append), "a new stream takes its first entries"
+        assert op is not None, "a new stream takes its first entries"
         transaction.add(self.streams, op)
 
     def remove(self, stream: Stream, reason: str, reply: Reply, context: object) -> None:

@@ -18,7 +18,7 @@ from tailrace.log.transaction import Transaction
 
 logger = logging.getLogger("tailrace.log")
 
-_KEPT = frozenset({"readers", "live", "used"})
+_KEPT = frozenset({"readers", "live"})
 
 
 class Undoing:
