@@ -197,3 +197,45 @@ def test_who_may_not_write_is_told_before_the_body_is_there(
             assert b"secret" not in passed.data
         finally:
             edge.stop()
+
+
+def test_requests_behind_a_long_one_are_answered_in_their_turn(
+    server: ServerProcess, edge: EdgeProcess
+) -> None:
+    """Sent in one go: the second and the third wait until the first is done."""
+    name = _made(server)
+    bodies = [bytes([number]) * size for number, size in ((1, 300 * KIB), (2, 10), (3, 300 * KIB))]
+    with Connection(edge.port) as connection:
+        connection.send(
+            b"".join(request_bytes("POST", f"/v1/stream/{name}", BINARY, body) for body in bodies)
+        )
+        for _ in bodies:
+            assert connection.read_answer("POST").status == 204
+        connection.send(request_bytes("GET", f"/v1/stream/{name}"))
+        assert connection.read_answer().body == b"".join(bodies)
+
+
+def test_a_client_that_waits_to_be_asked_is_asked(server: ServerProcess, edge: EdgeProcess) -> None:
+    name = _made(server)
+    body = bytes(range(256)) * KIB
+    head = {**BINARY, "Expect": "100-continue", "Content-Length": str(len(body))}
+    with Connection(edge.port) as connection:
+        connection.send(request_bytes("POST", f"/v1/stream/{name}", head))
+        assert connection.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue"
+        connection.send(body)
+        assert connection.read_answer("POST").status == 204
+    assert Caller(edge)("GET", name).raw == body
+
+
+def test_a_client_that_falls_silent_is_not_waited_for(server: ServerProcess, tmp_path: Path) -> None:
+    edge = EdgeProcess(tmp_path / "cache", server.base_url, env={**ENV, "TAILRACE_BODY_IDLE_MS": "500"})
+    edge.start()
+    name = _made(server)
+    with Connection(edge.port) as connection:
+        connection.send(request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(MIB)}))
+        connection.send(bytes(BEGUN_BYTES))
+        assert connection.read_answer("POST").code == "request_timeout"
+        assert connection.at_end()
+    assert metrics(edge)["tailrace_edge_body_bytes"] == 0
+    assert Caller(edge)("GET", name).raw == b""
+    edge.stop()
