@@ -228,3 +228,65 @@ def test_a_member_that_resumes_is_given_what_may_have_been_lost(world: World) ->
     publish(world, publisher, 1)
     again = world.connect(B, "mailbox", "resume", resumeToken=token)
     assert sorted(data(jobs(world, again))) == [0, 1]
+
+
+def ask_workers(world: World, asker: Any, number: int, **more: Any) -> str:
+    payload = {"topic": "jobs/eu", "type": "job", "data": number, "expectReply": True}
+    return world.say(asker, "hub:publish", payload, **more)
+
+
+def test_an_ask_is_answered_by_the_member_that_was_given_it(world: World) -> None:
+    asker, one, two, reader = world.actor(A), member(world, B), member(world, C), world.actor("@(t/d)")
+    world.ask(reader, "hub:subscribe", {"topic": "jobs/#", "durable": True})
+    request = ask_workers(world, asker, 1)
+    copies = [(session, *jobs(world, session)) for session in (one, two)]
+    ((given, copy),) = [found for found in copies if len(found) == 2]
+    assert (copy["pattern"], copy["metadata"]["originalMessageId"]) == ("ask", request)
+    assert copy["metadata"]["replyBy"] == world.now + 30_000
+    (seen,) = jobs(world, reader)
+    assert (seen["pattern"], "replyBy" in seen["metadata"]) == ("tell", False), "nobody asked this one"
+    for other in (reader, two if given is one else one):
+        refused = world.ask(other, "hub:reply", {"data": 0}, correlationId=copy["id"])
+        assert refused["payload"]["code"] == "unknown_correlation"
+    world.say(given, "hub:reply", {"data": 2}, correlationId=copy["id"], pattern="tell")
+    said = world.taken(asker)
+    assert [(frame["type"], frame["correlationId"]) for frame in said] == [
+        ("hub:published", request),
+        ("hub:reply", request),
+    ]
+    assert said[1]["payload"] == {"ok": True, "data": 2, "final": True}
+    world.wait(60_000)
+    assert world.taken(asker) == [], "one outcome is enough"
+
+
+def test_an_ask_goes_to_another_member_with_the_message(world: World) -> None:
+    asker, one = world.actor(A), member(world, B)
+    request = ask_workers(world, asker, 1)
+    assert data(jobs(world, one)) == [1]
+    world.lose(one)
+    two = member(world, C)
+    (copy,) = jobs(world, two)
+    assert (copy["pattern"], copy["to"]) == ("ask", C)
+    world.say(two, "hub:reply", {"data": 2}, correlationId=copy["id"], pattern="tell")
+    assert [frame["type"] for frame in world.taken(asker)] == ["hub:published", "hub:reply"]
+    later = ask_workers(world, asker, 2, ttl=5000)
+    world.wait(6000)
+    failed = world.taken(asker)[-1]
+    assert (failed["correlationId"], failed["payload"]["code"]) == (later, "timeout")
+    assert request != later
+
+
+def test_an_ask_that_a_member_rejects_is_over(world: World) -> None:
+    asker, one = world.actor(A), member(world, B)
+    request = ask_workers(world, asker, 1)
+    (copy,) = jobs(world, one)
+    mailbox = copy["metadata"]["mailbox"]
+    payload = {
+        "actorAddress": B,
+        "stream": mailbox["stream"],
+        "subscriptionId": mailbox["subscriptionId"],
+        "reject": [{"offset": mailbox["offset"], "reason": "no"}],
+    }
+    assert world.ask(one, "hub:mailbox_commit", payload)["type"] == "hub:mailbox_committed"
+    failed = world.taken(asker)[-1]
+    assert (failed["correlationId"], failed["payload"]["code"]) == (request, "timeout")

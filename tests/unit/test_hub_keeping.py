@@ -264,6 +264,22 @@ def test_a_reply_waits_for_a_durable_asker() -> None:
     assert [(frame["correlationId"], frame["payload"]["data"]) for frame in replies] == [(request, 2)]
 
 
+def test_what_an_actor_read_by_itself_can_be_committed_after_a_restart() -> None:
+    world = World()
+    sender, receiver = world.actor(A), world.actor(B, "mailbox", durable=True, push=False, commit="manual")
+    for number in range(3):
+        send(world, sender, B, number)
+    page = world.ask(receiver, "hub:mailbox_read", {"actorAddress": B, "limit": 2})["payload"]
+    world.wait(1000)
+    world.crash()
+    back = world.actor(B, "mailbox", durable=True, push=False, commit="manual")
+    wanted = {"actorAddress": B, "offset": page["nextOffset"]}
+    done = world.ask(back, "hub:mailbox_commit", wanted)
+    assert (done["type"], done["payload"]["lag"]) == ("hub:mailbox_committed", 1), done
+    beyond = {"actorAddress": B, "offset": world.streams.offset("hub/mbox/t/b", 3)}
+    assert world.ask(back, "hub:mailbox_commit", beyond)["payload"]["code"] == "invalid_offset"
+
+
 def test_a_mailbox_is_read_by_its_owner() -> None:
     world = World()
     sender, receiver = world.actor(A), world.actor(B, durable=True, push=False)

@@ -55,6 +55,11 @@ class Ask(msgspec.Struct, eq=False):
     def open(self) -> bool:
         return bool(self.levels) or self.expects_reply
 
+    @property
+    def own(self) -> bytes:
+        """What the copy of a publication says more in its metadata if it is to be answered."""
+        return b',"originalMessageId":%b,"replyBy":%d' % (_quoted(self.request_id), self.deadline_ms)
+
 
 class Asks:
     def __init__(self, hub: Hub) -> None:
@@ -182,9 +187,11 @@ class Asks:
         if ask.reached is None or ask.reached == "accepted":
             ask.reached = "delivered"
 
-    def stored_at(self, stream: str, entry: int) -> Ask | None:
+    def stored_at(self, stream: str, entry: int, recipient: str) -> Ask | None:
+        """What an entry asks of this one among those who are given it."""
         waiting = self._stored.get(stream)
-        return None if waiting is None else waiting.get(entry)
+        found = None if waiting is None else waiting.get(entry)
+        return found if found is not None and found.recipient == recipient else None
 
     def passed(self, stream: str, upto: int, now_ms: int) -> None:
         """A recipient's committed position has passed these entries."""

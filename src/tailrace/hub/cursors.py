@@ -27,7 +27,7 @@ class Cursor(msgspec.Struct, eq=False):
 
     committed: int = 0
     delivered: int = 0  # the last that was handed over; after a restart those up to it are redelivered
-    read_upto: int = 0  # by the actor itself; memory only
+    read_upto: int = 0  # by the actor itself
     # Entries up to here may have been handed over by a process that died before it could write that down.
     unsure_upto: int = 0
     moved_ms: int = 0  # when it was last moved, to the second
@@ -48,6 +48,7 @@ class CursorRecord(msgspec.Struct, rename="camel", omit_defaults=True):
     delivered: str
     moved_at: int = 0
     passed: list[tuple[int, int]] = []
+    read: str | None = None  # if the actor itself read beyond what was handed to it
 
 
 class Cursors:
@@ -150,6 +151,7 @@ class Cursors:
             streams.offset(stream, cursor.delivered),
             cursor.moved_ms,
             runs(cursor.passed),
+            streams.offset(stream, cursor.read_upto) if cursor.read_upto > cursor.delivered else None,
         )
         self._hub.append(Append(STREAM, _message(path, stream, record), then, key=path.encode()))
 

@@ -120,7 +120,11 @@ def read(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             told = HubError(error.code, error.message, {"earliestOffset": earliest})
             hub.refuse_request(session, request, told, now_ms)
             return
-        feed.cursor.read_upto = max(feed.cursor.read_upto, found.next_entry)
+        cursor = feed.cursor
+        if found.next_entry > max(cursor.read_upto, cursor.delivered):
+            # Written down soon, so that it can be committed after a restart too.
+            cursor.read_upto = found.next_entry
+            hub.mailboxes.cursors.moved(box.path, stream)
         _answer(hub, session, request, path, feed, found, now_ms)
 
     if not tail:
@@ -215,7 +219,7 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     upto, entries, rejected = _read_commit(hub, box, feed, request)
     for entry in rejected:
         if entry > feed.cursor.committed and entry not in feed.cursor.passed:
-            _bury(hub, feed, entry)
+            _bury(hub, box, feed, entry)
     for entry, flight in feed.flights.items():
         if (entry <= upto or entry in entries) and entry not in rejected:
             offset = hub.streams.offset(feed.stream, entry)
@@ -260,14 +264,14 @@ def _within(hub: Hub, feed: Feed, text: str, bound: int) -> int:
     return entry
 
 
-def _bury(hub: Hub, feed: Feed, entry: int) -> None:
+def _bury(hub: Hub, box: Box, feed: Feed, entry: int) -> None:
     """The whole message goes to the dead letters, so it has to be read."""
     attempts = feed.deliveries.get(entry, 1)
 
     def then(found: Found, now_ms: int) -> None:
         for number, time_ns, body in found.entries:
             copy = copies.stored(parse(_message(feed, body), STORED_BYTES_MAX))
-            hub.mailboxes.bury(feed, number, copy, "rejected", attempts, time_ns, now_ms)
+            hub.mailboxes.bury(box, feed, number, copy, "rejected", attempts, time_ns, now_ms)
 
     hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, then))
 
@@ -287,7 +291,7 @@ def delete(hub: Hub, path: str) -> None:
     def then(found: Found, now_ms: int) -> None:
         for number, time_ns, body in found.entries:
             copy = copies.stored(parse(body, STORED_BYTES_MAX))
-            hub.mailboxes.bury(feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
+            hub.mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
         if found.error is None and found.next_entry < (hub.streams.tail(stream) or 0):
             hub.effects.append(Read(stream, found.next_entry, 100, PAGE_BYTES, then))
             return

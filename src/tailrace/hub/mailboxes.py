@@ -348,7 +348,7 @@ class Mailboxes:
         reason = self._undeliverable(box, feed, ahead, before, now_ms)
         if reason is not None:
             if reason != "denied":
-                self.bury(feed, entry, copy, reason, before, ahead.time_ns, now_ms)
+                self.bury(box, feed, entry, copy, reason, before, ahead.time_ns, now_ms)
             self._pass(box, feed, entry)
             return
         offset = hub.streams.offset(feed.stream, entry)
@@ -363,12 +363,15 @@ class Mailboxes:
         more += b"}"
         if before or entry <= max(feed.handed_before, feed.cursor.unsure_upto):
             more += b',"redelivered":true,"deliveryCount":%d' % (before + 1)
+        ask = hub.asks.stored_at(feed.stream, entry, box.path)
+        if ask is not None and feed.kind == TOPIC:
+            copy = msgspec.structs.replace(copy, id=ask.copy_id, pattern="ask")
+            more += ask.own
         frame = copy.frame(more)
         if hub.flow.offer(box.session, frame, now_ms) != SENT:
             return
         feed.sent = max(feed.sent, entry)
         feed.cursor.delivered = max(feed.cursor.delivered, entry)
-        ask = hub.asks.stored_at(feed.stream, entry)
         if ask is None and feed.kind == MAILBOX and copy.pattern == "ask":
             ask = hub.asks.rebuild(copy, box.path, feed.stream, entry, offset, now_ms)
         if box.options.manual:
@@ -398,7 +401,15 @@ class Mailboxes:
         return None
 
     def bury(
-        self, feed: Feed, entry: int, copy: Copy, reason: str, attempts: int, time_ns: int, now_ms: int
+        self,
+        box: Box,
+        feed: Feed,
+        entry: int,
+        copy: Copy,
+        reason: str,
+        attempts: int,
+        time_ns: int,
+        now_ms: int,
     ) -> None:
         """An accepted message that nobody will get."""
         hub = self._hub
@@ -411,8 +422,8 @@ class Mailboxes:
             attempts=attempts,
             accepted_ms=time_ns // 1_000_000,
         )
-        ask = hub.asks.stored_at(feed.stream, entry)
-        if ask is not None and feed.kind == MAILBOX:
+        ask = hub.asks.stored_at(feed.stream, entry, box.path)
+        if ask is not None:
             code = "message_expired" if reason == "message_expired" else "timeout"
             hub.asks.failed(ask, HubError(code, f"not delivered: {reason}", {"outcome": "unknown"}), now_ms)
 

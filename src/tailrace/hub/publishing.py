@@ -116,28 +116,40 @@ class Publication:
         if not self._request.truth("expectReply"):
             self._offer(member.session, self._encoded(to, now_ms), to, now_ms)
             return
-        ttl = self._request.envelope.ttl
-        deadline = min(now_ms + (ttl or hub.limits.hub_ask_ms), now_ms + TTL_MS_MAX)
-        ask = Ask(
-            self._request.id,
-            self._session,
-            self._request.sender,
-            member.owner,
-            deadline,
-            [],
-            True,
-            copies.traced(self._request),
-            copy_id=new_id(now_ms),
-            recipient_session=member.session,
-        )
-        own = b',"originalMessageId":%b,"replyBy":%d' % (msgspec.json.encode(self._request.id), deadline)
+        ask = self._ask(member.owner, now_ms)
+        ask.recipient_session = member.session
         copy = msgspec.structs.replace(self._copy, id=ask.copy_id, to=to, pattern="ask")
-        if self._offer(member.session, copy.frame(own), to, now_ms) in (SENT, WAITING):
+        if self._offer(member.session, copy.frame(ask.own), to, now_ms) in (SENT, WAITING):
             hub.asks.begin(ask)
 
+    def _ask(self, recipient: str, now_ms: int) -> Ask:
+        request = self._request
+        ttl_ms = request.envelope.ttl or self._hub.limits.hub_ask_ms
+        return Ask(
+            request.id,
+            self._session,
+            request.sender,
+            recipient,
+            now_ms + min(ttl_ms, TTL_MS_MAX),
+            [],
+            True,
+            copies.traced(request),
+            copy_id=new_id(now_ms),
+        )
+
+    def _ask_group(self, found: Subscription, entry: int, now_ms: int) -> None:
+        """Whichever member is given the entry may answer it, also one that comes later."""
+        ask, stream = self._ask(found.owner, now_ms), topic_stream(self._topic)
+        self._hub.asks.begin(ask)
+        offset = self._hub.streams.offset(stream, entry)
+        self._hub.asks.committed(ask, stream, entry, offset, online=False, now_ms=now_ms)
+
     def _give_durable(self, entry: int, served: set[Session], now_ms: int) -> None:
-        hub = self._hub
+        hub, asks = self._hub, self._request.truth("expectReply") is True
         for found in hub.topics.lasting.match(self._topic):
+            if asks and found.group is not None:
+                asks = False
+                self._ask_group(found, entry, now_ms)
             box = hub.mailboxes.boxes.get(found.owner)
             there = box is not None and (
                 box.online
@@ -172,6 +184,8 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         raise field_error("topic", problem)
     if not hub.policy.may_topic(session.actor, "publish", topic):
         raise hub.denied(session, "publish", "denied by policy", topic, now_ms)
+    if request.truth("expectReply"):
+        hub.asks.check_room(session)
     seen = repeated(hub, session, request, now_ms)
     if seen is None:
         return

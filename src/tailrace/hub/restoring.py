@@ -136,6 +136,7 @@ class Restoring:
             cursor = Cursor(
                 committed,
                 delivered,
+                read_upto=delivered if record.read is None else self._entry(stream, record.read),
                 unsure_upto=tail,
                 moved_ms=record.moved_at or now_ms,
                 passed={entry for entry in passed if committed < entry <= tail},

@@ -121,7 +121,7 @@ class Sweeping:
                 self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
                 break
             copy = copies.stored(parse(body, STORED_BYTES_MAX))
-            mailboxes.bury(feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
+            mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
             old.add(number)
         if old:
             mailboxes.done_with(box, feed, old)
