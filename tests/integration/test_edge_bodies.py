@@ -231,9 +231,9 @@ def test_a_client_that_falls_silent_is_not_waited_for(server: ServerProcess, tmp
     edge = EdgeProcess(tmp_path / "cache", server.base_url, env={**ENV, "TAILRACE_BODY_IDLE_MS": "500"})
     edge.start()
     name = _made(server)
+    head = request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(MIB)})
     with Connection(edge.port) as connection:
-        connection.send(request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(MIB)}))
-        connection.send(bytes(BEGUN_BYTES))
+        connection.send(head + bytes(BEGUN_BYTES))
         assert connection.read_answer("POST").code == "request_timeout"
         assert connection.at_end()
     assert metrics(edge)["tailrace_edge_body_bytes"] == 0
