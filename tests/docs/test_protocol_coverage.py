@@ -9,7 +9,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "protocol-coverage.md"
-# The properties of searches, schemas and what is around them that need no companions of a pipeline.
+# The properties of searches, schemas, the pipeline and what is around them.
 PROPERTIES = {
     "m": [1, 2, 3, 4],
     "s": [1, 2, 3, 4],
@@ -20,7 +20,8 @@ PROPERTIES = {
     "r": [1, 2, 3, 4, 5, 6, 7],
     "a": [1, 2, 3, 4, 5, 6],
     "k": [1, 2],
-    "i": [5],
+    "i": [1, 2, 3, 4, 5],
+    "p": list(range(1, 22)),
     "pr": [1, 2, 3, 4, 5],
     "t": [1, 2, 3, 4, 5, 6, 7],
     "n": [1, 2, 3],

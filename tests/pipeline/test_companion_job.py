@@ -53,7 +53,7 @@ def run(spark: SparkSession, shelf: Shelf) -> Run:
     return run
 
 
-def test_every_segment_is_built(shelf: Shelf, run: Run) -> None:
+def test_i2_p7_every_segment_is_built(shelf: Shelf, run: Run) -> None:
     stored = {first: _rows(first, 30) for first in (1, 31, 61, 91, 121)}
     for rows in stored.values():
         shelf.seal(rows)
@@ -73,7 +73,7 @@ def test_every_segment_is_built(shelf: Shelf, run: Run) -> None:
         assert names == {file.object for file in outcomes[first].files if file.family != "fts"}
 
 
-def test_a_bad_segment_stays_alone(shelf: Shelf, run: Run) -> None:
+def test_p19_a_bad_segment_stays_alone(shelf: Shelf, run: Run) -> None:
     good, missing, corrupt, other = (shelf.seal(_rows(first, 5)) for first in (1, 6, 11, 16))
     (shelf.directory / missing.object).unlink()
     path = shelf.directory / corrupt.object
@@ -97,7 +97,7 @@ def test_a_worker_that_dies_once_is_replaced(
     assert {outcome.status for outcome in run().values()} == {"built"}
 
 
-def test_the_culprit_is_found(shelf: Shelf, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p19_the_culprit_is_found(shelf: Shelf, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     firsts = (1, 6, 11, 16, 21)
     for first in firsts:
         shelf.seal(_rows(first, 5))
@@ -117,7 +117,7 @@ def _added(owner: FakeOwner) -> Sequence[str]:
     return sorted(one.object for body in owner.published for one in body.add if one.family != "fts")
 
 
-def test_once_does_everything(
+def test_p2_once_does_everything(
     spark: SparkSession, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for first in range(1, 50, 7):
@@ -136,6 +136,18 @@ def test_once_does_everything(
     other = FakeOwner(shelf)
     run_once(other, spark, monkeypatch, directory=tmp_path)
     assert _added(other) == before
+
+
+def test_p5_a_pipeline_that_has_lost_everything_finds_what_is_left(
+    spark: SparkSession, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No checkpoint, no event, no disk: the plan says what is to be done."""
+    done, *left = [shelf.seal(_rows(first, 7)) for first in (1, 8, 15)]
+    owner = FakeOwner(shelf)
+    owner.covered = {done.object}  # by one of which nothing else is known any more
+    run_once(owner, spark, monkeypatch, directory=tmp_path / "new")
+    built = [one.object for body in owner.published for one in body.inputs]
+    assert sorted(built) == sorted(segment.object for segment in left)
 
 
 def test_what_is_outdated_is_dropped(

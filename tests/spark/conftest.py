@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from support.sealing import SEALING_ENV, wait_sealed
+from support.s3 import S3Server
 from support.server import ServerProcess
-from support.spark_rows import Filled, fill
+from support.spark_rows import Filled, seamed_server
 from tailrace.spark.segment_objects import STORES
 from tailrace.spark.server import SERVERS
 
@@ -18,16 +18,17 @@ StartServer = Callable[..., ServerProcess]
 @pytest.fixture(scope="module")
 def seamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
     """A server with the streams of `fill`: their first halves in many small segments, the rest in memory."""
-    server = ServerProcess(tmp_path_factory.mktemp("seamed") / "data", env=SEALING_ENV).start()
-    fill(server, range(60))
-    wait_sealed(server.data_dir)
-    server.stop()
-    # Nothing is sealed any more, so what comes now stays where it is.
-    server.env = {}
-    server.start()
-    filled = fill(server, range(60, 120))
-    yield filled
-    server.stop()
+    with seamed_server(tmp_path_factory.mktemp("seamed"), {}) as filled:
+        yield filled
+
+
+@pytest.fixture
+def seamed_bucket(tmp_path_factory: pytest.TempPathFactory, s3: S3Server) -> Iterator[Filled]:
+    """The same with a bucket as the store."""
+    directory = tmp_path_factory.mktemp("seamed")
+    store = {"TAILRACE_OBJECT_STORE": s3.url(f"seamed/{directory.name}"), **s3.env()}
+    with seamed_server(directory, store) as filled:
+        yield filled
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow.parquet as pq
 import pytest
 from pyspark.errors import AnalysisException
 
@@ -14,6 +15,7 @@ from support.server import ServerProcess
 from support.spark_rows import Filled, served
 from support.wire import Wire, fresh
 from tailrace.spark.options import OptionError
+from tailrace.spark.results import write_here
 from tailrace.spark.sql import Shell, as_of
 
 if TYPE_CHECKING:
@@ -70,6 +72,19 @@ def test_as_of_fixes_the_end(spark: SparkSession, seamed: Filled) -> None:
     assert row.files > 1
     assert 0 < row.rows < len(truth)
     assert shell.query("select * from tailrace.companions").count() == 0
+
+
+def test_results_are_written_by_the_driver(spark: SparkSession, tmp_path: Path) -> None:
+    """As on a cluster, whose executors write where nobody looks."""
+    query = "select id, timestamp_micros(id) as at, array(id, null) as list, '😀' as text from range(10000)"
+    for name, found in {"some": spark.sql(query), "none": spark.sql(f"{query} where id < 0")}.items():
+        write_here(found.repartition(3), tmp_path / name)
+        stored = pq.read_table(tmp_path / name)
+        expected = found.orderBy("id").toArrow()
+        assert stored.sort_by("id").to_pylist() == expected.to_pylist()
+        assert stored.schema.types == expected.schema.types
+    with pytest.raises(FileExistsError):
+        write_here(spark.range(1), tmp_path / "some")
 
 
 @pytest.mark.nightly

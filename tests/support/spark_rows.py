@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.sql.types import StructField, StructType
 
+from support.sealing import SEALING_ENV, wait_sealed
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
@@ -42,6 +45,22 @@ def fill(server: ServerProcess, numbers: Iterable[int]) -> Filled:
             if number % 2:
                 plain.append(b"\xff" * (number % 7) + str(number).encode(), key=key)
     return Filled(server)
+
+
+@contextmanager
+def seamed_server(directory: Path, store: Mapping[str, str]) -> Iterator[Filled]:
+    """A server whose streams are half in small segments on the store, and half in memory."""
+    server = ServerProcess(directory / "data", env={**SEALING_ENV, **store}).start()
+    try:
+        fill(server, range(60))
+        wait_sealed(server.data_dir)
+        server.stop()
+        # Nothing is sealed any more, so what comes now stays where it is.
+        server.env = dict(store)
+        server.start()
+        yield fill(server, range(60, 120))
+    finally:
+        server.stop()
 
 
 def served(server: ServerProcess, stream: str) -> list[Row]:

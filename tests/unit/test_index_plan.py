@@ -240,8 +240,7 @@ UNSEEN = ["sketchJsonPointer", "prefix", "sortable"]
 
 def test_i1_what_has_one_hash_has_one_content() -> None:
     """And every change of a leaf that companions are made of shows in what they say."""
-    alike = (["aliases", "svc"], None), (["aliases", "svc"], "message")
-    base, other = (plan_of(registry(changed(*change))) for change in alike)
+    base, other = (plan_of(registry(changed(["aliases", "svc"], value))) for value in (None, "message"))
     contents = _contents(base)
     assert (base.plan.hash, contents) == (other.plan.hash, _contents(other))
     for path, value in CHANGES:

@@ -73,7 +73,7 @@ def sql(
         raise UsageError(str(error)) from None
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tailrace-sql-") as directory:
-        from tailrace.pipeline.session import master_of, open_session
+        from tailrace.pipeline.session import is_local, master_of, open_session
         from tailrace.spark.sql import Shell
 
         spark = open_session(master_of(master), Path(directory))
@@ -84,7 +84,7 @@ def sql(
             if query is None:
                 _prompt(shell, printing)
             else:
-                _answer(shell, query, printing, out)
+                _answer(shell, query, printing, out, here=not is_local(master))
         finally:
             spark.stop()
 
@@ -96,7 +96,8 @@ def _need_spark() -> None:
         raise RefusedError("this needs Spark: pip install 'tailrace[spark]', and Java 17 or newer")
 
 
-def _answer(shell: Shell, query: str, printing: str, out: Path | None) -> None:
+def _answer(shell: Shell, query: str, printing: str, out: Path | None, *, here: bool = False) -> None:
+    """`here`: files are written by this process, since executors may be on other machines."""
     from pyspark.errors import PySparkException
 
     from tailrace.spark.options import OptionError
@@ -104,7 +105,10 @@ def _answer(shell: Shell, query: str, printing: str, out: Path | None) -> None:
     try:
         found = shell.query(query.strip().rstrip(";"))
         if out is not None:
-            found.write.mode("error").parquet(str(out.absolute()))
+            if here:
+                _write_here(found, out)
+            else:
+                found.write.mode("error").parquet(str(out.absolute()))
             print(f"wrote {out}", file=sys.stderr)
             return
         _print(found, printing)
@@ -112,6 +116,15 @@ def _answer(shell: Shell, query: str, printing: str, out: Path | None) -> None:
         raise RefusedError(_first_line(error)) from None
     except OptionError as error:
         raise RefusedError(str(error)) from None
+
+
+def _write_here(found: DataFrame, out: Path) -> None:
+    from tailrace.spark.results import write_here
+
+    try:
+        write_here(_printable(found), out)
+    except FileExistsError:
+        raise RefusedError(f"{out} exists already") from None
 
 
 def _first_line(error: Any) -> str:
