@@ -64,6 +64,12 @@ async def herd(server: ServerProcess, count: int, *, kill: bool) -> None:
             assert all(message.redelivered for messages in heard for message in messages)
             if word == "before":
                 await asyncio.to_thread(server.restart, kill=kill)
+        await each(
+            [*zip(hubs, [*hubs[1:], hubs[0]], strict=True)],
+            lambda pair: pair[0].send(pair[1].identity, "each"),
+        )
+        for hub in hubs:
+            await first_of(hub, "each")
         found = [found.address async for found in sender.discover("herd/*")]
         assert len(found) == count + 1
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import deque
 from typing import Any
 
 from conftest import StartServer
@@ -133,6 +134,28 @@ def test_a_broadcast_to_100_is_done_in_one_go_and_one_to_1000_in_turns() -> None
         ack = world.ask(sender, "hub:broadcast", {"type": "news", "data": 1, "excludeSelf": True})["payload"]
         assert (ack["deliveredCount"], ack["failedCount"], ack["total"]) == (count, 0, count)
         assert all(len(told(world.taken(actor), "news")) == 1 for actor in actors)
+
+
+def test_queues_fill_batch_by_batch_in_a_broadcast_to_1000_and_others_are_served_in_between() -> None:
+    world = World()
+    sender, other = world.actor(A), world.actor(B)
+    actors = [world.actor(f"@(many/{number:04})") for number in range(1000)]
+    assert not any(actor.outbox.messages for actor in actors)
+    world.unsent.update(dict.fromkeys(actors, 1))  # from here on nobody takes anything
+    world.turns = deque()
+    payload = {"type": "news", "data": 1, "pattern": "many/*"}
+    request = world.say(sender, "hub:broadcast", payload, pattern="tell")
+    held = world.say(sender, "hub:queue_stats")
+    for batches in range(1, 10):
+        depths = [actor.outbox.messages for actor in actors]
+        assert depths == [1] * 100 * batches + [0] * (1000 - 100 * batches)
+        assert world.ask(other, "hub:queue_stats")["payload"]["queueDepth"] == 0
+        assert world.taken(sender) == [], "what it says later waits for its broadcast"
+        assert world.turn()
+    assert not world.turn()
+    answers = [frame["correlationId"] for frame in world.taken(sender)]
+    assert answers == [request, held]
+    assert [world.ask(actor, "hub:queue_stats")["payload"]["queueDepth"] for actor in actors[:3]] == [1, 1, 1]
 
 
 def test_a_fast_producer_is_told_to_pause_for_a_slow_consumer_which_can_see_its_queue() -> None:

@@ -139,6 +139,7 @@ class World:
         self.closes: dict[Session, int] = {}
         self.unsent: dict[Session, int] = {}
         self.held: deque[Append] | None = None
+        self.turns: deque[Turn] | None = None  # a list: they wait for `turn`
         self._queue: deque[Effect] = deque()
         self._busy = False
 
@@ -175,8 +176,10 @@ class World:
             self.closes[effect.session] = effect.code
             self.run(decide.closed(self.hub, effect.session, effect.code, self.now))
         elif isinstance(effect, Turn):
-            effect.then(self.now)
-            self.run(decide.finish(self.hub, self.now))
+            if self.turns is not None:
+                self.turns.append(effect)
+            else:
+                self._take_turn(effect)
         elif isinstance(effect, Create):
             self.streams.make(effect.stream, self.now)
         elif isinstance(effect, Remove):
@@ -192,6 +195,17 @@ class World:
         if effect.then is not None:
             effect.then(settled, self.now)
             self.run(decide.finish(self.hub, self.now))
+
+    def _take_turn(self, effect: Turn) -> None:
+        effect.then(self.now)
+        self.run(decide.finish(self.hub, self.now))
+
+    def turn(self) -> bool:
+        """Lets whoever gave others a turn go on; False if nobody did."""
+        if not self.turns:
+            return False
+        self._take_turn(self.turns.popleft())
+        return True
 
     def hold(self) -> None:
         """Appends are not durable until `commit_held`."""
