@@ -356,6 +356,7 @@ class _Run:
             }
             for start_ms, groups in self._groups.shown(self._deadline)
         ]
+        self._groups.groups.clear()  # on this thread: to take many of them apart takes the loop too long
         return orjson.dumps(
             {
                 "stream": self._stream.name,
