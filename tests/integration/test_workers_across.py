@@ -20,6 +20,7 @@ from support.hooks import Hook
 from support.hub_client import registered
 from support.offers import FAMILIES, FakePipeline, configured, fill, planned, seal, uncovered
 from support.server import ServerProcess
+from support.sources import BASE, documents, wait_phase, wait_until
 from support.watch_client import Live
 from support.workers import names_of, pid_of
 from tailrace.profiles.touch import keys
@@ -253,15 +254,14 @@ def test_a_hook_is_called_for_streams_of_all_workers(server: ServerProcess, call
 
 
 def test_live_queries_are_answered_wherever_the_client_is(server: ServerProcess, call: Caller) -> None:
-    base = "/v1/databases/default"
-    assert call("PUT", f"{base}/collections/seen", {}).status in (200, 201)
+    assert call("PUT", f"{BASE}/collections/seen", {}).status in (200, 201)
     with ExitStack() as open_sockets:
         clients = [Live(server) for _ in range(MANY)]
         for client in clients:
             open_sockets.callback(client.close)
             client.send("subscribe", "s", query={"collection": "seen"}, sendSnapshot=True)
             client.take_until("snapshot-end")
-        assert call("PUT", f"{base}/docs/seen/1", {"n": 1}).status in (200, 201)
+        assert call("PUT", f"{BASE}/docs/seen/1", {"n": 1}).status in (200, 201)
         for client in clients:
             assert client.take_until("event")[-1]["payload"]["delta"]["doc"]["id"] == "1"
 
@@ -289,3 +289,31 @@ def test_h43_a_dead_worker_takes_no_accepted_message_along(server: ServerProcess
         back = registered(server, "@(across/r)", words=["mailbox"], durable=True, commit="manual")
         open_sockets.callback(back.cut)
         assert [back.of("t")["payload"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_source_reads_streams_of_all_workers(server: ServerProcess, call: Caller) -> None:
+    def say(name: str, key: str, number: int) -> None:
+        record = {"type": "order", "key": key, "value": {"n": number}, "headers": {"operation": "insert"}}
+        reply = eventually(lambda: call("POST", name, [record]), lambda reply: reply.status != 503)
+        assert reply.status == 204
+
+    names = both("orders")
+    for name in names:
+        call("PUT", name, headers=JSON)
+        assert call("POST", f"{name}/_profile", {"profile": {"kind": "state-protocol"}}).status == 200
+        say(name, "a", 1)
+        source = {"kind": "stream", "stream": name, "collections": {"order": {"collection": name}}}
+        made = call("PUT", f"{BASE}/sources/{name}", source)
+        assert made.status == 201, made.raw
+        wait_phase(call, name, "live")
+        assert documents(call, name) == {"a": {"n": 1}}
+        say(name, "b", 2)
+        wait_until(lambda name=name: documents(call, name), lambda seen: "b" in seen)
+    far = names[SECOND]
+    kill(server, SECOND)
+    say(far, "a", 3)
+    wait_until(lambda: documents(call, far), lambda seen: seen == {"a": {"n": 3}, "b": {"n": 2}})
+    assert call("DELETE", far).status == 204
+    wait_until(
+        lambda: call("GET", f"{BASE}/sources/{far}").body["status"]["error"], lambda error: error is not None
+    )

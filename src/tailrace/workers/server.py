@@ -21,7 +21,7 @@ from tailrace.net.relay import Peer
 from tailrace.protocol.query import parse_query
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.workers import delivery, feed, homes, pipeline
+from tailrace.workers import delivery, feed, homes, origins, pipeline
 from tailrace.workers.circle import Circle
 from tailrace.workers.front import Front, Inner, MetricsFront
 from tailrace.workers.gather import OPEN_METRICS, Gather
@@ -62,6 +62,7 @@ class WorkerServer(Server):
         if self.index == FIRST:
             self._spread = pipeline.SpreadPipeline(self.pipeline, circle, self._homes)
             self._front.pipeline = self._spread.serve
+            self.watch.sources.elsewhere = origins.Origins(self.log, circle, self._homes).find
         self._feed = feed.Feed(self.log, loop, self.app.guard.check)
         self._incoming = delivery.Incoming(self.log, self._prepare)
         self._outgoing = delivery.Outgoing(self.log, self.index, self.peers[FIRST])
@@ -117,6 +118,7 @@ class WorkerServer(Server):
             feed.FOLLOW.encode(): self._feed.follow,
             feed.INTEREST.encode(): self._feed.interest,
             feed.WAKE.encode(): self._feed.wake,
+            origins.PATH.encode(): origins.OriginDesk(self.log).answer,
             pipeline.DEMAND.encode(): self._part.tell_demand,
             **dict.fromkeys(pipeline.PARTS, self._part.answer),
         }

@@ -214,6 +214,7 @@ class Supervisor:
             single.announce(self._workers[0].url, self._settings)
         else:
             ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
         await stop
         await self._stop(lives)
         return 1 if any(worker.failed for worker in self._workers) else 0

@@ -53,10 +53,10 @@ class WatchService:
         self._summaries = Summaries(context, self.gateway)
         self.care.other_bounds = self._summaries.bounds
         self._jobs = JobRoutes(context, self.book, self._writer, self._summaries)
-        self._sources = Sources(context, self.book, self.gateway)
-        self._sources.connect(context.telemetry)
-        self._sources.on_changed = self._replication.on_changed
-        self._source_routes = SourceRoutes(context, self._sources)
+        self.sources = Sources(context, self.book, self.gateway)
+        self.sources.connect(context.telemetry)
+        self.sources.on_changed = self._replication.on_changed
+        self._source_routes = SourceRoutes(context, self.sources)
         self.book.on_applied = self._applied
         self.book.on_page = self.gateway.on_page
 
@@ -68,11 +68,11 @@ class WatchService:
         self._replication.start()
         self.care.start()
         self._summaries.start()
-        await self._sources.start()
+        await self.sources.start()
 
     async def stop(self) -> None:
         await self.care.stop()
-        self._sources.stop()
+        self.sources.stop()
         self._summaries.stop()
         self.gateway.delivered.stop()
         self.book.close()

@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from tailrace.api.guard import PROFILE
 from tailrace.api.watch.audit import Audit
 from tailrace.api.watch.book import Book, Collection
 from tailrace.api.watch.source_ingest import Ingest, SupersededError
+from tailrace.api.watch.source_origin import Elsewhere, Origin, OwnOrigin, found_source
 from tailrace.api.watch.source_seen import SeenKeys
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.log.model import Stream
-from tailrace.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.protocol.durations import format_instant
 from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
@@ -46,6 +44,7 @@ class StreamConnector:
         status: SourceStatus,
         limits: Limits,
         audit: Audit,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._book = book
         self._log = book.log
@@ -55,11 +54,8 @@ class StreamConnector:
         self._limits = limits
         self._audit = audit
         self._types = {one.table: one.collection for one in config.tables}
-        self._news = asyncio.Event()
+        self._elsewhere = elsewhere
         self._mentioned: dict[str, SeenKeys] | None = None
-
-    def on_published(self, stream: Stream) -> None:
-        self._news.set()
 
     async def run(self) -> None:
         retry_s = RETRY_S_MIN
@@ -96,29 +92,22 @@ class StreamConnector:
     # -- a session -------------------------------------------------------------------------------------
 
     async def _session(self) -> None:
-        stream = self._found()
-        stream.readers = [*(stream.readers or ()), self]
+        origin = await self._open()
         try:
-            await self._followed(stream)
+            await self._followed(origin)
         finally:
-            others = [one for one in stream.readers or () if one is not self]
-            stream.readers = others or None
+            origin.close()
 
-    def _found(self) -> Stream:
-        stream = self._log.find(self._config.stream)
-        if stream is None and self._log.is_elsewhere(self._config.stream):
-            raise SourceError(f"the stream {self._config.stream!r} lives on another worker than documents do")
-        if stream is None or stream.gone or stream.visible < 0:
-            raise SourceError(f"there is no stream {self._config.stream!r}")
-        profile = read_profile((stream.visible_documents or {}).get(PROFILE))
-        if not isinstance(profile, StateProtocolProfile):
-            raise SourceError(f"the stream {self._config.stream!r} has not the profile state-protocol")
-        return stream
+    async def _open(self) -> Origin:
+        name = self._config.stream
+        if self._elsewhere is not None and self._log.find(name) is None:
+            return await self._elsewhere(name)
+        return OwnOrigin(self._log, found_source(self._log, name))
 
-    async def _followed(self, stream: Stream) -> None:
+    async def _followed(self, origin: Origin) -> None:
         ingest = self._states.ingest()
-        ingest.offset = stream.offset
-        progress, incarnation = ingest.progress, f"{stream.number}"
+        ingest.offset = origin.offset
+        progress, incarnation = ingest.progress, origin.incarnation
         if progress.phase in ("live", "loading") and progress.system != incarnation:
             raise GapError("it is another stream")
         if progress.phase == "stale" and not progress.rescan:
@@ -126,40 +115,37 @@ class StreamConnector:
             await asyncio.Event().wait()  # an operator decides
         goal: int | None = None
         if progress.phase in ("new", "stale"):
-            position = Position(stream.earliest, 0, -1)
+            position = Position(origin.earliest, 0, -1)
             known = progress.at(position).replaced(
-                system=incarnation, reason=None, rescan=False, again=stream.earliest + 1
+                system=incarnation, reason=None, rescan=False, again=origin.earliest + 1
             )
             await self._states.begin_load(ingest, known)
         if ingest.progress.phase == "loading":
-            goal = stream.visible
+            goal = origin.visible
         self._status.connected, self._status.error = True, None
         at = ingest.progress.lsn
         if ingest.progress.again:
             self._remember_mentioned()
             at = min(at, ingest.progress.again - 1)
         while True:
-            self._news.clear()
             if goal is not None and at >= goal:
                 await self._remove_others(ingest, at)
                 await self._states.end_load(ingest)
                 goal = None
-            if at < stream.visible:
-                at = await self._page(stream, ingest, at, goal)
+            if at < origin.visible:
+                at = await self._page(origin, ingest, at, goal)
                 continue
             self._status.caught_up(True)
-            if stream.removed or stream.gone:
+            if origin.gone:
                 raise SourceError(f"the stream {self._config.stream!r} was deleted")
-            await self._news.wait()
+            await origin.news()
 
-    async def _page(self, stream: Stream, ingest: Ingest, at: int, goal: int | None) -> int:
-        if stream.earliest > at:
+    async def _page(self, origin: Origin, ingest: Ingest, at: int, goal: int | None) -> int:
+        if origin.earliest > at:
             raise GapError("the stream does not reach back to where it was read")
         config = self._config
-        page = await self._log.reader.read_labelled(stream, at, config.batch_bytes, config.batch_changes)
-        assert page.labels is not None
         changes: list[SourceChange] = []
-        for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
+        for seq, raw, time_ns in await origin.page(at, config.batch_bytes, config.batch_changes):
             if goal is not None and seq > goal:
                 break  # the copy ends before it
             at = seq
@@ -176,7 +162,7 @@ class StreamConnector:
                 ingest, record.control, seq, format_instant(time_ns), loading=goal is not None
             )
         await ingest.follow(changes)
-        self._status.behind = at < stream.visible
+        self._status.behind = at < origin.visible
         return at
 
     def _change(self, seq: int, record: StateRecord, time_ns: int) -> SourceChange | None:

@@ -16,6 +16,7 @@ from tailrace.api.watch.book import Book, Collection, config_entry
 from tailrace.api.watch.collection import NATIVE
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.source_connector import Connector
+from tailrace.api.watch.source_origin import Elsewhere
 from tailrace.api.watch.source_progress import fact_of
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
@@ -90,6 +91,7 @@ class Sources:
         # Told when the state of a collection is another one.
         self.on_changed: Callable[[Collection], None] = lambda _: None
         self._past: Counter[str] = Counter()  # of those that are no more
+        self.elsewhere: Elsewhere | None = None  # where there are other workers
         book.follows = lambda collection: self._owner(collection) is not None
 
     # -- beginning and end -----------------------------------------------------------------------------
@@ -308,10 +310,11 @@ class Sources:
                 await source.states.raise_epoch()
                 if lost is not None and source.states.progress.phase != "new":
                     await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
-            connector = (Connector if source.config.kind == "postgres" else StreamConnector)(
-                self._book, source.states, source.config, source.status, self._limits, self._gateway.audit
-            )
-            await connector.run()
+            parts = (self._book, source.states, source.config, source.status, self._limits)
+            if source.config.kind == "postgres":
+                await Connector(*parts, self._gateway.audit).run()
+            else:
+                await StreamConnector(*parts, self._gateway.audit, self.elsewhere).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
