@@ -136,7 +136,7 @@ def test_a_source_is_not_put_away_while_its_last_fork_is_leaving(log: LogHarness
     checkpoint(log)
     log.log.committer.overlap.permitted = 4  # a slow disk: the commit is under way while streams are put away
     pending = log.delete("fork")
-    evict_idle(log.log.streams, int(str(log.log.store.db.fact("journal_seq", 0))))
+    evict_idle(log.log.streams, log.log.store.db.journal_seq)
     answered(log, pending)
     source = log.find("source")
     assert source is not None

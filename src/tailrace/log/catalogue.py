@@ -127,7 +127,7 @@ class Catalogue:
 def read_companions(store: StoredStreams, number: int, earliest: int, unfolded: Unfolded) -> CompanionSet:
     """On a thread. Journal files that the hot store has by now are not counted twice."""
     with store.snapshot():
-        seq = int(str(store.db.fact("journal_seq", 0)))
+        seq = store.db.journal_seq
         found = {one.object: one for one in store.db.companions.of(number)}
         given_up = {one.object: one for one in store.db.companions.quarantined(number)}
     for file, op in unfolded:

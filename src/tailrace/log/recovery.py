@@ -31,7 +31,7 @@ def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None =
 
 
 def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None) -> Replayed:
-    checkpoint_seq = int(str(store.db.fact("journal_seq", 0)))
+    checkpoint_seq = store.db.journal_seq
     streams = Streams(store)
     streams.next_number = int(str(store.db.fact("next_number", 1)))
     streams.meta = store.db.meta()

@@ -18,7 +18,7 @@ def read_segments(store: StoredStreams, number: int, earliest: int, unfolded: Un
     Journal files that the hot store has by now are not counted twice.
     """
     with store.snapshot():
-        seq = int(str(store.db.fact("journal_seq", 0)))
+        seq = store.db.journal_seq
         found = {info.first: info for info in map(_INFO, store.db.cold.infos_from(number, earliest + 1))}
     for file, op in unfolded:
         if file <= seq:

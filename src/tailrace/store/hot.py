@@ -149,6 +149,11 @@ class HotDb:
         row = self.one("SELECT value FROM facts WHERE key=?", key)
         return default if row is None else row[0]
 
+    @property
+    def journal_seq(self) -> int:
+        """The last journal file whose records are all in here."""
+        return int(str(self.fact("journal_seq", 0)))
+
     def image_by_name(self, name: str) -> bytes | None:
         row = self.one("SELECT image FROM streams WHERE name=?", name)
         return None if row is None else cast("bytes", row[0])

@@ -41,7 +41,7 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
     """
     db = store.db
     with db.write():
-        done = int(str(db.fact("journal_seq", 0)))
+        done = db.journal_seq
         if seq <= done:
             return
         path = file_path(data_dir / "journal", seq)

@@ -15,7 +15,7 @@ from tailrace.store.manifest import Manifests, Stored
 from tailrace.store.manifest_model import BuriedError, Facts, ManifestConflictError
 from tailrace.store.objects import ObjectMissingError
 from tailrace.store.segments import CorruptSegmentError, SegmentInfo, stream_prefix
-from tailrace.tier.facts import facts_of
+from tailrace.tier.facts import stored_facts
 from tailrace.tier.seal_job import Job, Report
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class CompactSealing:
         assert job.publication is not None
         assert job.publication.segment is not None
         loop = asyncio.get_running_loop()
-        facts = await loop.run_in_executor(self._threads, self._facts, job.numbers[0])
+        facts = await loop.run_in_executor(self._threads, stored_facts, self._store, job.numbers[0])
         if facts is None:
             report.refused, report.detail = "buried", "the stream was deleted"
             return
@@ -95,14 +95,6 @@ class CompactSealing:
         problems = await loop.run_in_executor(self._threads, _problems, raw, joined, facts)
         if problems:
             raise UnfitError(f"{joined.key}: {'; '.join(problems)}")
-
-    def _facts(self, number: int) -> Facts | None:
-        with self._store.snapshot():
-            stream = self._store.stream_by_number(number)
-            if stream is None:
-                return None
-            as_of = int(str(self._store.db.fact("journal_seq", 0)))
-            return facts_of(stream, as_of, self._store)
 
 
 def _problems(raw: bytes, joined: SegmentInfo, facts: Facts) -> list[str]:

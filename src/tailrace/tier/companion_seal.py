@@ -13,7 +13,7 @@ from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import BuriedError, Facts
 from tailrace.store.objects import ObjectExistsError
 from tailrace.store.segments import stream_prefix
-from tailrace.tier.facts import facts_of
+from tailrace.tier.facts import stored_facts
 from tailrace.tier.seal_job import Job, Report
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ class CompanionSealing:
         if job.kind == "plan":
             await self._create(job.publication.stream_id, job.publication.objects)
             return
-        facts = await asyncio.get_running_loop().run_in_executor(self._threads, self._facts, job.numbers[0])
+        facts = await asyncio.get_running_loop().run_in_executor(
+            self._threads, stored_facts, self._store, job.numbers[0]
+        )
         if facts is None:
             report.refused, report.detail = "buried", "the stream was deleted"
         else:
@@ -67,11 +69,3 @@ class CompanionSealing:
         failpoints.reached("publish.after_manifest")
         report.generation = head.generation
         report.added = added
-
-    def _facts(self, number: int) -> Facts | None:
-        with self._store.snapshot():
-            stream = self._store.stream_by_number(number)
-            if stream is None:
-                return None
-            as_of = int(str(self._store.db.fact("journal_seq", 0)))
-            return facts_of(stream, as_of, self._store)

@@ -61,6 +61,13 @@ def facts_of(stream: Stream, as_of: int, store: StoredStreams | None = None) -> 
     )
 
 
+def stored_facts(store: StoredStreams, number: int) -> Facts | None:
+    """The manifest's view of a stream, as the hot store has it now. None if it has none."""
+    with store.snapshot():
+        stream = store.stream_by_number(number)
+        return None if stream is None else facts_of(stream, store.db.journal_seq, store)
+
+
 def _recorded(lifetime: Lifetime) -> RecordedLifetime:
     return RecordedLifetime(
         lifetime.ttl_s, lifetime.expires_ns, lifetime.retention_s, lifetime.retention_bytes

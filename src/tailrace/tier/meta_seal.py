@@ -32,7 +32,7 @@ class MetaSealing:
 
     async def record(self, since_file: int) -> int:
         """Everything that changed in later journal files; the one that the bucket now speaks for."""
-        as_of = await self._on_thread(lambda: int(str(self._store.db.fact("journal_seq", 0))))
+        as_of = await self._on_thread(lambda: self._store.db.journal_seq)
         if self._secrets_due:
             await self._write(SECRETS, as_of)
             self._secrets_due = False

@@ -41,7 +41,7 @@ from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
 from tailrace.tier.compact_seal import CompactSealing
 from tailrace.tier.companion_seal import CompanionSealing
 from tailrace.tier.cut import Portion, part_of, portions
-from tailrace.tier.facts import decode_buried, facts_of
+from tailrace.tier.facts import decode_buried, facts_of, stored_facts
 from tailrace.tier.meta_seal import MetaSealing
 from tailrace.tier.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
 from tailrace.tier.stored import reached_by_forks
@@ -153,7 +153,7 @@ class Sealer:
     async def _seal(self, job: Job, report: Report) -> None:
         loop = asyncio.get_running_loop()
         number = job.numbers[0]
-        facts = await loop.run_in_executor(self._threads, self._facts, number)
+        facts = await loop.run_in_executor(self._threads, stored_facts, self._store, number)
         if facts is None:
             return  # removed meanwhile
         stored = await self._manifests.load(facts.stream_id)
@@ -218,14 +218,6 @@ class Sealer:
 
     # -- on threads --------------------------------------------------------------------------------------
 
-    def _facts(self, number: int) -> Facts | None:
-        with self._store.snapshot():
-            stream = self._store.stream_by_number(number)
-            return None if stream is None else facts_of(stream, self._as_of(), self._store)
-
-    def _as_of(self) -> int:
-        return int(str(self._store.db.fact("journal_seq", 0)))
-
     def _write(self, number: int, sealed: int) -> Snapshot | None:
         """Writes what the hot store has behind `sealed` into the spool, as far as one job goes."""
         from tailrace.store.segment_writer import write_segment
@@ -234,7 +226,7 @@ class Sealer:
             stream = self._store.stream_by_number(number)
             if stream is None:
                 return None
-            as_of = self._as_of()
+            as_of = self._store.db.journal_seq
             facts = facts_of(stream, as_of, self._store)
             files: list[tuple[SegmentFile, Path]] = []
             through, keyed = sealed, False
@@ -285,7 +277,7 @@ class Sealer:
         """A few at a time. The first failure is reported with those that were done."""
         gate = asyncio.Semaphore(HEADS_AT_ONCE)
         loop = asyncio.get_running_loop()
-        report.as_of = await loop.run_in_executor(self._threads, self._as_of)
+        report.as_of = await loop.run_in_executor(self._threads, lambda: self._store.db.journal_seq)
 
         async def guarded(number: int) -> None:
             async with gate:
@@ -312,7 +304,7 @@ class Sealer:
             stream = self._store.stream_by_number(number)
             if stream is None:
                 return None
-            as_of = self._as_of()
+            as_of = self._store.db.journal_seq
             facts = facts_of(stream, as_of, self._store)
             return Snapshot(facts, self._store.db.producers(number), as_of, [], False, stream.documents or {})
 
@@ -361,7 +353,7 @@ class Sealer:
             stream = self._store.stream_by_number(number)
             if stream is None:
                 return None
-            facts = facts_of(stream, self._as_of(), self._store)
+            facts = facts_of(stream, self._store.db.journal_seq, self._store)
             return facts, stream.earliest, reached_by_forks(self._store.db, stream)
 
     def _grave(self, number: int) -> bytes | None:
