@@ -139,15 +139,21 @@ def test_touches_wake_whoever_waits_for_them(call: Caller) -> None:
 
 def test_metrics_of_streams_are_in_one_stream(call: Caller) -> None:
     names = both("measured/")
+    begin = eventually(lambda: call("HEAD", "__stream_metrics__"), lambda head: head.status == 200)
+    offset = begin.headers["stream-next-offset"]
     for name in names:
         assert call("PUT", name, [1, 2, 3]).status == 201
+    seen: set[tuple[str, str]] = set()
 
     def told() -> set[tuple[str, str]]:
-        answer = call("GET", "__stream_metrics__?offset=-1")
-        rows = answer.body if answer.status == 200 else []
-        return {(row["stream"], row["instance"].partition("/")[2]) for row in rows if row["stream"] in names}
+        nonlocal offset
+        page = call("GET", f"__stream_metrics__?offset={offset}")
+        offset = page.headers["stream-next-offset"]
+        rows = [row for row in page.body if row["stream"] in names]
+        seen.update((row["stream"], row["instance"].partition("/")[2]) for row in rows)
+        return seen
 
-    eventually(told, lambda seen: seen == {(names[FIRST], ""), (names[SECOND], str(SECOND))})
+    eventually(told, lambda found: found == {(names[FIRST], ""), (names[SECOND], str(SECOND))})
     details = call("GET", "__stream_metrics__/_details").body
     assert details["stream"]["profile"] == "metrics"
 
@@ -211,6 +217,7 @@ def test_what_the_pipeline_asks_wrongly_is_refused_as_ever(call: Caller) -> None
     assert call("GET", "/v1/server/_details").body["runtime"]["pipeline"]["state"] == "external"
 
 
+@pytest.mark.nightly
 def test_a_publication_waits_for_a_worker_that_died(server: ServerProcess, call: Caller) -> None:
     (name,) = both("late/")[SECOND:]
     pipeline = FakePipeline(call, server.data_dir)
