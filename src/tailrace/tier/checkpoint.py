@@ -22,6 +22,7 @@ class Checkpoints:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._files: deque[tuple[int, int]] = deque()
+        self._backlog: list[tuple[int, int]] = []  # replayed at the start; goes along with the next file
         self._last_seq = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -61,11 +62,11 @@ class Checkpoints:
             await self._child.wait()
 
     def retired(self, seq: int, end: int) -> None:
-        for older in [*getattr(self, "_backlog", []), (seq, end)]:
-            if older[0] > self._last_seq:
-                self._last_seq = older[0]
-                self._files.append(older)
-        self._backlog: list[tuple[int, int]] = []
+        for file in (*self._backlog, (seq, end)):
+            if file[0] > self._last_seq:
+                self._last_seq = file[0]
+                self._files.append(file)
+        self._backlog = []
         self._log.checkpoint_pending = True
         self._wake.set()
 
