@@ -3,6 +3,8 @@
     python -m bench.watch matching [--subscriptions 1000,10000,100000] [--changes 2000]
     python -m bench.watch latency [--connections 1000] [--rate 1000] [--seconds 15] [--stalled 10]
     python -m bench.watch idle [--connections 1000,5000,10000]
+    python -m bench.watch deliveries [--connections 10,200]
+    python -m bench.watch shared
     python -m bench.watch bloom
 
 Each part takes less than six minutes. `--server-cpus 0` pins the server; run the bench itself with `taskset`.
@@ -20,10 +22,13 @@ from bench.machine import commit, cpu_model
 from bench.pages import write_section
 from bench.places import ROOT
 
+DELIVERIES_RATE = 100  # changes in a second
 HEADINGS = {
     "matching": "Live queries: whom a change concerns",
     "latency": "Live queries: from a write to the client",
     "idle": "Live queries: connections that only wait",
+    "deliveries": "Live queries: many who are told the same",
+    "shared": "Live queries: many who ask the same",
 }
 
 
@@ -100,6 +105,29 @@ def _idle(given: argparse.Namespace) -> str:
     return _table(head, rows)
 
 
+def _deliveries(given: argparse.Namespace) -> str:
+    found = watch_clients.deliveries(
+        given.connections or [10, 200], DELIVERIES_RATE, given.seconds, _cpus(given)
+    )
+    head = ["connections", "deliveries/s", "server", "each delivery more"]
+    rows = [
+        [
+            f"{one.connections:,}",
+            f"{one.events_per_s:,.0f}",
+            f"{one.cores:.2f} cores",
+            "" if one.each_us is None else f"{one.each_us:.1f} µs",
+        ]
+        for one in found
+    ]
+    return _table(head, rows)
+
+
+def _shared(given: argparse.Namespace) -> str:
+    found = [watch_matching.shared(each, given.changes) for each in (1, 1000)]
+    head = ["subscriptions", "predicates", "changes/s"]
+    return _table(head, [[f"{all_:,}", f"{distinct:,}", f"{per_s:,.0f}"] for all_, distinct, per_s in found])
+
+
 def _cpus(given: argparse.Namespace) -> frozenset[int] | None:
     return None if given.server_cpus is None else frozenset(given.server_cpus)
 
@@ -108,6 +136,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "matching": _matching,
     "latency": _latency,
     "idle": _idle,
+    "deliveries": _deliveries,
+    "shared": _shared,
 }
 
 

@@ -235,6 +235,54 @@ def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | 
     return found
 
 
+class Fanned(NamedTuple):
+    """What it costs to tell many of one change."""
+
+    connections: int
+    events_per_s: float
+    cores: float
+    each_us: float | None  # of the server's time, for each delivery more than in the step before
+
+    def __str__(self) -> str:
+        each = "" if self.each_us is None else f"; {self.each_us:.1f} us for each delivery more"
+        return (
+            f"{self.connections:>8,} connections: {self.events_per_s:,.0f} deliveries/s, "
+            f"server {self.cores:.2f} cores{each}"
+        )
+
+
+def deliveries(steps: list[int], rate: int, seconds: float, cpus: frozenset[int] | None) -> list[Fanned]:
+    """Everybody is told of every change, in the same words."""
+    found: list[Fanned] = []
+    for count in steps:
+        events, spent_s = _fanned(count, rate, seconds, cpus)
+        each_us: float | None = None
+        if found:
+            before = found[-1]
+            more = events / seconds - before.events_per_s
+            each_us = (spent_s / seconds - before.cores) / more * 1e6
+        found.append(Fanned(count, events / seconds, spent_s / seconds, each_us))
+        print(found[-1])
+    return found
+
+
+def _fanned(count: int, rate: int, seconds: float, cpus: frozenset[int] | None) -> tuple[int, float]:
+    """Events that arrived, and the processor time of the server."""
+    bench = Bench(cpus, count)
+
+    async def main() -> tuple[int, float]:
+        clients = await bench.connect([{"collection": "rooms"}] * count, [])
+        before_s = bench.server.cpu_seconds()
+        await _write(bench.server.port, rate, seconds, count)
+        await asyncio.sleep(2.0)  # for the last of them to arrive
+        return sum(client.events for client in clients), bench.server.cpu_seconds() - before_s
+
+    try:
+        return asyncio.run(main())
+    finally:
+        bench.close()
+
+
 class Idle(NamedTuple):
     """What connections cost that only wait."""
 

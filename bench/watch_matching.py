@@ -26,6 +26,7 @@ BROAD_USERS = 400
 FILED = 2000
 PAGE = 256
 NAIVE_CHANGES = 10
+SHARED_PREDICATES = 1000
 
 
 def _one(field: str, op: str, value: Any) -> dict[str, Any]:
@@ -212,8 +213,7 @@ def _timed(matcher: Matcher[int], prepared: list[Prepared]) -> list[float]:
     times: list[float] = []
     for change in prepared:
         begun = time.process_time()
-        for _ in matcher.matches(change, set()):
-            pass
+        matcher.found(change)
         times.append(time.process_time() - begun)
     gc.enable()
     return times
@@ -231,6 +231,22 @@ def _together(matcher: Matcher[int], prepared: list[Prepared]) -> float:
         spent_s = time.process_time() - begun
     gc.enable()
     return len(prepared) / spent_s
+
+
+def shared(each: int, change_count: int) -> tuple[int, int, float]:
+    """Many who watch the same: subscriptions, different predicates, changes per second."""
+    chance = random.Random(7)
+    matcher: Matcher[int] = Matcher(1000)
+    for _ in range(2000):
+        matcher.index.sample.add(document(chance, BROAD_USERS))
+    for number in range(SHARED_PREDICATES):
+        interest = Interest(Predicate(parts(chance, BROAD_USERS)), None)
+        for one in range(each):
+            matcher.add(interest, number * each + one)
+    times = _timed(matcher, changes(chance, BROAD_USERS, change_count))
+    found = (SHARED_PREDICATES * each, len(matcher), change_count / sum(times))
+    print(f"{found[0]:>9,} subscriptions on {found[1]:,} predicates: {found[2]:,.0f} changes/s")
+    return found
 
 
 def _naive(interests: list[Interest], prepared: list[Prepared]) -> float:

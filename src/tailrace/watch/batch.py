@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from tailrace.watch.lower import getter
-from tailrace.watch.predicate import WITHOUT_HIGH, WITHOUT_LOW, Condition, Path
+from tailrace.watch.predicate import Condition, Path
 
 TESTS_MAX: Final = 4  # comparisons of one predicate; with more it is decided one by one
 ROWS_FIRST: Final = 1024
@@ -84,10 +84,7 @@ class Rows:
         if not condition.exact:
             return None
         if condition.kind == "range":
-            low, high, ends = wanted
-            low = math.nextafter(low, math.inf) if ends & WITHOUT_LOW else low
-            high = math.nextafter(high, -math.inf) if ends & WITHOUT_HIGH else high
-            return self._at(path, "number"), low, high
+            return self._at(path, "number"), *wanted.closed
         if condition.kind != "equal":
             return None
         if type(wanted) is str:

@@ -2,7 +2,7 @@
 
 Every predicate is filed under the conjunct that the fewest documents satisfy. A bucket that grows is indexed
 again by the next conjunct of its predicates. What comes out of a probe is a superset of what matches; the
-predicates themselves decide.
+predicates themselves decide, unless all their conjuncts were looked up on the way to them.
 
 Most values are looked for by one predicate alone, which then stands in the table itself: a bucket is made for
 the second one.
@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import MISSING, getter
-from tailrace.watch.predicate import Condition, Path, class_of
+from tailrace.watch.predicate import TABLES, Condition, Path, Range, class_of
 from tailrace.watch.sample import Sample, elements
 
 BUCKET_MAX: Final = 8
@@ -25,10 +25,8 @@ DEPTH_MAX: Final = 4
 MISJUDGED: Final = 4  # times that another conjunct has to be better for a predicate to be moved
 
 # What is filed under an interval is not divided further; a bucket is divided by the next conjunct, which
-# may be that very interval.
-_WEIGHTS: Final = {"range": 50}
-# Both are looked up in one table.
-_TABLES: Final = {"among": "equal"}
+# may be that very interval. Of a narrow one the sample cannot tell how narrow it is.
+_WEIGHTS: Final = {"range": 200}
 
 Get = Callable[[Any], Any]
 Used = tuple[tuple[str, Path], ...]  # kinds and fields that led to a bucket
@@ -64,7 +62,7 @@ class _Bucket(Generic[T]):
             return ()
         used = self._used
         return tuple(
-            one for one in item.branches[0] if (_TABLES.get(one.kind, one.kind), one.path) not in used
+            one for one in item.branches[0] if (TABLES.get(one.kind, one.kind), one.path) not in used
         )
 
     def add(self, item: T, sample: Sample) -> None:
@@ -105,14 +103,17 @@ class _Bucket(Generic[T]):
     def is_empty(self) -> bool:
         return not self.entries and self.below is None
 
-    def collect(self, document: Any, found: set[T]) -> None:
-        found.update(self.entries)
+    def collect(self, document: Any, found: dict[T, int]) -> None:
+        depth = len(self._used)
+        for item in self.entries:
+            found[item] = depth
         if self.below is not None:
             self.below.probe(document, found)
 
-    def collect_both(self, old: Any, new: Any, was: set[T], now: set[T]) -> None:
-        was.update(self.entries)
-        now.update(self.entries)
+    def collect_both(self, old: Any, new: Any, was: dict[T, int], now: dict[T, int]) -> None:
+        depth = len(self._used)
+        for item in self.entries:
+            was[item] = now[item] = depth
         if self.below is not None:
             self.below.probe_both(old, new, was, now)
 
@@ -120,10 +121,11 @@ class _Bucket(Generic[T]):
 class _Level(Generic[T]):
     """Items by conjunct: alone, or in a bucket with others."""
 
-    __slots__ = ("_used", "contains", "equal", "gets", "has", "prefix", "ranges")
+    __slots__ = ("_depth", "_used", "contains", "equal", "gets", "has", "prefix", "ranges")
 
     def __init__(self, used: Used) -> None:
         self._used = used
+        self._depth = len(used) + 1  # conjuncts of whatever is found here
         self.gets: dict[Path, Get] = {}
         self.equal: dict[Path, dict[Any, T | _Bucket[T]]] = {}
         self.contains: dict[Path, dict[Any, T | _Bucket[T]]] = {}
@@ -142,7 +144,7 @@ class _Level(Generic[T]):
         if path not in self.gets:
             self.gets[path] = getter(path)
         if best.kind == "range":
-            self.ranges.setdefault(path, Intervals()).add(best.value.low, best.value.high, item)
+            self.ranges.setdefault(path, Intervals()).add(*_ends(best), item)
             return best
         for table, key in self._tables(best, make=True):
             self._put(table, key, item, best, sample)
@@ -157,7 +159,7 @@ class _Level(Generic[T]):
         elif isinstance(known, _Bucket):
             known.add(item, sample)
         elif known is not item:
-            kind = _TABLES.get(condition.kind, condition.kind)
+            kind = TABLES.get(condition.kind, condition.kind)
             bucket: _Bucket[T] = _Bucket((*self._used, (kind, condition.path)))
             bucket.add(known, sample)
             bucket.add(item, sample)
@@ -169,7 +171,7 @@ class _Level(Generic[T]):
             if condition.kind == "range":
                 ranges = self.ranges.get(condition.path)
                 if ranges is not None:
-                    ranges.discard(condition.value.low, condition.value.high, item)
+                    ranges.discard(*_ends(condition), item)
                     if not len(ranges):
                         del self.ranges[condition.path]
                 continue
@@ -207,63 +209,72 @@ class _Level(Generic[T]):
         table = tables.setdefault(path, {}) if make else tables.get(path, {})
         return [(table, one) for one in value] if kind == "among" else [(table, value)]
 
-    def probe(self, document: Any, found: set[T]) -> None:
-        gets = self.gets
+    def probe(self, document: Any, found: dict[T, int]) -> None:
+        gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
-            _collect(table.get(_key(gets[path](document))), document, found)
+            _collect(table.get(_key(gets[path](document))), depth, document, found)
         for path, ranges in self.ranges.items():
             value = gets[path](document)
             if type(value) is float or type(value) is int:
-                found.update(ranges.holding(float(value)))
+                for item in ranges.holding(float(value)):
+                    found[item] = depth
         for path, by_length in self.prefix.items():
-            _collect_prefixes(by_length, gets[path](document), document, found)
+            _collect_prefixes(by_length, gets[path](document), depth, document, found)
         if self.contains or self.has:
             self._probe_rare(document, found)
 
-    def _probe_rare(self, document: Any, found: set[T]) -> None:
-        gets = self.gets
+    def _probe_rare(self, document: Any, found: dict[T, int]) -> None:
+        gets, depth = self.gets, self._depth
         for path, table in self.contains.items():
             for element in elements(gets[path](document)):
-                _collect(table.get(element), document, found)
+                _collect(table.get(element), depth, document, found)
         for path, known in self.has.items():
             if gets[path](document) is not MISSING:
-                _collect(known, document, found)
+                _collect(known, depth, document, found)
 
-    def probe_both(self, old: Any, new: Any, was: set[T], now: set[T]) -> None:
+    def probe_both(self, old: Any, new: Any, was: dict[T, int], now: dict[T, int]) -> None:
         """As `probe` of a document before and after a change: most of its fields are what they were."""
-        gets = self.gets
+        gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
             get = gets[path]
             one, other = _key(get(old)), _key(get(new))
             if one != other:
-                _collect(table.get(one), old, was)
-                _collect(table.get(other), new, now)
+                _collect(table.get(one), depth, old, was)
+                _collect(table.get(other), depth, new, now)
             elif (known := table.get(one)) is not None:
-                _collect_both(known, old, new, was, now)
+                _collect_both(known, depth, old, new, was, now)
         for path, ranges in self.ranges.items():
             get = gets[path]
             one, other = get(old), get(new)
+            held: list[T] = []
             if type(one) is float or type(one) is int:
                 held = ranges.holding(float(one))
-                was.update(held)
-                if one == other and type(other) is not bool:
-                    now.update(held)
-                    continue
+                for item in held:
+                    was[item] = depth
             if type(other) is float or type(other) is int:
-                now.update(ranges.holding(float(other)))
+                if other != one or type(one) is bool:
+                    held = ranges.holding(float(other))
+                for item in held:
+                    now[item] = depth
         for path, by_length in self.prefix.items():
             get = gets[path]
             one, other = get(old), get(new)
             if type(one) is str and one == other:
                 for length, table in by_length.items():
                     if (known := table.get(one[:length])) is not None:
-                        _collect_both(known, old, new, was, now)
+                        _collect_both(known, depth, old, new, was, now)
             else:
-                _collect_prefixes(by_length, one, old, was)
-                _collect_prefixes(by_length, other, new, now)
+                _collect_prefixes(by_length, one, depth, old, was)
+                _collect_prefixes(by_length, other, depth, new, now)
         if self.contains or self.has:
             self._probe_rare(old, was)
             self._probe_rare(new, now)
+
+
+def _ends(condition: Condition) -> tuple[float, float]:
+    """Where a range begins and ends. Of a large integer that is rounded the ends alone do not tell."""
+    found: Range = condition.value
+    return found.closed if condition.exact else (found.low, found.high)
 
 
 def _key(value: Any) -> Any:
@@ -271,28 +282,33 @@ def _key(value: Any) -> Any:
     return value if type(value) is str else class_of(value)
 
 
-def _collect(known: T | _Bucket[T] | None, document: Any, found: set[T]) -> None:
+def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: dict[T, int]) -> None:
     if known is not None:
         if isinstance(known, _Bucket):
             known.collect(document, found)
         else:
-            found.add(known)
+            found[known] = depth
 
 
-def _collect_both(known: T | _Bucket[T], old: Any, new: Any, was: set[T], now: set[T]) -> None:
+def _collect_both(
+    known: T | _Bucket[T], depth: int, old: Any, new: Any, was: dict[T, int], now: dict[T, int]
+) -> None:
     if isinstance(known, _Bucket):
         known.collect_both(old, new, was, now)
     else:
-        was.add(known)
-        now.add(known)
+        was[known] = now[known] = depth
 
 
 def _collect_prefixes(
-    by_length: dict[int, dict[str, T | _Bucket[T]]], value: Any, document: Any, found: set[T]
+    by_length: dict[int, dict[str, T | _Bucket[T]]],
+    value: Any,
+    depth: int,
+    document: Any,
+    found: dict[T, int],
 ) -> None:
     if type(value) is str:
         for length, table in by_length.items():
-            _collect(table.get(value[:length]), document, found)
+            _collect(table.get(value[:length]), depth, document, found)
 
 
 class Index(Generic[T]):
@@ -301,7 +317,7 @@ class Index(Generic[T]):
     def __init__(self, scan_max: int) -> None:
         self._scan_max = scan_max
         self._top: _Level[T] = _Level(())
-        self.scan: set[T] = set()
+        self.scan: dict[T, int] = {}  # those that no conjunct leads to
         self.sample = Sample()
         self.kinds: Counter[str] = Counter()  # predicates by what finds them
         self._filed: dict[T, tuple[Condition, ...]] = {}
@@ -318,34 +334,38 @@ class Index(Generic[T]):
     def add(self, item: T) -> None:
         """In force from the next probe on. Each is added once."""
         if not item.branches:
-            self.scan.add(item)
+            self.scan[item] = 0
         filed = tuple(self._top.add(item, conditions, self.sample) for conditions in item.branches)
         # Most have one conjunct, which is how they are filed: then that is one tuple and not two.
         self._filed[item] = item.branches[0] if filed in item.branches[:1] else filed
         self.kinds.update(condition.kind for condition in filed)
 
     def discard(self, item: T) -> None:
-        self.scan.discard(item)
+        self.scan.pop(item, None)
         for conditions in item.branches:
             self._top.discard(item, conditions)
         self.kinds.subtract(condition.kind for condition in self._filed.pop(item, ()))
 
-    def probe(self, document: dict[str, Any] | None, found: set[T]) -> None:
-        """Adds all that may match the document."""
+    def probe(self, document: dict[str, Any] | None, found: dict[T, int]) -> None:
+        """Adds all that may match the document, and how many of their conjuncts were looked up for that."""
         if document is not None:
-            found |= self.scan
+            found.update(self.scan)
             self._top.probe(document, found)
 
     def probe_both(
-        self, old: dict[str, Any] | None, new: dict[str, Any] | None, was: set[T], now: set[T]
+        self,
+        old: dict[str, Any] | None,
+        new: dict[str, Any] | None,
+        was: dict[T, int],
+        now: dict[T, int],
     ) -> None:
         """Adds all that may match what a document was, and all that may match what it is now."""
         if old is None or new is None:
             self.probe(old, was)
             self.probe(new, now)
             return
-        was |= self.scan
-        now |= self.scan
+        was.update(self.scan)
+        now.update(self.scan)
         self._top.probe_both(old, new, was, now)
 
     def refile(self, limit: int) -> int:

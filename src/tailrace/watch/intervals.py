@@ -136,8 +136,12 @@ class _Many(Generic[T]):
             found += self._points.get(number, ())
         for size, cells in self._sizes.items():
             cell = cells.get(number // size)
-            if cell is not None:
-                found += cell.holding(number)
+            if cell is None:
+                continue
+            if cell.crowd is not None:
+                found += cell.crowd.holding(number)
+            else:
+                found += [item for low, high, item in cell.few if low <= number <= high]
         return found
 
 
@@ -157,42 +161,37 @@ def _cells_of(low: float, high: float) -> tuple[float, range]:
 class _Cell(Generic[T]):
     """Numbers between two multiples of a size, and the intervals that reach there."""
 
-    __slots__ = ("_crowd", "_few", "_place", "_size")
+    __slots__ = ("_place", "_size", "crowd", "few")
 
     def __init__(self, size: float, place: int) -> None:
         self._size = size
         self._place = place
-        self._few: list[Entry[T]] = []
-        self._crowd: _Crowd[T] | None = None
+        self.few: list[Entry[T]] = []
+        self.crowd: _Crowd[T] | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self._few and (self._crowd is None or self._crowd.is_empty)
+        return not self.few and (self.crowd is None or self.crowd.is_empty)
 
     def add(self, entry: Entry[T]) -> None:
-        if self._crowd is None:
-            self._few.append(entry)
-            if len(self._few) <= CROWDED:
+        if self.crowd is None:
+            self.few.append(entry)
+            if len(self.few) <= CROWDED:
                 return
-            self._crowd, waiting, self._few = _Crowd(), self._few, []
+            self.crowd, waiting, self.few = _Crowd(), self.few, []
         else:
             waiting = [entry]
         for one in waiting:
-            self._crowd.add(one, *self._ends(one))
+            self.crowd.add(one, *self._ends(one))
 
     def discard(self, entry: Entry[T]) -> bool:
-        if self._crowd is None:
-            return _remove(self._few, entry)
-        return self._crowd.discard(entry, *self._ends(entry))
+        if self.crowd is None:
+            return _remove(self.few, entry)
+        return self.crowd.discard(entry, *self._ends(entry))
 
     def _ends(self, entry: Entry[T]) -> tuple[bool, bool]:
         """Whether the interval begins here, and whether it ends here."""
         return entry[0] // self._size == self._place, entry[1] // self._size == self._place
-
-    def holding(self, number: float) -> list[T]:
-        if self._crowd is None:
-            return [item for low, high, item in self._few if low <= number <= high]
-        return self._crowd.holding(number)
 
 
 class _Crowd(Generic[T]):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from tailrace import __version__
 from tailrace.watch.batch import NO_ROW, Rows, has_arrays
 from tailrace.watch.change import Change
 from tailrace.watch.index import Index
-from tailrace.watch.predicate import SEMANTICS, Condition, Predicate
+from tailrace.watch.predicate import SEMANTICS, UNDECIDED, Condition, Predicate
 from tailrace.watch.values import CostError
 
 S = TypeVar("S")
 
 EventOp = Literal["insert", "update", "delete"]
+Knowledge = tuple[bool | None, bool | None]  # whether something matched before, and after; None: not known
 FEW_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
-SURE: Final = -2  # instead of a row: what the index finds is all there is to decide
 BATCH_MIN: Final = 32  # changes that are worth an array
 TEXTS_SPARE: Final = 10_000
 # The part behind the plus sign changes only when the meaning of expressions does.
@@ -77,11 +77,13 @@ class Found(NamedTuple, Generic[S]):
 class Shared(Generic[S]):
     """A predicate and all who watch it: one, most of the time."""
 
-    __slots__ = ("interest", "row", "subscribers")
+    __slots__ = ("interest", "lookups", "row", "subscribers")
 
     def __init__(self, interest: Interest) -> None:
         self.interest = interest
         self.subscribers: tuple[S, ...] | set[S] = ()
+        # With a read rule there are more reasons than looking up can tell apart.
+        self.lookups = interest.whole.lookups if interest.rule is None else UNDECIDED
         self.row: int | None = None  # where it is decided together with others; None: not asked yet
 
     @property
@@ -143,11 +145,12 @@ class Matcher(Generic[S]):
             if self._rows is not None and shared.row is not None:
                 self._rows.discard(shared.row)
 
-    def _probed(self, change: Change) -> tuple[set[Shared[S]], set[Shared[S]]]:
+    def _probed(self, change: Change) -> tuple[dict[Shared[S], int], dict[Shared[S], int]]:
         """What may match the document before the change, and what the one after it."""
-        was: set[Shared[S]] = set()
-        now: set[Shared[S]] = set()
+        was: dict[Shared[S], int] = {}
+        now: dict[Shared[S], int] = {}
         self.index.probe_both(change.before, change.after, was, now)
+        self.candidates += len(was | now)
         return was, now
 
     def candidates_of(self, change: Change) -> list[Interest]:
@@ -155,30 +158,24 @@ class Matcher(Generic[S]):
         was, now = self._probed(change)
         return [shared.interest for shared in was | now]
 
-    def matches(self, change: Change, too_costly: set[S]) -> Iterator[Match[S]]:
-        """Every match; those whose predicate took too many steps are added to `too_costly`."""
+    def found(self, change: Change) -> Found[S]:
+        """Every match."""
         was, now = self._probed(change)
-        candidates = was | now
-        self._seen(change, len(candidates))
-        for shared in candidates:
-            found = self._decided(shared, change, shared in was, shared in now, too_costly)
-            if found is not None:
-                yield found
-
-    def _seen(self, change: Change, candidates: int) -> None:
-        self.candidates += candidates
-        if change.after is not None:
-            self.index.sample.add(change.after)
+        apart = {
+            shared: (_known(shared, was), _known(shared, now))
+            for found in (was, now)
+            for shared, lookups in found.items()
+            if lookups != shared.lookups
+        }
+        return self._sorted_out(change, _certain(was), _certain(now), apart)
 
     def _decided(
-        self, shared: Shared[S], change: Change, before: bool, after: bool, too_costly: set[S]
+        self, shared: Shared[S], change: Change, was: bool | None, now: bool | None, too_costly: set[S]
     ) -> Match[S] | None:
         interest = shared.interest
         self.fallbacks += interest.whole.fallback
-        # What the index does not find does not match; what it finds does, if that is all there is to it.
-        sure = True if interest.whole.is_found else None
         try:
-            event = interest.event(change, sure if before else False, sure if after else False)
+            event = interest.event(change, was, now)
         except CostError:
             too_costly.update(shared.subscribers)
             return None
@@ -187,10 +184,33 @@ class Matcher(Generic[S]):
         self.hits += 1
         return Match(shared.subscribers, *event)
 
+    def _sorted_out(
+        self, change: Change, was: set[Shared[S]], now: set[Shared[S]], apart: Mapping[Shared[S], Knowledge]
+    ) -> Found[S]:
+        """What a change is to those who matched before it or after it, and to those who have to be asked."""
+        if change.after is not None:
+            self.index.sample.add(change.after)
+        matches: list[Match[S]] = []
+        too_costly: set[S] = set()
+        for shared, (before, after) in apart.items():
+            was.discard(shared)
+            now.discard(shared)
+            match = self._decided(shared, change, before, after, too_costly)
+            if match is not None:
+                matches.append(match)
+        if was or now:
+            entered = "created" if change.before is None else "entered"
+            left = "deleted" if change.after is None else "left"
+            self.hits += len(was | now)
+            matches += [Match(shared.subscribers, "update", "changed") for shared in was & now]
+            matches += [Match(shared.subscribers, "insert", entered) for shared in now - was]
+            matches += [Match(shared.subscribers, "delete", left) for shared in was - now]
+        return Found(matches, too_costly)
+
     # -- many at once ----------------------------------------------------------------------------------
 
     def matches_of(self, changes: Sequence[Change]) -> list[Found[S]]:
-        """As `matches`, for several changes: most of it is decided in arrays, where there are any."""
+        """As `found`, for several changes: most of it is decided in arrays, where there are any."""
         if len(changes) <= BATCH_MIN or not has_arrays():
             return [self.found(change) for change in changes]
         if self._rows is None or self._rows.texts > 2 * len(self._by_hash) + TEXTS_SPARE:
@@ -200,37 +220,32 @@ class Matcher(Generic[S]):
                 shared.row = None
         return self._together(self._rows, changes)
 
-    def found(self, change: Change) -> Found[S]:
-        """All of it at once."""
-        too_costly: set[S] = set()
-        return Found(list(self.matches(change, too_costly)), too_costly)
-
     def _together(self, rows: Rows, changes: Sequence[Change]) -> list[Found[S]]:
         documents: list[dict[str, Any]] = []  # two for each change
         asked: list[Shared[S]] = []  # those with a row
         asked_rows: list[int] = []
         asked_on: list[int] = []  # the document to decide it on
         hits: list[set[Shared[S]]] = []  # of each document
-        apart: list[dict[Shared[S], tuple[bool, bool]]] = []  # those that have no row
+        apart: list[dict[Shared[S], Knowledge]] = []  # those that have no row
         for change in changes:
             was, now = self._probed(change)
-            alone: dict[Shared[S], tuple[bool, bool]] = {}
+            alone: dict[Shared[S], Knowledge] = {}
             for image, candidates in ((change.before, was), (change.after, now)):
-                found: set[Shared[S]] = set()
-                for shared in candidates:
+                certain: set[Shared[S]] = set()
+                for shared, lookups in candidates.items():
+                    if lookups == shared.lookups:
+                        certain.add(shared)
+                        continue
                     row = shared.row if shared.row is not None else _given_row(rows, shared)
-                    if row == SURE:
-                        found.add(shared)
-                    elif row == NO_ROW:
-                        alone[shared] = (shared in was, shared in now)
+                    if row == NO_ROW:
+                        alone[shared] = (_known(shared, was), _known(shared, now))
                     else:
                         asked.append(shared)
                         asked_rows.append(row)
                         asked_on.append(len(documents))
                 documents.append({} if image is None else image)
-                hits.append(found)
+                hits.append(certain)
             apart.append(alone)
-            self._seen(change, len(was | now))
         for place in rows.holding(documents, asked_rows, asked_on):
             hits[asked_on[place]].add(asked[place])
         return [
@@ -238,34 +253,24 @@ class Matcher(Generic[S]):
             for number, change in enumerate(changes)
         ]
 
-    def _sorted_out(
-        self,
-        change: Change,
-        was: set[Shared[S]],
-        now: set[Shared[S]],
-        apart: dict[Shared[S], tuple[bool, bool]],
-    ) -> Found[S]:
-        """What a change is to those who matched before it or after it."""
-        entered = "created" if change.before is None else "entered"
-        left = "deleted" if change.after is None else "left"
-        found = [Match(shared.subscribers, "update", "changed") for shared in was & now]
-        found += [Match(shared.subscribers, "insert", entered) for shared in now - was]
-        found += [Match(shared.subscribers, "delete", left) for shared in was - now]
-        self.hits += len(found)
-        too_costly: set[S] = set()
-        for shared, (before, after) in apart.items():
-            match = self._decided(shared, change, before, after, too_costly)
-            if match is not None:
-                found.append(match)
-        return Found(found, too_costly)
+
+def _certain(found: Mapping[Shared[S], int]) -> set[Shared[S]]:
+    """Those of which all was looked up."""
+    return {shared for shared, lookups in found.items() if lookups == shared.lookups}
+
+
+def _known(shared: Shared[S], found: Mapping[Shared[S], int]) -> bool | None:
+    """Whether it matches, as far as looking it up tells; what was not found does not."""
+    lookups = found.get(shared)
+    return False if lookups is None else True if lookups == shared.lookups else None
 
 
 def _given_row(rows: Rows, shared: Shared[Any]) -> int:
-    """With a read rule there are more reasons than a row can tell apart."""
+    """A row can tell the reasons apart no better than looking up."""
     interest = shared.interest
     if interest.rule is not None or not interest.whole.is_plain:
         row = NO_ROW
     else:
-        row = SURE if interest.whole.is_found else rows.add(interest.whole.branches[0])
+        row = rows.add(interest.whole.branches[0])
     shared.row = row
     return row

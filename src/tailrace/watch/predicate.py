@@ -10,6 +10,7 @@ what the index knows of them anyway, which is what lets a subscription be small.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -29,6 +30,9 @@ EXACT_BELOW: Final = 2**53
 
 ConditionKind = Literal["equal", "among", "range", "prefix", "contains", "has"]
 Path = tuple[str, ...]
+UNDECIDED: Final = -1
+# Both are looked up in one table.
+TABLES: Final = {"among": "equal"}
 _BELOW: Final = float("-inf")
 _ABOVE: Final = float("inf")
 WITHOUT_LOW, WITHOUT_HIGH = 1, 2
@@ -40,6 +44,15 @@ class Range(NamedTuple):
     low: float
     high: float
     ends: int = 0
+
+    @property
+    def closed(self) -> tuple[float, float]:
+        """The least and the greatest double that belong to it."""
+        low, high, ends = self
+        return (
+            math.nextafter(low, math.inf) if ends & WITHOUT_LOW else low,
+            math.nextafter(high, -math.inf) if ends & WITHOUT_HIGH else high,
+        )
 
 
 class Condition(NamedTuple):
@@ -224,7 +237,7 @@ def canonical(parts: Sequence[Part], documents: frozenset[str] | None = None) ->
 class Predicate:
     """All parts have to be true. Two with the same hash decide the same."""
 
-    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "is_found")
+    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "lookups")
 
     def __init__(self, parts: Sequence[Part], documents: frozenset[str] | None = None) -> None:
         meaning = f"{SEMANTICS}\n{canonical(parts, documents)}"
@@ -244,10 +257,8 @@ class Predicate:
         self._rest: Truth | None = conjunction(truths) if truths else None
         # What the index files it under: one list of conjuncts, or one for each branch of an OR.
         self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
-        # Whether it is true wherever the index finds it: there is nothing else to decide.
-        self.is_found = (
-            self.is_plain and len(known) == 1 and not (known[0].kind == "range" and known[0][2].ends)
-        )
+        # It is true where so many of its conjuncts were looked up: there is nothing else to decide.
+        self.lookups = _lookups(known) if self.is_plain or not parts else UNDECIDED
 
     def _truths(self, part: Part, rest: list[Node]) -> list[Truth]:
         """What is left to decide of a part, if anything is."""
@@ -269,6 +280,12 @@ class Predicate:
                 return False
         rest = self._rest
         return rest is None or rest(doc)
+
+
+def _lookups(conditions: Sequence[Condition]) -> int:
+    """How often an index looks for these, if it looks for each of them."""
+    places = {(TABLES.get(one.kind, one.kind), one.path) for one in conditions}
+    return len(conditions) if len(places) == len(conditions) else UNDECIDED
 
 
 def _branches(parts: Sequence[Part]) -> tuple[tuple[Condition, ...], ...]:

@@ -40,7 +40,8 @@ class Column:
         if kind == "among":
             return sum(self.classes[one] for one in value)
         if kind == "range":
-            return max(0, bisect_right(self.numbers, value.high) - bisect_left(self.numbers, value.low))
+            low, high = value.closed
+            return max(0, bisect_right(self.numbers, high) - bisect_left(self.numbers, low))
         if kind == "prefix":
             return bisect_left(self.texts, value + "\U0010ffff") - bisect_left(self.texts, value)
         if kind == "contains":

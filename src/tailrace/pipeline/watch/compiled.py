@@ -62,11 +62,7 @@ def told_of(matcher: Matcher[str] | None, change: Change) -> list[Told]:
     """What a change is to whom, in the order of their keys."""
     if matcher is None:
         return []
-    costly: set[str] = set()
-    found = [
-        Told(key, op, reason)
-        for subscribers, op, reason in matcher.matches(change, costly)
-        for key in subscribers
-    ]
-    found += [Told(key, "resync", "cost-exceeded") for key in costly]
-    return sorted(found, key=lambda told: told.key)
+    found = matcher.found(change)
+    told = [Told(key, op, reason) for subscribers, op, reason in found.matches for key in subscribers]
+    told += [Told(key, "resync", "cost-exceeded") for key in found.too_costly]
+    return sorted(told, key=lambda one: one.key)
