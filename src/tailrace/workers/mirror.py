@@ -16,7 +16,7 @@ from tailrace.workers.feed import FOLLOW, INTEREST, Interest, News
 logger = logging.getLogger("tailrace.workers")
 
 RETRY_S: Final = 0.1
-RETRY_S_MAX: Final = 2.0
+RETRY_S_MAX: Final = 0.5  # whoever makes a subscription waits until all workers are heard
 UP_S_MAX: Final = 5.0
 MARK_S_MAX: Final = 30.0  # a worker that tells nothing for so long is away, whatever its socket says
 
