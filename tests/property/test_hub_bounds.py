@@ -176,10 +176,8 @@ def test_h20_a_message_without_an_answer_is_remembered_as_long_as_one_with(
         if known is not None:
             assert known.finished
             continue
-        if identifier in noted or has_answer:
+        if has_answer or not noted.note(identifier, now_ms):
             noted.add(identifier, now_ms, 0, answers=(b"ack",))
-        else:
-            noted.note(identifier, now_ms)
         added.add(identifier, now_ms, 0, answers=(b"ack",))
         assert len(noted) == len(added)
     noted.expire(now_ms + 50)

@@ -106,15 +106,12 @@ class Cursors:
         if self._take_out(path, stream):
             self._hub.append(Append(STREAM, _message(path, stream, None), key=path.encode()))
 
-    @property
-    def dirty(self) -> bool:
-        return bool(self._dirty)
-
     def moved(self, path: str, stream: str) -> None:
         cursor = self.of(path, stream)
         if cursor is not None:
             cursor.moved_ms = self.now_ms
         self._dirty[(path, stream)] = 1
+        self._hub.unwritten = True
         self._moved += 1
         if self._moved >= DIRTY_MAX:
             self.flush()
@@ -135,6 +132,7 @@ class Cursors:
             self._written.move_to_end((path, stream))
             if at_ms != NEW:
                 self._dirty[(path, stream)] = 1
+                self._hub.unwritten = True
 
     def commit(self, path: str, stream: str, then: Callable[[Settled, int], None]) -> None:
         """Written at once: somebody waits for it."""

@@ -157,10 +157,11 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
     plain = None
     if session.answer is None and session.state == CONNECTED and MARK in frame:
         plain = read_plain(frame)
-        sent = relay(hub, session, plain, len(frame), now_ms) if plain is not None and plain.is_tell else None
-        if sent is not None:
-            hub.effects.append(sent)
-            return
+        if plain is not None and plain.is_tell:
+            sent = relay(hub, session, plain, len(frame), now_ms)
+            if sent is not None:
+                hub.effects.append(sent)
+                return
     request = _request(hub, session, frame, plain, now_ms)
     if request is None:
         return

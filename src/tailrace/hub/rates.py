@@ -28,6 +28,8 @@ KINDS: Final = {
     "hub:queue_stats": "read",
 }
 
+SENDS: Final = frozenset(("send", "bytes"))  # what one send is taken from
+
 
 class Rates:
     """Refuses what is too much, and says when it would not be."""
@@ -46,27 +48,18 @@ class Rates:
 
     def check(self, identity: str, message_type: str, size: int, now_ms: int) -> None:
         kind = KINDS.get(message_type)
-        if kind is None or (
-            kind == "send" and not self.policy.has_rules and self._takes(identity, size, now_ms)
-        ):
+        if kind is None or (kind == "send" and self.may_send(identity, size, now_ms)):
             return
         self.take(identity, kind, 1, now_ms)
         if kind in ("send", "broadcast"):
             self.take(identity, "bytes", size, now_ms)
 
     def may_send(self, identity: str, size: int, now_ms: int) -> bool:
-        """`check` for one send, in fewer steps; without saying why not."""
-        if self.policy.has_rules:
-            # An identity may have rates of its own.
-            try:
-                self.check(identity, "hub:send", size, now_ms)
-            except HubError:
-                return False
-            return True
-        return self._takes(identity, size, now_ms)
-
-    def _takes(self, identity: str, size: int, now_ms: int) -> bool:
-        """One send of so many bytes, at the usual rates; if it is too much, nothing is taken."""
+        """Takes what one send costs, in few steps. False if it is too much, or has to be looked at closer:
+        then nothing was taken.
+        """
+        if self.policy.has_rules and not SENDS.isdisjoint(self.policy.rates(identity)):
+            return False
         now_ns = now_ms * 1_000_000
         sends, sizes = self._buckets.pair(identity, "send", "bytes", now_ns)
         return sends.take_with(sizes, now_ns, size)

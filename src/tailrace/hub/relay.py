@@ -91,6 +91,8 @@ _AROUND: Final = len(
     b'"correlationId":null,"timestamp":1234567890123,"metadata":{},"ttl":null,"signature":null}'
 )
 _ACK: Final = len(b',"ack":"accepted"')
+# Data without lists that is shorter than this is not too deep: two levels are the envelope and its payload.
+_DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
 
 
 class _Route(msgspec.Struct, eq=False, gc=False):
@@ -130,7 +132,8 @@ def read_plain(frame: bytes) -> Plain | None:
     size = len(plain.id) + sender + len(plain.to) + to + len(payload.type) + len(plain.pattern)
     if payload.ack is not None:
         size += _ACK
-    if _AROUND + size + len(payload.data) != len(frame) or not _is_sound(frame):
+    data = len(payload.data)
+    if _AROUND + size + data != len(frame) or not _is_sound(frame, data):
         return None
     return plain
 
@@ -146,9 +149,11 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
         return None
     identity = session.actor.path
     seen = hub.seen_of(identity)
-    if identifier in seen or not hub.rates.may_send(identity, size, now_ms):
+    if not seen.note(identifier, now_ms):
         return None
-    seen.note(identifier, now_ms)
+    if not hub.rates.may_send(identity, size, now_ms):
+        seen.forget(identifier)
+        return None
     copy = (
         b'{"id":"%b%b%b","payload":%b,"pattern":"tell","correlationId":null,"timestamp":%d%b%b"},'
         b'"ttl":null,"signature":null}'
@@ -171,9 +176,9 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
     return Send(recipient, copy)
 
 
-def _is_sound(frame: bytes) -> bool:
-    # Looking for something is much quicker than counting it.
-    if frame.isascii() and b"[" not in frame and frame.count(b"{") <= DEPTH_MAX:
+def _is_sound(frame: bytes, data: int) -> bool:
+    """UTF-8, and not too deep. Where there is little data without lists, nothing has to be counted."""
+    if frame.isascii() and b"[" not in frame and (data < _DEEP_BYTES or frame.count(b"{") <= DEPTH_MAX):
         return True
     try:
         check_text(frame)

@@ -63,10 +63,6 @@ class SeenSet:
     def size_bytes(self) -> int:
         return self._bytes
 
-    def __contains__(self, identifier: str) -> bool:
-        """Whether there is anything under this id, its time over or not."""
-        return identifier in self._entries
-
     def get(self, identifier: str, now_ms: int) -> Seen | None:
         """The first of this id, if it is still known."""
         found = self._entries.get(identifier)
@@ -74,17 +70,21 @@ class SeenSet:
             return None
         return found if isinstance(found, Seen) else Seen(identifier, found, found, finished=True)
 
-    def note(self, identifier: str, now_ms: int) -> None:
-        """Remember a message that has no answer, at little cost. Nothing must be known under its id.
+    def note(self, identifier: str, now_ms: int) -> bool:
+        """Remember a message that has no answer, at little cost. False if there is anything under its id.
 
         Its own timestamp is not kept, and never becomes the `floor_ms`: where that counts, `add` is called.
         """
+        entries = self._entries
+        if identifier in entries:
+            return False
         if now_ms >= self._expiry_ms:
             self.expire(now_ms)
-        self._entries[identifier] = now_ms
+        entries[identifier] = now_ms
         self._bytes += _NOTE_BYTES + len(identifier)
-        if len(self._entries) > self._entries_max or self._bytes > self._bytes_max:
+        if len(entries) > self._entries_max or self._bytes > self._bytes_max:
             self._make_room()
+        return True
 
     def add(
         self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()

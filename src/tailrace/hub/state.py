@@ -95,6 +95,7 @@ class Hub:
         self.by_identity: dict[str, dict[Session, None]] = {}
         self.by_resume: dict[str, Session] = {}
         self.draining = False
+        self.unwritten = False  # something is written in batches, and somebody has to see to it
         self.counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._seq = 0
         self.via = msgspec.json.encode(options.address)

@@ -28,10 +28,6 @@ class Trace:
         self._mode = mode
         self._records: list[bytes] = []
 
-    @property
-    def dirty(self) -> bool:
-        return bool(self._records)
-
     def note(
         self,
         event: str,
@@ -73,6 +69,7 @@ class Trace:
         )
         ending = b"}" if reason is None else b',"reason":%b}' % _quoted(reason)
         self._records.append(record + ending)
+        self._hub.unwritten = True
         if len(self._records) >= BATCH_RECORDS:
             self.flush()
 

@@ -130,9 +130,9 @@ class Runner:
                 session.outbox.written(len(frame))
         finally:
             self._running = False
-        if self._flush is None and self._tick is not None:
-            if self.hub.mailboxes.cursors.dirty or self.hub.trace.dirty:
-                self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
+        if self.hub.unwritten and self._flush is None and self._tick is not None:
+            self.hub.unwritten = False
+            self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
 
     def _carry_out(self, effect: Effect) -> None:
         if type(effect) is Append:
