@@ -13,7 +13,7 @@ from typing import Self
 
 import pyspark
 
-from support.server import free_port
+from support.ports import free_port
 
 START_S_MAX = 300.0
 _CLASS = "org.apache.spark.deploy"
