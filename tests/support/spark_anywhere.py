@@ -1,6 +1,6 @@
 """The same small job wherever Spark runs: reads a stream, copies it with a query, tells what it saw.
 
-python spark_anywhere.py <master or sc://... or connect> <endpoint> <source> <target> <directory>
+python spark_anywhere.py <master or sc://... or connect> <endpoint> <source> <target> <directory> [staging]
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def session(master: str, directory: Path) -> Any:
     return builder.getOrCreate()
 
 
-def main(master: str, endpoint: str, source: str, target: str, place: str) -> None:
+def main(
+    master: str, endpoint: str, source: str, target: str, place: str, staging: str | None = None
+) -> None:
     from tailrace.spark import read_stream_history, register
 
     directory = Path(place)
@@ -57,10 +59,10 @@ def main(master: str, endpoint: str, source: str, target: str, place: str) -> No
         .writeStream.format("tailrace")
         .options(endpoint=endpoint, stream=target)
         .option("checkpointLocation", str(directory / "checkpoint"))
-        .trigger(availableNow=True)
-        .start()
     )
-    query.awaitTermination()
+    if staging is not None:
+        query = query.option("stagingLocation", staging)
+    query.trigger(availableNow=True).start().awaitTermination()
     print(json.dumps({"entries": found, "history": history, "copied": read.load(target).count()}))
     spark.stop()
 
