@@ -126,6 +126,23 @@ def test_w33_what_can_wait_is_shed_first(tmp_path: Path) -> None:
     room.close()
 
 
+def test_a_collection_behind_its_source_breaks_a_promise_before_anybody_is_told(
+    tmp_path: Path,
+) -> None:
+    room = Room(tmp_path)
+    objectives = room.gateway.objectives
+    room.configure("c", slo={"lagMs": 2000})
+    collection = room.book.find(DATABASE, "c")
+    assert collection is not None
+    objectives.lag_ms = lambda _: 5000.0
+    burn = objectives.burn(DATABASE, "c", collection)
+    assert burn == {"delivery": 0.0, "resume": 0.0, "lag": 2.5}
+    assert objectives.reason(collection, burn) == "It is more than 2000 ms behind its source."
+    room.harness.call(objectives.on_tick)
+    assert (["lag"], 2.5) in objectives.worst()
+    room.close()
+
+
 def test_a_broken_promise_is_told_and_what_can_wait_does(tmp_path: Path) -> None:
     room = Room(tmp_path)
     gateway = room.gateway

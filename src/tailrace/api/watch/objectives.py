@@ -7,6 +7,7 @@ Burning it faster than one to one is told once, written down, and answered: subs
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tailrace.api.context import Context
@@ -62,12 +63,11 @@ class Window:
 class Measured:
     """One collection."""
 
-    __slots__ = ("burning", "delivery", "lag_ms", "resume")
+    __slots__ = ("burning", "delivery", "resume")
 
     def __init__(self) -> None:
         self.delivery = Window()
         self.resume = Window()
-        self.lag_ms = 0
         self.burning: set[Objective] = set()
 
 
@@ -80,6 +80,7 @@ class Objectives:
         self._limits = context.limits
         self._measured: dict[tuple[str, str], Measured] = {}
         self._latency = context.telemetry.watch_delivery_latency_seconds
+        self.lag_ms: Callable[[Collection], float] = lambda _: 0.0  # behind its source; set by who knows them
 
     def _of(self, database: str, name: str) -> Measured | None:
         key = (database, name)
@@ -110,12 +111,6 @@ class Objectives:
         if measured is not None:
             measured.resume.add(self._context.loop.time(), bad=True)
 
-    def lagged(self, collection: Collection, lag_ms: int) -> None:
-        """How far a collection is behind its source."""
-        measured = self._of(collection.database, collection.name)
-        if measured is not None:
-            measured.lag_ms = lag_ms
-
     def forget(self, collection: Collection) -> None:
         self._measured.pop((collection.database, collection.name), None)
 
@@ -132,16 +127,16 @@ class Objectives:
 
     def burn(self, database: str, name: str, collection: Collection | None) -> dict[Objective, float]:
         """How many times faster than allowed each allowance is used up; above 1 a promise is broken."""
-        measured = self._measured.get((database, name))
-        if measured is None:
-            return dict.fromkeys(OBJECTIVES, 0.0)
         now, targets = self._context.loop.time(), self.targets(collection)
-        allowed = max(1e-6, 1 - targets["resume"])
-        return {
-            "delivery": measured.delivery.share(now, SAMPLES_MIN) / DELIVERY_ALLOWED,
-            "resume": measured.resume.share(now, SAMPLES_MIN) / allowed,
-            "lag": measured.lag_ms / max(1.0, targets["lag"]),
-        }
+        burn = dict[Objective, float].fromkeys(OBJECTIVES, 0.0)
+        if collection is not None:
+            burn["lag"] = self.lag_ms(collection) / max(1.0, targets["lag"])
+        measured = self._measured.get((database, name))
+        if measured is not None:
+            allowed = max(1e-6, 1 - targets["resume"])
+            burn["delivery"] = measured.delivery.share(now, SAMPLES_MIN) / DELIVERY_ALLOWED
+            burn["resume"] = measured.resume.share(now, SAMPLES_MIN) / allowed
+        return burn
 
     def worst(self) -> list[tuple[list[str], float]]:
         """Of all collections, for the gauges."""
@@ -156,6 +151,9 @@ class Objectives:
 
     def on_tick(self) -> None:
         """Looks whether a promise is broken now that was kept before, or the other way round."""
+        for collection in self._gateway.book.collections():
+            if self.lag_ms(collection):
+                self._of(collection.database, collection.name)
         for (database, name), measured in tuple(self._measured.items()):
             collection = self._collection(database, name)
             if collection is None:

@@ -93,6 +93,7 @@ class Sources:
         self._past: Counter[str] = Counter()  # of those that are no more
         self.elsewhere: Elsewhere | None = None  # where there are other workers
         book.follows = lambda collection: self._owner(collection) is not None
+        gateway.objectives.lag_ms = self._lag_ms
 
     # -- beginning and end -----------------------------------------------------------------------------
 
@@ -125,6 +126,10 @@ class Sources:
         telemetry.watch_source_retained_bytes.read = lambda: max(
             (one.status.retained_bytes or 0 for one in self._found.values()), default=0
         )
+
+    def _lag_ms(self, collection: Collection) -> float:
+        owner = self._owner(collection)
+        return 0.0 if owner is None else owner.status.lag_s * 1000
 
     def _by_phase(self) -> list[tuple[list[str], float]]:
         counts: Counter[str] = Counter(one.states.progress.phase for one in self._found.values())
