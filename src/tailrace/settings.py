@@ -40,13 +40,14 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=0,
             le=64,
             extra={"unit": "count"},
             description="Processes that share the streams; limits hold for each. Another number than before "
-            "moves streams at start.",
+            "moves streams at start. 0: the number as it is; in a new data directory one below four cores, "
+            "else one less than there are.",
         ),
-    ] = 1
+    ] = 0
     preset: Annotated[
         Literal["default", "small"],
         Meta(description="A set of limits: small keeps caches and queues at a quarter."),

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LOG_LINES_MAX: Final = 5000
 PAUSE_S: Final = 0.01
-# A server for tests writes nothing by itself and starts no Java.
-QUIET: Final = {"TAILRACE_METRICS_FLUSH_MS": "0", "TAILRACE_PIPELINE": "off"}
+# A server for tests writes nothing by itself, starts no Java, and is one process on any machine.
+QUIET: Final = {"TAILRACE_METRICS_FLUSH_MS": "0", "TAILRACE_PIPELINE": "off", "TAILRACE_WORKERS": "1"}
 _READY: Final = re.compile(r"tailrace ready\s+(https?://\S+)")
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from tailrace.errors import TailraceError
 from tailrace.hub.buckets import Buckets, Rate
+from tailrace.settings import Settings
 from tailrace.workers.gather import added, labelled
+from tailrace.workers.layout import Layout, chosen_workers, write_layout
 from tailrace.workers.pipeline import PlanPart, begins, joined
 from tailrace.workers.placement import Placement, own_suffix, stream_in
 from tailrace.workers.shared_rates import SLOTS, SharedBuckets
@@ -24,6 +26,21 @@ def test_h42_a_name_has_one_home_and_moves_only_to_a_worker_that_is_new(
     home, later = Placement(count).home(name), Placement(count + more).home(name)
     assert 0 <= home < count
     assert later == home or later >= count
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (3, 1), (4, 3), (16, 15), (200, 64)])
+def test_a_new_directory_gets_as_many_workers_as_the_machine_has_room_for(
+    tmp_path: Path, cores: int, workers: int
+) -> None:
+    assert chosen_workers(Settings(data_dir=tmp_path), cores) == workers
+    assert chosen_workers(Settings(data_dir=tmp_path, workers=2), cores) == 2
+
+
+def test_a_directory_in_use_keeps_its_number_where_none_is_given(tmp_path: Path) -> None:
+    (tmp_path / "hot.db").touch()
+    assert chosen_workers(Settings(data_dir=tmp_path), 16) == 1
+    write_layout(tmp_path, Layout(workers=5, generation=1))
+    assert chosen_workers(Settings(data_dir=tmp_path), 16) == 5
 
 
 def test_names_are_spread_evenly() -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import App, Group, Parameter
 
 from tailrace.settings import TABLE, Setting
@@ -36,7 +37,10 @@ def _serve(flags: Mapping[str, str | bool | None]) -> int:
     from tailrace.auth import bind_check
 
     bind_check(settings)
-    if settings.workers > 1 or (settings.data_dir / "workers.json").exists():
+    from tailrace.workers.layout import FILE, chosen_workers
+
+    settings = msgspec.structs.replace(settings, workers=chosen_workers(settings))
+    if settings.workers > 1 or (settings.data_dir / FILE).exists():
         from tailrace.workers.supervisor import run
     else:
         from tailrace.api.serve import run

@@ -7,6 +7,7 @@ replaced in one step. Another number of workers is another generation, made besi
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Final
@@ -14,11 +15,14 @@ from typing import Final
 import msgspec
 
 from tailrace.errors import TailraceError
+from tailrace.settings import Settings
 from tailrace.store.directory import make_directory, sync_directory, write_durably
 
 FILE: Final = "workers.json"
 DIRECTORY: Final = "workers"
 VERSION: Final = 1
+CORES_MIN: Final = 4  # below, one worker and its helpers have enough to do with them
+WORKERS_MAX: Final = 64
 # What a single worker keeps in the data directory itself.
 _ROOT_PARTS: Final = (
     *("journal", "hot.db", "hot.db-wal", "hot.db-shm", "watch.db", "watch.db-wal", "watch.db-shm"),
@@ -79,6 +83,17 @@ def clear_others(root: Path, layout: Layout) -> None:
             else:
                 path.unlink(missing_ok=True)
     sync_directory(root)
+
+
+def chosen_workers(settings: Settings, cores: int | None = None) -> int:
+    """How many there shall be. Where nobody says, a directory that is in use stays as it is."""
+    if settings.workers:
+        return settings.workers
+    root = settings.data_dir
+    if (root / FILE).exists() or not is_unused(root):
+        return read_layout(root).workers
+    cores = cores or len(os.sched_getaffinity(0))
+    return 1 if cores < CORES_MIN else min(cores - 1, WORKERS_MAX)
 
 
 def is_unused(path: Path) -> bool:

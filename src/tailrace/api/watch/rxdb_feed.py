@@ -29,7 +29,7 @@ logger = logging.getLogger("tailrace.watch")
 RECOVER: Final = 0.6
 POLL_S: Final = 0.25
 JOIN_S: Final = 2.0
-CALM_S: Final = 0.5  # without a push
+CALM_S: Final = 1.0  # without a push; a busy client may take half a second from one to the next
 CALM_S_MAX: Final = 5.0  # a client that writes without end has to hear of others, too
 RESYNC: Final = b'"RESYNC"'
 # States of a collection in which what there is is right: not while a source loads, or cannot go on.
