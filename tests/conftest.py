@@ -58,6 +58,16 @@ def _started(request: pytest.FixtureRequest, directory: Path) -> ServerProcess:
     return process.start()
 
 
+@pytest.fixture
+def running() -> Iterator[list[ServerProcess]]:
+    """Servers that are ended after the test."""
+    servers: list[ServerProcess] = []
+    yield servers
+    for server in servers:
+        if server.running:
+            server.stop()
+
+
 @pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

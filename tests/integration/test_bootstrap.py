@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,16 +43,6 @@ class Lost:
 @pytest.fixture(scope="module")
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
     return Lost(tmp_path_factory.mktemp("lost"))
-
-
-@pytest.fixture
-def running() -> Iterator[list[ServerProcess]]:
-    """Servers that are ended after the test."""
-    servers: list[ServerProcess] = []
-    yield servers
-    for server in servers:
-        if server.running:
-            server.stop()
 
 
 def check_goes_on(world: World, call: Caller) -> None:

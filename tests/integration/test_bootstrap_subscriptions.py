@@ -25,16 +25,6 @@ def hook() -> Iterator[Hook]:
     receiver.close()
 
 
-@pytest.fixture
-def running() -> Iterator[list[ServerProcess]]:
-    """Servers that are ended after the test."""
-    servers: list[ServerProcess] = []
-    yield servers
-    for server in servers:
-        if server.running:
-            server.stop()
-
-
 def control(subscription: str, rest: str = "") -> str:
     return f"__ds/subscriptions/{subscription}{rest}"
 

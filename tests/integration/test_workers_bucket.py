@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,6 @@ from tailrace.testing import ServerFailedError
 
 TWO = ("--workers", "2")
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture
-def running() -> Iterator[list[ServerProcess]]:
-    """Servers that are ended after the test."""
-    servers: list[ServerProcess] = []
-    yield servers
-    for server in servers:
-        if server.running:
-            server.stop()
 
 
 def lose(server: ServerProcess) -> None:

@@ -79,10 +79,6 @@ class Feed:
         self.ahead: deque[Ahead] = deque()
         self.reading = False
 
-    def next_to_read(self) -> int:
-        """Entries are read from beyond this one."""
-        return self.ahead[-1].entry if self.ahead else self.sent
-
     def take_off(self, entry: int, flight: Flight) -> None:
         self.flights[entry] = flight
         self.flights_bytes += flight.size

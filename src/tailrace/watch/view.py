@@ -60,8 +60,6 @@ _AFTER: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, d
 FROM documents WHERE collection=? AND id>? AND deleted=0 ORDER BY id LIMIT ?"""
 _ALL: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id>? ORDER BY id LIMIT ?"""
-_BY_SEQ: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
-FROM documents WHERE collection=? AND partition=? AND seq>? ORDER BY seq LIMIT ?"""
 _CHANGED: Final = """SELECT id, seq, updated_ms
 FROM documents WHERE collection=? AND partition=? AND seq>? ORDER BY seq LIMIT ?"""
 _UP_TO: Final = """SELECT seq, updated_ms
@@ -168,10 +166,6 @@ class Moment:
         found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
         rows = [_row(row) for row in found if row is not None]
         return [row for row in rows if not row.deleted]
-
-    def rows_after_seq(self, collection: int, partition: int, seq: int, limit: int) -> list[Row]:
-        """Rows of a partition in the order of their last change, tombstones included."""
-        return [_row(found) for found in self._execute(_BY_SEQ, (collection, partition, seq, limit))]
 
     def changed_after(
         self, collection: int, partition: int, seq: int, limit: int

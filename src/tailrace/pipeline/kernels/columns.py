@@ -44,7 +44,6 @@ _NONE: Final = type(None)
 _USUAL_DATE: Final = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{3})?Z$"
 )
-_SECONDS_LENGTH: Final = 20  # 2026-01-01T00:00:00Z
 
 
 class FieldColumn(NamedTuple):
