@@ -125,6 +125,9 @@ def test_p17_a_pipeline_has_a_process_group_and_a_lower_priority(
     pid = eventually(lambda: pipeline_of(call)["pid"], lambda found: found is not None)
     assert os.getpgid(pid) == pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+    session = Path(f"/proc/{pid}/autogroup")
+    if session.exists():  # where sessions are scheduled, niceness alone would mean nothing to the server
+        assert session.read_text().split()[-1] == "10"
 
 
 def test_a_stream_without_families_starts_nothing(start_server: StartServer) -> None:

@@ -7,12 +7,14 @@ when that closes it ends, so it never outlives the server. Only processes that a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -24,6 +26,7 @@ from tailrace.api.pipeline_state import FRESH_S, Demand, PipelineState
 logger = logging.getLogger("tailrace.pipeline")
 
 TICK_S: Final = 1.0
+AUTOGROUP: Final = Path("/proc/self/autogroup")
 JAVA_S: Final = 300.0  # between two looks for Java
 STOP_S: Final = 10.0  # from the request to end to the end by force
 BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 300.0
@@ -188,7 +191,6 @@ class PipelineChild:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[reading],
-                start_new_session=True,
                 preexec_fn=self._step_back,
             )
         finally:
@@ -200,8 +202,17 @@ class PipelineChild:
         self._become("starting")
 
     def _step_back(self) -> None:
-        """In the child, before it is one."""
-        os.nice(self._context.settings.pipeline_nice)
+        """In the child, before it is one.
+
+        Where the kernel schedules by session, niceness only counts among the processes of one. The pipeline
+        has a session of its own, which therefore steps back as a whole. It is begun here: a loop may begin
+        the one that it is asked for only later, and then it would be the server that steps back.
+        """
+        os.setsid()
+        niceness = self._context.settings.pipeline_nice
+        os.nice(niceness)
+        with contextlib.suppress(OSError):  # no such kernel: then niceness is enough
+            AUTOGROUP.write_text(str(niceness))
 
     def _orders(self) -> dict[str, object]:
         settings, limits = self._context.settings, self._context.limits
