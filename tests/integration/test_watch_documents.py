@@ -97,6 +97,45 @@ def test_a_repeat_gets_the_first_answer(call: Caller, place: str) -> None:
     assert put(call, f"{place}/one", {}, Idempotency_Key="k" * 129).code == "invalid_header"
 
 
+def test_a_key_is_good_for_one_request(call: Caller, place: str) -> None:
+    put(call, f"{place}/one", {"n": 1}, Idempotency_Key="k")
+    other = put(call, f"{place}/two", {"n": 2}, Idempotency_Key="k")
+    assert (other.status, other.code) == (409, "conflict"), (
+        "a write that is not made must not look as if it was"
+    )
+    assert call("GET", f"{BASE}/docs/{place}/two").status == 404
+    removed = call("DELETE", f"{BASE}/docs/{place}/one", headers={"Idempotency-Key": "k"})
+    assert (removed.status, removed.code) == (409, "conflict")
+    assert call("GET", f"{BASE}/docs/{place}/one").body["version"] == 1
+
+
+def test_two_requests_at_once_with_one_key(call: Caller, place: str) -> None:
+    def write(number: int) -> int:
+        return put(call, f"{place}/d{number % 2}", {"n": number}, Idempotency_Key="k").status
+
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(write, range(16)))
+    made = [number for number in (0, 1) if call("GET", f"{BASE}/docs/{place}/d{number}").status == 200]
+    assert len(made) == 1
+    assert statuses == [201 if number % 2 == made[0] else 409 for number in range(16)]
+
+
+def test_a_repeated_batch_has_a_result_for_each_write(call: Caller, place: str) -> None:
+    writes = [
+        {"op": "put", "path": f"{place}/a", "data": {}, "ifVersion": 9},
+        {"op": "put", "path": f"{place}/b", "data": {}},
+        {"op": "patch", "path": f"{place}/b", "data": {"n": 1}},
+    ]
+    answers = [
+        call("POST", f"{BASE}/batch", {"writes": writes}, headers={"Idempotency-Key": "k"}) for _ in range(2)
+    ]
+    first, again = ([(one["path"], one["status"]) for one in answer.body["results"]] for answer in answers)
+    assert first == [(f"{place}/a", 412), (f"{place}/b", 201), (f"{place}/b", 200)]
+    assert again == [(f"{place}/a", 409), *first[1:]]
+    fewer = call("POST", f"{BASE}/batch", {"writes": writes[1:2]}, headers={"Idempotency-Key": "k"})
+    assert (fewer.status, fewer.code) == (409, "conflict")
+
+
 def test_batches(call: Caller, place: str) -> None:
     writes = [
         {"op": "put", "path": f"{place}/a", "data": {"n": 1}},

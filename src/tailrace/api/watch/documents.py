@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
 
 import msgspec
 import orjson
 
 from tailrace.api.watch.book import Book, Collection, config_entry
 from tailrace.api.watch.collection import NATIVE
+from tailrace.api.watch.repeats import first_results, same_request, used_otherwise
+from tailrace.api.watch.writes import Result, State, Write
 from tailrace.errors import TailraceError
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
@@ -22,23 +23,7 @@ from tailrace.watch.names import DocumentPath
 WRITE_ID_MS = 10 * 60 * 1000
 FORGET_EVERY = 10_000
 
-Answer = Callable[[list["Result"], TailraceError | None], None]
-# Asked when the write's turn has come, with the document as it is then: a result settles the write, None lets
-# it go on.
-Judge = Callable[[Collection, "State | None"], "Result | None"]
-
-
-class Write(NamedTuple):
-    """One write as it was asked for."""
-
-    op: Literal["put", "patch", "delete"]
-    path: DocumentPath
-    data: Document | None = None
-    if_version: int | None = None
-    if_present: bool = False
-    if_absent: bool = False
-    judge: Judge | None = None
-    buries: bool = False  # a delete of what never was leaves a tombstone with `data`
+Answer = Callable[[list[Result], TailraceError | None], None]
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -50,34 +35,6 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     created_ms: int
     deleted: bool
     data: Document  # of a tombstone: the last there was
-
-
-class Result(msgspec.Struct):
-    """What became of one write."""
-
-    path: str
-    status: int
-    version: int | None = None
-    updated_ms: int | None = None
-    error: TailraceError | None = None
-
-    def shown(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"path": self.path, "status": self.status}
-        if self.version is not None:
-            found["version"] = self.version
-        if self.error is not None:
-            found["error"] = orjson.loads(self.error.body())["error"]
-        return found
-
-
-class State(NamedTuple):
-    """A document as the next decision sees it: perhaps not durable yet."""
-
-    version: int
-    created_ms: int
-    updated_ms: int
-    deleted: bool
-    data: bytes
 
 
 # Asked before each write, with collection, method, and the flat document before and after; raises if the
@@ -101,9 +58,11 @@ class _Plan:
 class _Submitted(msgspec.Struct, eq=False):
     """Who is told when the record is durable."""
 
+    writes: Sequence[Write]
     results: list[Result]
     answer: Answer
     remembered: tuple[Collection, str] | None = None
+    repeats: list[Answer] = msgspec.field(default_factory=list[Answer])  # those that came meanwhile
 
 
 class Writer:
@@ -114,7 +73,7 @@ class Writer:
         self._log = book.log
         self._bytes_max = document_bytes
         self._planned: dict[tuple[Collection, str], State] = {}
-        self._under_way: dict[tuple[Collection, str], list[Answer]] = {}
+        self._under_way: dict[tuple[Collection, str], _Submitted] = {}
         self._failures = self._log.failures
         self._count = 0
 
@@ -142,8 +101,7 @@ class Writer:
         """Decides and submits; `answer` comes when what it says is durable."""
         self._forget_failed()
         self._book.database(database)
-        first = writes[0].path.collection
-        if write_id is not None and self._repeated(database, first, write_id, answer):
+        if write_id is not None and self._repeated(database, writes, write_id, answer):
             return
         self._count += 1
         if self._count % FORGET_EVERY == 0:
@@ -155,21 +113,25 @@ class Writer:
         if not plan.entries or (atomic and failed):
             self._answer_later(results, answer)
             return
-        self._submit(database, plan, results, answer, first)
+        self._submit(database, plan, _Submitted(writes, results, answer))
 
     def correct(
         self, collection: Collection, corrections: Sequence[Correction], name: str, answer: Answer
     ) -> None:
         """Writes down how documents are, where the view has them otherwise; a repeat has no effect."""
         self._forget_failed()
-        if self._repeated(collection.database, collection.name, name, answer):
+        writes = [
+            Write("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
+            for one in corrections
+        ]
+        if self._repeated(collection.database, writes, name, answer):
             return
         self._count += 1
         now_ns = self._log.clock.now_ns()
         plan = _Plan(now_ns, f"{now_ns:x}-{self._count:x}", name)
         results = [self._corrected(collection, one, plan) for one in corrections]
         if plan.entries:
-            self._submit(collection.database, plan, results, answer, collection.name)
+            self._submit(collection.database, plan, _Submitted(writes, results, answer))
         else:
             self._answer_later(results, answer)
 
@@ -343,7 +305,7 @@ class Writer:
 
     # -- committing ------------------------------------------------------------------------------------
 
-    def _submit(self, database: str, plan: _Plan, results: list[Result], answer: Answer, first: str) -> None:
+    def _submit(self, database: str, plan: _Plan, submitted: _Submitted) -> None:
         configs: dict[str, list[bytes]] = {}
         used = {collection.name for collection, _ in plan.states}
         for (owner, name), collection in plan.made.items():
@@ -351,23 +313,22 @@ class Writer:
                 entry = config_entry(name, collection.config, "insert", plan.now_ns)
                 configs.setdefault(names.collections_of(owner), []).append(entry)
         parts = [*configs.items(), *plan.entries.items()]
-        submitted = _Submitted(results, answer)
         append_together(self._log, parts, plan.now_ns, self._settled, submitted)
         for (_, name), collection in plan.made.items():
             if name in used:
                 self._book.add(collection)
         self._planned.update(plan.states)
         if plan.write_id is not None:
+            first = submitted.writes[0].path.collection
             submitted.remembered = (self._book.databases[database][first], plan.write_id)
-            self._under_way[submitted.remembered] = []
+            self._under_way[submitted.remembered] = submitted
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         submitted = transaction.context
         assert isinstance(submitted, _Submitted)
-        waiting: list[Answer] = []
         if submitted.remembered is not None:
-            waiting = self._under_way.pop(submitted.remembered, [])
-        for tell in (submitted.answer, *waiting):
+            self._under_way.pop(submitted.remembered, None)
+        for tell in (submitted.answer, *submitted.repeats):
             tell(submitted.results, error)
 
     def _answer_later(self, results: list[Result], answer: Answer) -> None:
@@ -378,28 +339,23 @@ class Writer:
         else:
             newest.waiting.append(lambda error: answer(results, error))
 
-    def _repeated(self, database: str, collection_name: str, write_id: str, answer: Answer) -> bool:
-        """Whether a write with this key was made before; its first answer is given again."""
-        collection = self._book.find(database, collection_name)
+    def _repeated(self, database: str, writes: Sequence[Write], write_id: str, answer: Answer) -> bool:
+        """Whether a request with this key was made before; its first answer is given again."""
+        collection = self._book.find(database, writes[0].path.collection)
         if collection is None:
             return False
-        waiting = self._under_way.get((collection, write_id))
-        if waiting is not None:
-            waiting.append(answer)
+        first = self._under_way.get((collection, write_id))
+        if first is not None:
+            if not same_request(writes, first.writes):
+                raise used_otherwise()
+            first.repeats.append(answer)
             return True
         self._book.check_applied(collection)
         since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_MS
         found = self._book.view.remembered(collection.number, write_id, since_ms)
         if not found:
             return False
-        statuses = {"insert": 201, "delete": 204}
-        answer(
-            [
-                Result(f"{collection_name}/{row.id}", statuses.get(row.op, 200), row.version, row.at_ms)
-                for row in found
-            ],
-            None,
-        )
+        answer(first_results(writes, found), None)
         return True
 
     def _forget_failed(self) -> None:

@@ -10,10 +10,11 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.watch.collections import CollectionRoutes
-from tailrace.api.watch.documents import Result, Write, Writer
+from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.query import Queries
 from tailrace.api.watch.status import StatusRoute
+from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange

@@ -9,8 +9,9 @@ import orjson
 
 from tailrace.api.watch.access import Access
 from tailrace.api.watch.collection import Collection
-from tailrace.api.watch.documents import Result, State, Write, Writer
+from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.rxdb_pages import Shape
+from tailrace.api.watch.writes import Result, State, Write
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.watch import document, names
