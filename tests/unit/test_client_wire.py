@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from support.steps import OFFSET, answer, header
-from tailrace.client import encode, wire
+from tailrace.client import encode, transport, wire
 from tailrace.client.error import ClientError, error_from
 from tailrace.client.model import Page
 
@@ -18,6 +18,14 @@ JSON = "application/json"
 
 def test_names_are_encoded_segment_by_segment() -> None:
     assert wire.stream_path("a b/ü/c%2F?") == "/v1/stream/a%20b/%C3%BC/c%252F%3F"
+
+
+@pytest.mark.parametrize("unreachable", ["", ".", "..", "a/../b", "./a", "a/.."])
+def test_a_name_that_would_lead_to_another_stream_is_refused(unreachable: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        wire.stream_path(unreachable)
+    assert caught.value.code == "invalid_name"
+    assert wire.stream_path("a/...b/.c") == "/v1/stream/a/...b/.c"
 
 
 @pytest.mark.parametrize("value", ["", "a\r\nX: y", "a\n", "\x00", " a", "a\t", "\x7f"])
@@ -119,6 +127,9 @@ def test_a_page_keeps_what_python_numbers_cannot() -> None:
     assert Page(body=b"[]", content_type="text/plain", next_offset=OFFSET).entries == [b"[]"]
     exact = Page(body=b'[1e400, {"a" :1.0}]', content_type=JSON, next_offset=OFFSET)
     assert exact.raw_entries == [b"1e400", b'{"a" :1.0}']
+    texts = [b'{"a": "\\ud800,["}', '"ü"'.encode(), b"[1 , 2]", b"1e400"]
+    lone = Page(body=b"[" + b" ,\n".join(texts) + b"]", content_type=JSON, next_offset=OFFSET)
+    assert lone.raw_entries == texts, "text that was cut within a character is still a message"
 
 
 def test_errors_carry_what_the_server_said() -> None:
@@ -132,6 +143,46 @@ def test_errors_carry_what_the_server_said() -> None:
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error":"no"}', b'{"error":{"code":5}}'])
 def test_a_foreign_error_is_still_an_error(body: bytes) -> None:
     assert error_from(502, {}, body).code == "http_502"
+
+
+@pytest.mark.parametrize(
+    ("status", "challenge", "code", "message"),
+    [
+        (404, None, "not_found", "there is no stream 'orders'"),
+        (410, None, "stream_gone", "the stream was deleted; its forks live on"),
+        (401, 'Bearer realm="tailrace"', "unauthorized", "this server needs a bearer token"),
+        (401, 'Bearer error_description="the token has expired"', "unauthorized", "the token has expired"),
+        (403, 'Bearer error="insufficient_scope", scope="read"', "forbidden", "this needs the scope read"),
+        (403, None, "forbidden", "the token does not cover this stream"),
+        (502, None, "http_502", "the server answered 502"),
+    ],
+)
+def test_a_refusal_without_a_body_is_told_in_words(
+    status: int, challenge: str | None, code: str, message: str
+) -> None:
+    headers = {} if challenge is None else {"www-authenticate": challenge}
+    with pytest.raises(ClientError) as caught:
+        wire.check_head("orders", wire.Answer(status, headers))
+    assert (caught.value.status, caught.value.code, caught.value.message) == (status, code, message)
+
+
+def test_a_token_may_end_with_a_line() -> None:
+    given = transport.settings("http://x", token="abc\n", timeout_s=1.0, connect_timeout_s=1.0, retries=None)
+    assert given.authorization() == b"Bearer abc"
+
+
+@pytest.mark.parametrize("wrong", ["a\nb", "a b", "ü"])
+def test_a_token_that_cannot_travel_is_not_shown(wrong: str) -> None:
+    given = transport.settings("http://x", token=wrong, timeout_s=1.0, connect_timeout_s=1.0, retries=None)
+    with pytest.raises(ValueError, match="the token has characters") as caught:
+        given.authorization()
+    assert wrong not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["localhost:1", "http://[::1", "http://", "http://x:port"])
+def test_a_base_url_is_checked_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="base_url"):
+        transport.settings(url, token=None, timeout_s=1.0, connect_timeout_s=1.0, retries=None)
 
 
 def test_an_answer_that_is_not_ours_is_refused() -> None:

@@ -6,6 +6,7 @@ It carries what the server said, and it says whether the request may have taken 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -17,6 +18,7 @@ CONNECT_FAILED = "connect_failed"
 CONNECTION_LOST = "connection_lost"
 OUTCOME_UNKNOWN = "outcome_unknown"
 INVALID_ANSWER = "invalid_answer"
+INVALID_NAME = "invalid_name"  # the server has it, too
 PRODUCER_CONFLICT = "producer_conflict"
 
 NO_ANSWER = 0
@@ -82,3 +84,22 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes, *, unknown:
         extra=fields,
         outcome_unknown=unknown,
     )
+
+
+def refusal_of(stream: str, status: int, headers: Mapping[str, str]) -> ClientError | None:
+    """What a status without a body says about a stream, in the server's own codes and words."""
+    challenge = headers.get("www-authenticate", "")
+    scope = re.search(r'scope="([^"]*)"', challenge)
+    described = re.search(r'error_description="([^"]*)"', challenge)
+    if status == 404:
+        code, message = "not_found", f"there is no stream {stream!r}"
+    elif status == 410:
+        code, message = "stream_gone", "the stream was deleted; its forks live on"
+    elif status == 401:
+        code, message = "unauthorized", described[1] if described else "this server needs a bearer token"
+    elif status == 403:
+        needed = f"this needs the scope {scope[1]}" if scope else "the token does not cover this stream"
+        code, message = "forbidden", needed
+    else:
+        return None
+    return ClientError(code, message, status=status, headers=headers)

@@ -90,7 +90,7 @@ class Operations:
 
     def head(self) -> Steps[StreamInfo]:
         outcome = yield from self._exchange(wire.head(self.name))
-        wire.check(outcome.answer, 200)
+        wire.check_head(self.name, outcome.answer)
         return wire.parse_info(self.name, outcome.answer)
 
     def delete(self) -> Steps[None]:

@@ -40,11 +40,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: float
     retries: Retries
 
+    def authorization(self) -> bytes | None:
+        token = self.token() if callable(self.token) else self.token
+        # One that was read from a file often ends with a line break.
+        token = None if token is None else token.strip()
+        if not token:
+            return None
+        if not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError("the token has characters that no header can carry")
+        return b"Bearer " + token.encode()
+
     def build(self, http: httpx2.Client | httpx2.AsyncClient, request: Request) -> httpx2.Request:
         headers = [(name.encode("ascii"), value) for name, value in request.headers]
-        token = self.token() if callable(self.token) else self.token
-        if token:
-            headers.append((b"Authorization", b"Bearer " + token.encode()))
+        if (authorization := self.authorization()) is not None:
+            headers.append((b"Authorization", authorization))
         read_s = max(self.timeout_s, request.wait_s)
         return http.build_request(
             request.method,
@@ -65,6 +74,12 @@ def settings(
 ) -> Settings:
     if not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://: {base_url!r}")
+    try:
+        host = httpx2.URL(base_url).host
+    except httpx2.InvalidURL as error:
+        raise ValueError(f"base_url is not a URL: {base_url!r} ({error})") from None
+    if not host:
+        raise ValueError(f"base_url names no host: {base_url!r}")
     return Settings(
         base_url=base_url.rstrip("/"),
         token=token,

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from tailrace.client.error import INVALID_ANSWER, ClientError, error_from
+from tailrace.client.error import INVALID_ANSWER, INVALID_NAME, ClientError, error_from, refusal_of
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 
 STREAM_ROOT = "/v1/stream/"
@@ -78,8 +78,11 @@ class ForkPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_path(name: str) -> str:
-    if not name:
-        raise ValueError("a stream needs a name")
+    # A URL cannot carry these: whoever sends it would leave the segment out, and reach another stream.
+    if not name or any(segment in (".", "..") for segment in name.split("/")):
+        raise ClientError(
+            INVALID_NAME, f"a stream name has characters, and no '.' or '..' segments: {name!r}"
+        )
     return STREAM_ROOT + quote(name, safe="/")
 
 
@@ -240,6 +243,13 @@ def check(answer: Answer, *expected: int, repeatable: bool = True) -> None:
             INVALID_ANSWER, f"unexpected status {answer.status}", status=answer.status, headers=answer.headers
         )
     raise error_from(answer.status, answer.headers, answer.body, unknown=unknown)
+
+
+def check_head(name: str, answer: Answer) -> None:
+    """Raise the error that the answer to a HEAD stands for. It has no body that could tell."""
+    if answer.status != 200 and (refusal := refusal_of(name, answer.status, answer.headers)) is not None:
+        raise refusal
+    check(answer, 200)
 
 
 def required(answer: Answer, name: str) -> str:
