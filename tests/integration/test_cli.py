@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from conftest import StartServer
 from support.cli import Finished, command, environment, tailrace
 from support.server import ServerProcess
+from tailrace.auth import create_token
 
 _numbers = itertools.count(1)
 VERBS = (
@@ -92,6 +94,40 @@ def test_text_lines_keep_their_ends(server: ServerProcess, name: str) -> None:
     closed = _on(server, "append", name, "late")
     assert closed.code == 1
     assert "stream_closed" in closed.err
+
+
+def test_the_last_line_needs_no_end_and_no_ink(server: ServerProcess, name: str) -> None:
+    text = ("--lines", "--create", "--content-type", "text/plain")
+    assert _on(server, "append", name, *text, stdin=b"a\n  ").code == 0
+    assert _on(server, "read", name).out == "a\n  "
+
+
+def test_half_a_character_passes_through(server: ServerProcess, name: str) -> None:
+    cut, pretty = '{"a": "\\ud83d"}', '{"a":\n"\\ud83d", "n": 1e400}'
+    appended = _on(server, "append", name, cut, pretty, "--create")
+    assert appended.code == 0, appended.err
+    assert _on(server, "read", name).out == f"{cut}\n{pretty}\n".replace(":\n", ": ")
+    refused = _on(server, "append", name, '["\\ud83d", NaN]')
+    assert (refused.code, "entry 1 is not JSON" in refused.err) == (2, True)
+
+
+def test_a_token_that_only_writes_can_append(start_server: StartServer, name: str) -> None:
+    secret = "a secret that is long enough for the server to accept it"
+    server = start_server(env={"TAILRACE_AUTH_JWT_SECRET": secret})
+
+    def run(scope: str, *args: str) -> Finished:
+        token = create_token(secret, sub="cli", scopes=(scope,), lifetime_s=60)
+        return tailrace(*args, env={"TAILRACE_ENDPOINT": server.base_url, "TAILRACE_TOKEN": token})
+
+    for _ in range(2):
+        created = run("write", "append", name, "1", "--create")
+        assert created.code == 0, created.err
+    assert run("write", "append", name, "2").code == 0
+    assert run("manage", "read", name).out == "1\n1\n2\n"
+    wrong = run("write", "append", name, "x", "--content-type", "text/plain")
+    assert (wrong.code, "(content_type_mismatch)" in wrong.err) == (1, True)
+    assert run("read", "append", name, "3").err == "tailrace: this needs the scope write (forbidden)\n"
+    assert run("write", "tail", name).err == "tailrace: this needs the scope read (forbidden)\n"
 
 
 def test_a_line_that_is_not_json_is_named_and_nothing_is_sent(server: ServerProcess, name: str) -> None:
@@ -185,11 +221,11 @@ def test_a_reader_that_leaves_is_no_error(server: ServerProcess, name: str) -> N
 
 
 def test_exit_codes_tell_refusals_usage_and_silence_apart(server: ServerProcess, tmp_path: Path) -> None:
-    missing = _on(server, "read", "cli/nothing-here")
+    missing = _on(server, "read", "cli/nothing")
     assert (missing.code, missing.out) == (1, "")
     assert "not_found" in missing.err
-    assert _on(server, "tail", "cli/nothing-here").code == 1
-    assert "--create" in _on(server, "append", "cli/nothing-here", "1").err
+    assert _on(server, "tail", "cli/nothing").code == 1
+    assert "--create" in _on(server, "append", "cli/nothing", "1").err
     assert tailrace("read").code == 2
     assert tailrace("read", "x", "--nonsense").code == 2
     assert tailrace("nonsense").code == 2
@@ -200,8 +236,52 @@ def test_exit_codes_tell_refusals_usage_and_silence_apart(server: ServerProcess,
     assert tailrace("inspect", "hot", "--data-dir", str(tmp_path / "none")).code == 1
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("read", "orders/../secret"),
+        ("append", "", "1"),
+        ("search", "a/../b", "x"),
+        ("docs", "rm", "default/orders/../users/u-1"),
+        ("source", "rm", "default/.."),
+    ],
+)
+def test_a_path_that_leads_elsewhere_is_refused(server: ServerProcess, args: tuple[str, ...]) -> None:
+    refused = _on(server, *args)
+    assert refused.code in (1, 2)
+    assert "no '.' or '..' segments" in refused.err
+
+
+def test_an_address_or_a_token_that_cannot_be_is_told(server: ServerProcess) -> None:
+    for args in (("ls",), ("details",), ("docs", "get", "default/a/b")):
+        wrong = tailrace(*args, "--url", "http://[::1")
+        assert (wrong.code, "is not a URL" in wrong.err) == (2, True), wrong.err
+        secret = tailrace(*args, "--url", server.base_url, env={"TAILRACE_TOKEN": "hush\nhush"})
+        assert secret.code == 2
+        assert "the token has characters that no header can carry" in secret.err
+        assert "hush" not in secret.err
+    assert _on(server, "seal", "--url", f"{server.base_url}/").code == 0
+
+
+def test_a_refusal_has_the_code_of_the_server(server: ServerProcess) -> None:
+    assert _on(server, "tail", "nothing").err == "tailrace: there is no stream 'nothing' (not_found)\n"
+    assert "(not_found)" in _on(server, "details", "nothing").err
+    _on(server, "docs", "put", "default/clicodes/a", "{}")
+    refused = _on(server, "docs", "put", "default/clicodes/a", "{}", "--if-version", "7", "--json")
+    error = json.loads(refused.err)["error"]
+    assert (error["code"], error["current_version"]) == ("version_mismatch", 1)
+
+
+def test_a_query_tells_that_there_is_more(server: ServerProcess) -> None:
+    for number in range(3):
+        _on(server, "docs", "put", f"default/climore/d{number}", "{}")
+    some = _on(server, "docs", "query", "default/climore", "--limit", "2")
+    assert (len(some.rows), some.err) == (2, "more than these 2 match; --limit takes up to 1,000\n")
+    assert _on(server, "docs", "query", "default/climore", "--limit", "3").err == ""
+
+
 def test_errors_are_json_when_output_is(server: ServerProcess) -> None:
-    done = _on(server, "read", "cli/nothing-here", "--json")
+    done = _on(server, "read", "cli/nothing", "--json")
     assert json.loads(done.err)["error"]["code"] == "not_found"
 
 

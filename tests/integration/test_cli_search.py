@@ -54,6 +54,13 @@ def test_json_is_one_hit_per_line(server: ServerProcess) -> None:
     assert [hit["source"]["status"] for hit in done.rows] == [2, 3, 4, 5]
 
 
+def test_records_come_as_they_were_written(server: ServerProcess) -> None:
+    record = '{"id": "odd", "big": 123456789012345678901234567890, "cut": "\\ud83d"}'
+    assert tailrace("append", "ev", record, "--url", server.base_url).code == 0
+    assert f'"source":{record}' in search(server, "id:odd", "--json").out
+    assert "odd" in search(server, "id:odd").out
+
+
 def test_nothing_found_no_time_and_refusals(server: ServerProcess) -> None:
     nothing = search(server, "id:nobody")
     assert (nothing.code, nothing.out) == (0, "")

@@ -43,7 +43,9 @@ def append(
     /,
     *data: Annotated[str, Parameter(help="Entries; none means standard input.")],
     create: Annotated[bool, Parameter(negative="", help="Create the stream if it does not exist.")] = False,
-    content_type: Annotated[str, Parameter(help="Type of the stream to create.")] = "application/json",
+    content_type: Annotated[
+        str, Parameter(help="Type of the stream to create, or of one that the token may only write to.")
+    ] = "application/json",
     key: Annotated[str | None, Parameter(help="Routing key of the entries.")] = None,
     lines: Annotated[bool, Parameter(negative="", help="Every input line is an entry.")] = False,
     producer: Annotated[
@@ -53,7 +55,7 @@ def append(
     session: Session = DEFAULT,
 ) -> None:
     with connect(session) as client:
-        stream = _open(client, name, content_type if create else None)
+        stream = _open(client, name, content_type, create=create)
         cut = _Cut(json=_is_json(stream.content_type), lines=lines)
         batches = [[text.encode() for text in data]] if data else cut.batches(sys.stdin.fileno())
         count, next_offset = _send(stream, cut.checked(batches), key, producer)
@@ -69,19 +71,26 @@ def append(
         )
 
 
-def _open(client: Client, name: str, create_as: str | None) -> Stream:
+def _open(client: Client, name: str, content_type: str, *, create: bool) -> Stream:
     """A handle that knows its content type: it decides how the input is cut."""
     from tailrace.client import ClientError
 
+    named = client.stream(name, content_type=content_type)
     try:
-        found = client.stream(name).head()
+        return client.stream(name, content_type=named.head().content_type)
     except ClientError as error:
-        if error.status != 404:
+        if error.code not in ("not_found", "forbidden"):
             raise
-        if create_as is None:
+        if error.code == "not_found" and not create:
             raise RefusedError(f"there is no stream {name!r}; pass --create to make it") from None
-        found = client.stream(name, content_type=create_as).create(content_type=create_as)
-    return client.stream(name, content_type=found.content_type)
+    try:
+        # A token that only writes may not ask what there is: the type is the one that was named, and if that
+        # is wrong the append is refused.
+        return client.stream(name, content_type=named.create().content_type) if create else named
+    except ClientError as error:
+        if error.code != "stream_exists":
+            raise
+        return named
 
 
 def _is_json(content_type: str | None) -> bool:
@@ -110,27 +119,44 @@ class _Cut:
                 if self.json
                 else [line + b"\n" for line in complete]
             )
-        if rest.strip():
+        if rest.strip() or (rest and not self.json):
             yield [rest]
 
     def checked(self, batches: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
         """The batches, looked at before they are sent: the server could not name the line."""
-        import msgspec
-
         progress, count = sys.stderr.isatty(), 0
         for batch in batches:
             for entry in batch if self.json else ():
                 count += 1
-                try:
-                    msgspec.json.decode(entry, type=msgspec.Raw)
-                except msgspec.DecodeError as error:
+                if (fault := _fault_of(entry)) is not None:
                     shown = entry[:40].decode(errors="replace")
-                    raise UsageError(f"entry {count} is not JSON: {shown!r} ({error})") from None
+                    raise UsageError(f"entry {count} is not JSON: {shown!r} ({fault})")
             yield batch
             if progress and count:
                 print(f"\r{count:,} entries ", end="", file=sys.stderr, flush=True)
         if progress and count:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _fault_of(entry: bytes) -> str | None:
+    """Why this is not JSON, if it is not."""
+    import json
+
+    import msgspec
+
+    try:
+        msgspec.json.decode(entry, type=msgspec.Raw)
+    except msgspec.DecodeError as error:
+        try:
+            # Lone surrogates are no reason: the server takes them.
+            json.loads(entry, parse_constant=_no_number)
+        except ValueError:
+            return str(error)
+    return None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _send(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
-from tailrace.cli.failures import RefusedError, UnreachableError
+from tailrace.cli.failures import UnreachableError, UsageError
 
 if TYPE_CHECKING:
+    import httpx2
+
     from tailrace.cli.session import Session
 
 _ANSWER_S_MAX: Final = 60.0
 
 
 def stream_path(stream: str, resource: str) -> str:
-    return f"/v1/stream/{quote(stream)}/{resource}"
+    from tailrace.client import wire
+
+    return f"{wire.stream_path(stream)}/{resource}"
 
 
 def get_json(session: Session, path: str) -> dict[str, Any]:
@@ -35,29 +38,50 @@ def post_json(session: Session, path: str, body: object) -> dict[str, Any]:
 
 
 def _call(session: Session, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-    import httpx2
     import orjson
 
-    headers = {"Authorization": f"Bearer {session.token}"} if session.token else {}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
+    answer = send(session, method, path, body)
+    if not answer.is_success:
+        raise refusal(answer)
+    return orjson.loads(answer.content) if answer.content else {}
+
+
+def send(
+    session: Session, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> httpx2.Response:
+    """What the server answers, whatever it is. Nothing is sent twice."""
+    import httpx2
+
+    if any(segment in (".", "..") for segment in path.partition("?")[0].split("/")):
+        # The client of HTTP would resolve them, and something else would be read, changed or deleted.
+        raise UsageError(f"a path has no '.' or '..' segments: {path}")
+    sent = authorization(session) | ({} if body is None else {"Content-Type": "application/json"})
     try:
-        with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
-            answer = http.request(method, session.url.rstrip("/") + path, content=body)
+        with httpx2.Client(timeout=_ANSWER_S_MAX) as http:
+            where = session.url.rstrip("/") + path
+            return http.request(method, where, content=body, headers=sent | (headers or {}))
     except httpx2.TransportError:
         raise UnreachableError(
             f"no server answers at {session.url}; start one with: tailrace serve"
         ) from None
-    if not answer.is_success:
-        raise RefusedError(reason_of(answer.content))
-    return orjson.loads(answer.content) if answer.content else {}
 
 
-def reason_of(body: bytes) -> str:
-    """What the server says about a refusal, for people."""
-    import orjson
+def authorization(session: Session) -> dict[str, str]:
+    """The header that says who asks. An address or a token that cannot be is told here."""
+    from tailrace.client import transport
 
     try:
-        return str(orjson.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return body.decode("utf-8", "replace")
+        settings = transport.settings(
+            session.url, token=session.token, timeout_s=0, connect_timeout_s=0, retries=None
+        )
+        value = settings.authorization()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return {} if value is None else {"Authorization": value.decode()}
+
+
+def refusal(answer: httpx2.Response) -> Exception:
+    """What the server says about a refusal, with the code that scripts look at."""
+    from tailrace.client.error import error_from
+
+    return error_from(answer.status_code, dict(answer.headers), answer.content)

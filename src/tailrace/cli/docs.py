@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import reason_of
-from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
+from tailrace.cli.call import refusal, send
+from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put_json
 
 _HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.
@@ -24,7 +24,6 @@ For example:
 
     tailrace docs rm default/orders/o-1
 """
-_ANSWER_S_MAX: Final = 30.0
 
 command = App(name="docs", help=_HELP, help_format="markdown")
 
@@ -46,30 +45,12 @@ def request(
     query: str = "",
 ) -> Any:
     """One request; the JSON that came back, or None."""
-    import httpx2
     import orjson
 
-    sent = dict(headers or {})
-    if session.token:
-        sent["Authorization"] = f"Bearer {session.token}"
-    content: bytes | None = None
-    if body is not None:
-        content = body if isinstance(body, bytes) else orjson.dumps(body)
-        sent.setdefault("Content-Type", "application/json")
-    try:
-        with httpx2.Client(timeout=_ANSWER_S_MAX) as http:
-            answer = http.request(
-                method,
-                session.url.rstrip("/") + quote(path) + (f"?{query}" if query else ""),
-                content=content,
-                headers=sent,
-            )
-    except httpx2.TransportError:
-        raise UnreachableError(
-            f"no server answers at {session.url}; start one with: tailrace serve"
-        ) from None
-    if answer.status_code >= 300:
-        raise RefusedError(reason_of(answer.content))
+    content = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
+    answer = send(session, method, quote(path) + (f"?{query}" if query else ""), content, headers)
+    if not answer.is_success:
+        raise refusal(answer)
     return orjson.loads(answer.content) if answer.content else None
 
 
@@ -138,6 +119,8 @@ def query(
     for document in found["documents"]:
         put_json(document if session.json else {"id": document["id"], **document["data"]})
     flush()
+    if found["cursor"] is not None:
+        sys.stderr.write(f"more than these {limit:,} match; --limit takes up to 1,000\n")
 
 
 def _order(text: str) -> dict[str, str]:

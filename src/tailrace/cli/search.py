@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import reason_of, stream_path
-from tailrace.cli.failures import RefusedError, UnreachableError
-from tailrace.cli.session import DEFAULT, Session, flush, put_json
+from tailrace.cli.call import refusal, send, stream_path
+from tailrace.cli.failures import RefusedError
+from tailrace.cli.session import DEFAULT, Session, flush, one_line, put
 
 _HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.
 
@@ -25,7 +26,6 @@ For example:
 
 The table shows fields that have values; `--json` gives whole records with their offsets.
 """
-_ANSWER_S_MAX: Final = 10.0
 _COLUMN_CHARS_MAX: Final = 40
 _GAP_CHARS: Final = 2
 
@@ -61,35 +61,27 @@ def search(
             raise RefusedError("--after must be a JSON array, as the page before showed it") from None
     if timeout_ms is not None:
         body["timeout_ms"] = timeout_ms
-    found = _ask(session, stream, body)
+    from tailrace.client import raw_json
+
+    answer = _ask(session, stream, body)
+    found = json.loads(answer)
     if session.json:
-        for hit in found["hits"]:
-            put_json(hit)
+        for hit in raw_json.elements(raw_json.members(answer)["hits"]):
+            put(one_line(hit) + b"\n")
         flush()
     else:
         _show(query, found["hits"])
     _tell(found)
 
 
-def _ask(session: Session, stream: str, body: dict[str, object]) -> dict[str, Any]:
+def _ask(session: Session, stream: str, body: dict[str, object]) -> bytes:
     """The answer; one that ran out of time is an answer too."""
-    import httpx2
     import orjson
 
-    headers = {"Content-Type": "application/json"}
-    if session.token:
-        headers["Authorization"] = f"Bearer {session.token}"
-    try:
-        with httpx2.Client(timeout=_ANSWER_S_MAX, headers=headers) as http:
-            path = session.url.rstrip("/") + stream_path(stream, "_search")
-            answer = http.post(path, content=orjson.dumps(body))
-    except httpx2.TransportError:
-        raise UnreachableError(
-            f"no server answers at {session.url}; start one with: tailrace serve"
-        ) from None
+    answer = send(session, "POST", stream_path(stream, "_search"), orjson.dumps(body))
     if answer.status_code not in (200, 408) or b'"hits"' not in answer.content:
-        raise RefusedError(reason_of(answer.content))
-    return orjson.loads(answer.content)
+        raise refusal(answer)
+    return answer.content
 
 
 def _show(query: str, hits: list[dict[str, Any]]) -> None:
@@ -125,11 +117,11 @@ def _show(query: str, hits: list[dict[str, Any]]) -> None:
 
 
 def _cell(value: object) -> str:
-    import orjson
-
     if value is None:
         return ""
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    # No terminal shows half a character.
+    return text.encode(errors="replace").decode()
 
 
 def _tell(found: dict[str, Any]) -> None:

@@ -43,15 +43,13 @@ DEFAULT: Final = Session()
 @contextmanager
 def connect(session: Session) -> Generator[Client]:
     """A client that gives up soon: a person is waiting."""
-    from tailrace.cli.failures import UnreachableError, UsageError
+    from tailrace.cli.call import authorization
+    from tailrace.cli.failures import UnreachableError
     from tailrace.client import Client, ClientError, Retries
 
+    authorization(session)
     retries = Retries(attempts_max=3, elapsed_s_max=10.0)
-    try:
-        client = Client(session.url, token=session.token, retries=retries)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    with client:
+    with Client(session.url, token=session.token, retries=retries) as client:
         try:
             yield client
         except ClientError as error:
@@ -95,4 +93,8 @@ def one_line(message: bytes) -> bytes:
         return message
     import msgspec
 
-    return msgspec.json.format(message, indent=-1)
+    try:
+        return msgspec.json.format(message, indent=-1)
+    except msgspec.DecodeError:
+        # It does not take lone surrogates. A line break of JSON is always between two tokens.
+        return message.replace(b"\r", b" ").replace(b"\n", b" ")

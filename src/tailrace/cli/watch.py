@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import get_json
+from tailrace.cli.call import authorization, get_json
 from tailrace.cli.docs import split
 from tailrace.cli.failures import RefusedError, UnreachableError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
@@ -220,7 +220,7 @@ class _Watching:
         from websockets.sync.client import connect
 
         address = "ws" + self._session.url.rstrip("/").removeprefix("http") + "/realtime/ws"
-        headers = {"Authorization": f"Bearer {self._session.token}"} if self._session.token else {}
+        headers = authorization(self._session)
         try:
             return connect(address, additional_headers=headers, max_size=None)
         except (InvalidHandshake, InvalidURI) as error:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import msgspec
 
+from tailrace.client import raw_json
+
 JSON_TYPE = "application/json"
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
-_BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
 def is_json(content_type: str | None) -> bool:
     """Whether a content type means one entry per JSON message. Parameters and case do not matter."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON_TYPE
-
-
-def _elements(body: bytes) -> list[bytes]:
-    """The elements of an array as they are written, where msgspec gives up: lone surrogates."""
-    json.loads(body)
-    text, decoder, found = body.decode(), json.JSONDecoder(), list[bytes]()
-    place = _BETWEEN.match(text, text.index("[") + 1)
-    while place is not None and text[place.end()] != "]":
-        end = decoder.raw_decode(text, place.end())[1]
-        found.append(text[place.end() : end].encode())
-        place = _BETWEEN.match(text, end)
-    return found
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +65,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return [bytes(raw) for raw in _raw_list.decode(self.body)]
         except msgspec.DecodeError:
-            return _elements(self.body)
+            return raw_json.elements(self.body)
 
     @property
     def is_empty(self) -> bool:
