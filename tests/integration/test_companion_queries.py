@@ -140,6 +140,15 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
     listed = call("GET", "ev/_routing_keys?limit=2").body["coverage"]
     assert listed["indexed_segments"] >= 2, "the hot store may not have heard of the last one yet"
     assert listed["scanned_uploaded_segments"] == 0
+    asked = call("GET", "ev/_details").body["object_store_requests"]["by_artifact"]
+    made = {row["artifact"]: row for row in asked}
+    for kind in ("routing_index", "routing_key_lexicon", "exact_index", "bundled_companion"):
+        assert int(made[kind]["heads"]) > 0, "what is published is looked at"
+    for kind in ("routing_key_lexicon", "exact_index", "bundled_companion"):
+        assert int(made[kind]["gets"]) > 0, "queries fetch it"
+    memory = call("GET", "/v1/server/_mem").body["runtime_bytes"]
+    assert memory["heap_estimates"]["companion_opened_bytes"] > 0
+    assert memory["disk_caches"] == {"segment_cache_bytes": 0, "companion_cache_bytes": 0}, "a local store"
 
     server.stop()
     for place, path in enumerate(files):

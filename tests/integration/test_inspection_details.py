@@ -81,6 +81,7 @@ def test_the_fields_of_details(http: Wire) -> None:
     assert status["exact_indexes"] == status["search_families"] == []
     assert status["routing_key_index"]["configured"] is False
     assert list(status["routing_key_lexicon"])[1:3] == ["indexed_segment_count", "lag_segments"]
+    assert status["tail_index"] == {"rows": 0, "bytes": 0, "dropped_rows": 0, "building": False}
 
 
 def test_n3_parts_are_what_their_own_endpoints_show(http: Wire) -> None:

@@ -37,6 +37,10 @@ def pipeline_of(call: Caller) -> dict[str, Any]:
     return call("GET", "/v1/server/_details").body["runtime"]["pipeline"]
 
 
+def async_index_of(call: Caller) -> dict[str, int]:
+    return call("GET", "/v1/server/_details").body["runtime"]["concurrency"]["async_index"]
+
+
 def metrics(call: Caller) -> dict[str, float]:
     lines = call("GET", "/metrics").raw.decode().splitlines()
     rows = [line.rpartition(" ") for line in lines if line.startswith("tailrace_pipeline")]
@@ -50,7 +54,10 @@ def test_a_pipeline_elsewhere_tells_how_it_is(start_server: StartServer) -> None
     assert (idle["mode"], idle["state"], idle["pid"]) == ("external", "off", None)
     shown = sealed(call, "ev", 2)
     assert pipeline_of(call)["backlog"]["segments"] == 2
+    gate = {"configured_limit": 64, "current_limit": 0, "active": 0, "queued": 2}
+    assert async_index_of(call) == gate
     assert call("POST", "/v1/pipeline/heartbeat", BEAT).body == {"drain": False}
+    assert async_index_of(call) == gate | {"current_limit": 64, "active": 4, "queued": 0}
     found = pipeline_of(call)
     assert (found["state"], found["master"], found["pid"]) == ("external", "local[2,4]", 4711)
     assert found["running"] == BEAT["running"]

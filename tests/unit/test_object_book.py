@@ -23,6 +23,11 @@ ONE, TWO = stream_id("one", 0), stream_id("two", 0)
         ("manifest/page.json", "manifest"),
         ("producers/1.json", "manifest"),
         ("meta/schema.json", "schema_registry"),
+        ("companions/5b1e90c2d47a3f68/routing_key_index/x.parquet", "routing_index"),
+        ("companions/5b1e90c2d47a3f68/routing_key_lexicon/x.parquet", "routing_key_lexicon"),
+        ("companions/5b1e90c2d47a3f68/exact/x.parquet", "exact_index"),
+        ("companions/5b1e90c2d47a3f68/fts/x.zip", "bundled_companion"),
+        ("companions/5b1e90c2d47a3f68/mblk/x.parquet", "bundled_companion"),
     ],
 )
 def test_objects_by_their_keys(rest: str, artifact: str) -> None:
@@ -86,10 +91,13 @@ def test_the_cache_knows_whose_its_parts_are(tmp_path: Path) -> None:
     ]
     for part in parts:
         cache.add(part)
-    assert (cache.bytes_of(ONE), cache.bytes_of(TWO), cache.bytes) == (30, 60, 90)
+    held = [cache.bytes_of(owner, "segment") for owner in (ONE, TWO)]
+    assert (held, cache.bytes) == ([30, 60], 90)
     leaving = cache.add(Part(parts[0].source, 30, 60))
     assert leaving == [parts[0]]
-    assert (cache.bytes_of(ONE), cache.bytes_of(TWO)) == (30, 60)
+    assert [cache.bytes_of(owner, "segment") for owner in (ONE, TWO)] == [30, 60]
     cache.forget(parts[1])
     cache.forget(parts[2])
-    assert cache.bytes_of(TWO) == 0
+    assert cache.bytes_of(TWO, "segment") == 0
+    cache.add(Part(source_of(stream_prefix(TWO) + "companions/0/exact/x.parquet"), 0, 20))
+    assert (cache.bytes_of(TWO, "exact_index"), cache.bytes_of(TWO, "segment")) == (20, 0)

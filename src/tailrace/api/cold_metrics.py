@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from tailrace.api.companion_files import CompanionFiles
 from tailrace.store.cold import ColdReader
 from tailrace.telemetry import Telemetry
 from tailrace.tier.seal import Sealing
 
 
-def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> None:
+def connect_cold(
+    telemetry: Telemetry, sealing: Sealing, cold: ColdReader, companions: CompanionFiles
+) -> None:
+    readers = (cold.parts, companions.parts)
+
     def requests() -> Iterable[tuple[list[str], float]]:
         made = Counter(sealing.requests)
-        if cold.parts.objects is not None:
-            made += cold.parts.objects.requests
+        for parts in readers:
+            if parts.objects is not None:
+                made += parts.objects.requests
         return [([kind], count) for kind, count in sorted(made.items())]
 
     def sent() -> int:
@@ -22,7 +28,7 @@ def connect_cold(telemetry: Telemetry, sealing: Sealing, cold: ColdReader) -> No
 
     def received() -> int:
         sealer = 0 if sealing.sealer is None else sealing.sealer.bytes_in
-        return sealer + cold.parts.fetched_bytes
+        return sealer + sum(parts.fetched_bytes for parts in readers)
 
     telemetry.hot_bytes.read = lambda: sealing.pressure.stored_bytes
     telemetry.unsealed_bytes.read = lambda: sealing.pressure.waiting_bytes

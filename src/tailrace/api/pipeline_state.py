@@ -135,6 +135,17 @@ class PipelineState:
         age_ms = max(0, self._context.clock.now_ns() - oldest_ns) // 1_000_000 if oldest_ns else 0
         return sum(work.segments for work in works), sum(work.raw_bytes for work in works), age_ms
 
+    def gate(self) -> dict[str, int]:
+        """Segments that are indexed at once, those that are under way, and those that wait."""
+        beat, most = self.beat, self._context.limits.pipeline_batch_segments
+        active = 0 if beat is None else sum(one.segments for one in beat.running)
+        return {
+            "configured_limit": 0 if self.mode == "off" else most,
+            "current_limit": 0 if beat is None else most,
+            "active": active,
+            "queued": max(0, self.backlog()[0] - active),
+        }
+
     def demand(self) -> Demand:
         works = self._work.by_stream.values()
         _, raw_bytes, oldest_ms = self.backlog()

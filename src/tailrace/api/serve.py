@@ -165,7 +165,8 @@ class Server:
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         self.pipeline.connect(self.app.details)
-        connect_details(self.app.details, self.sealing, self._cold, self.app.search.tail)
+        readers = (self._cold.parts, self._companions.parts)
+        connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.standing.state
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
@@ -174,6 +175,7 @@ class Server:
         node = self._node(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details
+        self.app.server.async_index = self.pipeline.state.gate
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, series_book(node))
         self._tracing = self._trace(context)
         self._observed = self._observe(settings)
@@ -312,6 +314,7 @@ class Server:
             self._cold,
             app.search,
             app.touch,
+            self._companions,
         )
 
     def _observe(self, settings: Settings) -> ObservedApp | None:
@@ -350,7 +353,7 @@ class Server:
         telemetry.disk_free_bytes.read = self._disk.free_bytes
         for mode in ("long-poll", "sse", "ws"):
             telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
-        connect_cold(telemetry, self.sealing, self._cold)
+        connect_cold(telemetry, self.sealing, self._cold, self._companions)
         connect_pipeline(telemetry, self.pipeline)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
         telemetry.identity_limited.read = lambda: self.app.rates.refused

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from tailrace.store.object_book import stream_of
+
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")
 _UNFINISHED = ".new"
 OWNER_DIGITS = 16
@@ -34,13 +36,13 @@ class Part(NamedTuple):
 
 
 def source_of(key: str) -> str:
-    """Half of it stands for the stream, so that one can tell what the cache holds of it."""
-    folder, _, _ = key.rpartition("/segments/")
-    return owner_of(folder.rpartition("/")[2]) + xxhash.xxh3_64_hexdigest(key.encode())
+    """Half of it stands for the stream and the kind of object, so that one can tell what is held of each."""
+    stream_id, artifact = stream_of(key) or ("", "")
+    return _owner_of(stream_id, artifact) + xxhash.xxh3_64_hexdigest(key.encode())
 
 
-def owner_of(stream_id: str) -> str:
-    return xxhash.xxh3_64_hexdigest(stream_id.encode())
+def _owner_of(stream_id: str, artifact: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{stream_id}/{artifact}".encode())
 
 
 class DiskCache:
@@ -139,9 +141,9 @@ class DiskCache:
         if not ranges:
             del self._by_source[part.source]
 
-    def bytes_of(self, stream_id: str) -> int:
-        """What one stream has in the cache."""
-        return self._by_owner.get(owner_of(stream_id), 0)
+    def bytes_of(self, stream_id: str, artifact: str) -> int:
+        """What one stream has in the cache of one kind of object."""
+        return self._by_owner.get(_owner_of(stream_id, artifact), 0)
 
     def _count(self, part: Part, difference: int) -> None:
         self.bytes += difference

@@ -24,6 +24,11 @@ _FOLDERS = {
     "producers": "manifest",
     "meta": "schema_registry",
 }
+_FAMILIES = {
+    "routing_key_index": "routing_index",
+    "routing_key_lexicon": "routing_key_lexicon",
+    "exact": "exact_index",
+}
 
 
 class Count(NamedTuple):
@@ -138,6 +143,9 @@ def stream_of(key: str) -> tuple[str, str] | None:
     parts = key.split("/")
     if len(parts) < 4 or parts[0] != "streams":
         return None
+    if parts[3] == "companions":
+        family = parts[5] if len(parts) > 5 else ""
+        return parts[2], _FAMILIES.get(family, "bundled_companion")
     artifact = _FOLDERS.get(parts[3])
     return None if artifact is None else (parts[2], artifact)
 

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+from tailrace.api.inspection.descriptor import ARTIFACTS
 from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.index_status import TailRows
 from tailrace.log.model import Stream
 from tailrace.query.tail_index import TailIndex
-from tailrace.store.cold import ColdReader
 from tailrace.store.object_book import RecordedHead
+from tailrace.store.object_parts import ObjectParts
 from tailrace.store.segments import stream_id
 from tailrace.tier.seal import Sealing
 
 
-def connect_details(routes: DetailsRoutes, sealing: Sealing, cold: ColdReader, tail: TailIndex) -> None:
+def connect_details(
+    routes: DetailsRoutes, sealing: Sealing, readers: Sequence[ObjectParts], tail: TailIndex
+) -> None:
+    """`readers` fetch what was sealed and what was built from it."""
+
     def requests_of(stream: Stream) -> dict[str, Counter[str]]:
         folder = stream_id(stream.name, stream.incarnation)
         found = sealing.book.requests(folder)
-        for artifact, counters in cold.parts.book.requests(folder).items():
-            found[artifact] = found.get(artifact, Counter()) + counters
+        for parts in readers:
+            for artifact, counters in parts.book.requests(folder).items():
+                found[artifact] = found.get(artifact, Counter()) + counters
         return found
 
     def head_of(stream: Stream) -> RecordedHead | None:
         return sealing.book.head(stream_id(stream.name, stream.incarnation))
 
-    def cached_bytes_of(stream: Stream) -> int:
-        cache = cold.parts.cache
-        return 0 if cache is None else cache.bytes_of(stream_id(stream.name, stream.incarnation))
-
     def tail_of(stream: Stream) -> TailRows:
         index = tail.find(stream.number)
         if index is None:
             return TailRows()
-        return TailRows(index.rows, index.bytes, index.dropped_rows)
+        return TailRows(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
 
     routes.tail_of = tail_of
     routes.requests_of = requests_of
     routes.head_of = head_of
-    routes.cached_bytes_of = cached_bytes_of
+    routes.cached_of = lambda stream: cached_of(readers, stream)
+
+
+def cached_of(readers: Sequence[ObjectParts], stream: Stream) -> dict[str, int]:
+    """What the caches on disk hold of a stream, by artifact."""
+    folder = stream_id(stream.name, stream.incarnation)
+    caches = [parts.cache for parts in readers if parts.cache is not None]
+    return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}

@@ -31,13 +31,23 @@ COUNTERS = ("puts", "reads", "gets", "heads", "lists", "deletes")
 
 Requests = Mapping[str, Mapping[str, int]]  # counters by artifact
 NO_REQUESTS: Requests = {}
+Cached = Mapping[str, int]  # bytes by artifact
+NO_CACHES: Cached = {}
+# Where a cache on the local disk is shown, by what it holds.
+_CACHES = {
+    "segment_cache_bytes": "segment",
+    "routing_index_cache_bytes": "routing_index",
+    "exact_index_cache_bytes": "exact_index",
+    "lexicon_index_cache_bytes": "routing_key_lexicon",
+    "companion_cache_bytes": "bundled_companion",
+}
 
 
 class Surroundings(NamedTuple):
     """What is no state of the stream itself: shown, and no reason for another ETag."""
 
     shared_bytes: int = 0  # of the hot store
-    segment_cache_bytes: int = 0
+    cached: Cached = NO_CACHES
     spooled_bytes: int = 0  # segments that are written and not yet uploaded
     requests: Requests = NO_REQUESTS
     tail: TailRows = TailRows()
@@ -119,15 +129,11 @@ def _storage(
             "bundled_companion_object_count": sum(counts[family] for family in BUNDLED),
         },
         "local_storage": {
-            "total_bytes": str(waiting + around.segment_cache_bytes + around.spooled_bytes),
+            "total_bytes": str(waiting + sum(around.cached.values()) + around.spooled_bytes),
             "wal_retained_bytes": str(waiting),
             "pending_tail_bytes": str(waiting),
             "pending_sealed_segment_bytes": str(around.spooled_bytes),
-            "segment_cache_bytes": str(around.segment_cache_bytes),
-            "routing_index_cache_bytes": "0",
-            "exact_index_cache_bytes": "0",
-            "lexicon_index_cache_bytes": "0",
-            "companion_cache_bytes": "0",
+            **{name: str(around.cached.get(artifact, 0)) for name, artifact in _CACHES.items()},
             "sqlite_shared_total_bytes": str(around.shared_bytes),
         },
         "companion_families": {f"{family}_bytes": str(sizes[family]) for family in (*BUNDLED, "exact")},

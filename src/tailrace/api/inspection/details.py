@@ -12,7 +12,7 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.inspection import descriptor
-from tailrace.api.inspection.descriptor import Requests, Surroundings
+from tailrace.api.inspection.descriptor import Cached, Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
 from tailrace.api.inspection.index_status import Indexed, Manifest, TailRows, index_status
 from tailrace.api.live import Live
@@ -44,7 +44,7 @@ class DetailsRoutes:
         self.indexed_of: Callable[[Stream], Indexed | None] = lambda _: Indexed()
         self.load_index: Callable[[Stream], Awaitable[None]] = _nothing_to_load
         self._tasks: set[asyncio.Task[None]] = set()
-        self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
+        self.cached_of: Callable[[Stream], Cached] = lambda _: {}
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         self._answer(exchange, identity, method, name, "details")
@@ -136,7 +136,7 @@ class DetailsRoutes:
             return index_status(stream, documents, manifest, self.tail_of(stream))
         around = Surroundings(
             shared_bytes(self._log.directory),
-            self.cached_bytes_of(stream),
+            self.cached_of(stream),
             spooled_bytes(self._log.directory, stream.number),
             self.requests_of(stream),
             self.tail_of(stream),

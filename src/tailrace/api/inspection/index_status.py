@@ -43,6 +43,7 @@ class TailRows(NamedTuple):
     rows: int = 0
     bytes: int = 0
     dropped_rows: int = 0
+    building: bool = False  # older rows are being added in the background
 
 
 def index_status(stream: Stream, documents: Documents, manifest: Manifest, tail: TailRows) -> Json:

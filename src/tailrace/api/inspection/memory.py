@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import apsw
 
+from tailrace.api.companion_files import CompanionFiles
 from tailrace.api.context import Context
 from tailrace.api.contracts import KEPT_BYTES
 from tailrace.api.inspection.allocator import heap
@@ -16,7 +17,9 @@ from tailrace.api.memory_guard import MemoryGuard
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.protocol.durations import format_instant
+from tailrace.query.families.shelf import OPENED_BYTES_MAX
 from tailrace.store.cold import ColdReader
+from tailrace.store.object_parts import ObjectParts
 from tailrace.tier.checkpoint import Checkpoints
 from tailrace.tier.seal import Sealing
 
@@ -34,6 +37,12 @@ class Node(NamedTuple):
     cold: ColdReader
     search: SearchRoutes
     touch: TouchRoutes
+    companions: CompanionFiles
+
+    @property
+    def readers(self) -> tuple[ObjectParts, ObjectParts]:
+        """Those who fetch from the object store for queries."""
+        return self.cold.parts, self.companions.parts
 
 
 def process(node: Node) -> Group:
@@ -86,25 +95,30 @@ def high_water(memory: MemoryGuard) -> dict[str, object]:
 
 def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
     log, limits = node.context.log, node.context.limits
-    cache = node.cold.parts.cache
     return {
         "heap_estimates": {
             "ingest_queue_bytes": log.committer.queued_bytes,
             "tail_memory_bytes": log.streams.memory_bytes,
             "block_cache_bytes": log.reader.cache.bytes,
             "segment_footer_bytes": node.cold.footer_bytes,
+            "companion_opened_bytes": node.companions.shelf.bytes,
             "tail_index_bytes": node.search.tail.bytes,
             "document_bytes": log.streams.document_bytes,
             "contract_bytes": node.live.contracts.bytes,
             "touch_journal_bytes": sum(size for size, _ in node.touch.journals()),
         },
         "mapped_files": {},
-        "disk_caches": {"segment_cache_bytes": 0 if cache is None else cache.bytes},
+        "disk_caches": {
+            "segment_cache_bytes": cached_bytes(node.cold.parts),
+            "companion_cache_bytes": cached_bytes(node.companions.parts),
+        },
         "configured_budgets": {
             "ingest_queue_budget_bytes": limits.append_queue_bytes,
             "tail_memory_budget_bytes": limits.tail_memory_bytes,
             "block_cache_budget_bytes": limits.block_cache_bytes,
             "segment_cache_budget_bytes": limits.cold_cache_bytes,
+            "companion_cache_budget_bytes": limits.search_companion_file_cache_max_bytes,
+            "companion_opened_budget_bytes": OPENED_BYTES_MAX,
             "tail_index_budget_bytes": limits.tail_index_max_bytes,
             "contract_budget_bytes": KEPT_BYTES,
             "sqlite_cache_budget_bytes": limits.sqlite_cache_bytes,
@@ -119,6 +133,11 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "checkpoints_pending": node.checkpoints.files_pending,
         },
     }
+
+
+def cached_bytes(parts: ObjectParts) -> int:
+    """A store on this disk needs no cache."""
+    return 0 if parts.cache is None else parts.cache.bytes
 
 
 _TOTALS = {

@@ -9,6 +9,7 @@ import orjson
 from tailrace import allocator, auto_tune
 from tailrace.api import answers
 from tailrace.api.inspection import memory
+from tailrace.api.inspection.cold import cached_of
 from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.top_streams import TopStreams
 from tailrace.auth import Action, Identity, authorise
@@ -16,7 +17,6 @@ from tailrace.log.history import THREADS
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.durations import format_instant
 from tailrace.settings import TABLE, Setting
-from tailrace.store.segments import stream_id
 
 DETAILS, MEM = b"/v1/server/_details", b"/v1/server/_mem"
 PATHS = frozenset({DETAILS, MEM})
@@ -30,11 +30,8 @@ class ServerRoutes:
         self._node = node
         self.top = TopStreams(node.context.log, node.live)
         self.pipeline: Callable[[], dict[str, object]] = dict[str, object]
-        cache = node.cold.parts.cache
-        if cache is not None:
-            self.top.cached_bytes_of = lambda stream: cache.bytes_of(
-                stream_id(stream.name, stream.incarnation)
-            )
+        self.async_index: Callable[[], dict[str, int]] = dict[str, int]
+        self.top.cached_bytes_of = lambda stream: sum(cached_of(node.readers, stream).values())
         self.top.touch_journals = node.touch.journals
         node.memory.ticks.append(self.top.look)
         node.memory.sheds.append(node.live.contracts.clear)
@@ -121,7 +118,6 @@ class ServerRoutes:
         committer, reading = log.committer, log.reader.history.fetching
         syncs = self._node.context.limits.journal_syncs_in_flight
         gate = self._node.search.gate
-        none = {"configured_limit": 0, "current_limit": 0, "active": 0, "queued": 0}
         return {
             "ingest": {
                 "configured_limit": syncs,
@@ -141,7 +137,7 @@ class ServerRoutes:
                 "active": gate.running,
                 "queued": gate.waiting,
             },
-            "async_index": none,
+            "async_index": self.async_index(),
         }
 
     # -- memory ----------------------------------------------------------------------------------------

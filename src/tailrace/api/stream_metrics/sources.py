@@ -34,8 +34,9 @@ def _syncs(distribution: Distribution) -> tuple[int, float]:
 
 def _calls(node: Node, kind: str) -> tuple[int, float]:
     """To the object store: the sealer's and those of readers."""
-    one, other = node.sealing.book.timing(kind), node.cold.parts.book.timing(kind)
-    return one.calls + other.calls, one.seconds + other.seconds
+    books = [node.sealing.book, *(parts.book for parts in node.readers)]
+    timings = [book.timing(kind) for book in books]
+    return sum(timing.calls for timing in timings), sum(timing.seconds for timing in timings)
 
 
 def _ingest(node: Node) -> list[Source]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import xxhash
-
-from tailrace.store.disk_cache import Part, owner_of
+from tailrace.store.disk_cache import Part, source_of
 
 
 class UnusableFileError(Exception):
@@ -22,5 +20,4 @@ class Published(NamedTuple):
     sha256: str
 
     def part(self, start: int, stop: int) -> Part:
-        source = owner_of(self.stream_id) + xxhash.xxh3_64_hexdigest(self.key.encode())
-        return Part(source, start, stop)
+        return Part(source_of(self.key), start, stop)

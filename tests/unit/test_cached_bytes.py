@@ -1,0 +1,52 @@
+"""What the caches on disk hold of a stream is told by what it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tailrace.api.inspection.cold import cached_of
+from tailrace.api.inspection.descriptor import Surroundings, details
+from tailrace.api.inspection.documents import documents_of
+from tailrace.api.inspection.index_status import Manifest
+from tailrace.limits import Limits
+from tailrace.log.model import Stream
+from tailrace.store.disk_cache import Part, source_of
+from tailrace.store.object_parts import ObjectParts, Work
+from tailrace.store.segments import stream_id, stream_prefix
+
+HELD = {
+    "segments/a.parquet": 100,
+    "companions/0/routing_key_index/a.parquet": 20,
+    "companions/0/routing_key_lexicon/a.parquet": 3,
+    "companions/0/exact/a.parquet": 400,
+    "companions/0/col/a.parquet": 5000,
+    "companions/0/fts/a.zip": 1000,
+}
+
+
+def test_caches_are_told_by_what_they_hold(tmp_path: Path) -> None:
+    async def main() -> None:
+        work = Work(asyncio.get_running_loop(), 1)
+        parts = ObjectParts("memory://", tmp_path, 1 << 20, Limits(), work)
+        assert parts.cache is not None
+        stream = Stream(1, "ev", 0)
+        for name in ("ev", "another"):
+            for rest, size in HELD.items():
+                key = stream_prefix(stream_id(name, 0)) + rest
+                parts.cache.add(Part(source_of(key), 0, size))
+        around = Surroundings(cached=cached_of([parts], stream))
+        shown = details(stream, documents_of(stream), Manifest(0), around)["storage"]
+        assert isinstance(shown, dict)
+        local = shown["local_storage"]
+        assert {name: size for name, size in local.items() if "cache" in name} == {
+            "segment_cache_bytes": "100",
+            "routing_index_cache_bytes": "20",
+            "exact_index_cache_bytes": "400",
+            "lexicon_index_cache_bytes": "3",
+            "companion_cache_bytes": "6000",
+        }
+        assert local["total_bytes"] == "6523"
+        await work.end()
+
+    asyncio.run(main())
