@@ -12,11 +12,11 @@ PRESETS_MB: Final = (256, 512, 1024, 2048, 4096, 8192)
 
 # Setting to its values in MiB, one for each preset.
 TUNED: Final[dict[str, tuple[int, ...]]] = {
-    "tail_memory_bytes": (32, 64, 128, 256, 512, 1024),
+    "tail_memory_max_bytes": (32, 64, 128, 256, 512, 1024),
     "tail_index_max_bytes": (32, 64, 128, 256, 512, 1024),
     "sqlite_cache_bytes": (16, 32, 64, 128, 256, 512),
-    "append_queue_bytes": (16, 32, 64, 128, 256, 256),
-    "cold_cache_bytes": (256, 512, 1024, 2048, 4096, 8192),
+    "append_queue_max_bytes": (16, 32, 64, 128, 256, 256),
+    "segment_cache_max_bytes": (256, 512, 1024, 2048, 4096, 8192),
     "search_companion_file_cache_max_bytes": (128, 256, 512, 1024, 2048, 4096),
     "pipeline_heap": (512, 512, 1024, 1024, 2048, 4096),  # a process of its own, beside the preset
     "memory_limit_bytes": PRESETS_MB,
@@ -53,7 +53,7 @@ def tuned(preset: int, append_body_bytes: int) -> dict[str, int]:
     values = {name: sizes[column] * MIB for name, sizes in TUNED.items()}
     # One stream may take a quarter of the queue, and always one body of the largest size.
     values["search_concurrency"] = min(SEARCHES[column], 2 * (os.cpu_count() or 1))
-    values["append_queue_stream_bytes"] = max(values["append_queue_bytes"] // 4, append_body_bytes)
+    values["append_queue_stream_bytes"] = max(values["append_queue_max_bytes"] // 4, append_body_bytes)
     return values
 
 

@@ -121,14 +121,14 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     append_queue_stream_bytes: Annotated[
         Bytes, Meta(description="Appends of one stream that may wait for a commit.")
     ] = 64 * MIB
-    append_queue_bytes: Annotated[
+    append_queue_max_bytes: Annotated[
         Bytes, Meta(description="Appends of all streams that may wait for a commit.")
     ] = 256 * MIB
     journal_file_bytes: Annotated[Bytes, Meta(description="Size at which a new journal file is begun.")] = (
         64 * MIB
     )
     journal_syncs_in_flight: Annotated[Count, Meta(description="Journal syncs that may run at once.")] = 4
-    tail_memory_bytes: Annotated[
+    tail_memory_max_bytes: Annotated[
         Bytes, Meta(description="Recent entries kept in memory before they move to the hot store.")
     ] = 256 * MIB
     block_cache_bytes: Annotated[
@@ -239,6 +239,12 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=HOUR_MS, description="How long segments stay in the store after others took their place."),
         Meta(extra={"unit": "ms"}),
     ] = DAY_MS
+    gc_orphan_age: Annotated[
+        int,
+        # Longer than a pipeline takes from its first object to the publication of all.
+        Meta(ge=HOUR_MS, description="Age at which companions go that no manifest lists."),
+        Meta(extra={"unit": "ms"}),
+    ] = DAY_MS
     search_companion_batch_segments: Annotated[
         Count, Meta(description="Segments whose companions are published together.")
     ] = 4
@@ -256,7 +262,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=2, extra={"unit": "count"}, description="Series that one interval of metrics may hold."),
     ] = 2000
-    cold_cache_bytes: Annotated[
+    segment_cache_max_bytes: Annotated[
         BytesOrNone, Meta(description="Local disk cache of what was read from the object store.")
     ] = 1024 * MIB
 

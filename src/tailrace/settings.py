@@ -346,14 +346,14 @@ PRESETS: Final[dict[str, dict[str, int]]] = {
     "default": {},
     "small": {
         "append_queue_stream_bytes": 16 * MIB,
-        "append_queue_bytes": 64 * MIB,
-        "tail_memory_bytes": 64 * MIB,
+        "append_queue_max_bytes": 64 * MIB,
+        "tail_memory_max_bytes": 64 * MIB,
         "block_cache_bytes": 16 * MIB,
         "streams_loaded": 12_500,
         "seal_bytes": 4 * MIB,
         "seal_entries": 1000,
         "spool_bytes": 2048 * MIB,
-        "cold_cache_bytes": 256 * MIB,
+        "segment_cache_max_bytes": 256 * MIB,
     },
 }
 

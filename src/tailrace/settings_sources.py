@@ -19,8 +19,10 @@ from tailrace.limits import Limits
 from tailrace.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsError, parse
 
 CONFIG_NAME: Final = "tailrace.toml"
-# Variables that are read by others: the command line and the failpoints.
-OTHER_VARIABLES: Final = frozenset({"TAILRACE_ENDPOINT", "TAILRACE_TOKEN", "TAILRACE_FAILPOINT"})
+# Variables that are read by others: the command line, the failpoints and Spark.
+OTHER_VARIABLES: Final = frozenset(
+    {"TAILRACE_ENDPOINT", "TAILRACE_TOKEN", "TAILRACE_FAILPOINT", "TAILRACE_PIPELINE_PATH_REWRITE"}
+)
 OVERLAY_PREFIX: Final = "TAILRACE_SEARCH_WAL_OVERLAY_"
 
 Chosen = dict[str, tuple[object, str]]  # by name: the value, and who says so
@@ -167,7 +169,7 @@ def _check(settings: Settings) -> None:
         ("lease_default_ms", "lease_max_ms"),
         ("ws_ping_ms", "ws_dead_ms"),
         ("append_body_bytes", "append_queue_stream_bytes"),
-        ("append_queue_stream_bytes", "append_queue_bytes"),
+        ("append_queue_stream_bytes", "append_queue_max_bytes"),
         ("live_connections", "connections"),
     )
     for smaller, larger in ordered:

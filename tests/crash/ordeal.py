@@ -29,7 +29,7 @@ class Ordeal:
         sizes = (("32KiB", "256KiB"), ("256KiB", "1MiB"), ("64MiB", "256MiB"))
         # With sealing, the journal moves on too often for large files.
         file_bytes, tail_bytes = sizes[seed % (2 if sealing else 3)]
-        flags = ("--journal-file-bytes", file_bytes, "--tail-memory-bytes", tail_bytes)
+        flags = ("--journal-file-bytes", file_bytes, "--tail-memory-max-bytes", tail_bytes)
         env = {**disk.env, **SEALING_ENV} if sealing else disk.env
         self.server = ServerProcess(directory / "data", args=flags, env=env)
         self.sealing = sealing

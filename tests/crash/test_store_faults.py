@@ -95,7 +95,7 @@ def test_a_store_that_cannot_be_read_is_unavailable_not_empty(post: Station, dis
 
 def test_full_memory_gives_way_to_a_checkpoint(tmp_path: Path, disk: Disk) -> None:
     """When appends are refused for lack of memory, no append can be what starts the checkpoint."""
-    post = Station(tmp_path, disk, "--tail-memory-bytes", "64KiB").start()
+    post = Station(tmp_path, disk, "--tail-memory-max-bytes", "64KiB").start()
     post.append_many(1, size=60_000)
     post.append_many(1, size=100_000)
     assert post.append().code == "overloaded"

@@ -20,7 +20,7 @@ from tailrace.net.intake import BEGUN_BYTES, HELD_BYTES_MAX
 KIB = 1024
 MIB = 1024 * KIB
 BINARY = {"Content-Type": "application/octet-stream"}
-ENV = {"TAILRACE_APPEND_BODY_BYTES": "64MiB", "TAILRACE_APPEND_QUEUE_BYTES": "256MiB"}
+ENV = {"TAILRACE_APPEND_BODY_BYTES": "64MiB", "TAILRACE_APPEND_QUEUE_MAX_BYTES": "256MiB"}
 
 
 class Passed:

@@ -28,6 +28,7 @@ from support.offers import (
 )
 from support.server import ServerProcess
 from tailrace.clock import FakeClock
+from tailrace.store.manifest import Manifests
 from tailrace.store.objects import open_objects
 from tailrace.tier.sweep import Orphan, Sweeper
 from tailrace.tier.verify import Finding, Verifier
@@ -140,19 +141,22 @@ def test_verification_and_the_sweep_know_them(call: Caller, pipeline: FakePipeli
         asyncio.run(Verifier(objects, findings.append).stream(shown["stream_id"]))
         return findings
 
-    def sweep(*, offline: bool) -> list[str]:
+    def sweep(*, after_ns: int = 2 * DAY_NS, **options: Any) -> list[str]:
         found: list[Orphan] = []
-        clock = FakeClock(stray.stat().st_mtime_ns + 2 * DAY_NS)
-        sweeper = Sweeper(
-            objects, found.append, tombstone_ns=DAY_NS, dry_run=True, offline=offline, clock=clock
-        )
+        clock = FakeClock(stray.stat().st_mtime_ns + after_ns)
+        sweeper = Sweeper(objects, found.append, tombstone_ns=DAY_NS, dry_run=True, clock=clock, **options)
         asyncio.run(sweeper.bucket())
         return [one.key for one in found if one.key.startswith(stray_prefix)]
 
     stray_prefix = shown["manifest"]["object"].removesuffix("manifest.json") + "companions/"
     assert verify() == []
-    assert sweep(offline=False) == []
-    assert sweep(offline=True) == [str(stray.relative_to(pipeline.objects))]
+    orphan = str(stray.relative_to(pipeline.objects))
+    assert sweep() == [], "only the owner knows that nobody is about to publish it"
+    assert sweep(offline=True) == [orphan]
+    owner = Manifests(objects, 0)
+    assert sweep(owner=owner) == [orphan]
+    assert sweep(owner=owner, after_ns=DAY_NS // 2) == []
+    assert sweep(owner=owner, after_ns=DAY_NS // 2, orphan_age_ns=DAY_NS // 4) == [orphan]
     listed = (
         pipeline.objects
         / stray_prefix.removesuffix("companions/")

@@ -169,7 +169,7 @@ def test_connections_over_the_limit_are_told_so() -> None:
 
 def test_unfinished_bodies_share_one_budget() -> None:
     async def main() -> None:
-        async with site(append_queue_bytes=300_000) as here:
+        async with site(append_queue_max_bytes=300_000) as here:
             clients = [await here.connect() for _ in range(4)]
             for client in clients:
                 await client.send(post("/", b"x" * 200_000)[:-1])

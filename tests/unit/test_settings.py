@@ -25,12 +25,12 @@ def test_later_sources_win(tmp_path: Path) -> None:
 def test_a_preset_is_weaker_than_every_explicit_value(tmp_path: Path) -> None:
     settings = load({"preset": "small"}, {"TAILRACE_BLOCK_CACHE_BYTES": "1MiB"}, tmp_path)
     assert settings.limits.block_cache_bytes == MIB
-    assert settings.limits.append_queue_bytes == PRESETS["small"]["append_queue_bytes"]
+    assert settings.limits.append_queue_max_bytes == PRESETS["small"]["append_queue_max_bytes"]
 
 
 def test_a_preset_may_come_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "tailrace.toml").write_text('preset = "small"\n')
-    assert load({}, {}, tmp_path).limits.tail_memory_bytes == PRESETS["small"]["tail_memory_bytes"]
+    assert load({}, {}, tmp_path).limits.tail_memory_max_bytes == PRESETS["small"]["tail_memory_max_bytes"]
 
 
 def test_a_named_file_replaces_the_one_in_the_directory(tmp_path: Path) -> None:

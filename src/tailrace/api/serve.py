@@ -154,7 +154,7 @@ class Server:
         self.hub.connect(self.sealing)
         limits = settings.limits
         self._cold = ColdReader(
-            settings.object_store_url, directory.path / "cache", limits.cold_cache_bytes, limits, loop
+            settings.object_store_url, directory.path / "cache", limits.segment_cache_max_bytes, limits, loop
         )
         self.log.reader.history.cold = self._cold
         self._companions = CompanionFiles(

@@ -71,6 +71,7 @@ async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) ->
             grace_ns=grace_ms * 1_000_000,
             tombstone_ns=settings.limits.tombstone_ms * 1_000_000,
             segment_grace_ns=settings.limits.gc_segment_grace * 1_000_000,
+            orphan_age_ns=settings.limits.gc_orphan_age * 1_000_000,
             dry_run=dry_run,
             offline=offline,
         )

@@ -168,7 +168,7 @@ def _size(text: str) -> int:
     """Bytes, written as in every setting."""
     from tailrace.settings import TABLE, parse
 
-    return int(parse(TABLE["cold_cache_bytes"], text))
+    return int(parse(TABLE["segment_cache_max_bytes"], text))
 
 
 def _jobs(text: str) -> tuple[str, ...]:

@@ -101,11 +101,11 @@ class CommitPath:
         limits = self.limits
         if self.streams.memory_bytes + self.committer.queued_bytes + size > self.room_bytes:
             self._refuse_for_room()
-        if self.committer.queued_bytes + size > limits.append_queue_bytes:
+        if self.committer.queued_bytes + size > limits.append_queue_max_bytes:
             raise TailraceError("overloaded", "the server's append queue is full")
         if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
             raise TailraceError("overloaded", "the stream's append queue is full")
-        if self.streams.memory_bytes > 2 * limits.tail_memory_bytes:
+        if self.streams.memory_bytes > 2 * limits.tail_memory_max_bytes:
             self._make_room()
             raise TailraceError("overloaded", "checkpoints are behind; memory for new entries is used up")
 
@@ -176,7 +176,7 @@ class CommitPath:
             self._entered_file(file.seq)
         self.journal.settled(file, batch.position + len(batch.data))
         self.publisher.publish(batch)
-        if streams.memory_bytes > self.limits.tail_memory_bytes and not self.checkpoint_pending:
+        if streams.memory_bytes > self.limits.tail_memory_max_bytes and not self.checkpoint_pending:
             self.retire_active_file()
 
     def _entered_file(self, seq: int) -> None:

@@ -431,7 +431,7 @@ class HttpConnection(AnsweringConnection):
         server = self.server
         server.body_bytes_held += len(body) - self._body_counted
         self._body_counted = len(body)
-        if server.body_bytes_held > server.limits.append_queue_bytes:
+        if server.body_bytes_held > server.limits.append_queue_max_bytes:
             raise TailraceError("overloaded", "too many bodies are being received")
 
     def _drop_body(self) -> None:

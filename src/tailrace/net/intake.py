@@ -174,7 +174,7 @@ class IntakeConnection(HttpConnection):
 
     def _count(self, size: int) -> None:
         server = self.server
-        if server.body_bytes_held + size > server.limits.append_queue_bytes:
+        if server.body_bytes_held + size > server.limits.append_queue_max_bytes:
             raise TailraceError("overloaded", "too many bodies are being received")
         server.body_bytes_held += size
 

@@ -344,6 +344,7 @@ class Sealer:
             grace_ns=self._limits.sweep_age_ms * MS_NS,
             tombstone_ns=self._limits.tombstone_ms * MS_NS,
             segment_grace_ns=self._limits.gc_segment_grace * MS_NS,
+            orphan_age_ns=self._limits.gc_orphan_age * MS_NS,
         )
         report.after = await sweeper.turn(job.after) or ""
         report.swept = sweeper.seen

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 SECOND_NS = 10**9
 GRACE_NS = 3600 * SECOND_NS
-# Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
 # A pipeline may take this long from its first object to the publication of all.
 COMPANION_NS = 24 * 3600 * SECOND_NS
+# Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
 OLD_LIFE_NS = 24 * 3600 * SECOND_NS
 # Readers may be at segments that became part of another one, and queries elsewhere hold their names.
 SEGMENT_NS = 24 * 3600 * SECOND_NS
@@ -87,6 +87,7 @@ class Sweeper:
         grace_ns: int = GRACE_NS,
         tombstone_ns: int,
         segment_grace_ns: int = SEGMENT_NS,
+        orphan_age_ns: int = COMPANION_NS,
         dry_run: bool = False,
         offline: bool = False,
         clock: Clock = SYSTEM_CLOCK,
@@ -98,6 +99,7 @@ class Sweeper:
         self._grace_ns = grace_ns
         self._tombstone_ns = tombstone_ns
         self._segment_grace_ns = segment_grace_ns
+        self._orphan_age_ns = orphan_age_ns
         self._old_life_ns = min(OLD_LIFE_NS, tombstone_ns)
         self._dry_run = dry_run
         self._offline = offline
@@ -178,7 +180,7 @@ class Sweeper:
             if stored is None or stored.head.deleted is not None:
                 await self._drop(await self._judge(stream_id, old))
                 return
-            oldest_ns = now_ns if self._offline else now_ns - COMPANION_NS
+            oldest_ns = now_ns if self._offline else now_ns - self._orphan_age_ns
             head, prefix = stored.head, stream_prefix(stream_id)
             named = {one.object async for one in self._manifests.companions(head)}
             named |= {one.object for one in head.retired if one.at_ns > oldest_ns}

@@ -113,10 +113,10 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "companion_cache_bytes": cached_bytes(node.companions.parts),
         },
         "configured_budgets": {
-            "ingest_queue_budget_bytes": limits.append_queue_bytes,
-            "tail_memory_budget_bytes": limits.tail_memory_bytes,
+            "ingest_queue_budget_bytes": limits.append_queue_max_bytes,
+            "tail_memory_budget_bytes": limits.tail_memory_max_bytes,
             "block_cache_budget_bytes": limits.block_cache_bytes,
-            "segment_cache_budget_bytes": limits.cold_cache_bytes,
+            "segment_cache_budget_bytes": limits.segment_cache_max_bytes,
             "companion_cache_budget_bytes": limits.search_companion_file_cache_max_bytes,
             "companion_opened_budget_bytes": OPENED_BYTES_MAX,
             "tail_index_budget_bytes": limits.tail_index_max_bytes,

@@ -102,7 +102,7 @@ class ServerRoutes:
             "ingest_queue": {
                 "requests": committer.queued_records,
                 "bytes": committer.queued_bytes,
-                "full": committer.queued_bytes >= limits.append_queue_bytes,
+                "full": committer.queued_bytes >= limits.append_queue_max_bytes,
             },
             "local_backpressure": {
                 "enabled": True,

@@ -45,7 +45,9 @@ def _ingest(node: Node) -> list[Source]:
     return [
         Source("tieredstore.ingest.queue.bytes", "bytes", "gauge", lambda: committer.queued_bytes),
         Source("tieredstore.ingest.queue.requests", "count", "gauge", lambda: committer.queued_records),
-        Source("tieredstore.ingest.queue.limit.bytes", "bytes", "gauge", lambda: limits.append_queue_bytes),
+        Source(
+            "tieredstore.ingest.queue.limit.bytes", "bytes", "gauge", lambda: limits.append_queue_max_bytes
+        ),
         Source("tieredstore.ingest.failures", "count", "counter", lambda: log.failures),
         Source(
             "tieredstore.backpressure.current.bytes",
