@@ -50,6 +50,7 @@ TABLE: Final[dict[str, Metric]] = {
         counter("moved_connections", "Connections given to the worker that owns what they ask for."),
         gauge("live_connections", "Live readers, by mode.", "mode"),
         counter("live_demoted", "Live readers that were too slow and went back to catch-up reading."),
+        counter("spark_reads", "Reads by the source for Spark, which can add nothing to its own metrics."),
         # Identities.
         gauge("api_keys", "API keys that there are."),
         gauge("revocations", "Tokens and subjects that are remembered as revoked."),
@@ -219,6 +220,7 @@ class Telemetry:
         self.moved_connections = Number()
         self.live_connections = Numbers()
         self.live_demoted = Number()
+        self.spark_reads = Number()
         self.api_keys = Number()
         self.revocations = Number()
         self.connections_revoked = Number()

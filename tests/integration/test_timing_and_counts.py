@@ -91,6 +91,15 @@ def test_requests_are_counted_by_method_and_status(start_server: StartServer) ->
     )
 
 
+def test_reads_by_spark_are_counted(start_server: StartServer) -> None:
+    call = Caller(start_server())
+    call("PUT", "a", headers={"Content-Type": "application/json"})
+    agents = ["tailrace-spark/0.1.0", "tailrace-spark/0.1.0 query/6f1c", "python", "not tailrace-spark/0.1.0"]
+    for agent in agents:
+        assert call("GET", "a", headers={"User-Agent": agent}).status == 200
+    assert "\ntailrace_spark_reads_total 2.0\n" in call("GET", "/metrics").raw.decode()
+
+
 def test_refusals_are_counted_by_code_whenever_they_are_decided(start_server: StartServer) -> None:
     call = Caller(start_server())
     assert call("PUT", "a", [1]).status == 201

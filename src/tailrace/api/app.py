@@ -66,8 +66,8 @@ class TailraceApp:
         )
         self.identities = IdentityRoutes(context, verifier)
         self.live = Live(context)
-        self._reads = ReadRoutes(context, self.live)
-        self.filtered = self._reads.filtered
+        self.reads = ReadRoutes(context, self.live)
+        self.filtered = self.reads.filtered
         self.guard = Guard(self.live.contracts, context.clock, context.limits)
         self._streams = StreamRoutes(context, self.guard)
         self.schema = SchemaRoutes(context, self.live)
@@ -143,7 +143,7 @@ class TailraceApp:
 
     def end_live(self) -> None:
         """Shutdown: nobody is kept waiting."""
-        self._reads.end_waits()
+        self.reads.end_waits()
         self.details.end_waits()
         self.touch.end_all()
         self.live.end_all()
@@ -155,7 +155,7 @@ class TailraceApp:
 
     def recheck(self, stands: Callable[[Identity], bool]) -> int:
         """Ends the connections of whoever has lost their right, and counts them."""
-        ended = self.live.recheck(stands) + self._reads.recheck(stands)
+        ended = self.live.recheck(stands) + self.reads.recheck(stands)
         ended += self.details.recheck(stands) + self.touch.recheck(stands)
         if self.watch is not None:
             ended += self.watch.recheck(stands)
@@ -227,7 +227,7 @@ class TailraceApp:
         if method == b"POST":
             self._streams.append(exchange, identity, name)
         elif method == b"GET":
-            self._reads.read(exchange, identity, name)
+            self.reads.read(exchange, identity, name)
         elif method == b"HEAD":
             self._streams.head(exchange, identity, name)
         elif method == b"PUT":
@@ -247,7 +247,7 @@ class TailraceApp:
             raise not_allowed("GET, HEAD, OPTIONS")
         if name is None or not key or not names.is_valid(name, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name, or no entry this key")
-        self._reads.read(exchange, identity, name, key)
+        self.reads.read(exchange, identity, name, key)
 
     def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
         if path == b"/v1/streams":

@@ -31,6 +31,7 @@ from tailrace.schema.registry import Registry
 Answer = Callable[[Exchange], None]
 
 YEAR_S = 31_536_000
+SPARK_AGENT = b"tailrace-spark/"  # how the source for Spark says who it is
 
 
 class ReadRoutes:
@@ -45,9 +46,12 @@ class ReadRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
         self.filtered = FilteredReads(context, self._registry_of)
         self._rows = RowPages(context.loop)
+        self.by_spark = 0  # reads
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
+        if exchange.headers.get(b"user-agent", b"").startswith(SPARK_AGENT):
+            self.by_spark += 1
         try:
             request = self._request(exchange, name, key)
         except NotAtHandError:

@@ -356,6 +356,7 @@ class Server:
         connect_cold(telemetry, self.sealing, self._cold, self._companions)
         connect_pipeline(telemetry, self.pipeline)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
+        telemetry.spark_reads.read = lambda: self.app.reads.by_spark
         telemetry.identity_limited.read = lambda: self.app.rates.refused
         if self._identities is not None:
             self._identities.connect(telemetry)

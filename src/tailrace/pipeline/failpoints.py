@@ -19,7 +19,6 @@ NAMES: Final = (
     "after_put",
     "before_publish",
     "after_publish",
-    "in_foreach_batch",
     "after_checkpoint",
 )
 VARIABLE: Final = "TAILRACE_PIPELINE_FAILPOINT"
