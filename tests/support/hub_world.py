@@ -217,6 +217,11 @@ class World:
         for effect in held:
             self._commit(effect)
 
+    def commit_next(self) -> None:
+        """The first of what waits becomes durable, if anything does; the rest goes on waiting."""
+        if self.held:
+            self._commit(self.held.popleft())
+
     def _read(self, effect: Read) -> None:
         entries = self.streams.entries.get(effect.stream, [])
         after = effect.after
@@ -326,6 +331,8 @@ class World:
             for _, body in self.streams.entries.get(name, ()):
                 take(body)
         restoring.finish(self.now)
+        for _, body in self.streams.entries.get("hub/dead-letters", ()):
+            restoring.letter(body)
         since_ns = (self.now - self.limits.hub_seen_ttl_ms) * 1_000_000
         for name, entries in self.streams.entries.items():
             for place, (time_ns, body) in enumerate(entries if name.startswith(MESSAGES) else ()):

@@ -165,8 +165,13 @@ def runs(entries: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
+def key_of(path: str, stream: str) -> str:
+    """How the log names a position."""
+    return f"@({path}) {stream}"
+
+
 def _message(path: str, stream: str, record: CursorRecord | None) -> bytes:
-    key = f"@({path}) {stream}"
+    key = key_of(path, stream)
     if record is None:
         return msgspec.json.encode({"type": "cursor", "key": key, "headers": {"operation": "delete"}})
     return msgspec.json.encode(

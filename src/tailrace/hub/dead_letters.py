@@ -38,6 +38,7 @@ class Letter(msgspec.Struct, rename="camel"):
     accepted_at: int | None
     failed_at: int
     trace_id: Any = None
+    cursor: str | None = None  # of an accepted message: whose position is behind it
 
 
 class DeadLetters:
@@ -54,6 +55,7 @@ class DeadLetters:
         *,
         stream: str | None = None,
         offset: str | None = None,
+        cursor: str | None = None,
         attempts: int = 0,
         accepted_ms: int | None = None,
         trace: Any = None,
@@ -75,6 +77,7 @@ class DeadLetters:
             accepted_ms,
             now_ms,
             trace,
+            cursor,
         )
         if accepted_ms is None and then is None and not self._within_rate(copy.sender, now_ms):
             key = (reason, copy.sender, copy.to)

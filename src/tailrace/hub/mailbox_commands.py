@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -216,10 +217,25 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     """Never backwards, never past what was delivered or read; answered when it is durable."""
     path = owned(hub, session, request, "mailbox_commit", now_ms)
     box, feed = _feed(hub, session, path, request)
-    upto, entries, rejected = _read_commit(hub, box, feed, request)
-    for entry in rejected:
-        if entry > feed.cursor.committed and entry not in feed.cursor.passed:
-            _bury(hub, box, feed, entry)
+    given = _read_commit(hub, box, feed, request)
+    cursor = feed.cursor
+    fresh = {entry for entry in given.rejected if entry > cursor.committed and entry not in cursor.passed}
+
+    def buried(error: TailraceError | None, now_ms: int) -> None:
+        if error is not None:
+            hub.refuse_request(session, request, hub_error(error), now_ms)
+            return
+        _move(hub, box, feed, given, now_ms)
+        hub.mailboxes.cursors.commit(box.path, feed.stream, _answering(hub, session, request, path, feed))
+        hub.mailboxes.pump(box, now_ms)
+        hub.mailboxes.let_go(box)
+
+    hub.burials.bury(box, feed, fresh, buried, now_ms)
+
+
+def _move(hub: Hub, box: Box, feed: Feed, given: Commit, now_ms: int) -> None:
+    """The position goes on, and what it passes is in flight no more."""
+    upto, entries, rejected = given
     for entry, flight in feed.flights.items():
         if (entry <= upto or entry in entries) and entry not in rejected:
             offset = hub.streams.offset(feed.stream, entry)
@@ -233,6 +249,11 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         hub.mailboxes.done_with(box, feed, entries | rejected)
     feed.cursor.follow_passed()
     feed.land(feed.cursor.committed)
+
+
+def _answering(
+    hub: Hub, session: Session, request: Request, path: str, feed: Feed
+) -> Callable[[Settled, int], None]:
     committed = feed.cursor.committed
 
     def then(settled: Settled, now_ms: int) -> None:
@@ -250,9 +271,7 @@ def commit(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             }
             hub.reply(session, request, "hub:mailbox_committed", payload, now_ms)
 
-    hub.mailboxes.cursors.commit(box.path, feed.stream, then)
-    hub.mailboxes.pump(box, now_ms)
-    hub.mailboxes.let_go(box)
+    return then
 
 
 def _within(hub: Hub, feed: Feed, text: str, bound: int) -> int:
@@ -262,22 +281,6 @@ def _within(hub: Hub, feed: Feed, text: str, bound: int) -> int:
     if entry > bound:
         raise HubError("invalid_offset", "the offset is past what was delivered or read")
     return entry
-
-
-def _bury(hub: Hub, box: Box, feed: Feed, entry: int) -> None:
-    """The whole message goes to the dead letters, so it has to be read."""
-    attempts = feed.deliveries.get(entry, 1)
-
-    def then(found: Found, now_ms: int) -> None:
-        for number, time_ns, body in found.entries:
-            copy = copies.stored(parse(_message(feed, body), STORED_BYTES_MAX))
-            hub.mailboxes.bury(box, feed, number, copy, "rejected", attempts, time_ns, now_ms)
-
-    hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, then))
-
-
-def _message(feed: Feed, body: bytes) -> bytes:
-    return bytes(msgspec.json.decode(body, type=BroadcastEntry).message) if feed.kind == BROADCAST else body
 
 
 def delete(hub: Hub, path: str) -> None:

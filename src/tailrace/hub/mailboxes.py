@@ -25,7 +25,7 @@ from tailrace.hub.boxes import (
     group_path,
 )
 from tailrace.hub.copies import Copy
-from tailrace.hub.cursors import Cursor, Cursors
+from tailrace.hub.cursors import Cursor, Cursors, key_of
 from tailrace.hub.effects import Append, Create, Found, Read, Settled
 from tailrace.hub.errors import HubError, hub_error
 from tailrace.hub.flow import SENT
@@ -410,6 +410,8 @@ class Mailboxes:
         attempts: int,
         time_ns: int,
         now_ms: int,
+        *,
+        then: Callable[[Settled, int], None] | None = None,
     ) -> None:
         """An accepted message that nobody will get."""
         hub = self._hub
@@ -419,8 +421,10 @@ class Mailboxes:
             now_ms,
             stream=feed.stream,
             offset=hub.streams.offset(feed.stream, entry),
+            cursor=key_of(box.path, feed.stream),
             attempts=attempts,
             accepted_ms=time_ns // 1_000_000,
+            then=then,
         )
         ask = hub.asks.stored_at(feed.stream, entry, box.path)
         if ask is not None:

@@ -33,8 +33,17 @@ class CursorMessage(msgspec.Struct):
     value: CursorRecord | None = None
 
 
+class Buried(msgspec.Struct):
+    """What a dead letter says of the message that it is about."""
+
+    stream: str | None = None
+    offset: str | None = None
+    cursor: str | None = None
+
+
 _subscriptions: Final = msgspec.json.Decoder(SubscriptionMessage)
 _cursors: Final = msgspec.json.Decoder(CursorMessage)
+_buried: Final = msgspec.json.Decoder(Buried)
 
 
 class Restoring:
@@ -60,6 +69,27 @@ class Restoring:
     def cursor(self, body: bytes) -> None:
         message = _cursors.decode(body)
         self._positions[message.key] = message.value
+
+    def letter(self, body: bytes) -> None:
+        """A message that was buried a moment ago is passed, written down or not. After `finish`."""
+        letter = _buried.decode(body)
+        if letter.cursor is None or letter.stream is None or letter.offset is None:
+            return
+        stream, cursors = letter.stream, self._hub.mailboxes.cursors
+        path = letter.cursor.partition(" ")[0][2:-1]
+        try:
+            entry = self._hub.streams.resolve(stream, letter.offset)
+        except TailraceError:
+            return  # its stream is gone, or begins behind it
+        cursor = cursors.of(path, stream)
+        if cursor is None:
+            if not stream.startswith(MAILBOXES):
+                return  # where it begins is for its subscription to say
+            cursor = Cursor(unsure_upto=self._hub.streams.tail(stream) or 0)
+            cursors.put(path, stream, cursor, restored=True)
+        if entry > cursor.committed:
+            cursor.passed.add(entry)
+            cursor.follow_passed()
 
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
         """A message that was accepted lately; a repeat of it is known as one. After `finish`."""

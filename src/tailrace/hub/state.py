@@ -15,6 +15,7 @@ from tailrace.auth import Identity
 from tailrace.hub import copies
 from tailrace.hub.address import Pattern
 from tailrace.hub.asks import Asks
+from tailrace.hub.burying import Burials
 from tailrace.hub.dead_letters import DeadLetters
 from tailrace.hub.effects import Append, Close, Effect, Send
 from tailrace.hub.errors import HubError, encode_error
@@ -110,6 +111,7 @@ class Hub:
         self.dead = DeadLetters(self)
         self.asks = Asks(self)
         self.mailboxes = Mailboxes(self)
+        self.burials = Burials(self)
         self.topics = Topics(self)
         self.sweeping = Sweeping(self)
 

@@ -7,6 +7,7 @@ from typing import Final
 from tailrace.api.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
 from tailrace.hub.address import TOPICS
 from tailrace.hub.cursors import STREAM as CURSORS
+from tailrace.hub.dead_letters import STREAM as LETTERS
 from tailrace.hub.presence import REGISTRY
 from tailrace.hub.restoring import MESSAGES, Restoring
 from tailrace.hub.state import Hub
@@ -15,6 +16,8 @@ from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 
 NAMES_AT_ONCE: Final = 1000
+# Positions are written a fraction of a second after a letter; a process that hardly ran may take longer.
+LETTERS_NS: Final = 60 * 10**9
 
 
 async def restore(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
@@ -28,7 +31,23 @@ async def restore(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
         async for body in streams.all_of(name):
             take(body)
     restoring.finish(now_ms)
+    await _letters(restoring, streams)
     await _messages(restoring, streams, log, (now_ms - hub.limits.hub_seen_ttl_ms) * 1_000_000)
+
+
+async def _letters(restoring: Restoring, streams: LogStreams) -> None:
+    """The last ones: the positions behind them may not have been written when the process died."""
+    stream = streams.find(LETTERS)
+    if stream is None:
+        return
+    after, since = stream.earliest, stream.last_ns - LETTERS_NS
+    while after < stream.visible:
+        found = await streams.read(stream, after, PAGE_ENTRIES, PAGE_BYTES, since or None)
+        if found.error is not None or not found.entries:
+            break
+        for _, _, body in found.entries:
+            restoring.letter(body)
+        after, since = found.next_entry, 0
 
 
 async def _messages(restoring: Restoring, streams: LogStreams, log: Log, since_ns: int) -> None:

@@ -1,0 +1,82 @@
+"""Rejected messages on their way to the dead letters.
+
+A position may pass a message only when its letter is durable, or a crash in between would lose it without a
+trace. Whoever rejects waits for the letter; whoever rejects it meanwhile waits for the same letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.hub import copies
+from tailrace.hub.boxes import BROADCAST, Box, Feed
+from tailrace.hub.effects import Found, Read, Settled
+from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.message import parse
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+Buried = Callable[[TailraceError | None, int], None]
+
+
+class Burials:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._waiting: dict[tuple[str, str, int], list[Buried]] = {}  # by owner, stream and entry
+
+    def bury(self, box: Box, feed: Feed, entries: set[int], then: Buried, now_ms: int) -> None:
+        """`then` is told once, when all letters are durable or one cannot be written."""
+        left = set(entries)
+        if not left:
+            then(None, now_ms)
+            return
+
+        def one_done(entry: int, error: TailraceError | None, now_ms: int) -> None:
+            if entry not in left:
+                return
+            left.discard(entry)
+            if error is not None:
+                left.clear()
+            if not left:
+                then(error, now_ms)
+
+        for entry in sorted(entries):
+            self._join(box, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
+
+    def _join(self, box: Box, feed: Feed, entry: int, done: Buried) -> None:
+        key = (box.path, feed.stream, entry)
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.append(done)
+            return
+        self._waiting[key] = [done]
+        attempts = feed.deliveries.get(entry, 1)
+
+        def settled(result: Settled, now_ms: int) -> None:
+            for each in self._waiting.pop(key):
+                each(result.error, now_ms)
+
+        def found(page: Found, now_ms: int) -> None:
+            """The whole message goes into the letter, so it has to be read. One that was trimmed is gone."""
+            if page.error is not None and page.error.code != "offset_gone":
+                settled(Settled(error=page.error), now_ms)
+                return
+            if not page.entries:
+                settled(Settled(), now_ms)
+                return
+            ((number, time_ns, body),) = page.entries
+            copy = copies.stored(parse(_message(feed, body), STORED_BYTES_MAX))
+            self._hub.mailboxes.bury(
+                box, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
+            )
+
+        self._hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, found))
+
+
+def _message(feed: Feed, body: bytes) -> bytes:
+    return bytes(msgspec.json.decode(body, type=BroadcastEntry).message) if feed.kind == BROADCAST else body
