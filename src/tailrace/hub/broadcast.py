@@ -109,6 +109,7 @@ class Broadcast:
             self._hub.go_on(self._session, now_ms)
             return
         self.entry, self.offset = settled.entry, settled.offset
+        self._hub.mailboxes.begun.setdefault(BROADCASTS, settled.entry)
         offset, trace = settled.offset, self._hub.trace
         trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCASTS, offset=offset)
         self.go_on(now_ms)
@@ -218,8 +219,6 @@ def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None
     kind, data = typed_data(request.payload)
     capability, text = request.text("targetCapability"), request.payload.text("pattern")
     excludes = request.truth("excludeSelf") is True
-    if request.envelope.is_expired(now_ms):
-        raise HubError("message_expired", "the message has expired")
     pattern = None if text is None else Pattern(text)
     if not hub.policy.may(session.actor, "broadcast"):
         raise hub.denied(session, "broadcast", "denied by policy", "", now_ms)

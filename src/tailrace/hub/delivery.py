@@ -50,8 +50,6 @@ class Wanted(NamedTuple):
 
 def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     wanted = read_send(hub, request)
-    if request.envelope.is_expired(now_ms):
-        raise HubError("message_expired", "the message has expired")
     seen = repeated(hub, session, request, now_ms)
     if seen is None:
         return
@@ -145,6 +143,9 @@ def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple
     known = hub.seen_of(session.path)
     found = known.get(request.id, now_ms)
     if found is None:
+        # Only now: a repeat of what was accepted in time is told so, however late it comes.
+        if request.envelope.is_expired(now_ms):
+            raise HubError("message_expired", "the message has expired")
         if hub.options.signatures_required and request.envelope.timestamp <= known.floor_ms:
             raise HubError("replay_detected", "nobody can say whether this message came before")
         return known, known.add(request.id, now_ms, request.envelope.timestamp)

@@ -61,6 +61,7 @@ class Mailboxes:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.boxes: dict[str, Box] = {}
+        self.begun: dict[str, int] = {}  # by stream that many read: its first entry of this process
         self.cursors = Cursors(hub)
 
     # -- finding ---------------------------------------------------------------------------------------
@@ -93,15 +94,18 @@ class Mailboxes:
         if found is None:
             cursor = self.cursors.of(box.path, stream)
             if cursor is None:
-                cursor = Cursor(begin, begin)
-                if kind == MAILBOX:
-                    # Whatever is in it already was appended by an earlier process.
-                    cursor.unsure_upto = self._hub.streams.tail(stream) or 0
+                # What an earlier process appended it may have handed over, too.
+                cursor = Cursor(begin, begin, unsure_upto=self._inherited(stream, kind))
                 self.cursors.put(box.path, stream, cursor)
                 if begin:
                     self.cursors.moved(box.path, stream)
             found = box.feeds[stream] = Feed(stream, kind, cursor)
         return found
+
+    def _inherited(self, stream: str, kind: str) -> int:
+        """The last entry of an earlier process. A mailbox is opened before anything is appended to it."""
+        tail = self._hub.streams.tail(stream) or 0
+        return tail if kind == MAILBOX else self.begun.get(stream, tail + 1) - 1
 
     def uncommitted(self, box: Box) -> int:
         feed = box.mailbox

@@ -13,7 +13,7 @@ from tailrace.hub.boxes import TOPIC
 from tailrace.hub.copies import Copy
 from tailrace.hub.delivery import repeated, typed_data
 from tailrace.hub.effects import Append, Settled
-from tailrace.hub.errors import HubError, field_error, hub_error
+from tailrace.hub.errors import field_error, hub_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.message import Common, common, new_id
@@ -176,8 +176,6 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         raise field_error("topic", "topic is missing")
     topic = parse_topic(text)
     kind, data = typed_data(request.payload)
-    if request.envelope.is_expired(now_ms):
-        raise HubError("message_expired", "the message has expired")
     durable = request.payload.truth("durable") is True or hub.topics.is_durable(topic)
     problem = durable_problem(topic) if durable else None
     if problem is not None and request.payload.truth("durable") is True:
@@ -218,6 +216,7 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
             hub.refuse_request(session, request, hub_error(settled.error), now_ms)
             return
         hub.topics.kept.add(topic)
+        hub.mailboxes.begun.setdefault(stream, settled.entry)
         hub.trace.note("accepted", copy, now_ms, kind="publish", stream=stream, offset=settled.offset)
         publication.give(settled.entry, now_ms)
         _published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
