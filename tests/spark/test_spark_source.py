@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +117,37 @@ def test_errors_say_what_is_wrong(spark: SparkSession, seamed: Filled) -> None:
         read(spark, seamed.url, stream="ev", startingOffset="latest")
     register(spark)  # for engines that do not look by themselves; once more does no harm
     assert read(spark, seamed.url, stream="ev").limit(1).count() == 1
+
+
+def test_p20_neither_plans_nor_errors_nor_checkpoints_tell_a_token(
+    spark: SparkSession, seamed: Filled, tmp_path: Path
+) -> None:
+    """Nor what an entry holds."""
+    secret = {"token": "the-token-of-this-test"}
+    told = StringIO()
+    frame = read(spark, seamed.url, stream="ev", pushdown="true", **secret).where("entry > 3")
+    with redirect_stdout(told):
+        for kind in ("extended", "formatted", "cost"):
+            frame.explain(kind)
+    assert "entry" in told.getvalue(), "plans are told"
+    for broken in ({"stream": "nothing"}, {"stream": "ev", "startingOffsets": '{"ev":"zz"}'}):
+        with pytest.raises(Exception, match=r"nothing|offset") as caught:
+            read(spark, seamed.url, **broken, **secret).collect()
+        told.write(str(caught.value))
+    batches = run_once(
+        follow(spark, seamed.url, stream="ev", startingOffsets="earliest", **secret).select("entry"),
+        tmp_path / "checkpoint",
+        tmp_path / "files",
+    )
+    told.writelines(progress.json for progress in batches)
+    kept = [
+        path.read_text(errors="replace") for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()
+    ]
+    assert batches
+    assert kept
+    told.writelines(kept)
+    assert secret["token"] not in told.getvalue()
+    assert '"n":' not in told.getvalue()
 
 
 def append(stream: Stream, numbers: range) -> None:
