@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
 
 from support.calls import Caller, eventually
-from support.offers import SEARCH, FakePipeline, fill, plan, planned, seal, uncovered
+from support.offers import SEARCH, FakePipeline, fill, head_of, plan, planned, seal, uncovered
 from support.server import ServerProcess
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
@@ -19,6 +21,8 @@ from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import load_plan
 
 ROWS = 40
+SEGMENTS, BUILDERS = 4, 3
+KEY = {"jsonPointer": "/who", "required": False}
 
 
 @pytest.fixture
@@ -58,7 +62,10 @@ class Builder(FakePipeline):
                 )
                 path = self.objects / key
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(file.data)
+                # Whole or not at all, as in a bucket: others may be at the same.
+                unfinished = path.with_name(f"{path.name}.{get_ident()}")
+                unfinished.write_bytes(file.data)
+                unfinished.rename(path)
                 made.append(path)
                 added.append(self.added(file, key, sha256, one))
             body = {
@@ -116,8 +123,7 @@ def answers(call: Caller, name: str = "ev") -> list[Any]:
 def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerProcess) -> None:
     call = Caller(server)
     assert call("PUT", "ev", headers={"Content-Type": "application/json"}).status == 201
-    key = {"jsonPointer": "/who", "required": False}
-    body = {"schema": {"type": "object"}, "search": SEARCH, "routingKey": key}
+    body = {"schema": {"type": "object"}, "search": SEARCH, "routingKey": KEY}
     assert call("POST", "ev/_schema", body).status == 200
     for number in range(3):
         fill(call, "ev", ROWS, number * ROWS)
@@ -155,6 +161,39 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
         path.unlink() if place % 2 else path.write_bytes(b"\0" * path.stat().st_size)
     server.start()
     assert answers(Caller(server)) == before
+
+
+def test_p3_i4_those_who_build_the_same_at_once_end_in_one_state(server: ServerProcess) -> None:
+    """Each of them builds every segment by itself, and most of what they publish is there already."""
+    call = Caller(server)
+    assert call("PUT", "ev", headers={"Content-Type": "application/json"}).status == 201
+    body = {"schema": {"type": "object"}, "search": SEARCH, "routingKey": KEY}
+    assert call("POST", "ev/_schema", body).status == 200
+    for number in range(SEGMENTS):
+        fill(call, "ev", 8, number * 8)
+        seal(call, "ev")
+    shown = planned(call, "ev", SEGMENTS)
+    before = answers(call)
+    together = Barrier(BUILDERS)
+
+    def build(_: int) -> list[Path]:
+        builder = Builder(Caller(server), server.data_dir)
+        together.wait()
+        return builder.publish_all("ev")
+
+    with ThreadPoolExecutor(BUILDERS) as threads:
+        made = [{*paths} for paths in threads.map(build, range(BUILDERS))]
+    assert eventually(lambda: plan(call, "ev"), lambda left: not uncovered(left))["plan"] == shown["plan"]
+    builder = Builder(call, server.data_dir)
+    listed = head_of(builder, shown)["companions"]
+    spans = sorted((family, first, last) for family, first, last, *_ in listed)
+    whole = [(one["first"], one["last"]) for one in uncovered(shown)]
+    assert spans == sorted((family, *span) for family in shown["plan"]["families"] for span in whole)
+    offered = set[Path]().union(*made)
+    assert {
+        builder.objects / shown["manifest"]["object"].replace("manifest.json", one[4]) for one in listed
+    } <= (offered)
+    assert answers(call) == before
 
 
 def test_p8_a_fork_is_answered_from_the_companions_of_its_source(server: ServerProcess) -> None:
