@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.calls import Caller, eventually
+from support.described import Described
 from support.offers import (
     FAMILIES,
     SEARCH,
@@ -195,7 +196,9 @@ def test_a_bootstrap_brings_them_back(tmp_path: Path) -> None:
         second.stop()
 
 
-def test_the_index_status_tells_how_far_things_are(call: Caller, pipeline: FakePipeline, ev: str) -> None:
+def test_the_index_status_tells_how_far_things_are(
+    server: ServerProcess, call: Caller, pipeline: FakePipeline, ev: str
+) -> None:
     def status() -> dict[str, Any]:
         return call("GET", f"{ev}/_index_status").body
 
@@ -224,6 +227,10 @@ def test_the_index_status_tells_how_far_things_are(call: Caller, pipeline: FakeP
         (middle["first"], middle["last"])
     ]
     assert found["bundled_companions"]["object_count"] == 6
+    described = Described(server.port)
+    for route in ("_index_status", "_details"):
+        described.call(f"GET /v1/stream/{{name}}/{route}", name=ev)
+    described.close()
     search = copy.deepcopy(SEARCH)
     search["fields"]["who"]["normalizer"] = "lowercase_v1"
     assert call("POST", f"{ev}/_schema", {"search": search}).status == 200

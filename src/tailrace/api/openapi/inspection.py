@@ -12,7 +12,7 @@ TAG: Final = "inspection"
 _COUNTERS: Final = ("puts", "reads", "gets", "heads", "lists", "deletes")
 _LAG: Final[dict[str, Json]] = {
     "lag_segments": COUNT,
-    "lag_ms": {"type": ["number", "null"]},
+    "lag_ms": nullable(COUNT_TEXT),
     "bytes_at_rest": COUNT_TEXT,
     "object_count": COUNT,
     "fully_indexed_uploaded_segments": BOOLEAN,
@@ -45,9 +45,22 @@ _STREAM: Final[Json] = obj(
 _STORAGE: Final[Json] = obj(
     {
         "object_storage": obj(
-            texts("total_bytes", "segments_bytes", "indexes_bytes", "manifest_and_meta_bytes")
+            {
+                **texts("total_bytes", "segments_bytes", "indexes_bytes", "manifest_and_meta_bytes"),
+                **texts("manifest_bytes", "schema_registry_bytes"),
+                **counts("segment_object_count", "routing_index_object_count"),
+                **counts("routing_lexicon_object_count", "exact_index_object_count"),
+                **counts("bundled_companion_object_count"),
+            }
         ),
-        "local_storage": obj(texts("total_bytes", "wal_retained_bytes", "segment_cache_bytes")),
+        "local_storage": obj(
+            {
+                **texts("total_bytes", "wal_retained_bytes", "pending_tail_bytes"),
+                **texts("pending_sealed_segment_bytes", "segment_cache_bytes", "routing_index_cache_bytes"),
+                **texts("exact_index_cache_bytes", "lexicon_index_cache_bytes", "companion_cache_bytes"),
+                **texts("sqlite_shared_total_bytes"),
+            }
+        ),
         "companion_families": obj(texts("col_bytes", "fts_bytes", "agg_bytes", "mblk_bytes", "exact_bytes")),
     }
 )
@@ -80,8 +93,21 @@ SCHEMAS: Final[Json] = {
                 }
             ),
             "search_families": array(
-                obj({"family": STRING, "fields": array(STRING), "covered_segment_count": COUNT, **_LAG})
+                obj(
+                    {
+                        "family": STRING,
+                        "fields": array(STRING),
+                        **counts("plan_generation", "covered_segment_count"),
+                        **counts("contiguous_covered_segment_count", "stale_segment_count"),
+                        **_LAG,
+                    }
+                )
             ),
+            "last_error": nullable(STRING),
+            "quarantined": array(
+                obj({**counts("first", "last"), "code": STRING, "message": STRING, "at": nullable(INSTANT)})
+            ),
+            "tail_index": obj({**counts("rows", "bytes", "dropped_rows"), "building": BOOLEAN}),
         }
     ),
     "Details": obj(
@@ -101,7 +127,14 @@ SCHEMAS: Final[Json] = {
             "stream": STRING,
             "source": obj({"kind": {"const": "routing_key"}, "name": STRING}),
             "took_ms": COUNT,
-            "coverage": obj({"complete": BOOLEAN, **counts("indexed_segments", "scanned_wal_rows")}),
+            "coverage": obj(
+                {
+                    "complete": BOOLEAN,
+                    **counts("indexed_segments", "scanned_wal_rows"),
+                    **counts("scanned_uploaded_segments", "scanned_local_segments"),
+                    **counts("possible_missing_uploaded_segments", "possible_missing_local_segments"),
+                }
+            ),
             "timing": {"type": "object", "additionalProperties": COUNT},
             "keys": array(STRING),
             "next_after": nullable(STRING),
