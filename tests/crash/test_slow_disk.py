@@ -9,6 +9,9 @@ import pytest
 
 from crash.faults import JOURNAL, SYNC, WRITE, Disk
 from crash.station import Station, eventually
+from support.calls import Caller
+from support.server import ServerProcess
+from support.watch_client import Live
 
 # The file that appends go to; the next one is being prepared meanwhile, and must not take the blow.
 ACTIVE = "0000000000000001.jnl"
@@ -103,3 +106,18 @@ def test_the_first_sync_that_hangs_on_a_fast_disk_stops_nobody_else(tmp_path: Pa
     post.check()
     assert not waiting.answered
     post.kill()
+
+
+def test_a_server_that_is_ready_signs_for_its_first_client(tmp_path: Path, disk: Disk) -> None:
+    """The keys of tokens and checkpoints are written at the first start, however long the disk takes."""
+    disk.delay(JOURNAL, SYNC, 300_000)
+    server = ServerProcess(tmp_path / "data", env=disk.env).start()
+    try:
+        live = Live(server)
+        live.send("subscribe", "s", query={"collection": "c"})
+        assert live.take()["type"] == "subscribe_ack"
+        live.close()
+        pull = "/replication/v1/databases/default/pull?collection=c"
+        assert Caller(server)("GET", pull).status == 200
+    finally:
+        server.stop()

@@ -64,8 +64,10 @@ class WatchService:
 
     async def start(self) -> None:
         await self.book.start()
-        self.gateway.start()
         self._replication.start()
+        self.gateway.start()
+        # Whoever comes first is to get a token, or a checkpoint, whose key was written before.
+        await self.gateway.keys.settled()
         self.care.start()
         self._summaries.start()
         await self.sources.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Final
 
@@ -27,6 +28,7 @@ class TokenKeys:
         self._verify_ms = limits.watch_key_verify_ms
         self.signer: Signer | None = None
         self._writing = False
+        self._settled = asyncio.Event()  # nothing is being written
 
     def _now_ms(self) -> int:
         return self._clock.now_ns() // 1_000_000
@@ -36,6 +38,11 @@ class TokenKeys:
         if raw is not None:
             self._use(decode_ring(raw))
         self.look()
+
+    async def settled(self) -> None:
+        """Until what is being written is durable, or is known not to be."""
+        if self._writing:
+            await self._settled.wait()
 
     def look(self) -> None:
         """Called now and then: makes the first key, or the next one when it is time."""
@@ -50,11 +57,13 @@ class TokenKeys:
 
     def _write(self, ring: KeyRing) -> None:
         self._writing = True
+        self._settled.clear()
 
         def durable(_: Transaction, error: TailraceError | None) -> None:
             self._writing = False
             if error is None:
                 self._use(ring)
+            self._settled.set()
 
         self._log.put_meta(KEY, encode_ring(ring), durable)
 
