@@ -13,6 +13,7 @@ from support.calls import Caller, eventually
 from support.cutting_proxy import CuttingProxy
 from support.edge import EdgeProcess, Follower, Writer, all_live
 from support.server import ServerProcess
+from support.watch_client import Live
 
 JSON = {"Content-Type": "application/json"}
 STREAMS = 20
@@ -58,6 +59,42 @@ def test_a_stream_lives_on_one_server_and_nowhere_else(
     assert edge("GET", "/v1/streams").status == 503
     assert edge("POST", sorted(homes[0])[0], [2]).status == 204
     assert Caller(servers[0])("GET", lost).status == 404
+
+
+def test_a_database_lives_on_one_server_with_all_that_belongs_to_it(
+    servers: list[ServerProcess], sharded: EdgeProcess
+) -> None:
+    edge, homes = Caller(sharded), set[int]()
+    for number in range(12):
+        base = f"/v1/databases/db{number}"
+        assert edge("PUT", base).status == 201
+        live = Live(sharded, path=f"/realtime/ws?database=db{number}")
+        live.send("subscribe", "s", query={"collection": "c"})
+        assert live.take()["type"] == "subscribe_ack"
+        assert edge("PUT", f"{base}/docs/c/a", {"n": number}).status == 201
+        assert live.take()["payload"]["delta"]["doc"]["data"] == {"n": number}
+        live.close()
+        pulled = edge("GET", f"/replication/v1/databases/db{number}/pull?collection=c").body["documents"]
+        assert [document["n"] for document in pulled] == [number]
+        partition = next(place for place, seq in enumerate(_positions(edge, base)) if seq)
+        assert edge("GET", f"__changes__/db{number}/c/{partition}?offset=-1").body[0]["after"] == {
+            "n": number
+        }
+        found = [
+            index
+            for index, server in enumerate(servers)
+            if Caller(server)("GET", f"{base}/docs/c/a").status == 200
+        ]
+        assert len(found) == 1
+        homes.update(found)
+        spelled = base.replace("/db", "/%64b")
+        assert edge("GET", f"{spelled}/docs/c/a").status == 200, "however its name is written"
+    assert homes == {0, 1}, "some of them here, some there"
+    assert edge("GET", "/realtime/sse?collection=c").code == "invalid_request"
+
+
+def _positions(call: Caller, base: str) -> list[int]:
+    return call("GET", f"{base}/collections/c").body["positions"]
 
 
 def test_one_of_several_doors_is_lost(start_server: StartServer, tmp_path: Path) -> None:

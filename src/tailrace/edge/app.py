@@ -160,7 +160,7 @@ class EdgeApp:
         """As it is; waits and streams have connections of their own."""
         apart = _may_wait(exchange, target)
         await self._forwarder.forward(
-            exchange, self._upstream(target), caller, apart=apart, observe=self._count
+            exchange, self._upstream(exchange, target), caller, apart=apart, observe=self._count
         )
 
     async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
@@ -171,11 +171,13 @@ class EdgeApp:
                 self._book.note_head(target.name, reply, self._context.loop.time())
             self._count(reply)
 
-        await self._forwarder.forward(exchange, self._upstream(target), caller, observe=observe)
+        upstream = self._upstream(exchange, target)
+        await self._forwarder.forward(exchange, upstream, caller, observe=observe)
 
-    def _upstream(self, target: Target) -> Upstream:
+    def _upstream(self, exchange: Exchange, target: Target) -> Upstream:
         upstreams = self._context.upstreams
-        return upstreams.of(target.name) if target.name else upstreams.any()
+        place = target.name if self._shards is None else self._shards.place(exchange, target)
+        return upstreams.of(place) if place else upstreams.any()
 
     async def _answer_live(
         self, exchange: Exchange, target: Target, reading: Reading, caller: Caller

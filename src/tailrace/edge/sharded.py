@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, unquote, urlencode
 
 import orjson
 
@@ -24,7 +24,11 @@ from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 LISTING = b"/v1/streams"
 LISTING_BYTES_MAX = 16 * 1024 * 1024
 # What spans all servers and is not put together here.
-ABSENT = (b"/hub", b"/realtime", b"/replication", b"/v1/databases", b"/v1/pipeline", b"/v1/traces")
+ABSENT = (b"/hub", b"/v1/pipeline", b"/v1/traces")
+# A database lives on one server, with all that belongs to it.
+DATABASES = (b"/v1/databases/", b"/replication/v1/databases/")
+WATCHING = (b"/realtime/", b"/replication/")
+OF_DATABASES = ("__changes__", "__collections__", "__sources__")
 
 
 class Shards:
@@ -43,6 +47,21 @@ class Shards:
             source = names.decode(raw.removeprefix(b"/v1/stream/"))
             if source and self._upstreams.of(source) is not self._upstreams.of(target.name):
                 raise TailraceError("invalid_fork", "the source of the fork lives on another server")
+
+    def place(self, exchange: Exchange, target: Target) -> str:
+        """The name by which a server is chosen; empty if any of them can answer."""
+        for prefix in DATABASES:
+            if exchange.path.startswith(prefix):
+                return _home(unquote(exchange.path[len(prefix) :].partition(b"/")[0].decode("latin-1")))
+        if exchange.path.startswith(WATCHING):
+            database = parse_qs(exchange.query.decode("latin-1")).get("database", [""])[-1]
+            if not database:
+                raise TailraceError(
+                    "invalid_request", "behind this edge the URL names the database: ?database="
+                )
+            return _home(database)
+        kind, _, rest = target.name.partition("/")
+        return _home(rest.partition("/")[0]) if kind in OF_DATABASES else target.name
 
     async def list(self, exchange: Exchange) -> None:
         """One page of the streams of all servers, by name. A server that fails fails the page."""
@@ -78,6 +97,11 @@ class Shards:
         if reply.status != 200:
             raise RefusedError(answer)
         return answer
+
+
+def _home(database: str) -> str:
+    """Databases are placed like the stream that knows their collections."""
+    return f"__collections__/{database}"
 
 
 def _has_next(answer: Answer) -> bool:
