@@ -576,6 +576,8 @@ def test_whoever_takes_nothing_for_long_is_sent_away() -> None:
     assert slow not in world.closes
     world.wait(2000)
     assert world.closes[slow] == 1013
+    goodbye = world.taken(slow)[-1]
+    assert (goodbye["type"], goodbye["payload"]["reason"]) == ("hub:disconnect", "slow_consumer")
 
 
 def test_queue_stats_and_metrics_are_the_callers_own() -> None:

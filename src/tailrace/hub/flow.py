@@ -179,6 +179,8 @@ class Flow:
             self._hub.limits.hub_stall_ms
         )
         if stalled:
+            told = {"reason": "slow_consumer", "message": "the connection takes nothing"}
+            self._hub.notice(session, "hub:disconnect", told, now_ms)
             self._hub.close(session, 1013, "the connection takes nothing")
 
     def stats(self, session: Session) -> dict[str, Any]:
