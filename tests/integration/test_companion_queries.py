@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from support.calls import Caller, eventually
+from support.described import Described
 from support.offers import SEARCH, FakePipeline, fill, head_of, plan, planned, seal, uncovered
 from support.server import ServerProcess
 from tailrace.pipeline.kernels.parquet import Built
@@ -146,6 +147,15 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
     listed = call("GET", "ev/_routing_keys?limit=2").body["coverage"]
     assert listed["indexed_segments"] >= 2, "the hot store may not have heard of the last one yet"
     assert listed["scanned_uploaded_segments"] == 0
+    described = Described(server.port)
+    for body in SEARCHES:
+        described.call("POST /v1/stream/{name}/_search", body, name="ev")
+    described.call("POST /v1/stream/{name}/_aggregate", SUMS, name="ev")
+    for route in ("_routing_keys", "_details", "_index_status"):
+        described.call(f"GET /v1/stream/{{name}}/{route}", name="ev")
+    for path in ("/v1/pipeline/plan", "/v1/server/_details", "/v1/server/_mem"):
+        described.call(f"GET {path}")
+    described.close()
     asked = call("GET", "ev/_details").body["object_store_requests"]["by_artifact"]
     made = {row["artifact"]: row for row in asked}
     for kind in ("routing_index", "routing_key_lexicon", "exact_index", "bundled_companion"):
