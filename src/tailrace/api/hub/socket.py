@@ -30,6 +30,8 @@ class HubSocket:
         limits = self._runner.hub.limits
         connection.ping_s = limits.hub_heartbeat_ms / 1000
         connection.dead_s = 3 * connection.ping_s
+        # The first look was set for the usual pause between pings, by which a shorter one would be over.
+        connection.deadline = connection.server.now + connection.ping_s
         connection.silence_code = 4408
         connection.drains_itself = True
         session = self.session
