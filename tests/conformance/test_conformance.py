@@ -75,7 +75,7 @@ def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(300)
-def test_it_passes_through_an_edge(server: ServerProcess, tmp_path: Path) -> None:
+def test_e1_it_passes_through_an_edge(server: ServerProcess, tmp_path: Path) -> None:
     """E-1."""
     edge = EdgeProcess(
         tmp_path / "cache", server.base_url, args=["--cache-dir", str(tmp_path / "slices")], plain=True

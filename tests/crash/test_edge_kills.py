@@ -70,7 +70,7 @@ def test_the_edge_is_killed_and_its_clients_come_back(server: ServerProcess, edg
         assert follower.connections > KILLS or follower.mode == "long-poll"
 
 
-def test_writes_through_an_edge_are_not_repeated_by_it(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e18_writes_through_an_edge_are_not_repeated_by_it(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-18: the writer appends through the edge while its owner dies: each number is there once, in order."""
     writer = Writer(edge, "written")
     followers = [Follower(edge.port, "written", "sse")]

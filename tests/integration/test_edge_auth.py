@@ -55,7 +55,7 @@ def stream(server: ServerProcess) -> str:
     return "secrets/one"
 
 
-def test_nobody_reads_what_is_kept_without_the_right_to(edge: EdgeProcess, stream: str) -> None:
+def test_e19_nobody_reads_what_is_kept_without_the_right_to(edge: EdgeProcess, stream: str) -> None:
     """E-19."""
     good = Caller(edge, _token("read"))
     eventually(lambda: good("GET", stream).headers["x-cache"], lambda cache: cache == "HIT")

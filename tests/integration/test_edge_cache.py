@@ -80,7 +80,9 @@ def _cached(call: Caller, path: str) -> Reply:
     return eventually(lambda: call("GET", path), lambda reply: reply.headers["x-cache"] == "HIT")
 
 
-def test_immutable_slices_are_kept_and_tails_are_not(server: ServerProcess, start_edge: Start) -> None:
+def test_e11_e12_immutable_slices_are_kept_and_tails_are_not(
+    server: ServerProcess, start_edge: Start
+) -> None:
     """E-5, E-11, E-12."""
     edge, owner = Caller(start_edge()), Caller(server)
     name = _made(owner, "kept")
@@ -103,7 +105,7 @@ def test_immutable_slices_are_kept_and_tails_are_not(server: ServerProcess, star
     assert edge("GET", f"{name}?offset={tail}").body == [5]
 
 
-def test_spellings_share_one_slice_and_other_reads_do_not(
+def test_e10_spellings_share_one_slice_and_other_reads_do_not(
     server: ServerProcess, start_edge: Start, asked: Asked
 ) -> None:
     """E-10."""
@@ -147,7 +149,7 @@ def test_equal_reads_at_once_are_one_request(server: ServerProcess, start_edge: 
     assert asked.reads(name) == before + 1
 
 
-def test_a_write_is_read_at_once_through_the_same_edge(start_edge: Start) -> None:
+def test_e9_a_write_is_read_at_once_through_the_same_edge(start_edge: Start) -> None:
     """E-9."""
     edge = Caller(start_edge(TAILRACE_EDGE_RECENT_MS="60000"))
     name = fresh("written")
@@ -162,7 +164,7 @@ def test_a_write_is_read_at_once_through_the_same_edge(start_edge: Start) -> Non
     assert recent.headers["x-cache"] == "HIT", "nothing was written since"
 
 
-def test_what_was_deleted_is_not_served(server: ServerProcess, start_edge: Start) -> None:
+def test_e13_what_was_deleted_is_not_served(server: ServerProcess, start_edge: Start) -> None:
     """E-13: deleted through this edge, and behind its back."""
     edge, owner = Caller(start_edge()), Caller(server)
     for deletes in (edge, owner):
@@ -177,7 +179,7 @@ def test_what_was_deleted_is_not_served(server: ServerProcess, start_edge: Start
         assert _cached(edge, name).body == [7, 8]
 
 
-def test_streams_that_end_by_themselves_are_read_at_their_owner(start_edge: Start) -> None:
+def test_e16_streams_that_end_by_themselves_are_read_at_their_owner(start_edge: Start) -> None:
     """E-16: their reads renew them, so they all have to arrive."""
     edge = Caller(start_edge())
     bounds = ({"Stream-TTL": "3600"}, {"Stream-Retention": "1h"}, {"Stream-Retention-Bytes": "1000"})
@@ -191,7 +193,7 @@ def _slices(directory: Path) -> list[Path]:
     return [path for path in directory.glob("??/*") if len(path.name) == 64]
 
 
-def test_the_disk_cache_survives_its_edge_and_is_checked(
+def test_e15_the_disk_cache_survives_its_edge_and_is_checked(
     server: ServerProcess, start_edge: Start, asked: Asked, tmp_path: Path
 ) -> None:
     """E-15."""
@@ -236,7 +238,9 @@ def test_the_disk_cache_keeps_its_bound(start_edge: Start, tmp_path: Path, serve
     eventually(lambda: sum(path.stat().st_size for path in _slices(directory)), lambda size: size <= 4000)
 
 
-def test_answers_do_not_depend_on_the_cache(server: ServerProcess, start_edge: Start, tmp_path: Path) -> None:
+def test_e14_answers_do_not_depend_on_the_cache(
+    server: ServerProcess, start_edge: Start, tmp_path: Path
+) -> None:
     """E-14: none, some, too little, and one whose files are deleted while it is used."""
     directory = tmp_path / "slices"
     edges = [

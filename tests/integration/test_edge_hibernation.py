@@ -61,7 +61,7 @@ async def _work() -> tuple[int, int]:
     return len(asyncio.all_tasks()), sum(not timer.cancelled() for timer in scheduled)
 
 
-def test_followed_streams_that_nobody_writes_cost_no_work_and_no_tail(tmp_path: Path) -> None:
+def test_e23_followed_streams_that_nobody_writes_cost_no_work_and_no_tail(tmp_path: Path) -> None:
     async def main() -> None:
         async with _owner(tmp_path / "data") as owner:
             caller = Caller(owner)

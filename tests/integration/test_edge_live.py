@@ -41,7 +41,7 @@ async def _follow(writer: Writer, followers: list[Follower], batches: int, size:
         await asyncio.gather(*tasks)
 
 
-def test_many_readers_are_one_connection_upstream(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e4_e24_many_readers_are_one_connection_upstream(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-4, E-24: one socket, and one encoding of each batch for all of them."""
     name = fresh("edge-many")
     writer = Writer(server, name)
@@ -71,7 +71,7 @@ def test_many_readers_are_one_connection_upstream(server: ServerProcess, edge: E
     assert 0 < encodings <= batches <= 6
 
 
-def test_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e2_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-2."""
     name = fresh("edge-ways")
     writer = Writer(edge, name)
@@ -85,7 +85,7 @@ def test_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgePro
     assert {follower.entries[0] for follower in followers} == {0, 4}
 
 
-def test_readers_join_at_any_place_while_much_is_written(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e3_readers_join_at_any_place_while_much_is_written(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-3: joins between the batches of a ring, behind it and in front of it."""
     name = fresh("edge-joins")
     writer = Writer(server, name)
@@ -138,7 +138,9 @@ def test_keyed_readers_get_their_own(server: ServerProcess, edge: EdgeProcess) -
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/octet-stream"])
-def test_events_are_those_of_the_owner(server: ServerProcess, edge: EdgeProcess, content_type: str) -> None:
+def test_e5_events_are_those_of_the_owner(
+    server: ServerProcess, edge: EdgeProcess, content_type: str
+) -> None:
     """E-5: the same closed stream, read from the owner and through the edge, twice."""
     name = fresh("edge-equal")
     call = Caller(server)
@@ -156,7 +158,7 @@ def test_events_are_those_of_the_owner(server: ServerProcess, edge: EdgeProcess,
     assert plain[0].headers["etag"] == plain[1].headers["etag"]
 
 
-def test_now_is_asked_of_the_owner(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e8_now_is_asked_of_the_owner(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-8: however far the edge is behind, a read from now never begins before an acknowledged append."""
     name = fresh("edge-now")
     call = Caller(server)
@@ -173,7 +175,7 @@ def test_now_is_asked_of_the_owner(server: ServerProcess, edge: EdgeProcess) -> 
         assert control["upToDate"] is True
 
 
-def test_cursors_always_grow(edge: EdgeProcess, server: ServerProcess) -> None:
+def test_e6_cursors_always_grow(edge: EdgeProcess, server: ServerProcess) -> None:
     """E-6."""
     name = fresh("edge-cursor")
     call = Caller(edge)
@@ -220,7 +222,7 @@ def test_a_deleted_stream_ends_its_readers(server: ServerProcess, edge: EdgeProc
     assert answer.startswith(b"HTTP/1.1 404")
 
 
-def test_cut_sockets_are_opened_again_where_they_were(start_server: StartServer, tmp_path: Path) -> None:
+def test_e17_cut_sockets_are_opened_again_where_they_were(start_server: StartServer, tmp_path: Path) -> None:
     """E-17: the connection between edge and owner is cut again and again; no client notices."""
     server = start_server()
     name = "cut"
@@ -284,7 +286,7 @@ def test_a_stopping_edge_sends_its_readers_away(server: ServerProcess, tmp_path:
         connection.close()
 
 
-def test_readers_are_let_go_when_the_owner_stays_away(start_server: StartServer, tmp_path: Path) -> None:
+def test_e17_readers_are_let_go_when_the_owner_stays_away(start_server: StartServer, tmp_path: Path) -> None:
     """E-17: at the end of an event, when the time for which they are kept is over."""
     server = start_server()
     writer = Writer(server, "away")
@@ -313,7 +315,7 @@ def test_readers_are_let_go_when_the_owner_stays_away(start_server: StartServer,
     edge.stop()
 
 
-def test_a_reader_that_does_not_read_delays_nobody(start_server: StartServer, tmp_path: Path) -> None:
+def test_e22_a_reader_that_does_not_read_delays_nobody(start_server: StartServer, tmp_path: Path) -> None:
     """E-22: it is left out until it reads again, and then gets everything, from slices and in order."""
     server = start_server()
     call = Caller(server)

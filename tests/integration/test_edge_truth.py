@@ -80,7 +80,7 @@ def _phases(reply: Reply) -> list[str]:
     return [part.partition(";dur=")[0] for part in reply.headers["server-timing"].split(", ")]
 
 
-def test_x_cache_counts_what_the_server_was_asked(
+def test_e25_x_cache_counts_what_the_server_was_asked(
     server: ServerProcess, edge: EdgeProcess, heard: Heard
 ) -> None:
     """E-25: requests at the server are those that were not hits, and the edge's own looks."""
@@ -112,7 +112,7 @@ def test_x_cache_counts_what_the_server_was_asked(
     assert heard.count("GET", name, live=True) == 1, "the shared socket"
 
 
-def test_the_server_is_told_for_whom_the_edge_asks(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e20_the_server_is_told_for_whom_the_edge_asks(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-20: the client's own address reaches the server's log; what clients say of themselves does not."""
     name = _made(Caller(server))
     forged = "v1;id=evil;t=1;ip=203.0.113.9;sub=root;sig=AAAA"
@@ -211,7 +211,7 @@ def test_text_is_compressed_on_the_way_out(server: ServerProcess, edge: EdgeProc
         wire.close()
 
 
-def test_up_to_date_is_only_who_has_everything(server: ServerProcess, edge: EdgeProcess) -> None:
+def test_e7_up_to_date_is_only_who_has_everything(server: ServerProcess, edge: EdgeProcess) -> None:
     """E-7: pages of two; no control before the last one says it, from wherever a reader begins."""
     name = _made(Caller(server), 7)
     tail = Caller(server)("HEAD", name).headers["stream-next-offset"]

@@ -33,7 +33,7 @@ def sharded(servers: list[ServerProcess], tmp_path: Path) -> Iterator[EdgeProces
     edge.stop()
 
 
-def test_a_stream_lives_on_one_server_and_nowhere_else(
+def test_e21_a_stream_lives_on_one_server_and_nowhere_else(
     servers: list[ServerProcess], sharded: EdgeProcess
 ) -> None:
     """E-21."""

@@ -146,7 +146,7 @@ def test_older_clients_find_the_hub_at_the_root_and_a_stopping_server_says_goodb
     assert 0 <= told["reconnectAfter"] <= 30_000
 
 
-def test_whoever_does_not_read_for_a_while_misses_nothing_that_is_kept(tmp_path: Path) -> None:
+def test_h37_whoever_does_not_read_for_a_while_misses_nothing_that_is_kept(tmp_path: Path) -> None:
     """More than any buffer on the way holds; others are served meanwhile."""
     server = ServerProcess(tmp_path / "data", env={"TAILRACE_HUB_BYTES_PER_S": "1GiB"}).start()
     try:

@@ -136,7 +136,7 @@ def test_a_broadcast_to_100_is_done_in_one_go_and_one_to_1000_in_turns() -> None
         assert all(len(told(world.taken(actor), "news")) == 1 for actor in actors)
 
 
-def test_queues_fill_batch_by_batch_in_a_broadcast_to_1000_and_others_are_served_in_between() -> None:
+def test_h28_queues_fill_batch_by_batch_in_a_broadcast_to_1000_and_others_are_served_in_between() -> None:
     world = World()
     sender, other = world.actor(A), world.actor(B)
     actors = [world.actor(f"@(many/{number:04})") for number in range(1000)]

@@ -145,7 +145,7 @@ def test_sending_and_replying(server: ServerProcess) -> None:
         assert code(actor.ask("hub:reply", {"ok": True})) == "invalid_request"
 
 
-def test_accepted_messages_are_in_the_log_and_read_over_http(server: ServerProcess) -> None:
+def test_h34_accepted_messages_are_in_the_log_and_read_over_http(server: ServerProcess) -> None:
     call = Caller(server)
     sender, actor = registered(server, "@(log/s)"), registered(server, "@(log/a)", durable=True)
     with actors(sender, actor):

@@ -110,7 +110,7 @@ def test_same_events_and_close_codes_as_websockets(data: bytes, cuts: list[int])
 
 @REPEATABLE
 @given(st.one_of(_streams, st.binary(max_size=600)), _cuts)
-def test_cutting_changes_nothing(data: bytes, cuts: list[int]) -> None:
+def test_h44_cutting_changes_nothing(data: bytes, cuts: list[int]) -> None:
     """H-44."""
     assert read_all(_reader(), data, cuts) == read_all(_reader(), data)
 
@@ -130,7 +130,7 @@ def test_input_held_is_bounded(data: bytes) -> None:
 
 @REPEATABLE
 @given(st.lists(st.binary(min_size=1, max_size=400), min_size=1, max_size=5), st.booleans())
-def test_messages_without_control_frames_hold_no_more_than_h45(payloads: list[bytes], deflate: bool) -> None:
+def test_h45_messages_without_control_frames_hold_no_more(payloads: list[bytes], deflate: bool) -> None:
     reader = ws.FrameReader(LIMIT, DISCARD, deflate=deflate)
     for number, payload in enumerate(payloads):
         is_packed = deflate and number == 0

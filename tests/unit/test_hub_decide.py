@@ -26,7 +26,7 @@ def kinds(frames: list[dict[str, Any]]) -> list[str]:
 # -- sessions --------------------------------------------------------------------------------------------
 
 
-def test_nothing_happens_before_connect() -> None:
+def test_h5_nothing_happens_before_connect() -> None:
     world = World()
     session = world.open()
     answer = world.ask(session, "hub:discover", {"pattern": "*"})
@@ -74,7 +74,7 @@ def test_another_version_is_refused_and_told_which_would_do() -> None:
     assert world.closes[session] == 1008
 
 
-def test_a_resumed_session_gets_what_came_meanwhile_in_order_and_once() -> None:
+def test_h8_a_resumed_session_gets_what_came_meanwhile_in_order_and_once() -> None:
     world = World()
     sender = world.actor(A)
     receiver = world.connect(B, "resume")
@@ -120,7 +120,7 @@ def test_shutdown_tells_everybody_when_to_come_back() -> None:
 # -- registry --------------------------------------------------------------------------------------------
 
 
-def test_an_address_is_found_until_its_time_runs_out_to_the_millisecond() -> None:
+def test_h16_an_address_is_found_until_its_time_runs_out_to_the_millisecond() -> None:
     world = World()
     watcher = world.actor(A, ttlSeconds=3600)
     world.actor(B, ttlSeconds=60)
@@ -165,7 +165,7 @@ def test_nobody_renews_for_somebody_else() -> None:
     assert world.ask(thief, "hub:renew", {"renewalToken": token})["payload"]["code"] == "invalid_token"
 
 
-def test_versions_only_grow() -> None:
+def test_h15_versions_only_grow() -> None:
     world = World()
     versions: list[int] = []
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_versions_only_grow() -> None:
     assert versions == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_address_that_is_taken_over_is_its_new_owners_alone() -> None:
+def test_h6_an_address_that_is_taken_over_is_its_new_owners_alone() -> None:
     world = World()
     old = world.actor(A)
     world.say(old, "hub:register", {"actorAddress": "@(t/a/x)", "capabilities": ["x"]})
@@ -253,7 +253,7 @@ def test_discovery_narrows_by_capability_and_metadata() -> None:
     assert found(metadata={"room": 1}) == ["z"]
 
 
-def test_the_registry_as_it_was() -> None:
+def test_h14_the_registry_as_it_was() -> None:
     world = World()
     watcher = world.actor(A, ttlSeconds=3600)
     before = world.ask(watcher, "hub:discover", {"pattern": "*"})["payload"]["asOf"]
@@ -273,7 +273,7 @@ def test_the_registry_as_it_was() -> None:
     assert then(world.now) == [A]
 
 
-def test_a_watcher_is_told_who_comes_and_goes() -> None:
+def test_h17_a_watcher_is_told_who_comes_and_goes() -> None:
     world = World()
     watcher = world.actor(A, ttlSeconds=3600)
     snapshot = world.ask(watcher, "hub:presence", {"action": "watch", "pattern": "@(t/*)"})["payload"]
@@ -293,7 +293,7 @@ def test_a_watcher_is_told_who_comes_and_goes() -> None:
 # -- sending ---------------------------------------------------------------------------------------------
 
 
-def test_a_tell_between_online_actors_touches_no_disk() -> None:
+def test_h22_a_tell_between_online_actors_touches_no_disk() -> None:
     world = World()
     sender, receiver = world.actor(A), world.actor(B)
     before = {name: len(entries) for name, entries in world.streams.entries.items()}
@@ -373,7 +373,7 @@ def test_a_flood_of_dead_letters_is_merged_with_an_exact_count() -> None:
     assert sum(letter["count"] for letter in letters) == 300
 
 
-def test_nothing_is_delivered_after_its_time() -> None:
+def test_h23_nothing_is_delivered_after_its_time() -> None:
     world = World()
     sender, receiver = world.actor(A), world.actor(B)
     payload = {"to": B, "type": "t"}
@@ -412,7 +412,7 @@ def test_a_repeat_of_what_is_in_progress_joins_it() -> None:
     assert len(world.taken(receiver)) == 1
 
 
-def test_a_reply_goes_to_who_asked_and_to_nobody_else() -> None:
+def test_h26_a_reply_goes_to_who_asked_and_to_nobody_else() -> None:
     world = World()
     asker, actor, stranger = world.actor(A), world.actor(B), world.actor(C)
     request = send(world, asker, B, {"sku": 7}, payload={"expectReply": True}, ttl=10_000)
@@ -437,7 +437,7 @@ def test_a_reply_goes_to_who_asked_and_to_nobody_else() -> None:
     assert world.streams.bodies("hub/dead-letters")[-1]["reason"] == "late_reply"
 
 
-def test_an_ask_without_a_reply_times_out_once() -> None:
+def test_h25_an_ask_without_a_reply_times_out_once() -> None:
     world = World()
     asker, actor = world.actor(A), world.actor(B)
     request = send(world, asker, B, payload={"expectReply": True, "ack": "delivered"}, ttl=5000)
@@ -501,7 +501,7 @@ def test_typed_errors_are_for_those_who_asked_for_them() -> None:
 # -- broadcast -------------------------------------------------------------------------------------------
 
 
-def test_a_broadcast_reaches_everybody_once_and_counts_them() -> None:
+def test_h27_a_broadcast_reaches_everybody_once_and_counts_them() -> None:
     world = World()
     sender = world.actor(A)
     receivers = [world.actor(f"@(b/{number:03})") for number in range(250)]

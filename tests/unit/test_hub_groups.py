@@ -63,7 +63,7 @@ def test_each_entry_goes_to_one_member_under_its_own_address(world: World) -> No
     assert (counts["subscriberCount"], counts["queuedCount"]) == (1, 0), "a group counts as one"
 
 
-def test_entries_are_committed_one_by_one_and_never_come_again(world: World) -> None:
+def test_h29_entries_are_committed_one_by_one_and_never_come_again(world: World) -> None:
     publisher, one = world.actor(A), member(world, B)
     publish(world, publisher, *range(4))
     frames = jobs(world, one)

@@ -34,7 +34,7 @@ def manual(world: World, **more: Any) -> Any:
 # -- mailboxes -------------------------------------------------------------------------------------------
 
 
-def test_nobody_sees_a_message_before_it_is_durable() -> None:
+def test_h19_nobody_sees_a_message_before_it_is_durable() -> None:
     world = World()
     sender, receiver = world.actor(A), world.actor(B, durable=True)
     world.hold()
@@ -83,7 +83,7 @@ def test_messages_wait_for_an_actor_that_is_away() -> None:
     assert data(world.taken(third)) == [], "what was handed over is committed"
 
 
-def test_what_is_not_committed_comes_again_and_is_marked() -> None:
+def test_h33_what_is_not_committed_comes_again_and_is_marked() -> None:
     world = World()
     sender, receiver = world.actor(A), manual(world, ackTimeout=5)
     send(world, sender, B, 1, pattern="tell")
@@ -135,7 +135,7 @@ def test_an_actor_that_comes_back_gets_what_it_did_not_commit() -> None:
     assert all(frame["metadata"]["redelivered"] for frame in frames)
 
 
-def test_a_commit_never_goes_backwards_nor_past_what_was_delivered() -> None:
+def test_h32_a_commit_never_goes_backwards_nor_past_what_was_delivered() -> None:
     world = World()
     sender, receiver = world.actor(A), manual(world, maxInFlight=2)
     for number in range(4):
@@ -412,7 +412,7 @@ def publish(world: World, session: Any, topic: str, value: Any, **payload: Any) 
     return world.ask(session, "hub:publish", given)["payload"]
 
 
-def test_a_publication_reaches_whom_a_filter_matches() -> None:
+def test_h30_a_publication_reaches_whom_a_filter_matches() -> None:
     world = World()
     one, two, shop = world.actor(A), world.actor(B), world.actor(C)
     first = world.ask(one, "hub:subscribe", {"topic": "orders/+/created"})["payload"]
@@ -542,7 +542,7 @@ def test_a_token_decides_who_somebody_is() -> None:
     assert world.taken(without)[0]["payload"]["details"]["reason"] == "no token"
 
 
-def test_nobody_speaks_or_registers_as_somebody_else() -> None:
+def test_h9_h10_nobody_speaks_or_registers_as_somebody_else() -> None:
     world = guarded()
     mallory = world.connect(B, authToken=token("t/b"))
     victim = world.connect(A, authToken=token("t/a"))
@@ -578,7 +578,7 @@ def test_one_more_session_of_an_identity_ends_the_oldest() -> None:
     assert world.taken(first)[-1]["payload"]["reason"] == "duplicate_connection"
 
 
-def test_an_expired_token_leaves_a_minute_to_bring_another() -> None:
+def test_h12_an_expired_token_leaves_a_minute_to_bring_another() -> None:
     world = guarded()
     expires = START_MS // 1000 + 120
     session = world.connect(A, "token-refresh", authToken=token("t/a", exp=expires))
