@@ -57,4 +57,4 @@ def to_unix_ms(text: str) -> int | None:
 def from_unix_ms(ms: int) -> str:
     """The instant as text. What lies outside the years 1 to 9999 is moved to their edge."""
     at = _EPOCH + timedelta(milliseconds=min(max(ms, FIRST_MS), LAST_MS))
-    return at.strftime("%Y").zfill(4) + at.strftime("-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+    return at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
