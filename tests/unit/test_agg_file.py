@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import orjson
 import pytest
 
 from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
+from tailrace.protocol.durations import parse_instant_ns
 from tailrace.query.aggregate import Groups
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
-from tailrace.query.aggregate_spans import add_states
-from tailrace.query.families import agg_file
+from tailrace.query.aggregate_spans import states_wanted
+from tailrace.query.aggregate_states import ArrayStates
 from tailrace.query.families.agg_file import AggFile, Wanted
 from tailrace.query.families.body import WholeBody
 from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import AGG
+from tailrace.store.arrow import pa, pq
 
 NOON = 1767225600000
 VIEW = rollup_view(None)
@@ -38,26 +41,63 @@ def file() -> AggFile:
     return AggFile(ParquetFile(WholeBody(build(stored, plan_of(VIEW.registry))[AGG].data)))
 
 
+def shown(file: AggFile, asked: AggregateRequest) -> dict[tuple[int, Any], Any]:
+    """The measures of each group of a file, by window and service."""
+    states = ArrayStates(VIEW, asked, time.monotonic() + 60)
+    assert states.add_file(file, states_wanted(asked))
+    return {
+        (instant_ms(window["start"]), group["key"].get("service")): group["measures"]
+        for window in orjson.loads(b"".join(states.shown(Groups(VIEW, asked))))
+        for group in window["groups"]
+    }
+
+
+def instant_ms(text: str) -> int:
+    nanos = parse_instant_ns(text)
+    assert nanos is not None
+    return nanos // 1_000_000
+
+
 def test_states_are_added_up_by_what_is_asked_for(file: AggFile) -> None:
-    groups = Groups(VIEW, request(group_by=["service"], measures=["n", "lat"]))
-    assert add_states(
-        file, request(group_by=["service"], measures=["n", "lat"]), groups, time.monotonic() + 60
-    )
-    place = groups.counted.index("n")
-    found = {key: group.counts[place] for key, group in groups.groups.items()}
-    expected = {(NOON, ("a",)): 4, (NOON + 1000, ("a",)): 4}
-    assert found == expected | {(NOON + 1000 * n, ("b",)): 1 for n in range(3)}
-    one = groups.groups[NOON + 2000, ("b",)].summaries["lat"]
-    assert (one.count, one.smallest, one.largest, one.sketch.count) == (1, 1.5, 1.5, 1)
-    several = groups.groups[NOON, ("a",)].summaries["lat"]
-    assert (several.count, several.smallest, several.largest) == (4, 0.0, 3 / 8)
+    found = shown(file, request(group_by=["service"], measures=["n", "lat"]))
+    expected = {(NOON, "a"): 4, (NOON + 1000, "a"): 4} | {(NOON + 1000 * n, "b"): 1 for n in range(3)}
+    assert {key: measures["n"]["count"] for key, measures in found.items()} == expected
+    one, several = found[NOON + 2000, "b"]["lat"], found[NOON, "a"]["lat"]
+    assert [one[name] for name in ("count", "sum", "min", "max", "avg", "p50", "p99")] == [1, *[1.5] * 6]
+    assert [several[name] for name in ("count", "sum", "min", "max")] == [4, 0.75, 0.0, 0.375]
+    assert several["histogram"] == {"1": 4}
 
 
 def test_only_the_wanted_value_of_a_dimension_counts(file: AggFile) -> None:
-    asked = request(q="service:b", measures=["n"])
-    groups = Groups(VIEW, asked)
-    assert add_states(file, asked, groups, time.monotonic() + 60)
-    assert [group.counts for group in groups.groups.values()] == [[1], [1], [1]]
+    found = shown(file, request(q="service:b", measures=["n"]))
+    assert [measures["n"]["count"] for measures in found.values()] == [1, 1, 1]
+
+
+def test_groups_by_several_dimensions_are_added_up_from_the_whole_rollup(file: AggFile) -> None:
+    asked = request(group_by=["status", "service"], measures=["size"], interval="1h", to=NOON + 3_600_000)
+    found = shown(file, asked)
+    assert {key: measures["size"]["sum"] for key, measures in found.items()}[NOON, "a"] == 40
+
+
+def test_states_meet_groups_that_were_made_elsewhere(file: AggFile) -> None:
+    """One group is in both, one only here, one only there: all are shown, in one order."""
+    asked = request(group_by=["service"], measures=["n", "lat"], to=NOON + 1000)
+    states, groups = ArrayStates(VIEW, asked, time.monotonic() + 60), Groups(VIEW, asked)
+    states.add_file(file, states_wanted(asked))
+    for service in ("a", None):
+        group = groups.at((NOON, (service,)))
+        group.counts[groups.counted.index("n")] += 1
+        group.waiting["lat"] = [0.1]
+    groups.settle()
+    (window,) = orjson.loads(b"".join(states.shown(groups)))
+    found = [(group["key"]["service"], group["measures"]) for group in window["groups"]]
+    assert [(service, measures["n"]["count"]) for service, measures in found] == [
+        ("a", 5),
+        ("b", 1),
+        (None, 1),
+    ]
+    assert found[0][1]["lat"]["sum"] == 0.75 + 0.1
+    assert found[0][1]["lat"]["count"] == 5
 
 
 def test_windows_that_are_empty_are_known(file: AggFile) -> None:
@@ -67,13 +107,24 @@ def test_windows_that_are_empty_are_known(file: AggFile) -> None:
     assert not list(file.parts(Wanted("all", 1000, NOON - 9000, NOON)))
 
 
-def test_nothing_of_a_broken_file_is_added(file: AggFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_of(_form: bytes) -> None:
-        return None
-
-    monkeypatch.setattr(agg_file, "sketch_of", none_of)
-    asked = request(group_by=["service"])
-    groups = Groups(VIEW, asked)
+def test_nothing_of_a_broken_file_is_added() -> None:
+    """The last of its row groups has a sketch of fewer numbers than it says."""
+    rows = [{"at": NOON + 1000 * n, "service": "a", "ratio": 1.5} for n in range(4)]
+    stored = [Stored(entry, payload_of(row)) for entry, row in enumerate(rows, 1)]
+    table = pq.read_table(pa.BufferReader(build(stored, plan_of(VIEW.registry))[AGG].data))
+    wanted = [
+        place
+        for place, row in enumerate(table.to_pylist())
+        if (row["rollup"], row["interval_ms"], row["measure"]) == ("all/0", 1000, "lat")
+    ]
+    counts: list[int] = table["count"].to_pylist()
+    counts[wanted[-1]] += 1
+    broken = table.set_column(table.column_names.index("count"), "count", pa.array(counts, pa.int64()))
+    sink = pa.BufferOutputStream()
+    pq.write_table(broken, sink, row_group_size=4)
+    file = AggFile(ParquetFile(WholeBody(sink.getvalue().to_pybytes())))
+    asked = request(group_by=["service"], measures=["lat"])
+    states = ArrayStates(VIEW, asked, time.monotonic() + 60)
     with pytest.raises(UnusableFileError, match="sketch"):
-        add_states(file, asked, groups, time.monotonic() + 60)
-    assert not groups.groups
+        states.add_file(file, states_wanted(asked))
+    assert orjson.loads(b"".join(states.shown(Groups(VIEW, asked)))) == []

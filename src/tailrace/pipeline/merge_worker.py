@@ -110,6 +110,9 @@ def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
         rows = (_exact_row(row) for table in tables for row in table.to_pylist())
         data = exact.write_exact(exact.tables_of(rows), facts)
         return Built(family, data, covers.rows, {})
+    if family == AGG:
+        data, groups = agg.write_agg((_plain(table, agg.SCHEMA) for table in tables), facts)
+        return Built(family, data, covers.rows, {"groups": groups})
     schema, repeated, packed, bloom, size = _SHAPES[family]
     with CompanionWriter(
         schema, facts, repeated=repeated, packed=packed, bloom=bloom, bloom_values=size if bloom else 0
@@ -117,8 +120,7 @@ def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
         for table in _cut(tables, schema, size):
             writer.write(table)
         data = writer.finish()
-    name = "groups" if family == AGG else "keys"
-    return Built(family, data, covers.rows, {name: writer.rows})
+    return Built(family, data, covers.rows, {"keys": writer.rows})
 
 
 def _exact_row(row: dict[str, Any]) -> exact.Row:
@@ -177,6 +179,5 @@ def _put(order: MergeOrder, built: Built) -> Any:
 _SHAPES: Final[dict[str, tuple[Any, Sequence[str], Sequence[str], str | None, int]]] = {
     ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, (), keys.INDEX_PACKED, keys.KEY, keys.GROUP_ROWS),
     ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, (), keys.LEXICON_PACKED, None, keys.GROUP_ROWS),
-    AGG: (agg.SCHEMA, agg.REPEATED, agg.PACKED, None, agg.GROUP_ROWS),
 }
 MERGED: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, AGG, FTS)

@@ -73,8 +73,7 @@ class Groups:
         return group
 
     def _add(self, key: Key, group: Group) -> None:
-        if len(self.groups) >= GROUPS_MAX:
-            raise invalid(f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by")
+        check_groups(len(self.groups) + 1)
         self.groups[key] = group
         self._held_bytes += _GROUP_BYTES + group.bytes
 
@@ -122,8 +121,7 @@ class Groups:
         self._check_bytes()
 
     def _check_bytes(self) -> None:
-        if self._held_bytes > HELD_BYTES_MAX:
-            raise invalid("aggregate result takes too much memory; narrow the range, q, group_by or measures")
+        check_bytes(self._held_bytes)
 
     def shown(self, deadline: float) -> list[tuple[int, orjson.Fragment]]:
         """By window, all of its groups as one piece of JSON.
@@ -145,10 +143,18 @@ class Groups:
         for index, key in enumerate(keys):
             if not index % ROWS_BETWEEN_LOOKS and time.monotonic() >= deadline:
                 raise too_late()
-            name = orjson.dumps(dict(zip(self._request.group_by, key[1], strict=True)))
-            measures = orjson.dumps(self._shown_measures(self.groups[key]))
-            listed.append((name, b'{"key":%b,"measures":%b}' % (name, measures)))
+            listed.append(self._shown_group(key))
         return b"[%b]" % b",".join([shown for _, shown in sorted(listed)])
+
+    def _shown_group(self, key: Key) -> tuple[bytes, bytes]:
+        """Its name and all of it."""
+        name = orjson.dumps(dict(zip(self._request.group_by, key[1], strict=True)))
+        measures = orjson.dumps(self._shown_measures(self.groups[key]))
+        return name, b'{"key":%b,"measures":%b}' % (name, measures)
+
+    def shown_each(self) -> list[tuple[Key, bytes]]:
+        """All groups as JSON, in any order: for somebody who has others besides."""
+        return [(key, self._shown_group(key)[1]) for key in self.groups]
 
     def _shown_measures(self, group: Group) -> Json:
         """In the order of their names, as the request has them."""
@@ -159,6 +165,16 @@ class Groups:
             else summaries[name].shown(method=measure.kind == "summary_parts")
             for name, measure in self._request.measures.items()
         }
+
+
+def check_groups(count: int) -> None:
+    if count > GROUPS_MAX:
+        raise invalid(f"aggregate result exceeds {GROUPS_MAX} groups; narrow the range, q or group_by")
+
+
+def check_bytes(held: int) -> None:
+    if held > HELD_BYTES_MAX:
+        raise invalid("aggregate result takes too much memory; narrow the range, q, group_by or measures")
 
 
 def too_late() -> TailraceError:

@@ -25,6 +25,7 @@ from tailrace.query.aggregate_spans import (
     edges_in,
     files_for_rows,
     reaches,
+    states_wanted,
 )
 from tailrace.query.chunk import Chunk
 from tailrace.query.coverage import Counters, omitted, touched, visible_through
@@ -40,6 +41,7 @@ from tailrace.schema.instants import from_unix_ms
 from tailrace.store.segments import SegmentInfo
 
 if TYPE_CHECKING:
+    from tailrace.query.aggregate_states import ArrayStates
     from tailrace.query.families.mblk_file import Blocks
 
 SHOWN = (
@@ -142,6 +144,7 @@ class _Run:
         self._spans: Sequence[Span] = ()
         self._wanted = columns_wanted(view, request) if has_blocks(request) else None
         self._blocks = not has_columns(request)  # summaries that records bring along are asked for
+        self._arrays: ArrayStates | None = None  # what companions gave, where nothing else is asked for
 
     def _part_of(self, request: AggregateRequest) -> _Part:
         columns = ColumnAdder(self._view, request, self._groups, self._stream.earliest)
@@ -199,7 +202,7 @@ class _Run:
         begun = time.monotonic()
         file = await library.open(built.served)
         try:
-            states, left = await self._on_thread(_add_states, file, request, self._groups, self._deadline)
+            states, left = await self._on_thread(self._add_states, file)
         except UnusableFileError:
             await self._add_rows(built.first, built.last, self._part)
             return
@@ -211,6 +214,25 @@ class _Run:
         for window in left:
             part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
             await self._add_rows(built.first, built.last, part)
+
+    def _add_states(self, file: Opened | None) -> tuple[int, list[Window]]:
+        """On a thread. How many states were added, and the edges of time that are left."""
+        from tailrace.query.families.agg_file import AggFile
+
+        request = self._request
+        if not isinstance(file, AggFile):
+            raise UnusableFileError("it could not be opened")
+        left = edges_in(file, request)
+        if self._blocks:
+            return add_states(file, request, self._groups, self._deadline), left
+        return self._array_states().add_file(file, states_wanted(request)), left
+
+    def _array_states(self) -> ArrayStates:
+        from tailrace.query.aggregate_states import ArrayStates  # brings Arrow, which is large
+
+        if self._arrays is None:
+            self._arrays = ArrayStates(self._view, self._request, self._deadline)
+        return self._arrays
 
     async def _add_rows(self, first: int, last: int, part: _Part) -> None:
         """Rows one by one: from the columns of spans, and decoded where there are none."""
@@ -259,13 +281,11 @@ class _Run:
         if not all(source.has_column(name) for name in wanted):
             raise UnusableFileError("it lacks a column")
         bounds = None if view.primary is None else source.bounds(view.primary)
-        chunks = chunks_of_span(source, view, part.request, wanted)
         if self._blocks:
+            chunks = chunks_of_span(source, view, part.request, wanted)
             self._add_with_blocks(chunks, _blocks_of(span, opened), part.request)
         else:
-            for chunk in chunks:
-                self._look_at_clock()
-                part.columns.add(chunk)
+            self._array_states().add_span(source, part.request)
         return None if bounds is None else cast("int", bounds[1])
 
     def _add_with_blocks(self, chunks: Iterable[Chunk], blocks: Blocks, request: AggregateRequest) -> None:
@@ -348,26 +368,31 @@ class _Run:
 
     def _body(self, coverage: dict[str, object]) -> bytes:
         request = self._request
+        head = {
+            "stream": self._stream.name,
+            "rollup": request.rollup_name,
+            "from": from_unix_ms(request.from_ms),
+            "to": from_unix_ms(request.to_ms),
+            "interval": request.interval,
+            "coverage": coverage,
+        }
+        body = b"".join([orjson.dumps(head)[:-1], b',"buckets":', *self._buckets(), b"}"])
+        self._groups.groups.clear()  # on this thread: to take many of them apart takes the loop too long
+        return body
+
+    def _buckets(self) -> list[bytes | memoryview]:
+        """A list of JSON, in pieces."""
+        if self._arrays is not None:
+            return self._arrays.shown(self._groups)
         buckets = [
             {
                 "start": from_unix_ms(start_ms),
-                "end": from_unix_ms(start_ms + request.interval_ms),
+                "end": from_unix_ms(start_ms + self._request.interval_ms),
                 "groups": groups,
             }
             for start_ms, groups in self._groups.shown(self._deadline)
         ]
-        self._groups.groups.clear()  # on this thread: to take many of them apart takes the loop too long
-        return orjson.dumps(
-            {
-                "stream": self._stream.name,
-                "rollup": request.rollup_name,
-                "from": from_unix_ms(request.from_ms),
-                "to": from_unix_ms(request.to_ms),
-                "interval": request.interval,
-                "coverage": coverage,
-                "buckets": buckets,
-            }
-        )
+        return [orjson.dumps(buckets)]
 
     async def _coverage(self) -> dict[str, object]:
         undecided = self._undecided
@@ -407,15 +432,3 @@ def _blocks_of(span: Span, opened: Mapping[str, Opened]) -> Blocks:
     if not isinstance(file, MblkFile):
         raise UnusableFileError("it could not be opened")
     return file.blocks()
-
-
-def _add_states(
-    file: Opened | None, request: AggregateRequest, groups: Groups, deadline: float
-) -> tuple[int, list[Window]]:
-    """How many states were added, and the edges of time that are left."""
-    from tailrace.query.families.agg_file import AggFile
-
-    if not isinstance(file, AggFile):
-        raise UnusableFileError("it could not be opened")
-    left = edges_in(file, request)
-    return add_states(file, request, groups, deadline), left

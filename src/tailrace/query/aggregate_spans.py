@@ -126,7 +126,7 @@ def add_states(file: AggFile, request: AggregateRequest, groups: Groups, deadlin
     counted = {name: index for index, name in enumerate(groups.counted)}
     # All of the file first: if something in it is broken, nothing of it must have been added.
     found, states = groups.fresh(), 0
-    for part in file.parts(_states_wanted(request)):
+    for part in file.parts(states_wanted(request)):
         if time.monotonic() >= deadline:
             raise too_late()
         states += part.states
@@ -143,7 +143,7 @@ def add_states(file: AggFile, request: AggregateRequest, groups: Groups, deadlin
     return states
 
 
-def _states_wanted(request: AggregateRequest) -> Wanted:
+def states_wanted(request: AggregateRequest) -> Wanted:
     from tailrace.query.families.agg_file import Wanted  # brings Arrow, which is large
 
     having = wanted_dimensions(request)

@@ -14,8 +14,6 @@ import xxhash
 
 from tailrace.query.values import Value
 
-FORMAT: Final = 1  # of every family; a file with a greater one is not read
-
 ROUTING_KEY_INDEX: Final = "routing_key_index"
 ROUTING_KEY_LEXICON: Final = "routing_key_lexicon"
 EXACT: Final = "exact"
@@ -24,6 +22,8 @@ FTS: Final = "fts"
 AGG: Final = "agg"
 MBLK: Final = "mblk"
 FAMILIES: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, COL, FTS, AGG, MBLK)
+# Of the files of each family; one with a greater number is not read, and a new number has all built again.
+FORMATS: Final[dict[str, int]] = {**dict.fromkeys(FAMILIES, 1), AGG: 2}
 EXTENSIONS: Final = {**dict.fromkeys(FAMILIES, "parquet"), FTS: "zip"}
 
 # -- facts in the footer of a Parquet file, and in `split.json` of a text split
@@ -99,15 +99,16 @@ DIMENSIONS: Final = "dimensions"  # list of string or null, in the order of the 
 CUTS: Final = 1  # which cuts of a rollup are stored: none of its dimensions, and each alone
 MEASURE: Final = "measure"  # string
 COUNT: Final = "count"  # int64
-SUM: Final = "sum"  # double, rounded: for other programs. Null if the measure is a count, as all that follow
-SUM_EXACT: Final = "sum_exact"  # binary: `stored_sum()`
+SUM: Final = "sum"  # double, the nearest one. Null if the measure is a count, as all that follow
+SUM_REST: Final = "sum_rest"  # double: with it the sum is exact, unless SUM_EXACT is there
+SUM_EXACT: Final = "sum_exact"  # binary: `stored_sum()`; null where two doubles are enough
 MIN: Final = "min"  # double; null if there is none
 MAX: Final = "max"
 MIN_WHOLE: Final = "min_whole"  # int64: the number itself where it is an integer; null otherwise
 MAX_WHOLE: Final = "max_whole"
 HISTOGRAM: Final = "histogram"  # map of int32 exponent to int64 count; null if there is none
 UNPLACED: Final = "unplaced"  # int64: numbers in the histogram of which only the mean is known
-SKETCH: Final = "sketch"  # binary, as in `query/sketch.py`
+SKETCH: Final = "sketch"  # map of int32 to int64: counts by code, as in `query/states/spread.py`, ascending
 
 
 def cut_name(rollup: str, places: Sequence[int]) -> str:
@@ -130,7 +131,7 @@ MBLK_TEXTS: Final = (
 MBLK_DIMENSION_PAIRS: Final = "dimensionPairs"  # list of string
 MBLK_TIMES: Final = ("windowStart", "windowEnd", "intervalMs")  # int64
 # Then COUNT (null if the record tells of nothing), SUM, SUM_WHOLE, MIN, MIN_WHOLE, MAX, MAX_WHOLE,
-# HISTOGRAM and SKETCH.
+# HISTOGRAM and SKETCH, the latter binary, as in `query/sketch.py`.
 SUM_WHOLE: Final = "sum_whole"
 # Where the numbers of a row come from. A rollup with other pointers cannot be had from this family.
 MBLK_POINTERS: Final = ("/count", "/sum", "/min", "/max", "/buckets", "/sketch")

@@ -14,7 +14,7 @@ from typing import Final, cast
 import msgspec
 
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Negation
-from tailrace.query.family_format import CUTS
+from tailrace.query.family_format import CUTS, FORMATS
 from tailrace.query.includes import bind_include
 from tailrace.query.view import View
 from tailrace.schema.lens import Op
@@ -24,9 +24,6 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import Field, Measure, Rollup, SearchConfig
 
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
-FORMATS: Final[dict[str, int]] = dict.fromkeys(
-    FAMILIES, 1
-)  # of the files; a new number has all of them built again
 ANALYZER_VERSION: Final = 1
 SKETCH: Final = {"kind": "ddsketch", "alpha": 0.01, "buckets": 2048}
 FINGERPRINT_DIGITS: Final = 16
@@ -186,6 +183,7 @@ def _rollup(name: str, registry: Registry, fields: dict[str, Json]) -> Json:
         "include": _include(rollup.include, search, used),
         "dimensions": list(rollup.dimensions),
         "cuts": CUTS,
+        "format": FORMATS["agg"],
         "intervals": sorted(rollup.intervals),
         "measures": measures,
         "sketch": SKETCH,

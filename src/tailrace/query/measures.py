@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import frexp
 from typing import Final, NamedTuple, cast
 
+from tailrace.query.family_format import sum_of
 from tailrace.query.sketch import Sketch, nearest_rank, sketch_in, tally
 from tailrace.query.values import to_float, to_integer
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
@@ -21,12 +22,12 @@ Number = int | float
 Json = dict[str, object]
 
 PERCENTILES: Final = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
-_SHARES: Final = tuple(share for _, share in PERCENTILES)
+SHARES: Final = tuple(share for _, share in PERCENTILES)
 STATE_BYTES: Final = 1000  # about what a summary takes in memory, and a bucket of it
 BUCKET_BYTES: Final = 130
 
-_SCALE: Final = 1074  # 2 ** -1074 is the smallest double
-_WHOLE_MAX: Final = 2**53  # beyond it, sums are shown as the nearest double
+SCALE: Final = 1074  # 2 ** -1074 is the smallest double
+WHOLE_MAX: Final = 2**53  # beyond it, sums are shown as the nearest double
 
 
 class Histogram:
@@ -159,7 +160,7 @@ class Summary:
         if type(self.smallest) is float and self.smallest == self.largest:
             return [self.smallest] * len(PERCENTILES)  # wherever they lie, they are clamped to it
         if method == "sketch":
-            found: Sequence[float] = self.sketch.quantiles(_SHARES, self.count)
+            found: Sequence[float] = self.sketch.quantiles(SHARES, self.count)
         else:
             found = [self._place_in_histogram(share) for _, share in PERCENTILES]
         return [self._clamped(value) for value in found]
@@ -182,10 +183,10 @@ class Summary:
         chosen = self.percentile_method
         body: Json = {
             "count": self.count,
-            "sum": _shown_sum(self.total, self.whole),
+            "sum": shown_sum(self.total, self.whole),
             "min": self.smallest,
             "max": self.largest,
-            "avg": _nearest(self.total, self.count << _SCALE) if self.count else None,
+            "avg": nearest_ratio(self.total, self.count << SCALE) if self.count else None,
         }
         for (name, _), value in zip(PERCENTILES, self._percentiles(chosen), strict=True):
             body[name] = value
@@ -266,14 +267,19 @@ def _number(value: object) -> Number | None:
 def exact(number: Number) -> int:
     """In units of 2 ** -1074."""
     if isinstance(number, int):
-        return number << _SCALE
+        return number << SCALE
     above, below = number.as_integer_ratio()
-    return above << (_SCALE + 1 - below.bit_length())
+    return above << (SCALE + 1 - below.bit_length())
+
+
+def total_of(nearest: float, rest: float, stored: bytes | None) -> int:
+    """A sum that was stored: two doubles that make it up, or bytes where they do not."""
+    return exact(nearest) + exact(rest) if stored is None else sum_of(stored)
 
 
 def exact_sum(numbers: Sequence[Number]) -> int:
     if type(numbers[0]) is int:
-        return sum(cast("Sequence[int]", numbers)) << _SCALE
+        return sum(cast("Sequence[int]", numbers)) << SCALE
     rest, total = list(numbers), 0
     try:
         # Rounded, and then what the rounding lost, until nothing is left: two or three rounds.
@@ -285,13 +291,14 @@ def exact_sum(numbers: Sequence[Number]) -> int:
     return total
 
 
-def _nearest(above: int, below: int) -> float:
+def nearest_ratio(above: int, below: int) -> float:
+    """The nearest double; what is larger than all of them is shown as the largest."""
     try:
         return above / below
     except OverflowError:
         return sys.float_info.max if above > 0 else -sys.float_info.max
 
 
-def _shown_sum(total: int, whole: bool) -> Number:
-    value = total >> _SCALE
-    return value if whole and abs(value) <= _WHOLE_MAX else _nearest(total, 1 << _SCALE)
+def shown_sum(total: int, whole: bool) -> Number:
+    value = total >> SCALE
+    return value if whole and abs(value) <= WHOLE_MAX else nearest_ratio(total, 1 << SCALE)

@@ -34,7 +34,7 @@ BYTES_MAX: Final = 2 * BUCKETS_MAX * 14 + 32
 
 _GAMMA: Final = (1 + ERROR) / (1 - ERROR)
 _LOG_GAMMA: Final = math.log(_GAMMA)
-_PER_LOG: Final = 1 / _LOG_GAMMA
+PER_LOG: Final = 1 / _LOG_GAMMA
 _MIDDLE: Final = math.log(2 / (_GAMMA + 1))
 _KEY_MAX: Final = 1 << 17  # no double has a key beyond it
 _COUNT_MAX: Final = 2**63 - 1
@@ -70,7 +70,7 @@ class Sketch:
 
     def add_all(self, numbers: Sequence[int | float]) -> None:
         """Counts finite numbers in."""
-        log, ceil, per_log = math.log, math.ceil, _PER_LOG
+        log, ceil, per_log = math.log, math.ceil, PER_LOG
         above = [number for number in numbers if number > 0]
         _add(self.positive, [ceil(log(number) * per_log) for number in above])
         if len(above) < len(numbers):
@@ -100,7 +100,7 @@ class Sketch:
             while passed < rank:
                 sign, key, size = next(buckets)
                 passed += size
-            found.append(sign * _middle(key) if sign else 0.0)
+            found.append(sign * middle_of(key) if sign else 0.0)
         return found
 
     def _ascending(self) -> Iterator[tuple[int, int, int]]:
@@ -175,7 +175,13 @@ def sketch_in(text: object) -> Sketch | None:
         return None
 
 
-def _middle(key: int) -> float:
+def key_of(size: int | float) -> int:
+    """The key of the bucket that a magnitude goes into."""
+    return math.ceil(math.log(size) * PER_LOG)
+
+
+def middle_of(key: int) -> float:
+    """The magnitude that a bucket stands for."""
     try:
         return math.exp(key * _LOG_GAMMA + _MIDDLE)
     except OverflowError:

@@ -4,53 +4,46 @@ Groups by all dimensions are nearly as many as records, and most questions are a
 each rollup is also kept by each dimension alone, and by none.
 
 States are made by the same code that answers aggregates, so that merging them is the same as never having
-split them. Rows are collected in a compact form; groups are made one after the other, in the order of the
-file, and written as they come.
+split them. Rows are collected in a compact form; then all groups of one interval are made at once, as arrays,
+in the order of the file, and written before those of the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, cast
 
-from tailrace.pipeline.kernels.arrays import BINARY, DOUBLE, INT32, INT64, STRING, list_of, np, pa, to_numpy
+from tailrace.pipeline.kernels import states
+from tailrace.pipeline.kernels.arrays import INT64, STRING, from_numpy, list_of, lists, np, pa, to_numpy
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import distinct
 from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.matching import fields_of, matching
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.pipeline.kernels.states import count_row, summary_row
 from tailrace.query.bind import Bound
 from tailrace.query.family_format import (
     AGG,
     COUNT,
     DIMENSIONS,
-    HISTOGRAM,
     INTERVAL_MS,
-    MAX,
-    MAX_WHOLE,
     MEASURE,
-    MIN,
-    MIN_WHOLE,
     ROLLUP,
-    SKETCH,
-    SUM,
-    SUM_EXACT,
-    UNPLACED,
     WINDOW_START,
     cut_name,
 )
 from tailrace.query.includes import bind_include
-from tailrace.query.measures import Number, Parts, PartsReader, Summary
+from tailrace.query.measures import Parts, PartsReader, Summary
+from tailrace.query.states.keyed import group_ids
+from tailrace.query.states.summaries import numbers_from, summaries_of
 from tailrace.query.values import INT64_MAX
 from tailrace.schema.convert import text_of
 from tailrace.schema.instants import FIRST_MS, LAST_MS
 from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.search_config import Measure, Rollup, SearchConfig, interval_ms
 
-GROUP_ROWS: Final = 4096
-KNOWN_MAX: Final = 65_536  # states of few numbers that are kept, by the numbers
-KNOWN_NUMBERS_MAX: Final = 8
+GROUP_ROWS: Final = 16_384
+GROUP_ROWS_MIN: Final = 512  # a row group is of one rollup and interval, if there are so many rows
 
 SCHEMA: Final = pa.schema(
     [
@@ -59,22 +52,12 @@ SCHEMA: Final = pa.schema(
         pa.field(WINDOW_START, INT64, nullable=False),
         pa.field(DIMENSIONS, list_of(STRING, nullable=True), nullable=False),
         pa.field(MEASURE, STRING, nullable=False),
-        pa.field(COUNT, INT64, nullable=False),
-        pa.field(SUM, DOUBLE),
-        pa.field(SUM_EXACT, BINARY),
-        pa.field(MIN, DOUBLE),
-        pa.field(MAX, DOUBLE),
-        pa.field(MIN_WHOLE, INT64),
-        pa.field(MAX_WHOLE, INT64),
-        pa.field(HISTOGRAM, pa.map_(INT32, pa.field("value", INT64, nullable=False))),
-        pa.field(UNPLACED, INT64),
-        pa.field(SKETCH, BINARY),
+        *states.SCHEMA,
     ]
 )
 REPEATED: Final = [ROLLUP, f"{DIMENSIONS}.list.element", MEASURE]
 PACKED: Final = [INTERVAL_MS, WINDOW_START, COUNT]
 
-Row = tuple[object, ...]
 # A measure's own pointers, as members of a small record made of what lies at them.
 _PLACES: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
 
@@ -83,7 +66,7 @@ class _Numbers(NamedTuple):
     """What waits for a measure: numbers or summaries, and the member each belongs to."""
 
     members: Any
-    values: Any
+    values: Any  # numpy, or `Numbers` of all that waited
 
 
 class _RollupRows:
@@ -102,9 +85,9 @@ class _RollupRows:
         }
         self.intervals = sorted({cast("int", interval_ms(text)) for text in rollup.intervals})
         self._makes = {
-            called: _maker(measure, config)
+            called: _maker(measure)
             for called, measure in self._measures.items()
-            if measure.kind != "count"
+            if measure.kind == "summary_parts"
         }
         self._readers = {
             called: (PartsReader(_small(measure)), parts_pointers(measure))
@@ -117,7 +100,6 @@ class _RollupRows:
         self._counted: dict[str, list[Any]] = {name: [] for name in self._measures}
         self._waiting: dict[str, list[_Numbers]] = {name: [] for name in self._measures}
         self._members = 0
-        self._known: dict[str, dict[tuple[Number, ...], Row]] = {}
 
     def fields(self) -> set[str]:
         found = {self._timestamp, *self._dimensions}
@@ -187,55 +169,77 @@ class _RollupRows:
         kept = {(), *((place,) for place in places)} - {places}
         return [Cut(self.name, self, places), *(Cut(cut_name(self.name, one), self, one) for one in kept)]
 
-    def rows(self, name: str, places: tuple[int, ...], span_ms: int) -> Iterator[Row]:
-        """The rows of one interval, in order, by the dimensions at some places."""
-        if not self._members:
-            return
-        times = np.concatenate(self._times)
-        windows = times - times % span_ms
-        ranked = [_ranked(self._codes[place], self._texts[place]) for place in places]
-        order = np.lexsort([codes for codes, _ in reversed(ranked)] + [windows])
-        change = np.zeros(len(order), dtype=bool)
-        change[0] = True
-        for key in (windows, *(codes for codes, _ in ranked)):
-            change[1:] |= np.diff(key[order]) != 0
-        starts = np.flatnonzero(change)
-        group_of = np.empty(len(order), dtype=np.int64)
-        group_of[order] = np.cumsum(change) - 1
-        states = {
-            called: self._states(called, measure, group_of, len(starts))
-            for called, measure in self._measures.items()
-        }
-        leads = order[starts]
-        starts_ms: list[int] = windows[leads].tolist()
-        dims = [_looked_up(texts, codes[leads].tolist()) for codes, texts in ranked]
-        for group, start_ms in enumerate(starts_ms):
-            values = [column[group] for column in dims]
-            for measure, states_of in states.items():
-                for state in states_of(group):
-                    yield name, span_ms, start_ms, values, measure, *state
-
-    def _states(self, name: str, measure: Measure, group_of: Any, groups: int) -> Callable[[int], list[Row]]:
-        """What a measure's columns are in each group: one row, or more if a count would not fit."""
-        if measure.kind == "count":
-            counted = np.concatenate(self._counted[name])
-            counts = np.bincount(group_of[counted], minlength=groups).tolist()
-            return lambda group: [count_row(counts[group])]
-        waiting = self._waiting[name]
-        members = np.concatenate([piece.members for piece in waiting])
-        of = group_of[members]
-        order = np.argsort(of, kind="stable")
-        values: list[Any] = np.concatenate([piece.values for piece in waiting])[order].tolist()
-        offsets = np.searchsorted(of[order], np.arange(groups + 1)).tolist()
-        make, known = self._makes[name], self._known.setdefault(name, {})
-
-        def states_of(group: int) -> list[Row]:
-            found = values[offsets[group] : offsets[group + 1]]
+    def gathered(self) -> Gathered:
+        """All members, ready to be grouped."""
+        ranked = [_ranked(held, texts) for held, texts in zip(self._codes, self._texts, strict=True)]
+        measured: dict[str, _Numbers] = {}
+        for name, waiting in self._waiting.items():
+            measure = self._measures[name]
+            if measure.kind == "count":
+                continue
+            members, values = (np.concatenate([piece[place] for piece in waiting]) for place in (0, 1))
             if measure.kind == "summary":
-                return [_summary_row(found, make, known)]
-            return [summary_row(summary) for summary in _summed(found, make)]
+                values = numbers_from(values, histogram=measure.histogram is not None)
+            measured[name] = _Numbers(members, values)
+        counted = {name: np.concatenate(held) for name, held in self._counted.items() if held}
+        return Gathered(np.concatenate(self._times), ranked, counted, measured)
 
-        return states_of
+    @property
+    def is_empty(self) -> bool:
+        return not self._members
+
+    def table(self, gathered: Gathered, name: str, places: tuple[int, ...], span_ms: int) -> Any:
+        """The rows of one interval, in order, by the dimensions at some places."""
+        windows = gathered.times - gathered.times % span_ms
+        ids = group_ids([windows, *(gathered.ranked[place][0] for place in places)], len(windows))
+        _, leads, group_of = np.unique(ids, return_index=True, return_inverse=True)
+        tables: list[Any] = []
+        groups: list[Any] = []
+        for called, measure in self._measures.items():
+            of, table = self._states(gathered, called, measure, group_of, len(leads))
+            groups.append(of)
+            tables.append(table)
+        group = np.concatenate(groups)
+        order = np.argsort(group, kind="stable")
+        which = np.repeat(np.arange(len(groups)), [len(of) for of in groups])[order]
+        rows = leads[group[order]]
+        count = len(rows)
+        columns = [
+            pa.repeat(pa.scalar(name, STRING), count),
+            pa.repeat(pa.scalar(span_ms, INT64), count),
+            from_numpy(windows[rows], INT64),
+            _dimensions([gathered.ranked[place] for place in places], rows),
+            pa.array(list(self._measures), STRING).take(pa.array(which)),
+            *pa.concat_tables(tables).combine_chunks().take(pa.array(order)).columns,
+        ]
+        return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+    def _states(
+        self, gathered: Gathered, name: str, measure: Measure, group_of: Any, groups: int
+    ) -> tuple[Any, Any]:
+        """The states of a measure, and the group of each: one, or more if a count would not fit."""
+        if measure.kind == "count":
+            counts = np.bincount(group_of[gathered.counted[name]], minlength=groups)
+            return np.arange(groups), states.table_of_counts(counts)
+        members, values = gathered.measured[name]
+        of = group_of[members]
+        if measure.kind == "summary":
+            return np.arange(groups), states.table_of_summaries(summaries_of(values, of, groups))
+        found: list[list[Parts]] = [[] for _ in range(groups)]
+        for group, parts in zip(cast("list[int]", of.tolist()), values.tolist(), strict=True):
+            found[group].append(parts)
+        summed = [(group, one) for group in range(groups) for one in _summed(found[group], self._makes[name])]
+        rows = [states.summary_row(summary) for _, summary in summed]
+        return np.array([group for group, _ in summed]), states.table_of_rows(rows)
+
+
+class Gathered(NamedTuple):
+    """The members of a rollup, one behind the other."""
+
+    times: Any
+    ranked: list[tuple[Any, list[str | None]]]  # of each dimension
+    counted: dict[str, Any]  # by measure, which members count
+    measured: dict[str, _Numbers]
 
 
 class Cut(NamedTuple):
@@ -245,9 +249,9 @@ class Cut(NamedTuple):
     rollup: _RollupRows
     places: tuple[int, ...]
 
-    def rows(self) -> Iterator[Row]:
+    def tables(self, gathered: Gathered) -> Iterator[Any]:
         for span_ms in self.rollup.intervals:
-            yield from self.rollup.rows(self.name, self.places, span_ms)
+            yield self.rollup.table(gathered, self.name, self.places, span_ms)
 
 
 class AggBuilder:
@@ -266,29 +270,67 @@ class AggBuilder:
             rollup.add(batch)
 
     def finish(self) -> list[Built]:
+        gathered = {rollup.name: rollup.gathered() for rollup in self._rollups if not rollup.is_empty}
         cuts = sorted((cut for rollup in self._rollups for cut in rollup.cuts), key=_name_bytes)
-        rows = (row for cut in cuts for row in cut.rows())
-        data, count = write_agg(rows, facts_of(AGG, self._covers))
+        tables = (
+            table
+            for cut in cuts
+            if cut.rollup.name in gathered
+            for table in cut.tables(gathered[cut.rollup.name])
+        )
+        data, count = write_agg(tables, facts_of(AGG, self._covers))
         return [Built(AGG, data, self._covers.rows, {"groups": count})]
 
 
-def write_agg(rows: Iterator[Row], facts: dict[str, str]) -> tuple[bytes, int]:
-    """Rows in order as a file, and how many they were."""
+def write_agg(tables: Iterable[Any], facts: dict[str, str]) -> tuple[bytes, int]:
+    """Rows in order, however they are cut into tables, as a file; and how many they were."""
     with CompanionWriter(SCHEMA, facts, repeated=REPEATED, packed=PACKED) as writer:
-        held: list[Row] = []
-        for row in rows:
-            held.append(row)
-            if len(held) == GROUP_ROWS:
-                writer.write(table_of(held))
-                held.clear()
-        writer.write(table_of(held))
+        held: list[Any] = []
+        rows, before = 0, None
+        for section, table in _sections(tables):
+            if section != before and rows >= GROUP_ROWS_MIN:
+                writer.write(pa.concat_tables(held).combine_chunks())
+                held, rows = [], 0
+            before = section
+            at = 0
+            while at < table.num_rows:
+                piece = table.slice(at, GROUP_ROWS - rows)
+                held.append(piece)
+                rows += piece.num_rows
+                at += piece.num_rows
+                if rows == GROUP_ROWS:
+                    writer.write(pa.concat_tables(held).combine_chunks())
+                    held, rows = [], 0
+        if held:
+            writer.write(pa.concat_tables(held).combine_chunks())
         return writer.finish(), writer.rows
 
 
-def table_of(rows: list[Row]) -> Any:
-    columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+def _sections(tables: Iterable[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
+    """Tables of one rollup and interval each, with both."""
+    for table in tables:
+        if not table.num_rows:
+            continue
+        spans = to_numpy(table.column(INTERVAL_MS))
+        rollups = to_numpy(table.column(ROLLUP).combine_chunks().dictionary_encode().indices)
+        changes = np.flatnonzero((np.diff(spans) != 0) | (np.diff(rollups) != 0)) + 1
+        edges: list[int] = [0, *changes.tolist(), table.num_rows]
+        for first, last in pairwise(edges):
+            section = (table.column(ROLLUP)[first].as_py(), int(spans[first]))
+            yield section, table.slice(first, last - first)
+
+
+def _dimensions(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> Any:
+    """Lists of the values that some members have."""
+    texts: list[str | None] = []
+    places: list[Any] = []
+    for codes, values in ranked:
+        places.append(codes[rows] + len(texts))
+        texts += values
+    offsets = np.arange(len(rows) + 1) * len(ranked)
+    flat = np.stack(places, axis=1).reshape(-1) if places else np.zeros(0, np.int64)
+    values = pa.array(texts, STRING).take(pa.array(flat, INT64))
+    return lists(SCHEMA.field(DIMENSIONS).type, offsets, values)
 
 
 def _name_bytes(cut: Cut) -> bytes:
@@ -327,31 +369,9 @@ def _ranked(held: list[Any], texts: dict[str, int]) -> tuple[Any, list[str | Non
     return rank[np.concatenate(held)], [None, *ordered]
 
 
-def _looked_up(texts: list[str | None], codes: list[int]) -> list[str | None]:
-    return [texts[code] for code in codes]
-
-
-def _maker(measure: Measure, config: SearchConfig) -> Callable[[], Summary]:
-    if measure.kind == "summary_parts":
-        declared = measure.histogram_json_pointer is not None
-        return lambda: Summary(histogram=declared, whole=False)
-    whole = config.fields[cast("str", measure.field)].kind == "integer"
-    return lambda: Summary(histogram=measure.histogram is not None, whole=whole)
-
-
-def _summary_row(
-    found: list[Number], make: Callable[[], Summary], known: dict[tuple[Number, ...], Row]
-) -> Row:
-    """The columns of some numbers. Few of them are often the whole group of the next interval, too."""
-    key = tuple(found) if len(found) <= KNOWN_NUMBERS_MAX else None
-    row = None if key is None else known.get(key)
-    if row is None:
-        summary = make()
-        summary.add_all(found)
-        row = summary_row(summary)
-        if key is not None and len(known) < KNOWN_MAX:
-            known[key] = row
-    return row
+def _maker(measure: Measure) -> Callable[[], Summary]:
+    declared = measure.histogram_json_pointer is not None
+    return lambda: Summary(histogram=declared, whole=False)
 
 
 def _summed(found: list[Parts], make: Callable[[], Summary]) -> list[Summary]:

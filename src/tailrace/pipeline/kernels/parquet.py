@@ -25,7 +25,7 @@ from tailrace.query.family_format import (
     FACT_ROWS,
     FACT_STREAM_ID,
     FACT_WRITER,
-    FORMAT,
+    FORMATS,
 )
 from tailrace.store import segment_tail
 
@@ -58,7 +58,7 @@ class Built(NamedTuple):
 
 def facts_of(family: str, covers: Range) -> dict[str, str]:
     return {
-        FACT_FORMAT: str(FORMAT),
+        FACT_FORMAT: str(FORMATS[family]),
         FACT_FAMILY: family,
         FACT_STREAM_ID: covers.stream_id,
         FACT_FIRST: str(covers.first),

@@ -18,7 +18,9 @@ from tailrace.query.family_format import (
     MIN_WHOLE,
     ROLLUP,
     SKETCH,
+    SUM,
     SUM_EXACT,
+    SUM_REST,
     WINDOW_START,
 )
 from tailrace.query.measures import Summary
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 KEYS: Final = (ROLLUP, INTERVAL_MS, WINDOW_START, DIMENSIONS, MEASURE)
 DDL: Final = (
     "rollup string, interval_ms bigint, window_start bigint, dimensions array<string>, measure string, "
-    "count bigint, sum double, sum_exact binary, min double, max double, min_whole bigint, max_whole bigint, "
-    "histogram map<int,bigint>, unplaced bigint, sketch binary"
+    "count bigint, sum double, sum_rest double, sum_exact binary, min double, max double, "
+    "min_whole bigint, max_whole bigint, histogram map<int,bigint>, unplaced bigint, sketch map<int,bigint>"
 )
 
 Row = dict[str, Any]
@@ -80,8 +82,10 @@ def _content(row: Row) -> tuple[Any, ...]:
     """Rows of one group come in any order; they are added up in one that only depends on what they say."""
     return (
         row[COUNT],
+        row[SUM] or 0.0,
+        row[SUM_REST] or 0.0,
         row[SUM_EXACT] or b"",
-        row[SKETCH] or b"",
+        row[SKETCH] or [],
         row[MIN_WHOLE] is None,
         row[MAX_WHOLE] is None,
     )

@@ -14,14 +14,17 @@ from tailrace.query import family_format as names
 from tailrace.query.families.numbers import np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
-from tailrace.query.measures import Histogram, Number, Summary
-from tailrace.query.sketch import sketch_of
+from tailrace.query.measures import Histogram, Number, Summary, total_of
+from tailrace.query.states.spread import sketch_from
 from tailrace.store.arrow import pa, pc
 
 # What tells which states are wanted, and of a state of one number all there is to know.
 _LIGHT = (names.WINDOW_START, names.DIMENSIONS, names.MEASURE, names.COUNT, names.MIN, names.MIN_WHOLE)
 _WHOSE = (names.ROLLUP, names.INTERVAL_MS)  # the same in nearly every row of a row group
-_HEAVY = (names.SUM_EXACT, names.MAX, names.MAX_WHOLE, names.HISTOGRAM, names.UNPLACED, names.SKETCH)
+_HEAVY = (
+    *(names.SUM, names.SUM_REST, names.SUM_EXACT, names.MAX, names.MAX_WHOLE),
+    *(names.HISTOGRAM, names.UNPLACED, names.SKETCH),
+)
 
 Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of some dimensions
 
@@ -56,10 +59,14 @@ class AggFile:
     def memory_bytes(self) -> int:
         return self._file.memory_bytes
 
+    def heavy(self, group: int, columns: Sequence[str]) -> Any:
+        """Columns of a row group that are not worth keeping."""
+        return self._file.read_group(group, columns)
+
     def parts(self, wanted: Wanted) -> Iterator[Part]:
         """What is wanted, by row group."""
         try:
-            for group, table, marks in self._chosen(wanted):
+            for group, table, marks in self.chosen(wanted):
                 yield self._part(group, table, marks, wanted)
         except pa.ArrowException as error:
             raise UnusableFileError(f"it is not what it should be: {error}") from error
@@ -67,9 +74,9 @@ class AggFile:
     def has_window(self, rollup: str, interval_ms: int, start_ms: int) -> bool:
         """Whether any record lies in a window."""
         window = Wanted(rollup, interval_ms, start_ms, start_ms + interval_ms)
-        return any(pc.any(marks).as_py() for _, _, marks in self._chosen(window))
+        return any(pc.any(marks).as_py() for _, _, marks in self.chosen(window))
 
-    def _chosen(self, wanted: Wanted) -> Iterator[tuple[int, Any, Any]]:
+    def chosen(self, wanted: Wanted) -> Iterator[tuple[int, Any, Any]]:
         """Row groups that may have what is wanted, and the rows of each that are."""
         groups = [group for group in range(self._file.groups) if self._may_have(group, wanted)]
         for is_all, run in groupby(groups, key=lambda group: self._is_all_of(group, wanted)):
@@ -114,7 +121,7 @@ class AggFile:
         """States that have to be merged, of more than one number or made by others."""
         if not rows.num_rows:
             return []
-        heavy = self._file.read_group(group, _HEAVY).filter(marks)
+        heavy = self.heavy(group, _HEAVY).filter(marks)
         columns = {name: rows.column(name).to_pylist() for name in (names.COUNT, names.MIN, names.MIN_WHOLE)}
         columns |= {name: heavy.column(name).to_pylist() for name in _HEAVY}
         keyed = zip(_keys(rows, dimensions), rows.column(names.MEASURE).to_pylist(), strict=True)
@@ -208,16 +215,16 @@ def _chosen_numbers(doubles: list[float | None], wholes: list[int | None]) -> li
 
 def _summary(state: dict[str, Any]) -> Summary:
     histogram = cast("list[tuple[int, int]] | None", state[names.HISTOGRAM])
-    sketch = sketch_of(state[names.SKETCH] or b"")
-    if sketch is None:
-        raise UnusableFileError("it has a sketch that is none")
+    buckets = cast("list[tuple[int, int]] | None", state[names.SKETCH])
+    if buckets is None:
+        raise UnusableFileError("it has a state without a sketch")
     summary = Summary(histogram=histogram is not None, whole=False)
     summary.count = state[names.COUNT]
-    summary.total = names.sum_of(state[names.SUM_EXACT] or b"")
+    summary.total = total_of(state[names.SUM], state[names.SUM_REST], state[names.SUM_EXACT])
     summary.smallest = _number(state[names.MIN], state[names.MIN_WHOLE])
     summary.largest = _number(state[names.MAX], state[names.MAX_WHOLE])
     summary.unplaced = state[names.UNPLACED] or 0
-    summary.sketch = sketch
+    summary.sketch = sketch_from(dict(buckets))
     if histogram is not None:
         summary.histogram = Histogram()
         summary.histogram.counts = dict(histogram)

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
+from tailrace.query.families.numbers import np, numbers_in
 from tailrace.query.packed import bits_of
 from tailrace.query.values import Value
 from tailrace.store.arrow import pa, pc
@@ -127,6 +128,27 @@ class FieldColumn:
         if not values:
             return None
         return values[0] if len(values) == 1 else max(values) if largest else min(values)
+
+    def flat_at(self, rows: Any) -> tuple[Any, Any]:
+        """All values of some rows, one after the other, and which of the rows each is of.
+
+        Words are places in `words`.
+        """
+        if self._parents is None:
+            found = self._flat.take(pa.array(rows))
+            if not found.null_count:
+                return found, np.arange(len(rows))
+            return found.drop_null(), np.flatnonzero(numbers_in(found.is_valid()))
+        starts = numbers_in(self._starts)
+        sizes = starts[rows + 1] - starts[rows]
+        ends = np.cumsum(sizes)
+        places = np.repeat(starts[rows] - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
+        return self._flat.take(pa.array(places)), np.repeat(np.arange(len(rows)), sizes)
+
+    @property
+    def words(self) -> Any:
+        """The different words there are; None if these are no words."""
+        return self._words
 
     @cached_property
     def bounds(self) -> tuple[Value, Value] | None:

@@ -23,3 +23,9 @@ def bits_at(rows: Any, count: int) -> int:
     marks = np.zeros(count, np.uint8)
     marks[rows] = 1
     return int.from_bytes(np.packbits(marks, bitorder="little").tobytes(), "little")
+
+
+def rows_in(bits: int, count: int) -> Any:
+    """The rows of a set, of `count` rows there are."""
+    packed = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(packed, count=count, bitorder="little"))

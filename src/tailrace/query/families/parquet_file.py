@@ -41,7 +41,7 @@ def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, 
         )
     except (KeyError, ValueError) as error:
         raise UnusableFileError(f"it lacks a fact: {error}") from error
-    if form > names.FORMAT:
+    if form > names.FORMATS[family]:
         raise UnusableFileError(f"it has format {form}, of a newer version of Tailrace")
     if found != (family, stream_id, first, last):
         raise UnusableFileError(f"it is the {found[0]} of {found[2]} to {found[3]} of {found[1]}")

@@ -81,24 +81,29 @@ class SpanSource:
         return verdict.sure
 
     def edge(self, name: str, row: int, largest: bool) -> Value | None:
-        column, shift = self._column(name)
+        column, shift = self.column(name)
         return column.edge(row + shift, largest)
 
     def bounds(self, name: str) -> tuple[Value, Value] | None:
         if name == self._primary and self._span.primary is not None:
             return self._span.primary
-        column, shift = self._column(name)
+        column, shift = self.column(name)
         if column.count == self.rows.count:
             return column.bounds
         found = [value for row in range(self.rows.count) for value in column.values(row + shift)]
         return (min(found), max(found)) if found else None
 
     def within(self, name: str, comparison: str, bound: Value) -> int:
-        column, shift = self._column(name)
+        column, shift = self.column(name)
         return self._cut(column.within(comparison, bound), shift)
 
+    def several(self, name: str) -> int:
+        """The rows with more than one value."""
+        column, shift = self.column(name)
+        return self._cut(column.multiple, shift)
+
     def missing(self, name: str) -> int:
-        column, shift = self._column(name)
+        column, shift = self.column(name)
         return self.rows.all_rows & ~self._cut(column.present, shift)
 
     def add_statistics(self, statistics: Statistics, after: int) -> None:
@@ -114,14 +119,14 @@ class SpanSource:
 
     def leaves(self, name: str, begin: int, end: int) -> list[object]:
         """The values of a field in each of some rows: one, a list of several, or None."""
-        column, shift = self._column(name)
+        column, shift = self.column(name)
         return column.leaves(begin + shift, end + shift)
 
     def has_column(self, name: str) -> bool:
         found = self._file(COL, name)
         return isinstance(found, ColFile) and found.has(name)
 
-    def _column(self, name: str) -> tuple[FieldColumn, int]:
+    def column(self, name: str) -> tuple[FieldColumn, int]:
         """A column, and the place of our first row in it."""
         found = self._file(COL, name)
         assert isinstance(found, ColFile)
@@ -177,12 +182,12 @@ class SpanSource:
             return Verdict(0, found) if is_cut(stored) else certain(found)
         if not self.has_column(field):
             return None
-        column, shift = self._column(field)
+        column, shift = self.column(field)
         return certain(self._cut(column.equal(value), shift))
 
     def _present(self, field: str) -> Verdict | None:
         if self.has_column(field):
-            column, shift = self._column(field)
+            column, shift = self.column(field)
             return certain(self._cut(column.present, shift))
         exact = self._file(EXACT, field)
         if isinstance(exact, ExactFile):
@@ -196,7 +201,7 @@ class SpanSource:
         if not prefix and (present := self._present(field)) is not None:
             return present
         if self.has_column(field):
-            column, shift = self._column(field)
+            column, shift = self.column(field)
             return certain(self._cut(column.starting_with(prefix), shift))
         encoded = prefix.encode()
         exact = self._file(EXACT, field)
