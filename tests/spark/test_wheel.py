@@ -7,6 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from tailrace.protocol import offsets
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,3 +36,36 @@ def test_tailrace_itself_knows_no_spark() -> None:
     script = "import sys, tailrace, tailrace.client, tailrace.cli.app; print('pyspark' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def run_alone(script: str) -> str:
+    """In a process of its own, as each step of a read or a write is."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_whoever_looks_for_the_source_loads_nothing_else() -> None:
+    """Spark asks for it in a new process each time; the libraries behind it take most of a second."""
+    heavy = "('pandas', 'pyarrow.parquet', 'httpx2', 'tailrace.spark.catalogue', 'tailrace.spark.history')"
+    script = f"import sys, pyspark_tailrace; print([name for name in {heavy} if name in sys.modules])"
+    assert run_alone(script) == "[]"
+
+
+def test_source_and_sink_do_without_pandas() -> None:
+    """PyArrow loads it for many a small favour, and that doubles how long a process takes to start."""
+    script = """
+import sys
+import pyarrow as pa
+from tailrace.spark import sink, stream_reader
+from tailrace.spark.columns import offsets_of
+from tailrace.store.arrow import INT64, integer_scalar, text_scalar
+entries = pa.repeat(integer_scalar(INT64, 7), 2)
+print(offsets_of(entries, entries).to_pylist()[0], text_scalar("ä").as_py(), "pandas" in sys.modules)
+"""
+    assert run_alone(script) == f"{offsets.encode(7, 7)} ä False"
+
+
+def test_what_the_package_offers_is_what_it_says() -> None:
+    script = "from tailrace.spark import *; print(StreamLag.__name__, *(one.__name__ for one in OFFERED))"
+    script = script.replace("OFFERED", "(lag, read_stream_history, register)")
+    assert run_alone(script) == "StreamLag lag read_stream_history register"

@@ -5,15 +5,28 @@ Needs the `spark` extra. PySpark finds the source by itself; see docs/spark.md.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from tailrace.spark.history import read_stream_history
-from tailrace.spark.lag import StreamLag, lag
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from tailrace.spark.history import read_stream_history
+    from tailrace.spark.query_lag import StreamLag, lag
+
 __all__ = ["StreamLag", "lag", "read_stream_history", "register"]
+
+# Spark starts a process for every step of a read or a write, and each of them passes through here: what a
+# step does not need, it does not load.
+_HOMES = {"StreamLag": "query_lag", "lag": "query_lag", "read_stream_history": "history"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
 
 
 def register(spark: SparkSession) -> None:

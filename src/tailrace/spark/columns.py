@@ -24,7 +24,7 @@ from pyspark.sql.types import (
 
 from tailrace.protocol.offsets import ALPHABET
 from tailrace.spark.options import OptionError
-from tailrace.store.arrow import BINARY, INT32, INT64, MICROS, STRING, pa, pc
+from tailrace.store.arrow import BINARY, INT32, INT64, MICROS, STRING, integer_scalar, pa, pc, text_scalar
 
 if TYPE_CHECKING:
     from tailrace.spark.options import ReadOptions
@@ -42,7 +42,7 @@ FIXED: dict[str, DataType] = {
 }
 DEFAULT = ("stream", "key", "value", "offset", "entry", "timestamp", "epoch")
 
-_THOUSAND = pa.scalar(1000, INT64)
+_THOUSAND = integer_scalar(INT64, 1000)
 _DIGITS = np.frombuffer(ALPHABET.encode(), dtype=np.uint8)
 _OFFSET_DIGITS = 26
 
@@ -114,7 +114,7 @@ class Projection:
         count: int = rows.num_rows
         match name:
             case "stream":
-                return pa.repeat(pa.scalar(self._about.stream, STRING), count)
+                return pa.repeat(text_scalar(self._about.stream), count)
             case "key":
                 return _plain(rows.column("key"), BINARY)
             case "value":
@@ -157,8 +157,7 @@ class Projection:
 def offsets_of(epochs: Any, entries: Any) -> Any:
     """The offsets of entries as text: `protocol.offsets.encode`, a column at a time."""
     count = len(entries)
-    numbers = entries.to_numpy(zero_copy_only=False).astype(np.uint64)
-    generations = epochs.to_numpy(zero_copy_only=False).astype(np.uint64)
+    numbers, generations = _unsigned(entries), _unsigned(epochs)
     digits = np.empty((count, _OFFSET_DIGITS), dtype=np.uint8)
     digits[:, 20:] = 0  # the low 32 bits are always zero: six digits, and two bits of the one before
     for place in range(_OFFSET_DIGITS - 1, -1, -1):
@@ -169,6 +168,11 @@ def offsets_of(epochs: Any, entries: Any) -> Any:
     return pa.Array.from_buffers(
         STRING, count, [None, pa.py_buffer(positions), pa.py_buffer(np.ascontiguousarray(text))]
     )
+
+
+def _unsigned(column: Any) -> Any:
+    """The numbers of a column as they lie there. (`to_numpy` would load pandas.)"""
+    return np.frombuffer(column.buffers()[1], np.uint64, len(column), 8 * column.offset)
 
 
 def _digit(numbers: Any, generations: Any, shift: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.store.arrow import BINARY, INT64, pa
+from tailrace.store.arrow import BINARY, INT64, integer_scalar, pa
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.segment_reader import Footer, read_tables
 from tailrace.store.segment_tail import keep, tail_of
@@ -98,7 +98,7 @@ def _within(table: Any, after: int, upto: int) -> Any:
 def _batch(tables: Sequence[Any], epoch: int, columns: Sequence[str]) -> Any:
     count = sum(table.num_rows for table in tables)
     arrays = [_joined([_chunks(table, name) for table in tables]) for name in columns]
-    arrays.append(pa.repeat(pa.scalar(epoch, INT64), count))
+    arrays.append(pa.repeat(integer_scalar(INT64, epoch), count))
     return pa.RecordBatch.from_arrays(arrays, names=[*columns, "epoch"])
 
 

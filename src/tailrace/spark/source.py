@@ -1,4 +1,8 @@
-"""The data source that Spark knows as `tailrace`."""
+"""The data source that Spark knows as `tailrace`.
+
+Spark imports this module in many short-lived processes, most of which only want to know the class: the rest
+is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,6 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from tailrace.spark.catalogue import Catalogue
-from tailrace.spark.columns import source_schema
 from tailrace.spark.options import OptionError, ReadOptions, read_options
 
 
@@ -24,6 +26,8 @@ class TailraceSource(DataSource):
         return "tailrace"
 
     def schema(self) -> StructType:
+        from tailrace.spark.columns import source_schema
+
         # Whether the read is a batch or a stream is not known here, and makes no difference.
         options = read_options(self._without_bounds(), streaming=False)
         return source_schema(options, value_format_of(options))
@@ -60,6 +64,8 @@ def value_format_of(options: ReadOptions) -> str:
     """What values look like: text if all streams are JSON, else bytes, unless it is asked for."""
     if options.value_format is not None:
         return options.value_format
+    from tailrace.spark.catalogue import Catalogue
+
     states = Catalogue(options).states()
     missing = [name for name in options.streams if name not in states]
     if missing:

@@ -31,6 +31,18 @@ def integers(kind: Any, data: object, count: int) -> Any:
     return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(data)])
 
 
+def integer_scalar(kind: Any, value: int) -> Any:
+    """One number. `pyarrow.scalar` loads pandas where it is installed: half a second in a new process."""
+    return integers(kind, value.to_bytes(kind.byte_width, "little", signed=True), 1)[0]
+
+
+def text_scalar(value: str) -> Any:
+    """One string, without pandas either."""
+    data = value.encode()
+    ends = b"".join(end.to_bytes(4, "little") for end in (0, len(data)))
+    return pa.Array.from_buffers(STRING, 1, [None, pa.py_buffer(ends), pa.py_buffer(data)])[0]
+
+
 def numbers_of(code: str, numbers: Any) -> array[int]:
     """The numbers of an Arrow array without nulls as a Python array of the same width."""
     made: array[int] = array(code)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tailrace.store import segment_tail
-from tailrace.store.arrow import BINARY, INT32, INT64, integers, numbers_of, pa, pc, pq
+from tailrace.store.arrow import BINARY, INT32, INT64, integer_scalar, integers, numbers_of, pa, pc, pq
 from tailrace.store.byte_window import ByteWindow
 from tailrace.store.segments import FORMAT_VERSION, CorruptSegmentError, SegmentRows
 
 _TIME, _KEY, _PAYLOAD = 1, 3, 4
 _READ = ["append_time", "append_ns", "payload", "key"]  # the numbers of entries follow from the first
-_THOUSAND = pa.scalar(1000, INT64)
+_THOUSAND = integer_scalar(INT64, 1000)
 _BEYOND = 1 << 40  # the end of every value
 _GROUP_OVERHEAD_BYTES = 4096  # what the parsed footer costs in memory for each row group, roughly
 _BLOCK_BYTES = 32
