@@ -9,8 +9,9 @@ from tailrace.client.error import ClientError
 from tailrace.client.model import is_json
 from tailrace.client.wire import Producing
 from tailrace.spark.server import Server
+from tailrace.spark.sink_appends import Append, json_array
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.spark.sink_rows import Append, SinkError
+from tailrace.spark.sink_rows import SinkError
 
 
 class Targets:
@@ -61,10 +62,10 @@ class Delivery:
     def send(self, append: Append) -> None:
         content_type = self._targets.type_of(append.stream)
         if is_json(content_type):
-            self._send(append, b"[" + b",".join(append.values) + b"]", content_type)
+            self._send(append, json_array(append.values), content_type)
         else:
             # A body is one entry, so each row needs a request of its own.
-            for value in append.values:
+            for value in append.values.to_pylist():
                 self._send(append, value, content_type)
         self.rows += len(append.values)
 

@@ -21,8 +21,9 @@ from pyspark.sql.types import StructType
 from tailrace.spark.delivery import Delivery, RefusedError, Targets
 from tailrace.spark.options import OptionError
 from tailrace.spark.server import server_of
+from tailrace.spark.sink_appends import appends_of
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.spark.sink_rows import SinkError, appends_of, check_columns, rows_of
+from tailrace.spark.sink_rows import SinkError, check_columns, rows_of
 from tailrace.spark.staging import INLINE_BYTES_MAX, Commit, Part, Staging, decode_part, encode_parts, part_of
 from tailrace.store.objects import ObjectsError
 

@@ -1,33 +1,39 @@
-"""Rows to be written, in the one form that the sink works with: target, key, value as bytes."""
+"""Rows to be written, in the one form that the sink works with: target, keys, values as bytes."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 
 from tailrace.spark.options import OptionError
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.store.arrow import BINARY, pa
+from tailrace.store.arrow import BINARY, INT32, INT64, STRING, integer_scalar, integers, pa, pc
 
 _TEXT = (StringType(), BinaryType())
-_raw = msgspec.json.Decoder(msgspec.Raw)
 
 
 class SinkError(RuntimeError):
     """Rows that could not be written. The message says which and why."""
 
 
-class SinkRow(NamedTuple):
+class SinkRows(NamedTuple):
+    """Rows for one target, in their order: a column of text, if any has a key, and one of bytes."""
+
     stream: str
-    key: str | None
-    value: bytes
+    keys: Any
+    values: Any
+
+    def slice(self, start: int, stop: int) -> SinkRows:
+        keys = None if self.keys is None else self.keys.slice(start, stop - start)
+        return SinkRows(self.stream, keys, self.values.slice(start, stop - start))
 
 
 def check_columns(schema: StructType, options: WriteOptions) -> None:
@@ -51,43 +57,72 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
         raise OptionError("the option stream, or a column stream, says where rows go")
 
 
-def rows_of(batches: Iterator[Any], options: WriteOptions) -> Iterator[SinkRow]:
-    """The rows of a partition, one after the other."""
+def rows_of(batches: Iterator[Any], options: WriteOptions) -> Iterator[SinkRows]:
+    """The rows of a partition as they come, those of each target together."""
     for batch in batches:
+        if not batch.num_rows:
+            continue
         names = batch.schema.names
         values = _values(batch.column("value"))
-        keys = _keys(batch.column("key")) if "key" in names else [None] * batch.num_rows
-        streams: list[str | None] = [options.stream] * batch.num_rows
-        if "stream" in names:
-            given: list[str | None] = batch.column("stream").to_pylist()
-            streams = [one or options.stream for one in given]
-        for stream, key, value in zip(streams, keys, values, strict=True):
-            if stream is None:
-                raise SinkError("a row has no stream, and the option stream names none")
-            if value is None:
-                raise SinkError(f"a row for stream {stream} has no value")
-            yield SinkRow(stream, key, value)
+        rows = SinkRows(options.stream or "", _keys(batch.column("key")) if "key" in names else None, values)
+        by_stream = list(_by_stream(rows, batch.column("stream") if "stream" in names else None, options))
+        for some in by_stream:
+            if some.values.null_count:
+                raise SinkError(f"a row for stream {some.stream} has no value")
+        yield from by_stream
 
 
-def _values(column: Any) -> list[bytes | None]:
+def _by_stream(rows: SinkRows, column: Any, options: WriteOptions) -> Iterator[SinkRows]:
+    named = None if column is None else column.dictionary_encode(null_encoding="encode")
+    given: list[str | None] = [None] if named is None else named.dictionary.to_pylist()
+    streams = [one or options.stream for one in given]
+    if None in streams:
+        raise SinkError("a row has no stream, and the option stream names none")
+    if named is None or len(set(streams)) == 1:
+        yield rows._replace(stream=str(streams[0]))
+        return
+    for stream, indices in grouped(streams, named.indices):
+        keys = None if rows.keys is None else rows.keys.take(indices)
+        yield SinkRows(str(stream), keys, rows.values.take(indices))
+
+
+def grouped(names: Sequence[str | None], codes: Any) -> Iterator[tuple[str | None, Any]]:
+    """Where the rows of each name are, names in the order of their first rows.
+
+    The code of a row is the place of its name.
+    """
+    distinct = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    places = np.array([distinct[name] for name in names], np.int64)
+    numbers = places[np.frombuffer(codes.buffers()[1], np.int32, len(codes), 4 * codes.offset)]
+    order = np.argsort(numbers, kind="stable")
+    start = 0
+    for name, count in zip(distinct, np.bincount(numbers, minlength=len(distinct)).tolist(), strict=True):
+        yield name, integers(INT64, order[start : start + count], count)
+        start += count
+
+
+def _values(column: Any) -> Any:
     if pa.types.is_struct(column.type):
         kind = column.type
-        return [None if value is None else to_json(value, kind) for value in column.to_pylist()]
-    return column.cast(BINARY).to_pylist() if column.type != BINARY else column.to_pylist()
+        texts = [None if value is None else to_json(value, kind) for value in column.to_pylist()]
+        return pa.array(texts, BINARY)
+    return column.cast(BINARY) if column.type != BINARY else column
 
 
-def _keys(column: Any) -> list[str | None]:
-    """Keys travel in a header, as text. An empty one is none."""
-    keys: list[Any] = column.to_pylist()
-    found: list[str | None] = []
-    for key in keys:
-        if isinstance(key, bytes):
+def _keys(column: Any) -> Any:
+    """Keys travel in a header, as text. An empty one is none; None if there are no others."""
+    try:
+        keys = column.cast(STRING) if column.type != STRING else column
+    except pa.ArrowInvalid:
+        for key in column.to_pylist():
             try:
-                key = key.decode()
+                (key or b"").decode()
             except UnicodeDecodeError:
                 raise SinkError(f"the key {key!r} is not UTF-8") from None
-        found.append(key or None)
-    return found
+        raise
+    empty = pc.equal(pc.binary_length(keys), integer_scalar(INT32, 0))
+    keys = pc.if_else(empty, pa.nulls(1, STRING)[0], keys)
+    return keys if keys.null_count < len(keys) else None
 
 
 def to_json(value: dict[str, Any], kind: Any) -> bytes:
@@ -124,63 +159,3 @@ def _instant(value: datetime) -> str:
     if value.tzinfo is None:
         return value.isoformat(timespec="milliseconds")
     return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def check_json(row: SinkRow) -> None:
-    """Refuses what is not exactly one JSON text: joined with others it would become another row, or none."""
-    try:
-        _raw.decode(row.value)
-    except msgspec.DecodeError as error:
-        shown = row.value[:60].decode(errors="replace")
-        raise SinkError(
-            f"a value for JSON stream {row.stream} is not one JSON text: {shown!r} ({error})"
-        ) from None
-
-
-class Append(NamedTuple):
-    """Rows that are sent together: one target, one key."""
-
-    stream: str
-    key: str | None
-    values: list[bytes]
-
-
-def appends_of(
-    rows: Iterator[SinkRow], options: WriteOptions, is_json: Callable[[str], bool]
-) -> Iterator[Append]:
-    """Cuts rows into appends. The same rows in the same order give the same appends.
-
-    A chunk has rows of one target up to the limits; inside it, rows with the same key go together. Chunks of
-    a target follow one another as their rows did.
-    """
-    open_chunks: dict[str, _Chunk] = {}
-    for row in rows:
-        if is_json(row.stream):
-            check_json(row)
-        chunk = open_chunks.get(row.stream)
-        if chunk is None:
-            chunk = open_chunks[row.stream] = _Chunk()
-        if chunk.rows and (
-            chunk.rows >= options.rows_max or chunk.bytes + len(row.value) > options.bytes_max
-        ):
-            yield from chunk.appends(row.stream)
-            chunk = open_chunks[row.stream] = _Chunk()
-        chunk.add(row)
-    for stream, chunk in open_chunks.items():
-        yield from chunk.appends(stream)
-
-
-class _Chunk:
-    def __init__(self) -> None:
-        self.rows = 0
-        self.bytes = 0
-        self._by_key: dict[str | None, list[bytes]] = {}
-
-    def add(self, row: SinkRow) -> None:
-        self._by_key.setdefault(row.key, []).append(row.value)
-        self.rows += 1
-        self.bytes += len(row.value) + 1
-
-    def appends(self, stream: str) -> Iterator[Append]:
-        for key, values in self._by_key.items():
-            yield Append(stream, key, values)

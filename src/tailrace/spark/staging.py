@@ -11,12 +11,15 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from threading import Lock
 
 import msgspec
+import numpy as np
 
-from tailrace.spark.sink_rows import Append, SinkError
-from tailrace.store.arrow import BINARY, INT32, STRING, pa, pq
+from tailrace.spark.sink_appends import Append, value_ends
+from tailrace.spark.sink_rows import SinkError
+from tailrace.store.arrow import BINARY, INT32, STRING, integers, pa, pq
 from tailrace.store.objects import ObjectExistsError, Objects, open_objects
 
 FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
@@ -51,7 +54,7 @@ def encode_parts(appends: Iterable[Append]) -> Iterator[tuple[int, bytes]]:
     size = 0
     for append in appends:
         kept.append(append)
-        size += sum(map(len, append.values))
+        size += int(value_ends(append.values)[-1])
         if size >= FILE_BYTES_MAX:
             yield _encode(kept)
             kept, size = [], 0
@@ -60,35 +63,35 @@ def encode_parts(appends: Iterable[Append]) -> Iterator[tuple[int, bytes]]:
 
 
 def _encode(appends: list[Append]) -> tuple[int, bytes]:
-    numbers: list[int] = []
-    streams: list[str] = []
-    keys: list[str | None] = []
-    values: list[bytes] = []
-    for number, append in enumerate(appends):
-        count = len(append.values)
-        numbers += [number] * count
-        streams += [append.stream] * count
-        keys += [append.key] * count
-        values += append.values
-    table = pa.table([numbers, streams, keys, values], schema=_SCHEMA)
+    counts = [len(append.values) for append in appends]
+    numbers = np.repeat(np.arange(len(appends), dtype=np.int32), counts)
+    places = integers(INT32, numbers, len(numbers))
+    columns = [
+        places,
+        pa.array([append.stream for append in appends], STRING).take(places),
+        pa.array([append.key for append in appends], STRING).take(places),
+        pa.chunked_array([append.values for append in appends], BINARY),
+    ]
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", use_dictionary=["stream", "key"])
+    table = pa.table(columns, schema=_SCHEMA)
+    # Written once, read once, then gone: that is no occasion for a denser format.
+    pq.write_table(table, sink, compression="lz4", use_dictionary=["stream", "key"], write_statistics=False)
     data: bytes = sink.getvalue().to_pybytes()
     return len(numbers), data
 
 
 def decode_part(data: bytes) -> Iterator[Append]:
     """The appends of a part, as they were cut."""
-    table = pq.read_table(pa.BufferReader(data), use_threads=False)
-    numbers: list[int] = table.column("append").to_pylist()
-    streams: list[str] = table.column("stream").to_pylist()
-    keys: list[str | None] = table.column("key").to_pylist()
-    values: list[bytes] = table.column("value").to_pylist()
-    start = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[start]:
-            yield Append(streams[start], keys[start], values[start:at])
-            start = at
+    table = pq.read_table(pa.BufferReader(data), use_threads=False).combine_chunks()
+    numbers = table.column("append").to_numpy()
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    first = table.select(["stream", "key"]).take(starts)
+    streams: list[str] = first.column("stream").to_pylist()
+    keys: list[str | None] = first.column("key").to_pylist()
+    values = table.column("value").chunk(0)
+    edges = [*starts.tolist(), len(numbers)]
+    for stream, key, (start, stop) in zip(streams, keys, pairwise(edges), strict=True):
+        yield Append(stream, key, values.slice(start, stop - start))
 
 
 def part_of(partition: int, rows: int, data: bytes) -> Part:
