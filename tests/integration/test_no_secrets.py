@@ -12,6 +12,8 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cli import tailrace
 from support.hub_client import Actor
+from support.mongo_server import MongoServer
+from support.sources import wait_until
 from support.wire import Wire, request_bytes
 from tailrace.auth import create_token
 
@@ -33,6 +35,7 @@ def secrets_of(tokens: list[str]) -> list[str]:
 def test_no_secret_is_in_any_log(tmp_path: Path, start_server: StartServer, form: str) -> None:
     keys = tmp_path / "hub-keys.json"
     keys.write_text(json.dumps({"@(ada)": [{"id": "k1", "secret": HMAC_SECRET, "createdAt": 1}]}))
+    mongo = MongoServer().start()
     server = start_server(
         env={
             "TAILRACE_AUTH_JWT_SECRET": SECRET,
@@ -42,6 +45,7 @@ def test_no_secret_is_in_any_log(tmp_path: Path, start_server: StartServer, form
             "TAILRACE_LOG_FORMAT": form,
             "TAILRACE_LOG_REQUESTS": "all",
             "PG_DSN_OF_THE_TEST": f"postgres://user:{PASSWORD}@127.0.0.1:1/none",
+            "MONGO_DSN_OF_THE_TEST": mongo.dsn.replace("//", f"//user:{PASSWORD}@"),
         }
     )
     manager = create_token(SECRET, sub="manager", scopes=["manage"])
@@ -55,12 +59,17 @@ def test_no_secret_is_in_any_log(tmp_path: Path, start_server: StartServer, form
     wake = _wake(call)
     actor = Actor(server, token=create_token(SECRET, sub="ada", scopes=["read"]))
     actor.close()
-    source = {"kind": "postgres", "dsn": {"env": "PG_DSN_OF_THE_TEST"}}
-    call("PUT", "/v1/databases/default/sources/pg", source)
+    for kind in ("postgres", "mongo"):
+        dsn = {"env": "PG_DSN_OF_THE_TEST" if kind == "postgres" else "MONGO_DSN_OF_THE_TEST"}
+        source = {"kind": kind, "dsn": dsn, "collections": {"a.b": {"collection": f"{kind}-c"}}}
+        assert call("PUT", f"/v1/databases/default/sources/{kind}", source).status == 201
+        path = f"/v1/databases/default/sources/{kind}"
+        wait_until(lambda path=path: call("GET", path).body["status"]["error"], bool)
     for jti in ("some-token", *given):
         call("POST", "/v1/server/_revocations", {"jti": jti})
     call("DELETE", f"/v1/server/_keys/{key.split('_')[1]}")
     server.stop()
+    mongo.crash()
     log = server.log
     assert "was revoked by 'manager'" in log, "the log is on"
     found = [secret for secret in secrets_of([*given, job, wake]) if secret in log]

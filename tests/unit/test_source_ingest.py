@@ -14,9 +14,11 @@ from support.watch_room import DATABASE, PacedWire, Room
 from tailrace.api.watch.book import Collection
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.source_ingest import Ingest, SupersededError
+from tailrace.api.watch.source_progress import Mark
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.subscribing import subscribe
 from tailrace.watch.change import decode
+from tailrace.watch.names import partition_of
 from tailrace.watch.sources.config import read_config
 from tailrace.watch.sources.model import SourceChange
 
@@ -175,6 +177,77 @@ def test_w4_of_two_that_follow_a_source_the_older_one_stops(tmp_path: Path) -> N
     found = place.told()
     place.room.close()
     assert found == expected(tmp_path / "expected", messages)
+
+
+def marked(place: Place, *logs: str) -> Ingest:
+    """A source whose collections have logs of their own."""
+    ingest = place.states().ingest()
+    marks = {name: Mark(token=f"{name}0", lsn=5) for name in logs}
+    place.room.harness.run(ingest.note(ingest.progress.replaced(marks=marks)))
+    return ingest
+
+
+def test_a_log_of_its_own_has_a_place_of_its_own(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    run = place.room.harness.run
+    ingest = marked(place, "c", "other")
+    run(ingest.load(place.collection, [("a", b"{}")]))
+    run(ingest.follow_one("c", [put(9, 0, "b"), put(9, 1, "a")], "c1"))
+    run(ingest.follow_one("other", [], "other1"))
+    place.room.crash(0)
+    ingest = place.states().ingest()
+    marks = ingest.progress.marks
+    assert marks["c"] == Mark(token="c1", lsn=9, ordinal=1, index=1)
+    assert marks["other"] == Mark(token="other0", lsn=5), "nothing came of it, so it is read again"
+    run(ingest.follow_one("c", [put(9, 1, "a"), put(9, 2, "b")], "c2"))
+    assert ingest.repeats == 1
+    assert sorted(one for partition in place.told() for one in partition) == [
+        ("0000000000000005", 0, "a", "insert"),
+        ("0000000000000009", 0, "b", "insert"),
+        ("0000000000000009", 1, "a", "update"),
+        ("0000000000000009", 2, "b", "update"),
+    ]
+    place.room.close()
+
+
+def test_the_end_of_a_log_is_remembered_until_there_is_more(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    run = place.room.harness.run
+    ingest = marked(place, "c")
+    ended = ingest.progress.marked("c", ingest.progress.position_in("c"), "end", ended=True)
+    run(ingest.note(ended))
+    run(ingest.follow_one("c", [], "end"))
+    assert ingest.progress.marks["c"].ended
+    run(ingest.follow_one("c", [put(9, 0, "a")], "c1"))
+    assert not ingest.progress.marks["c"].ended
+    place.room.close()
+
+
+def test_w13_of_what_was_not_found_nothing_is_told(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    room, run = place.room, place.room.harness.run
+    ingest = marked(place, "c")
+    lost = put(7, 0, "a")._replace(image="missing", data=b"", token="t7")
+    run(ingest.follow_one("c", [lost], "t7"))  # nor was the document ever seen
+    run(ingest.follow_one("c", [put(8, 0, "a")._replace(token="t8")], "t8"))
+    told = put(10, 0, "a")._replace(image="lookup", before=b'{"at": [8, 0]}', token="t10")
+    newer = put(11, 0, "a")._replace(replaces=True, before=b"{}", token="t11")
+    run(ingest.follow_one("c", [lost._replace(lsn=9, token="t9"), told, newer], "t11"))
+    stream = room.harness.log.find(place.collection.stream(partition_of("a", 2)))
+    assert stream is not None
+    page = run(room.harness.log.reader.read_labelled(stream, 0, 1 << 20, 100))
+    entries = [json.loads(bytes(raw)) for raw in page.parts]
+    found = [(one["op"], one["version"], *one["images"].values(), one["source"]["token"]) for one in entries]
+    assert found == [
+        ("insert", 1, "none", "full", "t8"),
+        ("update", 1, "view", "missing", "t9"),
+        ("update", 2, "full", "lookup", "t10"),
+        ("replace", 3, "view", "full", "t11"),
+    ]
+    assert entries[1]["after"] is None
+    assert entries[2]["before"] == {"at": [8, 0]}, "the view has kept its row"
+    assert entries[3]["before"] == {"at": [10, 0]}, "what was told of it, whatever it was"
+    place.room.close()
 
 
 def ask(place: Place, session: Session) -> None:

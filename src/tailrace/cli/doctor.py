@@ -244,7 +244,7 @@ def _pipeline(settings: Settings) -> Finding:
 
 
 def _sources(settings: Settings) -> Finding:
-    """What is followed outside. A database keeps its log for as long as nobody reads it."""
+    """What is followed outside: PostgreSQL keeps its log until it is read, MongoDB for some time only."""
     import apsw
 
     from tailrace.api.watch.source_progress import read_facts
@@ -263,7 +263,8 @@ def _sources(settings: Settings) -> Finding:
     if not shown:
         return Finding("sources", "ok", "none")
     served = _lock(settings).verdict == "warn"
-    detail = ", ".join(shown) + ("" if served else "; no server reads them, and databases keep their log")
+    unread = "; no server reads them: PostgreSQL keeps its log for us, MongoDB forgets its own"
+    detail = ", ".join(shown) + ("" if served else unread)
     wrong = not served or any(one.phase == "stale" for one in found.values())
     return Finding("sources", "warn" if wrong else "ok", detail)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
@@ -16,6 +16,8 @@ _HELP: Final = """Follow databases outside: their tables become collections that
 A source is named by the Tailrace database and a name of its own. For example:
 
     tailrace source add default/pg1 --dsn-env PG_DSN --table public.orders=orders
+
+    tailrace source add default/shop --kind mongo --dsn-env MONGO_DSN --table shop.orders=orders
 
     tailrace source status default/pg1
 
@@ -50,32 +52,38 @@ def add(
         Parameter(
             negative="",
             help="schema.table=collection, with :column,column behind it if the key is not the primary key;"
-            " repeatable.",
+            " of MongoDB database.collection=collection; repeatable.",
         ),
     ],
+    kind: Annotated[
+        Literal["postgres", "mongo"], Parameter(help="What the connection string leads to.")
+    ] = "postgres",
     stream: Annotated[str, Parameter(help="Follow this stream instead; --table is type=collection.")] = "",
     dsn_env: Annotated[str, Parameter(help="Variable that has the connection string.")] = "",
     dsn_file: Annotated[str, Parameter(help="File that has the connection string.")] = "",
-    publication: Annotated[str, Parameter(help="The publication of the tables.")] = "tailrace",
-    slot: Annotated[str, Parameter(help="The replication slot; made if it is missing.")] = "",
+    publication: Annotated[str, Parameter(help="PostgreSQL: the publication of the tables.")] = "tailrace",
+    slot: Annotated[str, Parameter(help="PostgreSQL: the replication slot; made if it is missing.")] = "",
     on_gap: Annotated[
         str, Parameter(help="What to do when something is missing: rescan or hold.")
     ] = "rescan",
     initial: Annotated[str, Parameter(help="load: copy first. now: begin with the next change.")] = "load",
-    numeric: Annotated[str, Parameter(help="numeric as string or double.")] = "string",
+    numeric: Annotated[str, Parameter(help="PostgreSQL: numeric as string or double.")] = "string",
     session: Session = DEFAULT,
 ) -> None:
-    """Follow a PostgreSQL database or a stream of records with the profile state-protocol, or change how."""
+    """Follow a database or a stream of records with the profile state-protocol, or change how."""
     if sum(map(bool, (dsn_env, dsn_file, stream))) != 1:
         raise UsageError("a source is named by one of --dsn-env, --dsn-file and --stream")
     given: dict[str, Any] = {"collections": dict(_mapped(text) for text in table), "onGap": on_gap}
     if stream:
         given |= {"kind": "stream", "stream": stream}
     else:
-        given |= {"kind": "postgres", "dsn": {"env": dsn_env} if dsn_env else {"file": dsn_file}}
-        given |= {"publication": publication, "initial": initial, "numeric": numeric}
-        if slot:
-            given["slot"] = slot
+        given |= {
+            "kind": kind,
+            "dsn": {"env": dsn_env} if dsn_env else {"file": dsn_file},
+            "initial": initial,
+        }
+    if given["kind"] == "postgres":
+        given |= {"publication": publication, "numeric": numeric, **({"slot": slot} if slot else {})}
     _print(request(session, "PUT", _path(name), given), session)
 
 
@@ -121,10 +129,10 @@ def rm(
     name: Name,
     /,
     *,
-    keep_slot: Annotated[bool, Parameter(negative="", help="Leave the slot in the database.")] = False,
+    keep_slot: Annotated[bool, Parameter(negative="", help="Leave the slot in PostgreSQL.")] = False,
     session: Session = DEFAULT,
 ) -> None:
-    """Follow a source no more. Its collections stay as they are, and its slot is dropped."""
+    """Follow a source no more. Its collections stay as they are, and a slot it had is dropped."""
     removed = request(session, "DELETE", _path(name), query="keepSlot=1" if keep_slot else "")
     if session.json:
         put_json(removed)

@@ -14,7 +14,16 @@ Op = Literal["insert", "update", "replace", "delete"]
 NULL: Final = msgspec.Raw(b"null")
 
 
+MISSING: Final = "missing"
+
+
 class Images(msgspec.Struct, frozen=True):
+    """Where the images are from.
+
+    before: the source (full), the view, or none. after: full; lookup, as the source had it when it was asked
+    later; missing, as it was gone by then; none.
+    """
+
     before: str
     after: str
 
@@ -144,14 +153,20 @@ def encode(entry: ChangeEntry) -> bytes:
 
 
 def decode(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> Change | None:
-    """The change of an entry; None for entries of other kinds, which readers pass over."""
+    """The change of an entry; None for what readers pass over.
+
+    That is entries of other kinds, and changes of which nobody can say what they made of the document: it was
+    gone when it was looked up, and that it is gone is the next that is said of it.
+    """
     try:
         entry = _decode(raw)
     except msgspec.ValidationError:
         if _decode_kind(raw).kind == "change":
             raise
         return None
-    return Change(entry, partition, seq, time_ns // 1_000_000) if entry.kind == "change" else None
+    if entry.kind != "change" or entry.images.after == MISSING:
+        return None
+    return Change(entry, partition, seq, time_ns // 1_000_000)
 
 
 def shown(

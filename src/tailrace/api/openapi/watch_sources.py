@@ -34,7 +34,8 @@ _STATUS: Final[Json] = obj(
         **counts("epoch", "restarts", "gaps", "loaded", "changes"),
         "token": STRING,
         "lagSeconds": {"type": "number"},
-    }
+    },
+    {"tokens": {"type": "object", "additionalProperties": STRING}},
 )
 _SOURCE: Final[Json] = obj(
     {
@@ -76,7 +77,7 @@ def watch_source_paths() -> Json:
             "delete": operation(
                 "removeSource",
                 TAG,
-                "Follow a source no more, and drop its slot",
+                "Follow a source no more, and drop the slot it had",
                 {"200": answer("What became of the slot.", _removed())},
                 (404, 429, 507),
                 scope="manage",
@@ -104,7 +105,7 @@ def _put() -> Json:
     )
     given = closed(
         {
-            "kind": {"enum": ["postgres", "stream"]},
+            "kind": {"enum": ["postgres", "mongo", "stream"]},
             "collections": {"type": "object", "minProperties": 1, "additionalProperties": mapped},
         },
         {
@@ -120,7 +121,7 @@ def _put() -> Json:
     return operation(
         "putSource",
         TAG,
-        "Follow a PostgreSQL database, or a stream",
+        "Follow a PostgreSQL or MongoDB database, or a stream",
         {"201": answer("It is new.", _SOURCE), "200": answer("It is as asked.", _SOURCE)},
         (404, 409, 429, 501, 507),
         scope="manage",

@@ -1,4 +1,4 @@
-"""A source at work: connects, copies, follows, and begins again when it has to.
+"""A source outside at work: connects, copies, follows, and begins again when it has to.
 
 Whatever goes wrong ends the session. The next one, after a pause that grows, finds out from what is durable
 where the source was; what it reads again it knows by its position.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, Generic, ParamSpec, Protocol, TypeVar
 
 from tailrace.api.watch.audit import Audit
 from tailrace.api.watch.book import Book, Collection
@@ -23,26 +24,36 @@ from tailrace.api.watch.source_thread import SourceThread
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.watch.sources.config import SourceConfig
-from tailrace.watch.sources.model import GapError, Position, SourceError
-from tailrace.watch.sources.postgres import Page, Postgres, Table, primary_keys
+from tailrace.watch.sources.model import GapError, SourceError
 
 logger = logging.getLogger("tailrace.watch")
 
-# Every look reads the log again from where the database keeps it, so that few long ones cost less than many.
-PEEK_CHANGES: Final = 20_000
-PEEK_CHANGES_MAX: Final = 200_000
-PEEK_BYTES: Final = 64 * 1024 * 1024  # about what the database puts aside for one
 BUSY_S: Final = 0.02
 RETRY_S_MIN: Final = 1.0
-MOVE_BYTES: Final = 1024 * 1024
 VIEW_ROWS: Final = 500
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Table = TypeVar("Table")
+Table_contra = TypeVar("Table_contra", contravariant=True)
 
 
-class Connector:
-    """Runs one PostgreSQL source until it is cancelled."""
+class Adapter(Protocol[Table_contra]):
+    """A database as far as all of them are alike. Everything blocks, and belongs to one thread."""
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+    def copy(self, table: Table_contra, /) -> None: ...
+    def rows(self, table: Table_contra, rows_max: int, bytes_max: int, /) -> list[tuple[str, bytes]]: ...
+    def done(self) -> None: ...
+
+    def explained(self, error: Exception, /) -> str | None:
+        """What the driver's own error says, in the database's words; None if it is not the driver's."""
+        ...
+
+
+class Connector(ABC, Generic[Table]):
+    """Runs one source until it is cancelled. Which changes there are is up to the kind of database."""
 
     def __init__(
         self,
@@ -52,6 +63,7 @@ class Connector:
         status: SourceStatus,
         limits: Limits,
         audit: Audit,
+        adapter: Adapter[Table],
     ) -> None:
         self._book = book
         self._states = states
@@ -60,13 +72,8 @@ class Connector:
         self._limits = limits
         self._audit = audit
         self._thread = SourceThread(config.name)
-        self._adapter = Postgres(config)
-        self._tables: dict[str, Table] = {}
+        self._connection = adapter
         self._retry_s = RETRY_S_MIN
-        self._drained_at = -1  # how much of the log had been written when all of it was read
-        self._boundary = 0  # an end of a record that was seen before
-        self._checked_s = 0.0
-        self._peek_changes = PEEK_CHANGES
 
     async def run(self) -> None:
         try:
@@ -76,13 +83,15 @@ class Connector:
                     return
                 await asyncio.sleep(pause_s)
         finally:
-            self._thread.finish(self._adapter.close)
+            self._thread.finish(self._connection.close)
 
     async def _once(self) -> float | None:
         """One session; for how long to wait before the next, None if there is to be none."""
         status = self._status
         try:
             await self._states.settled()
+            await self._call(self._connection.open)
+            status.connected = True
             await self._session()
         except GapError as gap:
             logger.warning("the source %s has a gap: %s", self._config.name, gap.reason)
@@ -98,88 +107,48 @@ class Connector:
             status.error = str(error)
             logger.warning("the source %s: %s", self._config.name, error)
         except Exception as error:
-            # The driver's own errors say what is wrong in the database's words.
-            status.error = _explained(error)
-            known = type(error).__module__.startswith("psycopg")
-            logger.warning("the source %s: %s", self._config.name, status.error, exc_info=not known)
+            known = self._connection.explained(error)
+            status.error = known or _shortened(error)
+            logger.warning("the source %s: %s", self._config.name, status.error, exc_info=known is None)
         status.connected = False
         status.restarts += 1
         with suppress(Exception):
-            await self._call(self._adapter.close)
+            await self._call(self._connection.close)
         pause_s = self._retry_s
         self._retry_s = min(2 * self._retry_s, self._limits.watch_source_retry_ms / 1000)
         return pause_s
 
+    @abstractmethod
+    async def _session(self) -> None:
+        """Until something is wrong. The connection is open."""
+
     def _worked(self) -> None:
-        """It is in order again: the next pause is short."""
+        """It is in order: the next pause is short."""
+        self._status.error = None
         self._retry_s = RETRY_S_MIN
+
+    async def _hold(self, reason: str | None) -> None:
+        """Something is missing, and an operator decides."""
+        self._status.error = reason
+        await asyncio.Event().wait()
 
     def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         return self._thread.call(function, *args, **kwargs)
 
-    # -- a session -------------------------------------------------------------------------------------
+    async def _pace(self, changes: int, size_bytes: int, began: float) -> None:
+        """No faster than is allowed."""
+        config = self._config
+        due_s = max(changes / config.events_per_s, size_bytes / config.bytes_per_s)
+        if (rest_s := due_s - (time.monotonic() - began)) > 0:
+            await asyncio.sleep(rest_s)
 
-    async def _session(self) -> None:
-        adapter, states = self._adapter, self._states
-        self._drained_at, self._boundary = -1, 0
-        await self._call(adapter.open)
-        self._status.connected = True
-        self._tables = await self._call(adapter.check)
-        ingest = states.ingest()
-        phase = ingest.progress.phase
-        if phase == "live":
-            await self._check(ingest)
-        elif phase == "stale" and not ingest.progress.rescan:
-            self._status.error = ingest.progress.reason
-            await asyncio.Event().wait()  # an operator decides
-        else:
-            await self._begin(ingest)
-        self._status.error = None
-        self._worked()
-        await self._follow(ingest, None)
+    # -- copying ---------------------------------------------------------------------------------------
 
-    async def _begin(self, ingest: Ingest) -> None:
-        """From nothing, or from what is left, to a source that is followed."""
-        adapter, states = self._adapter, self._states
-        progress = ingest.progress
-        if progress.phase != "loading":
-            start = await self._fresh_slot(ingest)
-            self._status.confirmed = start
-            known = progress.at(Position(start, -1, -1)).replaced(
-                safe=start,
-                system=await self._call(adapter.system),
-                keys=primary_keys(self._tables),
-                reason=None,
-                rescan=False,
-                making=False,
-            )
-            if self._config.initial == "now" and progress.phase == "new":
-                await states.begin_now(ingest, known)
-                return
-            await states.begin_load(ingest, known)
-        else:
-            await self._check(ingest)
-        await self._load(ingest)
-        until = await self._call(adapter.mark)
-        await self._follow(ingest, until)
-        await states.end_load(ingest)
-
-    async def _fresh_slot(self, ingest: Ingest) -> int:
-        """A slot that begins now. One that exists is ours only if we have said so, or have read from it."""
-        adapter, progress, name = self._adapter, ingest.progress, self._config.slot
-        if await self._call(adapter.slot) is not None:
-            known = any(any(one.applied) for one in self._states.collections.values())
-            if progress.phase == "new" and not progress.making and not known:
-                raise SourceError(f"there is a slot {name} already: name another one, or drop it")
-            await self._call(adapter.drop_slot)
-        await ingest.note(progress.replaced(making=True))
-        return await self._call(adapter.create_slot)
-
-    async def _load(self, ingest: Ingest) -> None:
-        """Copies every table, and writes down what differs from what there is."""
+    async def _load(self, ingest: Ingest, tables: Iterable[tuple[str, Table]]) -> None:
+        """Copies tables, and writes down what differs from what there is in the collection of each."""
         self._status.loaded = 0
-        for table in self._tables.values():
-            collection = self._states.collections[table.mapped.collection]
+        for name, table in tables:
+            collection = self._states.collections[name]
             seen = SeenKeys()
             try:
                 await self._copy(ingest, table, collection, seen)
@@ -188,7 +157,7 @@ class Connector:
                 seen.close()
 
     async def _copy(self, ingest: Ingest, table: Table, collection: Collection, seen: SeenKeys) -> None:
-        adapter, config = self._adapter, self._config
+        adapter, config = self._connection, self._config
         await self._call(adapter.copy, table)
         try:
             while rows := await self._call(adapter.rows, table, config.batch_changes, config.batch_bytes):
@@ -208,108 +177,7 @@ class Connector:
                 await ingest.remove(collection, gone)
             await asyncio.sleep(0)
 
-    # -- following -------------------------------------------------------------------------------------
 
-    async def _follow(self, ingest: Ingest, until: int | None) -> None:
-        """For ever, or until everything before a place in the log has been read."""
-        pause_s = BUSY_S
-        idle_s = self._limits.watch_source_idle_ms / 1000
-        while True:
-            flushed = await self._call(self._adapter.flushed)
-            pause_s = min(2 * pause_s, idle_s)
-            if flushed != self._drained_at:
-                before = ingest.progress.position
-                drained = await self._round(ingest)
-                self._drained_at = flushed if drained else -1
-                if ingest.progress.position != before:
-                    pause_s = BUSY_S if drained else 0.0
-            if until is not None and self._drained_at >= until:
-                return
-            if time.monotonic() - self._checked_s >= self._limits.watch_source_check_ms / 1000:
-                await self._check(ingest)
-                await self._let_go(ingest)
-            self._status.caught_up(self._drained_at >= 0)
-            await asyncio.sleep(pause_s)
-
-    async def _round(self, ingest: Ingest) -> bool:
-        """Reads what the log has now; True if nothing was left."""
-        adapter, end, size_bytes = self._adapter, 0, 0
-        asked = self._peek_changes
-        await self._call(adapter.peek, asked)
-        try:
-            # The next page is decoded while this one is written down.
-            ahead: asyncio.Future[Page] | None = self._page()
-            while ahead is not None:
-                page = await ahead
-                ahead = None if page.last else self._page()
-                began = time.monotonic()
-                await ingest.follow(page.changes, page.end)
-                if page.changes:
-                    self._status.changed(page.changes[-1].time)
-                await self._pace(len(page.changes), page.size_bytes, began)
-                end, size_bytes = page.end, size_bytes + page.size_bytes
-        finally:
-            await self._call(adapter.done)
-        if end > self._status.confirmed:
-            await self._call(adapter.advance, end)
-            self._status.confirmed = end
-        # There is a backlog: more at once, if it is not too large.
-        fitting = min(PEEK_CHANGES_MAX, asked * PEEK_BYTES // max(1, size_bytes))
-        self._peek_changes = PEEK_CHANGES if adapter.drained else max(PEEK_CHANGES, fitting)
-        return adapter.drained
-
-    def _page(self) -> asyncio.Future[Page]:
-        return self._call(self._adapter.page, self._config.batch_changes, self._config.batch_bytes)
-
-    async def _pace(self, changes: int, size_bytes: int, began: float) -> None:
-        """No faster than is allowed."""
-        config = self._config
-        due_s = max(changes / config.events_per_s, size_bytes / config.bytes_per_s)
-        if (rest_s := due_s - (time.monotonic() - began)) > 0:
-            await asyncio.sleep(rest_s)
-
-    # -- looking after the slot ------------------------------------------------------------------------
-
-    async def _check(self, ingest: Ingest) -> None:
-        """Whether the source can go on from where it is, and what is kept for it there."""
-        adapter, progress, status = self._adapter, ingest.progress, self._status
-        self._checked_s = time.monotonic()
-        slot = await self._call(adapter.slot)
-        status.wal_status = None if slot is None else slot.wal_status
-        status.retained_bytes = None if slot is None else slot.retained_bytes
-        if slot is None:
-            raise GapError(f"the slot {self._config.slot} is gone")
-        if slot.wal_status == "lost" or slot.confirmed is None:
-            raise GapError(f"the slot {self._config.slot} is lost: the database has thrown away its log")
-        if slot.wal_status == "unreserved":
-            logger.warning("the slot %s will be lost soon if it is not read", self._config.slot)
-        if slot.confirmed > progress.safe:
-            raise GapError(f"somebody else has moved the slot {self._config.slot}")
-        status.confirmed = slot.confirmed
-        system = await self._call(adapter.system)
-        if None not in (system, progress.system) and system != progress.system:
-            raise GapError("it is another database")
-        head = await self._call(adapter.head)
-        if head < progress.lsn:
-            raise GapError("the database is older than what was read from it")
-        status.lag_bytes = max(0, head - max(progress.safe, slot.confirmed))
-        self._tables = await self._call(adapter.check)
-        if primary_keys(self._tables) != progress.keys:
-            raise GapError("the key of a table has changed")
-
-    async def _let_go(self, ingest: Ingest) -> None:
-        """Lets the database throw away what has nothing to do with us, as it would otherwise keep it for us.
-
-        Only up to the end of a record that was there at the last look: since then all of it has been read.
-        """
-        adapter, status = self._adapter, self._status
-        boundary, self._boundary = self._boundary, await self._call(adapter.head)
-        if boundary <= self._drained_at and boundary - status.confirmed >= MOVE_BYTES:
-            await ingest.follow((), boundary)
-            await self._call(adapter.advance, boundary)
-            status.confirmed = boundary
-
-
-def _explained(error: BaseException) -> str:
+def _shortened(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text[:500] or type(error).__name__

@@ -20,7 +20,7 @@ from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.durations import format_instant
 from tailrace.watch import names
-from tailrace.watch.change import NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
+from tailrace.watch.change import MISSING, NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
 from tailrace.watch.document import Document
 from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import Position, SourceChange, SourceError, lsn_text
@@ -29,6 +29,7 @@ from tailrace.watch.view import Row
 CLEAR_DOCUMENTS = 500
 TURN_CHANGES = 64  # between two looks at what else the loop has to do
 LOAD = "load"
+OPS = ("insert", "update", "replace", "delete")
 
 
 class SupersededError(TailraceError):
@@ -41,10 +42,12 @@ class SupersededError(TailraceError):
 class _Plan:
     """A batch as far as it is decided."""
 
-    def __init__(self, now_ns: int, position: Position) -> None:
+    def __init__(self, now_ns: int, position: Position, marked: str = "", token: str = "") -> None:
         self.now_ns = now_ns
         self.time = format_instant(now_ns)
         self.position = position
+        self.marked = marked  # the collection, if it has a log of its own that the position belongs to
+        self.token = token  # and up to where that has been read
         self.states: dict[tuple[Collection, str], State] = {}
         self.looked_up: dict[tuple[Collection, str], Row | None] = {}  # what the view has
         self.entries: dict[str, list[bytes]] = {}
@@ -72,7 +75,7 @@ class Ingest:
         self._collections = collections
         self._bytes_max = document_bytes
         self.progress = progress
-        self.counts: dict[str, int] = {"insert": 0, "update": 0, "delete": 0}
+        self.counts: dict[str, int] = dict.fromkeys(OPS, 0)
         self.repeats = 0  # changes that were known already
         # The place of the last change, and which documents it was about.
         self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
@@ -82,7 +85,16 @@ class Ingest:
 
     async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
         """Returns when they are durable, and with them that the source may be moved to `safe`."""
-        plan = self._plan()
+        await self._commit(await self._taken(self._plan(), changes), safe)
+
+    async def follow_one(self, collection: str, changes: Sequence[SourceChange], token: str) -> None:
+        """The changes of one collection, whose log has been read up to the token."""
+        plan = await self._taken(self._plan(collection), changes)
+        plan.token = token
+        await self._commit(plan)
+
+    async def _taken(self, plan: _Plan, changes: Sequence[SourceChange]) -> _Plan:
+        """The plan with the changes, or with those behind the last that is a commit of its own."""
         for name, keys in _keys_of(changes).items():
             self._look_up(plan, self._collections[name], list(keys))
         for number, change in enumerate(changes):
@@ -95,11 +107,14 @@ class Ingest:
                 plan = self._plan()
                 continue
             collection = self._collections[change.collection]
+            if change.image == MISSING:
+                self._note_missing(plan, collection, change)
+                continue
             data = None if change.op == "delete" else self._filled(plan, collection, change)
             self._decide(plan, collection, change.key, data, change)
             if number % TURN_CHANGES == TURN_CHANGES - 1:
                 await asyncio.sleep(0)
-        await self._commit(plan, safe)
+        return plan
 
     def _was_taken(self, position: tuple[int, int], change: SourceChange) -> bool:
         """Whether the source gives it once more: it lies behind what was read, or is the last over again.
@@ -155,7 +170,7 @@ class Ingest:
 
     async def load(self, collection: Collection, rows: Sequence[tuple[str, bytes]]) -> int:
         """Rows as they are at the source: those that differ become changes. Tells how many."""
-        plan = self._plan()
+        plan = self._plan(collection.name)
         differing = 0
         self._look_up(plan, collection, [key for key, _ in rows])
         for number, (key, data) in enumerate(rows):
@@ -170,7 +185,7 @@ class Ingest:
 
     async def remove(self, collection: Collection, keys: Sequence[str]) -> None:
         """Documents that the source does not have."""
-        plan = self._plan()
+        plan = self._plan(collection.name)
         for key in keys:
             self._decide(plan, collection, key, None, self._loaded(plan, collection))
         await self._commit(plan)
@@ -178,7 +193,7 @@ class Ingest:
     def _loaded(self, plan: _Plan, collection: Collection) -> SourceChange:
         """A copied row happened nowhere in the log: it stands where the source was when copying began."""
         at = plan.position
-        return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name)
+        return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
 
     def move_to(self, lsn: int) -> None:
         """What is removed next is removed there."""
@@ -187,8 +202,11 @@ class Ingest:
 
     # -- deciding --------------------------------------------------------------------------------------
 
-    def _plan(self) -> _Plan:
-        return _Plan(self._log.clock.now_ns(), self.progress.position)
+    def _plan(self, collection: str = "") -> _Plan:
+        now_ns, mark = self._log.clock.now_ns(), self.progress.marks.get(collection)
+        if mark is None:
+            return _Plan(now_ns, self.progress.position)
+        return _Plan(now_ns, mark.position, collection, mark.token)
 
     def _look_up(self, plan: _Plan, collection: Collection, keys: Sequence[str]) -> None:
         """The documents that a batch is about, all at once: nobody else writes to them."""
@@ -236,12 +254,26 @@ class Ingest:
             data if data is not None else state.data if state is not None else b"{}",
         )
         position = Position(change.lsn, change.ordinal, index)
-        op: Op = "delete" if data is None else "update" if lives else "insert"
+        changed: Op = "replace" if change.replaces else "update"
+        op: Op = "delete" if data is None else changed if lives else "insert"
         entry = self._entry(collection, key, op, state if lives else None, after, change, position)
         plan.entries.setdefault(stream, []).append(encode(entry))
         plan.states[collection, key] = after
         plan.position = position
         self.counts[op] += 1
+
+    def _note_missing(self, plan: _Plan, collection: Collection, change: SourceChange) -> None:
+        """Nobody knows what the document was then. That something happened is kept; the document stays."""
+        state = self._state(plan, collection, change.key)
+        index = plan.next_index(change.lsn)
+        if state is None or state.deleted:
+            plan.position = Position(change.lsn, change.ordinal, index - 1)
+            return
+        position = Position(change.lsn, change.ordinal, index)
+        entry = self._entry(collection, change.key, "update", state, state, change, position)
+        partition = names.partition_of(change.key, collection.config.partitions)
+        plan.entries.setdefault(collection.stream(partition), []).append(encode(entry))
+        plan.position = position
 
     def _entry(
         self,
@@ -255,8 +287,12 @@ class Ingest:
     ) -> ChangeEntry:
         kind, name = self._source
         stored = after.deleted or collection.decided.store_before
+        # What was told of a document is what the view has. The source may say otherwise: what was looked up
+        # was newer than its change.
+        confirmed = before is not None and stored and change.before == before.data
+        image = "none" if after.deleted else change.image
         if self.offset is None:
-            lsn, token = lsn_text(position.lsn), position.token
+            lsn, token = lsn_text(position.lsn), change.token or position.token
         else:
             lsn = token = self.offset(position.lsn)
         return ChangeEntry(
@@ -265,8 +301,8 @@ class Ingest:
             documentKey=key,
             op=op,
             before=msgspec.Raw(before.data) if before is not None and stored else NULL,
-            after=NULL if after.deleted else msgspec.Raw(after.data),
-            images=Images("none" if before is None else "view", "none" if after.deleted else "full"),
+            after=NULL if image in ("none", MISSING) else msgspec.Raw(after.data),
+            images=Images("none" if before is None else "full" if confirmed else "view", image),
             version=after.version,
             createdAt=after.created_ms,
             prev=None if before is None else Prev(before.version, before.updated_ms),
@@ -279,7 +315,12 @@ class Ingest:
     # -- committing ------------------------------------------------------------------------------------
 
     async def _commit(self, plan: _Plan, safe: int = 0) -> None:
-        progress = self.progress.at(plan.position)
+        progress = self.progress
+        if plan.marked:
+            progress = progress.marked(plan.marked, plan.position, plan.token, ended=False)
+            progress = progress.at(max(progress.position, plan.position))
+        else:
+            progress = progress.at(plan.position)
         if safe > progress.safe:
             progress = progress.replaced(safe=safe)
         if plan.entries or progress.safe != self.progress.safe:

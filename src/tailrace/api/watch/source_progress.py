@@ -22,6 +22,20 @@ _FACT: Final = "watch/source/"
 Phase = Literal["new", "loading", "live", "stale"]
 
 
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one collection has been read, of a source where each has a log of its own (MongoDB)."""
+
+    token: str
+    lsn: int
+    ordinal: int = START.ordinal
+    index: int = START.change
+    ended: bool = False  # the token is that of the log's end: another one begins behind it
+
+    @property
+    def position(self) -> Position:
+        return Position(self.lsn, self.ordinal, self.index)
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """All that has to be known after a crash."""
 
@@ -37,13 +51,31 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     rescan: bool = False  # a stale source is to be loaded again
     again: int = 0  # of a stream: the entry where a snapshot begins that has not ended
     making: bool = False  # of PostgreSQL: the slot may be there, and then it is ours
+    marks: dict[str, Mark] = {}  # of MongoDB, by collection
 
     @property
     def position(self) -> Position:
+        """Of MongoDB: where the last change was, of whichever collection."""
         return Position(self.lsn, self.ordinal, self.index)
+
+    @property
+    def tokens(self) -> dict[str, str]:
+        return {collection: mark.token for collection, mark in self.marks.items()}
 
     def at(self, position: Position) -> Progress:
         return self.replaced(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
+
+    def position_in(self, collection: str) -> Position:
+        mark = self.marks.get(collection)
+        return self.position if mark is None else mark.position
+
+    def marked(self, collection: str, position: Position, token: str, *, ended: bool) -> Progress:
+        """One collection was read up to a position, and nothing is behind it up to the token."""
+        lsn, ordinal, index = position
+        known = self.marks.get(collection)
+        ended = ended or (known is not None and known.ended and known.token == token)
+        mark = Mark(token=token, lsn=lsn, ordinal=ordinal, index=index, ended=ended)
+        return self.replaced(marks={**self.marks, collection: mark})
 
     def replaced(self, **changed: Any) -> Progress:
         return msgspec.structs.replace(self, **changed)
@@ -53,6 +85,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     def entry(self, now_ns: int) -> bytes:
         """What is said of it in the source's stream."""
+        tokens = {"tokens": self.tokens} if self.marks else {}
         return orjson.dumps(
             {
                 "v": 1,
@@ -60,6 +93,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 "phase": self.phase,
                 "epoch": self.epoch,
                 "token": self.position.token,
+                **tokens,
                 "lsn": f"{self.lsn:016x}",
                 "index": self.index,
                 "reason": self.reason,

@@ -15,8 +15,10 @@ from tailrace.api.context import Context
 from tailrace.api.watch.book import Book, Collection, config_entry
 from tailrace.api.watch.collection import NATIVE
 from tailrace.api.watch.gateway import Gateway
-from tailrace.api.watch.source_connector import Connector
+from tailrace.api.watch.source_ingest import OPS
+from tailrace.api.watch.source_mongo import MongoConnector
 from tailrace.api.watch.source_origin import Elsewhere
+from tailrace.api.watch.source_postgres import PostgresConnector
 from tailrace.api.watch.source_progress import fact_of
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
@@ -30,9 +32,9 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.durations import format_instant
 from tailrace.telemetry import Telemetry
 from tailrace.watch import names
+from tailrace.watch.sources import mongo, postgres
 from tailrace.watch.sources.config import SourceConfig, read_config
 from tailrace.watch.sources.model import SourceError
-from tailrace.watch.sources.postgres import Postgres, import_driver
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -71,6 +73,7 @@ class Source:
             "reason": progress.reason,
             "epoch": progress.epoch,
             "token": progress.position.token,
+            **({"tokens": progress.tokens} if progress.marks else {}),
             **self.status.shown(),
             "changes": sum(self.states.counts.values()),
         }
@@ -139,7 +142,7 @@ class Sources:
         counts = Counter(self._past)
         for one in self._found.values():
             counts.update(one.states.counts)
-        return [([op], counts[op]) for op in ("insert", "update", "delete")]
+        return [([op], counts[op]) for op in OPS]
 
     def _sum(self, what: str) -> int:
         found = self._past[what]
@@ -169,8 +172,7 @@ class Sources:
     async def put(self, database: str, name: str, given: Json) -> tuple[Source, bool]:
         """Makes a source, or changes what can be changed about it; True if it is new."""
         config = read_config(database, name, given)
-        if config.kind == "postgres":
-            _check_driver()
+        _check_driver(config.kind)
         async with self._lock:
             self._book.database(database)
             known = self._found.get((database, name))
@@ -254,7 +256,7 @@ class Sources:
             return source
 
     async def _drop_slot(self, source: Source) -> tuple[bool, str | None]:
-        thread, adapter = SourceThread(source.config.name), Postgres(source.config)
+        thread, adapter = SourceThread(source.config.name), postgres.Postgres(source.config)
 
         def drop() -> None:
             adapter.open()
@@ -316,10 +318,13 @@ class Sources:
                 if lost is not None and source.states.progress.phase != "new":
                     await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
             parts = (self._book, source.states, source.config, source.status, self._limits)
+            audit = self._gateway.audit
             if source.config.kind == "postgres":
-                await Connector(*parts, self._gateway.audit).run()
+                await PostgresConnector(*parts, audit).run()
+            elif source.config.kind == "mongo":
+                await MongoConnector(*parts, audit).run()
             else:
-                await StreamConnector(*parts, self._gateway.audit, self.elsewhere).run()
+                await StreamConnector(*parts, audit, self.elsewhere).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -401,8 +406,11 @@ def source_entry(config: SourceConfig, operation: str, now_ns: int) -> bytes:
     return orjson.dumps({"type": "source", "key": config.name, "value": config.value(), "headers": headers})
 
 
-def _check_driver() -> None:
+def _check_driver(kind: str) -> None:
     try:
-        import_driver()
+        if kind == "postgres":
+            postgres.import_driver()
+        elif kind == "mongo":
+            mongo.import_driver()
     except SourceError as error:
         raise TailraceError("not_installed", str(error)) from None

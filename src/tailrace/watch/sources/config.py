@@ -1,5 +1,7 @@
 """What a source is told: where it is, which tables become which collections, and how fast it may go.
 
+A table is one of PostgreSQL, a collection of MongoDB, or a type of a stream.
+
 Secrets are named, never given: a connection string is in a variable of the server's environment or in a
 file, and nothing that is shown or stored has more of it than that name.
 """
@@ -17,7 +19,6 @@ from tailrace.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.sources.model import SourceError
 
-KINDS: Final = ("postgres", "stream")
 TABLES_MAX: Final = 256
 KEY_COLUMNS_MAX: Final = 32
 SECRET_BYTES: Final = 64 * 1024
@@ -32,11 +33,13 @@ RATE_MAX: Final = 2**40
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
 _SLOT: Final = re.compile(r"[a-z0-9_]{1,63}\Z")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
-_OF_POSTGRES: Final = frozenset({"dsn", "publication", "slot", "initial", "numeric"})
-_OF_STREAM: Final = frozenset({"stream"})
-_MEMBERS: Final = (
-    frozenset({"name", "kind", "collections", "batch", "limits", "onGap"}) | _OF_POSTGRES | _OF_STREAM
-)
+_OF_KIND: Final = {
+    "postgres": frozenset({"dsn", "publication", "slot", "initial", "numeric"}),
+    "mongo": frozenset({"dsn", "initial"}),
+    "stream": frozenset({"stream"}),
+}
+_OF_ALL: Final = frozenset({"name", "kind", "collections", "batch", "limits", "onGap"})
+_MEMBERS: Final = _OF_ALL.union(*_OF_KIND.values())
 
 
 class Secret(msgspec.Struct, frozen=True):
@@ -62,7 +65,7 @@ class Secret(msgspec.Struct, frozen=True):
 
 
 class Mapped(msgspec.Struct, frozen=True):
-    """One table (or type of a stream), and the collection it becomes."""
+    """One table, and the collection it becomes."""
 
     table: str
     collection: str
@@ -96,20 +99,18 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def value(self) -> dict[str, Any]:
         """As it was given, with what was left out; `read_config` reads it."""
-        if self.dsn is None:
-            where: dict[str, Any] = {"stream": self.stream}
-        else:
-            where = {
-                "dsn": self.dsn.shown(),
-                "publication": self.publication,
-                "slot": self.slot,
-                "initial": self.initial,
-                "numeric": self.numeric,
-            }
+        where: dict[str, Any] = {
+            "dsn": None if self.dsn is None else self.dsn.shown(),
+            "publication": self.publication,
+            "slot": self.slot,
+            "initial": self.initial,
+            "numeric": self.numeric,
+            "stream": self.stream,
+        }
         return {
             "name": self.name,
             "kind": self.kind,
-            **where,
+            **{name: value for name, value in where.items() if name in _OF_KIND[self.kind]},
             "collections": {one.table: one.shown() for one in self.tables},
             "batch": {"maxChanges": self.batch_changes, "maxBytes": self.batch_bytes},
             "limits": {"eventsPerSecond": self.events_per_s, "bytesPerSecond": self.bytes_per_s},
@@ -134,10 +135,9 @@ def read_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig
     if given.get("name", name) != name:
         raise _wrong("the name is that of the path")
     kind = given.get("kind")
-    if kind not in KINDS:
-        raise _wrong("kind is postgres or stream")
-    foreign = _OF_STREAM if kind == "postgres" else _OF_POSTGRES
-    if unknown := sorted(foreign & set(given)):
+    if not isinstance(kind, str) or kind not in _OF_KIND:
+        raise _wrong("kind is postgres, mongo or stream")
+    if unknown := sorted(set(given) - _OF_ALL - _OF_KIND[kind]):
         raise _wrong(f"a source of the kind {kind} has no {unknown[0]}")
     slot = given.get("slot", _slot_of(database, name))
     if not isinstance(slot, str) or not _SLOT.match(slot):
@@ -150,7 +150,7 @@ def read_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig
     return SourceConfig(
         name=name,
         kind=kind,
-        dsn=_secret(given.get("dsn")) if kind == "postgres" else None,
+        dsn=None if kind == "stream" else _secret(given.get("dsn")),
         publication=publication,
         slot=slot,
         stream=_stream(given.get("stream")) if kind == "stream" else "",
@@ -202,8 +202,9 @@ def _tables(given: object, kind: str) -> tuple[Mapped, ...]:
 
 def _mapped(table: str, given: Any, kind: str) -> Mapped:
     schema, dot, name = table.partition(".")
-    if len(table) > 200 or "\0" in table or (kind == "postgres" and not (dot and schema and name)):
-        raise _wrong(f"{table[:80]!r} is not of the form schema.table")
+    if len(table) > 200 or "\0" in table or (kind != "stream" and not (dot and schema and name)):
+        form = "database.collection" if kind == "mongo" else "schema.table"
+        raise _wrong(f"{table[:80]!r} is not of the form {form}")
     known = {"collection", "key", "partitions"} if kind == "postgres" else {"collection", "partitions"}
     if not isinstance(given, dict) or not set(cast("dict[str, Any]", given)) <= known:
         raise _wrong(f"{table}: it has {', '.join(sorted(known))}")

@@ -32,11 +32,17 @@ class Position(NamedTuple):
 START: Final = Position(0, -1, -1)
 
 
+# full: as the change left it. lookup: as somebody found it later. missing: it was gone when it was looked up.
+Image = Literal["full", "lookup", "missing"]
+
+
 class SourceChange(NamedTuple):
     """One change as the source says it.
 
     put: the document is now `data`; the fields in `unchanged` are what they were (in the document `was`, if
     its key was another one). delete: it is gone. clear: all documents of the collection are gone.
+    A source whose places have names of their own says them in `token`; one that knows what the document was
+    before says it in `before`.
     """
 
     lsn: int
@@ -49,6 +55,10 @@ class SourceChange(NamedTuple):
     data: bytes = b""
     unchanged: tuple[str, ...] = ()
     was: str | None = None
+    token: str = ""
+    image: Image = "full"
+    before: bytes | None = None
+    replaces: bool = False  # the whole document was given, not some of its fields
 
 
 class GapError(Exception):

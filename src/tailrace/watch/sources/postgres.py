@@ -156,6 +156,11 @@ class Postgres:
             self._reading = self._rows = None
             connection.close()
 
+    def explained(self, error: Exception) -> str | None:
+        if not type(error).__module__.startswith("psycopg"):
+            return None
+        return " ".join(str(error).split())[:500] or type(error).__name__
+
     @property
     def connection(self) -> psycopg.Connection[tuple[Any, ...]]:
         assert self._connection is not None, "it is open"

@@ -1,0 +1,292 @@
+"""A MongoDB that is followed: its collections, and the change stream of each.
+
+Everything here blocks, and is called from the one thread that owns the connection. The driver resumes a
+stream by itself when a connection breaks; what it cannot resume ends here, as a gap or as an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tailrace.watch.sources.config import Mapped, SourceConfig
+from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
+
+if TYPE_CHECKING:
+    from bson.raw_bson import RawBSONDocument
+    from pymongo import MongoClient
+    from pymongo.collection import Collection
+    from pymongo.cursor import Cursor
+    from pymongo.errors import OperationFailure
+
+    from tailrace.watch.sources.mongodecode import Decoder
+
+    Raw = RawBSONDocument
+    Stream = Any  # the driver's names for it are not to be imported
+
+CONNECT_MS: Final = 10_000
+# How long the server may look for changes before it says that there are none; all collections together.
+AWAIT_MS: Final = 10
+AWAIT_MS_ALL: Final = 250
+BATCH_EVENTS: Final = 1000
+WIRE_MIN: Final = 9  # MongoDB 4.4
+WIRE_BEFORE_IMAGES: Final = 17  # MongoDB 6.0
+NO_OPLOG: Final = "MongoDB has no oplog: start it with --replSet and run rs.initiate()"
+_SCHEMES: Final = ("mongodb://", "mongodb+srv://")
+_CONNECTION: Final = {
+    "appname": "tailrace",
+    "connectTimeoutMS": CONNECT_MS,
+    "serverSelectionTimeoutMS": CONNECT_MS,
+}
+# The place in the log is gone, the token means nothing to this server, or an event is too large to be given.
+_LOST: Final = frozenset({136, 260, 280, 286, 10334, 40576, 40585, 40615})
+_NO_RESUME: Final = "NonResumableChangeStreamError"
+_MAY_PASS: Final = ("ResumableChangeStreamError", "RetryableError", "SystemOverloadedError")
+# What has nothing to do with the token: rights, how it is set up, a server that is not what it was.
+_NO_GAP: Final = frozenset(
+    {6, 7, 13, 18, 43, 50, 63, 89, 91, 133, 150, 189, 202, 234, 262, 8000, 9001, 10107}
+    | {11600, 11602, 13388, 13435, 13436, 40573}
+)
+
+
+class Page(NamedTuple):
+    """A stretch of the log of a collection, and the token behind it.
+
+    `last`: nothing more was there, and everything up to the time `read_to` was read. `ended`: the collection
+    was dropped or renamed.
+    """
+
+    changes: list[SourceChange]
+    token: str
+    last: bool
+    read_to: int
+    ended: bool
+    size_bytes: int
+
+
+class _Log(NamedTuple):
+    stream: Stream
+    decoder: Decoder
+    began: int  # the time of the token it was begun with
+
+
+def import_driver() -> Any:
+    try:
+        import pymongo
+    except ImportError:
+        raise SourceError("a MongoDB source needs the extra mongo: pip install 'tailrace[mongo]'") from None
+    return pymongo
+
+
+class Mongo:
+    """One client. Not for several threads at once."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._client: MongoClient[Raw] | None = None
+        self._logs: dict[str, _Log] = {}
+        self._copying: Cursor[Raw] | None = None
+        self._rows: Iterator[Raw] | None = None
+        self._more: dict[str, Any] = {}
+
+    # -- the connection --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        pymongo = import_driver()
+        from bson.raw_bson import RawBSONDocument
+
+        assert self._config.dsn is not None
+        dsn = self._config.dsn.read()
+        if not dsn.startswith(_SCHEMES):
+            # The driver would take all of it for the name of a host, and say it whenever it cannot be found.
+            raise SourceError("the connection string does not begin with mongodb:// or mongodb+srv://")
+        try:
+            self._client = pymongo.MongoClient(dsn, document_class=RawBSONDocument, **_CONNECTION)
+        except Exception:  # noqa: BLE001
+            # The message would repeat what it could not read, which may be a secret.
+            raise SourceError("the connection string cannot be read, or its host is not known") from None
+        hello = self._command("hello")
+        if not hello.get("setName") and hello.get("msg") != "isdbgrid":
+            raise SourceError(NO_OPLOG)
+        wire = int(hello.get("maxWireVersion", 0))
+        if wire < WIRE_MIN:
+            raise SourceError("a source needs MongoDB 4.4 or newer")
+        self._more = {"full_document_before_change": "whenAvailable"} if wire >= WIRE_BEFORE_IMAGES else {}
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        self._logs.clear()
+        self._copying = self._rows = None
+        if client is not None:
+            client.close()
+
+    def explained(self, error: Exception) -> str | None:
+        from pymongo.errors import OperationFailure, PyMongoError
+
+        if not isinstance(error, PyMongoError):
+            return None
+        if isinstance(error, OperationFailure):
+            return explained(error)
+        return " ".join(str(error).split())[:500] or type(error).__name__
+
+    @property
+    def client(self) -> MongoClient[Raw]:
+        assert self._client is not None, "it is open"
+        return self._client
+
+    def _command(self, name: str) -> Mapping[str, Any]:
+        return self.client.get_database("admin").command(name)
+
+    def _collection(self, mapped: Mapped) -> Collection[Raw]:
+        from pymongo.read_concern import ReadConcern
+
+        database, _, name = mapped.table.partition(".")
+        # What could still be rolled back is not read.
+        return self.client.get_database(database).get_collection(name, read_concern=ReadConcern("majority"))
+
+    # -- what there is ---------------------------------------------------------------------------------
+
+    def state(self) -> tuple[str, int]:
+        """What tells this database from another one that was put in its place; and how far it is."""
+        return str(self._command("hello").get("setName", "sharded")), self.head()
+
+    def head(self) -> int:
+        """The newest time there is in the cluster: all that was seen before has none above it."""
+        from tailrace.watch.sources.mongodecode import lsn_of
+
+        told = self._command("ping")
+        cluster, time = told.get("$clusterTime"), told.get("operationTime")
+        if cluster is not None:
+            time = cluster["clusterTime"]
+        if time is None:
+            raise SourceError(NO_OPLOG)
+        return lsn_of(time)
+
+    def check(self, *, must_exist: bool) -> None:
+        """Refuses what cannot be followed. A name that nothing has is more likely a wrong one."""
+        for mapped in self._config.tables:
+            database, _, name = mapped.table.partition(".")
+            found = list(self.client.get_database(database).list_collections(filter={"name": name}))
+            if not found and must_exist:
+                raise SourceError(f"there is no collection {mapped.table}")
+            kind = found[0].get("type", "collection") if found else "collection"
+            if kind != "collection":
+                raise SourceError(f"{mapped.table} is a {kind}, which MongoDB has no change stream of")
+
+    def now(self, mapped: Mapped) -> tuple[int, str]:
+        """A place in the log behind everything that has happened to a collection: its time, its token."""
+        from tailrace.watch.sources.mongodecode import is_of_event, token_lsn, token_text
+
+        with self._collection(mapped).watch(batch_size=0) as stream:
+            token = stream.resume_token
+        if token is None:
+            raise SourceError("MongoDB gives no token to go on from: version 4.4 or newer is needed")
+        text = token_text(token)
+        # One that is but a time, as it is when nothing is read, is before what happens then.
+        return token_lsn(text) - (not is_of_event(text)), text
+
+    # -- the log ---------------------------------------------------------------------------------------
+
+    def follow(self, mapped: Mapped, token: str, *, ended: bool, position: Position) -> None:
+        """Begins to read a change stream behind a token, that of a stream's end included."""
+        from pymongo.errors import OperationFailure
+
+        from tailrace.watch.sources.mongodecode import Decoder, read_token, token_lsn
+
+        if mapped.table in self._logs:
+            return
+        begin = {"start_after" if ended else "resume_after": read_token(token)}
+        try:
+            stream = self._collection(mapped).watch(
+                full_document="updateLookup",
+                batch_size=min(self._config.batch_changes, BATCH_EVENTS),
+                max_await_time_ms=max(1, min(AWAIT_MS, AWAIT_MS_ALL // len(self._config.tables))),
+                **begin,
+                **self._more,
+            )
+        except OperationFailure as error:
+            if _is_lost(error) or not _may_pass(error):
+                raise GapError(f"{mapped.table} cannot be resumed: {explained(error)}") from None
+            raise
+        decoder = Decoder(mapped.collection, position.lsn, position.ordinal)
+        self._logs[mapped.table] = _Log(stream, decoder, token_lsn(token))
+
+    def page(self, mapped: Mapped, changes_max: int, bytes_max: int) -> Page:
+        """What comes next, as far as it is there already."""
+        from tailrace.watch.sources.mongodecode import is_of_event, token_lsn, token_text
+
+        stream, decoder, began = self._logs[mapped.table]
+        changes: list[SourceChange] = []
+        size, last = 0, False
+        while not last and not decoder.end_token and len(changes) < changes_max and size < bytes_max:
+            event = self._next(mapped, stream)
+            if event is None:
+                last = True
+                continue
+            size += len(event.raw)
+            change = decoder.feed(bytes(event.raw))
+            if change is not None:
+                changes.append(change)
+        # Behind the end there is nothing: its own token is the last.
+        text = decoder.end_token or token_text(stream.resume_token)
+        # A token that is but a time stands before what happened then, unless it was come to by reading.
+        reached = token_lsn(text)
+        read_to = reached if reached > began or is_of_event(text) else reached - 1
+        return Page(changes, text, last, read_to, bool(decoder.end_token), size)
+
+    def _next(self, mapped: Mapped, stream: Stream) -> Raw | None:
+        from pymongo.errors import OperationFailure
+
+        try:
+            return stream.try_next()
+        except OperationFailure as error:
+            if _is_lost(error):
+                raise GapError(f"{mapped.table} cannot be read on: {explained(error)}") from None
+            raise
+
+    def leave(self, mapped: Mapped) -> None:
+        """Reads no further in a log; another one may begin."""
+        self._logs.pop(mapped.table).stream.close()
+
+    # -- copying ---------------------------------------------------------------------------------------
+
+    def copy(self, mapped: Mapped) -> None:
+        """Begins to copy a collection as it is now."""
+        batch = min(self._config.batch_changes, BATCH_EVENTS)
+        self._copying = self._collection(mapped).find(batch_size=batch)
+        self._rows = iter(self._copying)
+
+    def rows(self, mapped: Mapped, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
+        """The next documents of the collection that is copied; none when all have been given."""
+        from tailrace.watch.sources.mongotypes import decode, row_of
+
+        assert self._rows is not None
+        found: list[tuple[str, bytes]] = []
+        size = 0
+        for document in self._rows:
+            one = row_of(decode(bytes(document.raw)))
+            found.append(one)
+            size += len(one[1])
+            if len(found) >= rows_max or size >= bytes_max:
+                break
+        return found
+
+    def done(self) -> None:
+        cursor, self._copying = self._copying, None
+        self._rows = None
+        if cursor is not None:
+            cursor.close()
+
+
+def explained(error: OperationFailure) -> str:
+    """In the server's words; the whole answer would say no more."""
+    said = (error.details or {}).get("errmsg") or "no reason given"
+    return f"{' '.join(str(said).split())[:400]} (error {error.code})"
+
+
+def _is_lost(error: OperationFailure) -> bool:
+    return error.code in _LOST or error.has_error_label(_NO_RESUME)
+
+
+def _may_pass(error: OperationFailure) -> bool:
+    return error.code in _NO_GAP or any(error.has_error_label(label) for label in _MAY_PASS)
