@@ -42,10 +42,10 @@ _CONNECTION: Final = {
 _LOST: Final = frozenset({136, 260, 280, 286, 10334, 40576, 40585, 40615})
 _NO_RESUME: Final = "NonResumableChangeStreamError"
 _MAY_PASS: Final = ("ResumableChangeStreamError", "RetryableError", "SystemOverloadedError")
-# What has nothing to do with the token: rights, how it is set up, a server that is not what it was.
+# What has nothing to do with the token: rights, how it is set up, a server that is busy or not what it was.
 _NO_GAP: Final = frozenset(
-    {6, 7, 13, 18, 43, 50, 63, 89, 91, 133, 150, 189, 202, 234, 262, 8000, 9001, 10107}
-    | {11600, 11602, 13388, 13435, 13436, 40573}
+    {6, 7, 13, 18, 24, 43, 46, 50, 63, 89, 91, 112, 133, 134, 150, 189, 202, 211, 216, 234, 237, 246, 262}
+    | {8000, 9001, 10107, 11600, 11601, 11602, 13388, 13435, 13436, 40573}
 )
 
 
@@ -121,10 +121,10 @@ class Mongo:
             client.close()
 
     def explained(self, error: Exception) -> str | None:
-        from pymongo.errors import OperationFailure, PyMongoError
-
-        if not isinstance(error, PyMongoError):
+        if not type(error).__module__.startswith(("pymongo", "bson")):
             return None
+        from pymongo.errors import OperationFailure
+
         if isinstance(error, OperationFailure):
             return explained(error)
         return " ".join(str(error).split())[:500] or type(error).__name__
