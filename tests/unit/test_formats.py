@@ -35,6 +35,12 @@ def test_the_example_is_a_journal_file(tmp_path: Path) -> None:
     assert journal.encode_header(header) == example()[:64]
 
 
+def test_an_append_of_one_entry_is_written_like_any_other() -> None:
+    for key in (None, b"", b"@(svc/bill)"):
+        op = Append(7, 9, 1, b'{"a":1}', None, 1_767_225_600_000_000_000, key)
+        assert records.pack_one(op.stream, op.first, op.time_ns, op.body, key) == op.encode()
+
+
 def test_the_sizes_are_those_of_the_code() -> None:
     assert (journal.HEADER_BYTES, journal.HEADER.size, journal.FRAME_BYTES) == (64, 56, 8)
     assert records.APPEND_HEAD_BYTES == 34

@@ -32,7 +32,6 @@ from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.own_streams import OwnStreams
 from tailrace.log.reader import Reader
 from tailrace.log.records import (
-    APPEND,
     Append,
     Compacted,
     Describe,
@@ -42,7 +41,7 @@ from tailrace.log.records import (
     Sealed,
     Touch,
     Trim,
-    pack_append_head,
+    pack_one,
 )
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
@@ -173,7 +172,13 @@ class Log(CommitPath):
         self._submit_append(stream, op, op.encode(), reply, context)
 
     def append_plain(
-        self, stream: Stream, body: bytes, lengths: Sequence[int] | None, reply: Reply, context: object
+        self,
+        stream: Stream,
+        body: bytes,
+        lengths: Sequence[int] | None,
+        reply: Reply,
+        context: object,
+        key: bytes | None = None,
     ) -> None:
         """`append` for entries and nothing else, on a stream that is open, of their type, without a lifetime.
 
@@ -188,14 +193,14 @@ class Log(CommitPath):
             now_ns = stream.last_ns
         first = stream.tail + 1
         if lengths is None:
-            op = Append(stream.number, first, 1, body, None, now_ns)
+            op = Append(stream.number, first, 1, body, None, now_ns, key)
             # `assign_append` and `encode` for this case.
             stream.tail = first
             stream.last_ns = now_ns
             stream.size_bytes += body_bytes
-            payload = pack_append_head(APPEND, 0, stream.number, first, now_ns, 1, body_bytes) + body
+            payload = pack_one(stream.number, first, now_ns, body, key)
         else:
-            op = Append(stream.number, first, len(lengths), body, lengths, now_ns)
+            op = Append(stream.number, first, len(lengths), body, lengths, now_ns, key)
             self.streams.assign_append(op, stream)
             payload = op.encode()
         self._submit_append(stream, op, payload, reply, context)

@@ -85,6 +85,14 @@ class Append(msgspec.Struct, eq=False, gc=False):
         return b"".join((head, *parts, body))
 
 
+def pack_one(stream: int, first: int, time_ns: int, body: bytes, key: bytes | None) -> bytes:
+    """`Append.encode` for one entry and nothing else but its key: the case is common enough."""
+    if key is None:
+        return pack_append_head(APPEND, 0, stream, first, time_ns, 1, len(body)) + body
+    head = pack_append_head(APPEND, HAS_KEY, stream, first, time_ns, 1, len(body))
+    return b"%b%b%b%b" % (head, _SHORT.pack(len(key)), key, body)
+
+
 class Create(msgspec.Struct, array_like=True):
     stream: int
     name: str
