@@ -138,9 +138,9 @@ def test_h20_a_repeat_gets_the_answers_of_the_first() -> None:
     assert seen.get("1", 1) is entry
     assert seen.join(entry, "session a")
     assert seen.join(entry, "session a")
-    assert seen.answer(entry, b"accepted", final=False) == ["session a"]
-    assert seen.answer(entry, b"processed") == ["session a"]
-    assert (entry.finished, entry.answers, entry.waiters) == (True, (b"accepted", b"processed"), [])
+    assert seen.answer(entry, b"accepted", final=False) == ("session a",)
+    assert seen.answer(entry, b"processed") == ("session a",)
+    assert (entry.finished, entry.answers, entry.waiters) == (True, (b"accepted", b"processed"), ())
     seen.forget("1")
     assert seen.get("1", 1) is None
     assert (len(seen), seen.size_bytes) == (0, 0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -12,6 +10,7 @@ from msgspec import Raw
 
 from tailrace.hub import copies
 from tailrace.hub.copies import Copy
+from tailrace.hub.deadlines import Deadlines
 from tailrace.hub.errors import HubError, encode_error, field_error
 from tailrace.hub.message import encode, new_id
 from tailrace.hub.seen import Seen, SeenSet
@@ -65,10 +64,10 @@ class Asks:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._by_copy: dict[str, Ask] = {}
-        self._by_request: dict[str, dict[str, Ask]] = {}  # by the request's id, then by the copy's
+        # Those that are to be replied to, by the request's id, then by the copy's.
+        self._by_request: dict[str, dict[str, Ask]] = {}
         self._stored: dict[str, dict[int, Ask]] = {}  # by stream and entry
-        self._deadlines: list[tuple[int, int, Ask]] = []
-        self._numbers = count()
+        self.deadlines = Deadlines()
         # Copies whose asks are over: a late reply is told from a forged one, and kept as a dead letter.
         self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
         self._orphans: OrderedDict[str, None] = OrderedDict()  # copies of asks that nobody waits for just now
@@ -86,12 +85,13 @@ class Asks:
     def begin(self, ask: Ask) -> None:
         """From here on it has a deadline and an outcome."""
         self._by_copy[ask.copy_id] = ask
-        self._by_request.setdefault(ask.request_id, {})[ask.copy_id] = ask
+        if ask.expects_reply:
+            self._by_request.setdefault(ask.request_id, {})[ask.copy_id] = ask
         if ask.asker is not None:
             ask.asker.asked[ask.copy_id] = None
         if ask.recipient_session is not None:
             ask.recipient_session.owner_of[ask.copy_id] = None
-        heapq.heappush(self._deadlines, (ask.deadline_ms, next(self._numbers), ask))
+        self.deadlines.add(ask)
 
     def rebuild(
         self, copy: Copy, recipient: str, stream: str, entry: int, offset: str, now_ms: int
@@ -140,6 +140,7 @@ class Asks:
             return
         ask.done = True
         self._by_copy.pop(ask.copy_id, None)
+        self.deadlines.remove(ask)
         self._orphans.pop(ask.copy_id, None)
         same = self._by_request.get(ask.request_id)
         if same is not None:
@@ -215,6 +216,13 @@ class Asks:
             self._say(ask, self._error_frame(ask, error, now_ms), final=place == levels - 1)
         self._end(ask)
 
+    def answered(self, ask: Ask, frame: bytes) -> None:
+        """All that was asked for is reached, and this is what says so."""
+        if not ask.done:
+            ask.levels.clear()
+            self._say(ask, frame, final=True)
+            self._end(ask)
+
     def _ack(self, ask: Ask, wanted: str, status: str, level: str, now_ms: int) -> None:
         ask.levels.remove(wanted)
         payload = (
@@ -255,7 +263,7 @@ class Asks:
 
     def _say(self, ask: Ask, frame: bytes, *, final: bool) -> None:
         """To the asker, and to whoever repeated the same request meanwhile."""
-        told: list[object] = []
+        told: tuple[object, ...] = ()
         if ask.seen is not None:
             told = ask.seen[0].answer(ask.seen[1], frame, final=final)
         if ask.asker is not None:
@@ -372,11 +380,8 @@ class Asks:
         session.owner_of, old.owner_of = old.owner_of, {}
 
     def tick(self, now_ms: int) -> None:
-        heap = self._deadlines
-        while heap and (heap[0][0] <= now_ms or heap[0][2].done):
-            ask = heapq.heappop(heap)[2]
-            if not ask.done:
-                self.failed(ask, _timeout(ask, None), now_ms)
+        for ask in self.deadlines.take_due(now_ms):
+            self.failed(ask, _timeout(ask, None), now_ms)
 
     def _orphaned(self, ask: Ask) -> None:
         """Whoever asked is away: it may ask again under the same id, or find the reply in its mailbox."""

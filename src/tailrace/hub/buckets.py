@@ -70,7 +70,8 @@ class TokenBucket:
     def _fill(self, now_ns: int) -> None:
         passed_ns = now_ns - self._filled_ns
         if passed_ns > 0:
-            self._parts = min(self._parts + passed_ns * self.rate.per_s, self._full)
+            parts, full = self._parts + passed_ns * self.rate.per_s, self._full
+            self._parts = parts if parts < full else full
             self._filled_ns = now_ns
 
 

@@ -25,6 +25,7 @@ from tailrace.hub.effects import Effect, Listen
 from tailrace.hub.errors import HubError
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
+from tailrace.hub.keeping import keep
 from tailrace.hub.message import Envelope, parse
 from tailrace.hub.relay import MARK, REPLAY_MS, Plain, read_plain, relay
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
@@ -157,10 +158,11 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
     plain = None
     if session.answer is None and session.state == CONNECTED and MARK in frame:
         plain = read_plain(frame)
-        if plain is not None and plain.is_tell:
-            sent = relay(hub, session, plain, len(frame), now_ms)
-            if sent is not None:
-                hub.effects.append(sent)
+        if plain is not None:
+            short = relay(hub, session, plain, len(frame), now_ms) if plain.is_tell else None
+            short = short or keep(hub, session, plain, frame, now_ms)
+            if short is not None:
+                hub.effects.append(short)
                 return
     request = _request(hub, session, frame, plain, now_ms)
     if request is None:

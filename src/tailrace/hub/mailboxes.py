@@ -63,6 +63,7 @@ class Mailboxes:
         self.boxes: dict[str, Box] = {}
         self.begun: dict[str, int] = {}  # by stream that many read: its first entry of this process
         self.cursors = Cursors(hub)
+        self._resting: dict[Box, None] = {}  # nobody is there, but more may come in a moment
 
     # -- finding ---------------------------------------------------------------------------------------
 
@@ -187,10 +188,17 @@ class Mailboxes:
                 if self._hub.streams.tail(stream) is None:
                     self.cursors.drop(box.path, stream)
 
+    def rest(self, box: Box) -> None:
+        """Lets go of it a moment later: where one message is kept, another often follows."""
+        if box.session is None:
+            self._resting[box] = None
+        else:
+            self.let_go(box)
+
     # -- storing ---------------------------------------------------------------------------------------
 
-    def check_room(self, path: str) -> None:
-        box = self.open(path)
+    def is_full(self, box: Box) -> bool:
+        """Whether a mailbox takes nothing more before some of it is committed."""
         assert box.mailbox is not None
         limits, streams, stream = self._hub.limits, self._hub.streams, box.mailbox.stream
         tail = streams.tail(stream) or 0
@@ -198,7 +206,11 @@ class Mailboxes:
         size = streams.size_bytes(stream)
         if waiting < tail:  # those that are not durable yet count, and their bytes are in the size already
             size = size * waiting // tail
-        if waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes:
+        return waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes
+
+    def check_room(self, path: str) -> None:
+        box = self.open(path)
+        if self.is_full(box):
             self.let_go(box)
             raise HubError("mailbox_full", "the recipient's mailbox is full", {"actorAddress": f"@({path})"})
 
@@ -463,6 +475,9 @@ class Mailboxes:
 
     def tick(self, now_ms: int) -> None:
         """What was handed over and not committed in time is handed over again."""
+        resting, self._resting = self._resting, {}
+        for box in resting:
+            self.let_go(box)
         for box in tuple(self.boxes.values()):
             if not box.online:
                 continue

@@ -95,27 +95,27 @@ _ACK: Final = len(b',"ack":"accepted"')
 _DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
 
 
-class _Route(msgspec.Struct, eq=False, gc=False):
+class Route(msgspec.Struct, eq=False, gc=False):
     """What all copies from one address to another have in common."""
 
     sender: str  # path
     target: str
     head: bytes  # from after the id up to the type
-    tail: bytes  # from after the timestamp up to the original id
+    own: bytes  # the hub's own metadata up to the original id
 
 
 @lru_cache(ROUTES_MAX)
-def _route(via: bytes, sender: str, to: str) -> _Route | None:
+def route_of(via: bytes, sender: str, to: str) -> Route | None:
     """None if there is no such address. Whether the sender is who it says is not looked at here."""
     try:
         path, target = sender[2:-1].encode("ascii"), parse_address(to)
     except (HubError, UnicodeEncodeError):
         return None
-    return _Route(
+    return Route(
         sender[2:-1],
         target,
         b'","from":"@(%b)","to":"%b","type":"' % (path, to.encode()),
-        b',"metadata":{"forwarded":true,"via":%b,"originalFrom":"@(%b)","originalMessageId":"' % (via, path),
+        b'"forwarded":true,"via":%b,"originalFrom":"@(%b)","originalMessageId":"' % (via, path),
     )
 
 
@@ -143,7 +143,7 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
     if hub.options.verify is not None and abs(now_ms - tell.timestamp) > REPLAY_MS:
         return None
     identifier, payload = tell.id, tell.payload
-    route = _route(hub.via, tell.from_, payload.to)
+    route = route_of(hub.via, tell.from_, payload.to)
     recipient = None if route is None else _recipient(hub, session, route, now_ms)
     if route is None or recipient is None:
         return None
@@ -155,15 +155,15 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
         seen.forget(identifier)
         return None
     copy = (
-        b'{"id":"%b%b%b","payload":%b,"pattern":"tell","correlationId":null,"timestamp":%d%b%b"},'
-        b'"ttl":null,"signature":null}'
+        b'{"id":"%b%b%b","payload":%b,"pattern":"tell","correlationId":null,"timestamp":%d,'
+        b'"metadata":{%b%b"},"ttl":null,"signature":null}'
         % (
             new_id(now_ms).encode(),
             route.head,
             payload.type.encode(),
             payload.data,
             now_ms,
-            route.tail,
+            route.own,
             identifier.encode(),
         )
     )
@@ -171,7 +171,10 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
     recipient.handed += 1
     hub.counts["messages", "send/ok"] += 1
     hub.counts["deliveries", "push"] += 1
-    if recipient is not session:
+    noted = None if recipient.feeders is None else recipient.feeders.get(session)
+    if noted is not None and noted[0] == now_ms // 1000:
+        noted[1] += 1
+    elif recipient is not session:
         recipient.fed_by(session, now_ms)
     return Send(recipient, copy)
 
@@ -187,15 +190,22 @@ def _is_sound(frame: bytes, data: int) -> bool:
     return True
 
 
-def _recipient(hub: Hub, session: Session, route: _Route, now_ms: int) -> Session | None:
-    """Who gets it, if there is nothing about sender, recipient or rules that has to be looked at closer."""
-    actor, options = session.actor, hub.options
+def may_reach(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
+    """Whether there is nothing about the sender or the rules that has to be looked at closer."""
+    actor = session.actor
     if route.sender != actor.path and route.sender not in session.addresses:
-        return None
-    if session.paused_by or (session.expires_ms is not None and now_ms >= session.expires_ms):
-        return None
-    if options.signatures_required or options.trace == "all":
-        return None
+        return False
+    if session.expires_ms is not None and now_ms >= session.expires_ms:
+        return False
+    if hub.options.signatures_required:
+        return False
+    if hub.policy.has_rules or not (actor.open or actor.named is None):
+        return hub.policy.may_send(actor, route.target)
+    return True
+
+
+def _recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session | None:
+    """Who gets it, if there is nothing about sender, recipient or rules that has to be looked at closer."""
     target = route.target
     found = hub.registry.by_path.get(target)
     if found is None or found.expires_ms <= now_ms or found.options.durable:
@@ -205,12 +215,12 @@ def _recipient(hub: Hub, session: Session, route: _Route, now_ms: int) -> Sessio
         return None
     if recipient.answer is not None or (recipient.expires_ms is not None and now_ms >= recipient.expires_ms):
         return None
+    if session.paused_by or hub.options.trace == "all" or not may_reach(hub, session, route, now_ms):
+        return None
     box = hub.mailboxes.boxes.get(target)
     if box is not None and (box.appends or not box.live):
         return None
     limits = hub.limits
     if not recipient.outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
         return None
-    if hub.policy.has_rules or not (actor.open or actor.named is None):
-        return recipient if hub.policy.may_send(actor, target) else None
     return recipient

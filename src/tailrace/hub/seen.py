@@ -17,15 +17,18 @@ _ENTRY_BYTES: Final = 400
 _NOTE_BYTES: Final = 250
 
 
-class Seen(msgspec.Struct, eq=False):
-    """A message that was accepted. Until it is finished, those who repeat it wait for its answers."""
+class Seen(msgspec.Struct, eq=False, gc=False):
+    """A message that was accepted. Until it is finished, those who repeat it wait for its answers.
+
+    There are very many, and none is part of a cycle: the collector need not look at them.
+    """
 
     id: str
     seen_ms: int
     timestamp_ms: int
     answers: tuple[bytes, ...] = ()
     finished: bool = False
-    waiters: list[object] = []
+    waiters: tuple[object, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -58,6 +61,10 @@ class SeenSet:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, identifier: str) -> bool:
+        """Whether there is anything under this id, be its time over or not."""
+        return identifier in self._entries
 
     @property
     def size_bytes(self) -> int:
@@ -97,8 +104,9 @@ class SeenSet:
             self.forget(identifier)
         entry = Seen(identifier, now_ms, timestamp_ms, answers, finished=bool(answers))
         self._entries[identifier] = entry
-        self._bytes += entry.size_bytes
-        self._make_room()
+        self._bytes += entry.size_bytes if answers else _ENTRY_BYTES + len(identifier)
+        if len(self._entries) > self._entries_max or self._bytes > self._bytes_max:
+            self._make_room()
         return entry
 
     def join(self, entry: Seen, waiter: object) -> bool:
@@ -107,19 +115,20 @@ class SeenSet:
         if waiter not in entry.waiters:
             if len(entry.waiters) >= WAITERS_MAX:
                 return False
-            entry.waiters.append(waiter)
+            entry.waiters = (*entry.waiters, waiter)
         return True
 
-    def answer(self, entry: Seen, answer: bytes, *, final: bool = True) -> list[object]:
+    def answer(self, entry: Seen, answer: bytes, *, final: bool = True) -> tuple[object, ...]:
         """Keep an answer for repeats, and learn who waits for it. A message may have several answers."""
         if self._entries.get(entry.id) is entry:
             self._bytes += len(answer)
-        entry.answers = (*entry.answers, answer)
+        entry.answers = (*entry.answers, answer) if entry.answers else (answer,)
         entry.finished = final
-        waiting = list(entry.waiters)
+        waiting = entry.waiters
         if final:
-            entry.waiters = []
-        self._make_room()
+            entry.waiters = ()
+        if self._bytes > self._bytes_max:
+            self._make_room()
         return waiting
 
     def forget(self, identifier: str) -> None:

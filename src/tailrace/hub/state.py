@@ -122,8 +122,9 @@ class Hub:
 
     def next_seq(self, now_ms: int) -> int:
         """A number for each message that is accepted; it grows over restarts too."""
-        self._seq = max(self._seq + 1, now_ms << 10)
-        return self._seq
+        following, least = self._seq + 1, now_ms << 10
+        self._seq = seq = following if following > least else least
+        return seq
 
     def count(self, name: str, label: str = "") -> None:
         self.counts[(name, label)] += 1
@@ -141,8 +142,13 @@ class Hub:
             self.flow.keep(session, frame)
             return
         limits = self.limits
-        if session.outbox.bytes > limits.hub_outbound_bytes or session.outbox.messages > (
-            limits.hub_outbound_messages
+        outbox, bytes_max, messages_max = (
+            session.outbox,
+            limits.hub_outbound_bytes,
+            limits.hub_outbound_messages,
+        )
+        if not outbox.is_light(bytes_max, messages_max) and (
+            outbox.bytes > bytes_max or outbox.messages > messages_max
         ):
             session.reserve += 1
             if session.reserve > RESERVE_MESSAGES:

@@ -68,7 +68,15 @@ class Trace:
             )
         )
         ending = b"}" if reason is None else b',"reason":%b}' % _quoted(reason)
-        self._records.append(record + ending)
+        self.add(record + ending)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether what happens to stored messages is noted."""
+        return self._mode != "off"
+
+    def add(self, record: bytes) -> None:
+        self._records.append(record)
         self._hub.unwritten = True
         if len(self._records) >= BATCH_RECORDS:
             self.flush()
