@@ -22,6 +22,7 @@ from tailrace.hub.effects import (
     Remove,
     Send,
     Settled,
+    Spread,
     Turn,
 )
 from tailrace.hub.policy import Policy
@@ -162,9 +163,10 @@ class World:
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
-            self.raw.append(effect.frame)
-            self.said.setdefault(effect.session, []).append(json.loads(effect.frame))
-            effect.session.outbox.written(len(effect.frame))
+            self._write(effect.session, effect.frame)
+        elif isinstance(effect, Spread):
+            for session, frame in effect.copies:
+                self._write(session, frame)
         elif isinstance(effect, Append):
             if self.held is not None:
                 self.held.append(effect)
@@ -189,6 +191,11 @@ class World:
             self.run(decide.finish(self.hub, self.now))
         else:
             assert isinstance(effect, Listen)
+
+    def _write(self, session: Session, frame: bytes) -> None:
+        self.raw.append(frame)
+        self.said.setdefault(session, []).append(json.loads(frame))
+        session.outbox.written(len(frame))
 
     def _commit(self, effect: Append) -> None:
         settled = self.streams.append(effect, self.now)

@@ -23,6 +23,7 @@ from tailrace.hub.presence import REGISTRY
 from tailrace.hub.registry import Query, Registration
 from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
+from tailrace.hub.spreading import Recipient, spread
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
@@ -143,32 +144,34 @@ class Broadcast:
 
     def _give(self, batch: list[Registration], now_ms: int) -> None:
         hub, session, stored = self._hub, self._session, self._stored
-        known, encoded, offer = hub.registry.by_path, self._frame.frame, hub.flow.offer
+        known = hub.registry.by_path
+        recipients: list[Recipient] = []
         for found in batch:
             path, recipient = found.path, found.session
             if path in stored:
                 self._give_stored(found, now_ms)
-                continue
-            if recipient is None or known.get(path) is not found:
+            elif recipient is None or known.get(path) is not found:
                 self.failed += 1
-                continue
-            frame = encoded(new_id(now_ms), found.address)
-            outcome = offer(recipient, frame, now_ms, session)
+            else:
+                recipients.append((recipient, path))
+        left = spread(hub, session, self._frame, recipients, now_ms)
+        self.delivered += len(recipients) - len(left)
+        for recipient, path in left:
+            frame = self._frame.frame(new_id(now_ms), f"@({path})")
+            outcome = hub.flow.offer(recipient, frame, now_ms, session)
             if outcome == SENT:
                 self.delivered += 1
             else:
-                self._not_sent(found, recipient, outcome, len(frame), now_ms)
+                self._not_sent(path, recipient, outcome, len(frame), now_ms)
 
-    def _not_sent(
-        self, found: Registration, recipient: Session, outcome: str, size: int, now_ms: int
-    ) -> None:
+    def _not_sent(self, path: str, recipient: Session, outcome: str, size: int, now_ms: int) -> None:
         if outcome == WAITING:
             self.queued += 1
             return
         self.failed += 1
         if outcome in (SLOW, FULL):
             hub = self._hub
-            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
+            copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=f"@({path})")
             hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
             if outcome == SLOW:
                 hub.flow.drop(recipient, size, now_ms)
@@ -230,9 +233,10 @@ def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None
         "" if pattern is None else pattern.prefix,
         () if capability is None else (capability,),
     )
+    registry = hub.registry
     recipients = [
         found
-        for found in hub.registry.matching(query, now_ms)
+        for found in (registry.everybody(now_ms) if query.is_for_all else registry.matching(query, now_ms))
         if not (excludes and found.session is session)
         and (found.session is not None or found.options.durable)
     ]

@@ -23,6 +23,12 @@ class Send(msgspec.Struct, eq=False, gc=False):
     frame: bytes
 
 
+class Spread(msgspec.Struct, eq=False, gc=False):
+    """Envelopes to many connections, one each."""
+
+    copies: list[tuple[Session, bytes]]
+
+
 class Close(msgspec.Struct, eq=False):
     """The goodbye, after everything that was sent before it."""
 
@@ -115,4 +121,4 @@ class Turn(msgspec.Struct, eq=False):
     then: Callable[[int], None]
 
 
-Effect = Send | Close | Append | Read | Create | Remove | Turn | Listen | Names
+Effect = Send | Spread | Close | Append | Read | Create | Remove | Turn | Listen | Names

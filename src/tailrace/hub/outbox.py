@@ -71,6 +71,17 @@ class Outbox:
         """Whether it certainly holds no more than this. If not, it may all the same: then it is counted."""
         return len(self._ends) <= messages_max and self._decided + self.wire.unsent_bytes_most <= bytes_max
 
+    def push_if_light(self, size: int, bytes_max: int, messages_max: int) -> bool:
+        """`push`, if `is_light`: both in one step, for messages that go to very many."""
+        ends = self._ends
+        if len(ends) > messages_max or self._decided + self.wire.unsent_bytes_most > bytes_max:
+            return False
+        pushed = self._pushed = self._pushed + size
+        self._decided += size
+        ends.append(pushed)
+        self.messages_total += 1
+        return True
+
     def push(self, size: int) -> None:
         """A message was decided on."""
         self._pushed += size

@@ -19,6 +19,7 @@ from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.message import Common, common, new_id
 from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
+from tailrace.hub.spreading import Recipient, spread
 from tailrace.hub.subscription import Subscription
 
 if TYPE_CHECKING:
@@ -64,19 +65,24 @@ class Publication:
     ) -> None:
         policy, topic = self._hub.policy, self._topic
         is_open = policy.is_open(topic)
+        recipients: list[Recipient] = []
         for session, first in firsts.items():
             if not (is_open and session.actor.has("subscribe")):
                 if not policy.may_topic(session.actor, "subscribe", topic):
                     continue
-            to = f"@({first.owner})"
             if session not in several:
-                self._offer(session, self._encoded(to, now_ms), to, now_ms)
+                recipients.append((session, first.owner))
                 continue
-            ids = msgspec.json.encode([one.id for one in several[session]])
+            to, ids = f"@({first.owner})", msgspec.json.encode([one.id for one in several[session]])
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
             self._offer(session, copy.frame(b',"subscriptionIds":' + ids), to, now_ms)
+        left = spread(self._hub, self._session, self._shared(), recipients, now_ms)
+        self.counts[0] += len(recipients) - len(left)
+        for session, owner in left:
+            to = f"@({owner})"
+            self._offer(session, self._shared().frame(new_id(now_ms), to), to, now_ms)
 
-    def _encoded(self, to: str, now_ms: int) -> bytes:
+    def _shared(self) -> Common:
         if self._frame is None:
             copy = self._copy
             self._frame = common(
@@ -88,7 +94,7 @@ class Publication:
                 metadata=copy.metadata + b"}",
                 ttl=copy.ttl,
             )
-        return self._frame.frame(new_id(now_ms), to)
+        return self._frame
 
     def _offer(self, session: Session, frame: bytes, to: str, now_ms: int) -> str:
         hub = self._hub
@@ -114,7 +120,7 @@ class Publication:
             return
         to = f"@({member.owner})"
         if not self._request.truth("expectReply"):
-            self._offer(member.session, self._encoded(to, now_ms), to, now_ms)
+            self._offer(member.session, self._shared().frame(new_id(now_ms), to), to, now_ms)
             return
         ask = self._ask(member.owner, now_ms)
         ask.recipient_session = member.session

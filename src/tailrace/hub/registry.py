@@ -155,6 +155,10 @@ class Query(msgspec.Struct, frozen=True):
     capabilities: tuple[str, ...] = ()
     metadata: dict[str, Any] = {}
 
+    @property
+    def is_for_all(self) -> bool:
+        return self.pattern is None and not (self.prefix or self.capabilities or self.metadata)
+
     def matches(self, found: Registration) -> bool:
         if self.pattern is not None and not self.pattern.matches(found.path):
             return False
@@ -265,6 +269,11 @@ class Registry:
             self._expiries = [(one.expires_ms, one.version, path) for path, one in self.by_path.items()]
             heapq.heapify(self._expiries)
         return due
+
+    def everybody(self, now_ms: int) -> list[Registration]:
+        """In order of their addresses."""
+        by_path = self.by_path
+        return [found for path in by_path if (found := by_path[path]).expires_ms > now_ms]
 
     def matching(self, query: Query, now_ms: int, after: str = "") -> Iterator[Registration]:
         """In order of their addresses, from beyond `after`; a literal beginning narrows the search."""

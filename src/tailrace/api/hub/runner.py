@@ -27,12 +27,14 @@ from tailrace.hub.effects import (
     Remove,
     Send,
     Settled,
+    Spread,
     Turn,
 )
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub
 from tailrace.log import records
 from tailrace.log.decide import AppendRequest
+from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction, ignore
 from tailrace.net.websocket import WebSocketConnection
 
@@ -51,6 +53,8 @@ class Runner:
         self._log = context.log
         self.now_ns = context.clock.now_ns
         self.relay_seconds = context.telemetry.hub_relay_seconds
+        self._commit_wait_seconds = context.telemetry.hub_commit_wait_seconds
+        self._loop_time = context.loop.time
         self.hub = hub
         self._streams = streams
         self.wires: dict[Session, WebSocketConnection] = {}
@@ -137,6 +141,8 @@ class Runner:
     def _carry_out(self, effect: Effect) -> None:
         if type(effect) is Append:
             self._append(effect)
+        elif type(effect) is Spread:
+            self._spread(effect)
         elif type(effect) is Read:
             self._read(effect)
         elif type(effect) is Close:
@@ -160,6 +166,15 @@ class Runner:
             assert isinstance(effect, Remove)
             self._remove(effect)
 
+    def _spread(self, effect: Spread) -> None:
+        """Whoever is gone since it was decided takes nothing from the others."""
+        wires = self.wires
+        for session, frame in effect.copies:
+            wire = wires.get(session)
+            if wire is not None:
+                wire.send_text(frame)
+            session.outbox.written(len(frame))
+
     def _after(self, then: Callable[[int], None]) -> None:
         now_ms = self.now_ms()
         try:
@@ -169,10 +184,16 @@ class Runner:
         self.run(decide.finish(self.hub, now_ms))
 
     def _append(self, effect: Append) -> None:
-        effect.begun_s = self._context.loop.time()
-        request = AppendRequest(effect.body, JSON, effect.lengths, key=effect.key, producer=effect.producer)
+        effect.begun_s = self._loop_time()
         try:
             stream = self._streams.made(effect.stream)
+            if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
+                # The hub's streams are JSON, and have no documents: there is nothing to decide.
+                self._log.append_plain(stream, effect.body, effect.lengths, self._settled, effect, effect.key)
+                return
+            request = AppendRequest(
+                effect.body, JSON, effect.lengths, key=effect.key, producer=effect.producer
+            )
             self._log.append(stream, request, self._settled, effect)
         except TailraceError as error:
             self._tell(effect, Settled(error=error))
@@ -180,7 +201,7 @@ class Runner:
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
         assert isinstance(effect, Append)
-        self._context.telemetry.hub_commit_wait_seconds.observe(self._context.loop.time() - effect.begun_s)
+        self._commit_wait_seconds.observe(self._loop_time() - effect.begun_s)
         if error is not None:
             self._tell(effect, Settled(error=error))
             return

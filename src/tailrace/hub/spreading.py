@@ -1,0 +1,63 @@
+"""One message to many connections: what its copies share is encoded once, and each is written once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.hub.effects import Spread
+from tailrace.hub.ids import PAIRS, RUN_MAX
+from tailrace.hub.message import Common, new_id
+from tailrace.hub.session import CONNECTED, Session
+
+if TYPE_CHECKING:
+    from tailrace.hub.state import Hub
+
+Recipient = tuple[Session, str]  # and the path of the address that the copy is for
+
+
+def spread(
+    hub: Hub, feeder: Session, shared: Common, recipients: list[Recipient], now_ms: int
+) -> list[Recipient]:
+    """Copies for all who can take one at once. The others are given back, and have been given nothing.
+
+    It does what `Flow.offer` does for one, in one loop: that runs for every copy of every message.
+    """
+    left: list[Recipient] = []
+    for begin in range(0, len(recipients), RUN_MAX):
+        some = recipients[begin : begin + RUN_MAX] if len(recipients) > RUN_MAX else recipients
+        left += _spread(hub, feeder, shared, some, now_ms)
+    return left
+
+
+def _spread(
+    hub: Hub, feeder: Session, shared: Common, recipients: list[Recipient], now_ms: int
+) -> list[Recipient]:
+    limits, second = hub.limits, now_ms // 1000
+    bytes_max, messages_max = limits.hub_pause_bytes, limits.hub_pause_messages
+    start, number, end = new_id.run(now_ms, len(recipients))
+    start, end, rest = b'{"id":"' + start, end + shared.middle + b"@(", b")" + shared.rest
+    copies: list[tuple[Session, bytes]] = []
+    left: list[Recipient] = []
+    for recipient in recipients:
+        session, path = recipient
+        frame = b"%b%b%b%b%b%b" % (start, PAIRS[number >> 8], PAIRS[number & 255], end, path.encode(), rest)
+        if (
+            session.state != CONNECTED
+            or session.detached_until_ms
+            or (session.expires_ms is not None and now_ms >= session.expires_ms)
+            or not session.outbox.push_if_light(len(frame), bytes_max, messages_max)
+        ):
+            left.append(recipient)
+            continue
+        number += 1
+        session.handed += 1
+        noted = None if session.feeders is None else session.feeders.get(feeder)
+        if noted is not None and noted[0] == second:
+            noted[1] += 1
+        elif session is not feeder:
+            session.fed_by(feeder, now_ms)
+        copies.append((session, frame))
+    if copies:
+        hub.counts["deliveries", "push"] += len(copies)
+        hub.effects.append(Spread(copies))
+    return left
