@@ -213,6 +213,29 @@ def test_whoever_leaves_before_it_is_durable_is_told_nothing_and_loses_nothing()
     assert (len(world.hub.asks), sender.asked) == (0, {})
 
 
+@pytest.mark.parametrize("is_durable_before", [True, False])
+@pytest.mark.parametrize("ttl", [None, 300_000], ids=["short", "long"])
+def test_h20_whoever_comes_back_and_repeats_it_hears_what_became_of_it(
+    is_durable_before: bool, ttl: int | None
+) -> None:
+    world = World()
+    sender = a_sender(world)
+    world.hold()
+    send(world, sender, plain(1, ttl=ttl))
+    world.lose(sender)
+    if is_durable_before:
+        world.commit_held()
+    back = world.actor(A) if is_durable_before else world.connect(A)
+    world.taken(back)
+    send(world, back, plain(1, ttl=ttl))
+    if not is_durable_before:
+        world.commit_held()
+    (ack,) = world.taken(back)
+    assert (ack["correlationId"], ack["payload"]["status"]) == ("m-1", "accepted")
+    assert len(world.streams.bodies(MAILBOX)) == 1
+    assert (len(world.hub.asks), len(world.hub.asks.deadlines)) == (0, 0)
+
+
 def test_h25_a_disk_that_takes_too_long_is_told_once() -> None:
     world = World()
     sender = a_sender(world)

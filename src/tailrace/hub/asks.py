@@ -404,11 +404,16 @@ class Asks:
         session.owner_of.clear()
         for copy_id in tuple(session.asked):
             ask = self._by_copy.get(copy_id)
-            if ask is not None and ask.expects_reply and ask.stream is not None:
+            if ask is None:
+                continue
+            if ask.expects_reply and ask.stream is not None:
                 ask.asker, ask.levels = None, []  # the reply goes to the mailbox of whoever asked
                 self._orphaned(ask)
-            elif ask is not None:
+            elif ask.expects_reply or ask.seen is None:
                 self._end(ask)
+            else:
+                ask.asker = None  # whoever sends it again hears what became of it
+                self._orphaned(ask)
         session.asked.clear()
 
 
