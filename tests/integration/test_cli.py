@@ -252,6 +252,22 @@ def test_a_path_that_leads_elsewhere_is_refused(server: ServerProcess, args: tup
     assert "no '.' or '..' segments" in refused.err
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("ls", "--limit", "-1"),
+        ("ls", "--limit", "0"),
+        ("append", "flags", "1", "--create", "--key", ""),
+        ("append", "flags", "1", "--create", "--producer", ""),
+        ("append", "flags", "1", "--create", "--content-type", ""),
+        ("tail", "flags", "--from-start", "--offset", "now"),
+    ],
+)
+def test_flags_that_make_no_sense_are_wrong_usage(server: ServerProcess, args: tuple[str, ...]) -> None:
+    refused = _on(server, *args)
+    assert (refused.code, "(usage)" in refused.err) == (2, True), refused.err
+
+
 def test_an_address_or_a_token_that_cannot_be_is_told(server: ServerProcess) -> None:
     for args in (("ls",), ("details",), ("docs", "get", "default/a/b")):
         wrong = tailrace(*args, "--url", "http://[::1")

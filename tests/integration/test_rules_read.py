@@ -164,6 +164,8 @@ def test_a_filtered_page_moves_past_what_it_looked_at(http: Wire) -> None:
         )
     assert http.get(f"{name}/pk/a?offset={encode(0, 1)}").body == b"3"
     assert http.get(f"{name}/pk/a?key=b").body == b"13", "the path decides"
+    empty = http.get(f"{name}?key=")
+    assert (empty.status, empty.code) == (400, "invalid_request"), "nobody means everything by it"
     none = http.get(f"{name}?key=none")
     assert (none.status, none.body, none["stream-next-offset"]) == (200, b"", encode(0, 4))
     for method in ("PUT", "POST", "DELETE"):

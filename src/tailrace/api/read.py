@@ -24,7 +24,7 @@ from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import live_mode, parse_query, wait_ms
+from tailrace.protocol.query import live_mode, parse_query, routing_key, wait_ms
 from tailrace.query.filtering import Sieve
 from tailrace.schema.registry import Registry
 
@@ -109,7 +109,7 @@ class ReadRoutes:
         start, at_now = self._start(stream, query, mode) if found is None else (found, False)
         start = max(start, stream.earliest)
         wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
-        key = path_key if path_key is not None else query.get("key", "")
+        key = routing_key(query, path_key)
         return ReadRequest(
             stream,
             start,

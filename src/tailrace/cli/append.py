@@ -54,6 +54,8 @@ def append(
     close: Annotated[bool, Parameter(negative="", help="Close the stream afterwards, for good.")] = False,
     session: Session = DEFAULT,
 ) -> None:
+    for flag, value in (("--key", key), ("--producer", producer), ("--content-type", content_type)):
+        _check(flag, value)
     with connect(session) as client:
         stream = _open(client, name, content_type, create=create)
         cut = _Cut(json=_is_json(stream.content_type), lines=lines)
@@ -69,6 +71,16 @@ def append(
         print(
             f"appended {count:,} {'entry' if count == 1 else 'entries'} to {name}, next offset {next_offset}"
         )
+
+
+def _check(flag: str, value: str | None) -> None:
+    """A variable that was never set must not pass for a flag that was not given."""
+    from tailrace.client import wire
+
+    try:
+        wire.header_value(flag, flag if value is None else value)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _open(client: Client, name: str, content_type: str, *, create: bool) -> Stream:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
+from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def ls(
     system: Annotated[bool, Parameter(negative="", help="Also the server's own streams.")] = False,
     session: Session = DEFAULT,
 ) -> None:
+    if limit is not None and limit < 1:
+        raise UsageError("--limit is 1 or more")
     with connect(session) as client:
         page_size = min(limit or 1000, 1000)
         found = islice(client.streams(prefix, page_size=page_size, system=system), limit)

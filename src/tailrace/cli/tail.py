@@ -33,7 +33,9 @@ def tail(
     /,
     *,
     from_start: Annotated[bool, Parameter(negative="", help="Print everything first, then follow.")] = False,
-    offset: Annotated[str, Parameter(help="Where to begin: now, -1 (the start) or an offset.")] = "now",
+    offset: Annotated[
+        str | None, Parameter(help="Where to begin: now (if not given), -1 (the start) or an offset.")
+    ] = None,
     key: Annotated[str | None, Parameter(help="Only entries with this routing key.")] = None,
     since: Annotated[
         str | None, Parameter(help="Begin with the entries of this time (RFC 3339) instead.")
@@ -51,10 +53,12 @@ def tail(
 
     if mode == "sse" and matching is not None:
         raise UsageError("a filter needs --mode long-poll")
+    if from_start and offset is not None:
+        raise UsageError("--from-start and --offset say two things about the beginning")
     with connect(session) as client:
         # A name that does not exist is told at once; following would wait for the server instead.
         client.stream(name).head()
-        start = "-1" if from_start else offset
+        start = "-1" if from_start else "now" if offset is None else offset
         how = mode or ("sse" if matching is None else "long-poll")
         end_at_interrupt()
         for page in client.stream(name).follow(start, mode=how, key=key, since=since, filter=matching):

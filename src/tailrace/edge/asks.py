@@ -6,7 +6,7 @@ from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 from tailrace.protocol import names, offsets
-from tailrace.protocol.query import live_mode, parse_query
+from tailrace.protocol.query import live_mode, parse_query, routing_key
 
 PREFIX = b"/v1/stream/"
 CONTROL = b"/v1/stream/__ds"
@@ -91,7 +91,7 @@ def reading_of(target: Target, raw_query: bytes) -> Reading | None:
         return None
     if (filter_text is not None and mode) or (given == "now" and not mode):
         return None
-    key = target.key if target.key is not None else query.get("key", "")
+    key = routing_key(query, target.key)
     return Reading(
         target.name,
         given or "-1",

@@ -74,6 +74,17 @@ def live_mode(query: dict[str, str]) -> str:
     return mode
 
 
+def routing_key(query: dict[str, str], path_key: str | None) -> str:
+    """The key whose entries are asked for, nothing for all of them. What stands in the path decides."""
+    if path_key is not None:
+        return path_key
+    key = query.get("key")
+    if key == "":
+        # No entry has it. Whoever left it empty by mistake must not get the entries of everybody.
+        raise TailraceError("invalid_request", "key must not be empty")
+    return key or ""
+
+
 def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
     """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
     if (exact := query.get("timeout_ms")) is not None:
