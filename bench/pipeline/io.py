@@ -22,7 +22,7 @@ from tailrace.pipeline.session import open_session
 from tailrace.protocol.offsets import parse_position
 from tailrace.spark import read_stream_history
 
-SUNK_ROWS = 50_000
+SUNK_ROWS = 200_000
 HEAP_BYTES = 2 << 30
 RECORD = "timestamp string, service string, duration double"
 
@@ -66,10 +66,7 @@ class Readings:
         for name, frame in drained.items():
             found[name] = self._timed(name, events, lambda frame=frame: _drained(frame()))
         found["source, streaming"] = self._timed("source, streaming", events, self._followed)
-        rows = min(events, SUNK_ROWS)
-        for delivery in ("staged", "direct"):
-            name = f"sink, {delivery}"
-            found[name] = self._timed(name, rows, lambda delivery=delivery: self._written(delivery, rows))
+        found |= self._sunk(min(events, SUNK_ROWS))
         for name, work in (
             ("24 h by 1 m and service, from JSON", self._from_json),
             ("24 h by 1 m and service, from `col`", self._from_columns),
@@ -113,10 +110,20 @@ class Readings:
         query.awaitTermination()
         return sum(progress.numInputRows for progress in query.recentProgress)
 
-    def _written(self, delivery: str, rows: int) -> int:
+    def _sunk(self, rows: int) -> dict[str, float]:
+        """The rows lie in Spark's memory before the clock starts: reading them is not the sink's work."""
+        kept = self._parquet(SEGMENTS).where(f"entry <= {rows}").selectExpr("payload as value").cache()
+        kept.count()
+        found: dict[str, float] = {}
+        for delivery in ("staged", "direct"):
+            name = f"sink, {delivery}"
+            found[name] = self._timed(name, rows, lambda delivery=delivery: self._written(delivery, kept))
+        kept.unpersist()
+        return found
+
+    def _written(self, delivery: str, rows: Any) -> int:
         target = f"to/{next(self._runs)}"
-        few = self._source.load(STREAM).where(f"entry <= {rows}").select("value")
-        few.write.format("tailrace").options(
+        rows.write.format("tailrace").options(
             endpoint=self._url, stream=target, delivery=delivery, stagingLocation=str(self._home / "staging")
         ).mode("append").save()
         with Client(self._url) as client:
