@@ -114,8 +114,7 @@ class MongoConnector(Connector[Mapped]):
         adapter, began = self._adapter, time.monotonic()
         await self._call(adapter.follow, mapped, mark.token, ended=mark.ended, position=mark.position)
         page = await self._call(adapter.page, mapped, config.batch_changes, config.batch_bytes)
-        if page.changes or page.token != mark.token:
-            await ingest.follow_one(mapped.collection, page.changes, page.token)
+        await ingest.follow_one(mapped.collection, page.changes, page.token)
         if page.changes:
             self._status.changed(page.changes[-1].time)
         await self._pace(len(page.changes), page.size_bytes, began)
