@@ -148,13 +148,7 @@ def _cut(tables: Iterable[Any], schema: Any, size: int) -> Iterator[Any]:
 
 def _plain(table: Any, schema: Any) -> Any:
     """Columns of Spark under our own schema, which knows what is never null."""
-    columns = [table.column(field.name).combine_chunks() for field in schema]
-    arrays = [
-        pa.array(column.to_pylist(), field.type)
-        if pa.types.is_nested(field.type)
-        else column.cast(field.type)
-        for column, field in zip(columns, schema, strict=True)
-    ]
+    arrays = [table.column(field.name).combine_chunks().cast(field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
