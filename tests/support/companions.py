@@ -6,15 +6,13 @@ import hashlib
 import io
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tantivy
 
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
@@ -97,34 +95,31 @@ def rows_in(data: bytes) -> list[dict[str, Any]]:
 
 
 class Split:
-    """A text split, opened with the libraries anybody has."""
+    """A text split, opened with the libraries anybody has, and asked without any."""
 
-    def __init__(self, data: bytes, directory: Path) -> None:
+    def __init__(self, data: bytes) -> None:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.namelist() == ["split.json", "terms.parquet"]
             self.facts = msgspec.json.decode(archive.read("split.json"))
             self.terms = archive.read("terms.parquet")
-            archive.extractall(directory)
-        self.index = tantivy.Index.open(str(directory / "index"))
-        self.searcher = self.index.searcher()
 
-    def entries(self, query: Any) -> list[int]:
-        found = self.searcher.search(query, limit=100_000, count=False).hits
-        addresses = [address for _, address in found]
-        return sorted(cast("list[int]", self.searcher.fast_field_values("_entry", addresses)))
-
-    def with_term(self, field: str, term: str) -> list[int]:
-        return self.entries(tantivy.Query.term_query(self.index.schema, field, term, "basic"))
-
-    def with_phrase(self, field: str, tokens: list[str]) -> list[int]:
-        return self.entries(tantivy.Query.phrase_query(self.index.schema, field, list(tokens)))
-
-    def lengths(self, place: int) -> dict[int, int]:
-        found = self.searcher.search(tantivy.Query.all_query(), limit=100_000).hits
-        addresses = [address for _, address in found]
-        entries = cast("list[int]", self.searcher.fast_field_values("_entry", addresses))
-        lengths = self.searcher.fast_field_values(f"_length_{place}", addresses)
-        pairs = zip(entries, lengths, strict=True)
-        return {entry: int(length) for entry, length in pairs if length is not None}
+    def with_phrase(self, field: str, tokens: Sequence[str]) -> list[int]:
+        """The entries with the tokens one after the other, as the table says where each of them stands."""
+        standing: dict[str, set[tuple[int, int]]] = {}
+        for row in rows_in(self.terms):
+            if row["field"] == field and row["term"] is not None:
+                places = iter(row["positions"])
+                for entry, often in zip(row["entries"], row["frequencies"], strict=True):
+                    standing.setdefault(row["term"], set()).update(
+                        (entry, next(places)) for _ in range(often)
+                    )
+        return sorted(
+            {
+                entry
+                for entry, place in standing.get(tokens[0], set())
+                if all((entry, place + at) in standing.get(token, ()) for at, token in enumerate(tokens))
+            }
+        )
 
 
 class Oracle:
@@ -161,33 +156,35 @@ class Oracle:
         ]
 
     def terms(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        found: dict[tuple[str, bool, str], dict[int, int]] = {}
+        """Rows of the table of terms: texts by their tokens, keywords as they are."""
+        found: dict[tuple[str, bool, str], dict[int, list[int]]] = {}
         for row in self.rows:
             for name in names:
-                values = self.values(row.entry, name)
-                tokens = [token for value in values for token in tokens_of(value)]
+                values = [self._tokens(name, value) for value in self.values(row.entry, name)]
                 if values:
-                    found.setdefault((name, False, ""), {})[row.entry] = len(tokens)
-                for token, count in Counter(tokens).items():
-                    found.setdefault((name, True, token), {})[row.entry] = count
+                    found.setdefault((name, False, ""), {})[row.entry] = [0] * sum(map(len, values))
+                place = 0
+                for tokens in values:
+                    for token in tokens:
+                        found.setdefault((name, True, token), {}).setdefault(row.entry, []).append(place)
+                        place += 1
+                    place += 1
         return [
             {
                 "field": name,
                 "term": term if some else None,
                 "documents": len(of),
                 "entries": list(of),
-                "frequencies": list(of.values()),
+                "frequencies": list(map(len, of.values())),
+                "positions": [place for places in of.values() for place in places]
+                if some and self.view.config.fields[name].positions
+                else [],
             }
             for (name, some, term), of in sorted(found.items())
         ]
 
-    def keyword_terms(self, names: Sequence[str]) -> dict[tuple[str, str], list[int]]:
-        found: dict[tuple[str, str], list[int]] = {}
-        for row in self.rows:
-            for name in names:
-                for term in {cut(value) for value in self.values(row.entry, name)}:
-                    found.setdefault((name, term), []).append(row.entry)
-        return found
+    def _tokens(self, name: str, value: str) -> list[str]:
+        return tokens_of(value) if self.view.config.fields[name].kind == "text" else [cut(value)]
 
     def keys(self, group_rows: int = 7) -> dict[bytes, dict[str, Any]]:
         found: dict[bytes, dict[str, Any]] = {}

@@ -135,9 +135,7 @@ class FamilyStore:
         raws = [(self._bucket / (prefix + one.object)).read_bytes() for one in joined]
         if any(hashlib.sha256(raw).hexdigest() != one.sha256 for raw, one in zip(raws, joined, strict=True)):
             return  # a job does not merge what is damaged
-        with tempfile.TemporaryDirectory() as directory:
-            covers = Range(identity, first, last, rows, joined[0].plan_hash)
-            data = merge_splits(raws, covers, Path(directory)).data
+        data = merge_splits(raws, Range(identity, first, last, rows, joined[0].plan_hash)).data
         sha256 = hashlib.sha256(data).hexdigest()
         name = companion_name(joined[0].plan_hash, FTS, first, last, sha256)
         (self._bucket / (prefix + name)).write_bytes(data)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -136,25 +134,17 @@ def _check_agg(oracle: Oracle, built: Built) -> None:
 def _check_split(oracle: Oracle, built: Built, names: Sequence[str]) -> None:
     fields = oracle.view.config.fields
     texts = [name for name in names if fields[name].kind == "text"]
-    expected = oracle.terms(texts)
-    with tempfile.TemporaryDirectory() as directory:
-        split = Split(built.data, Path(directory))
-        assert rows_in(split.terms) == expected
-        for place, name in enumerate(texts):
-            every = next(
-                (row for row in expected if row["field"] == name), {"entries": [], "frequencies": []}
-            )
-            facts = split.facts["text"][place]
-            assert facts["documents"] == sum(length > 0 for length in every["frequencies"])
-            assert facts["tokens"] == sum(every["frequencies"])
-            assert split.lengths(place) == dict(zip(every["entries"], every["frequencies"], strict=True))
-        for row in expected:
-            if row["term"] is not None:
-                assert split.with_term(row["field"], row["term"]) == row["entries"]
-        for (name, term), entries in oracle.keyword_terms(
-            [name for name in names if name not in texts and not is_elsewhere(fields[name])]
-        ).items():
-            assert split.with_term(name, term) == entries
+    keywords = [name for name in names if name not in texts and not is_elsewhere(fields[name])]
+    expected = oracle.terms([*texts, *keywords])
+    split = Split(built.data)
+    assert rows_in(split.terms) == expected
+    assert split.facts["keyword"] == keywords
+    for place, name in enumerate(texts):
+        lengths: list[int] = next((row["frequencies"] for row in expected if row["field"] == name), [])
+        facts = split.facts["text"][place]
+        assert facts["field"] == name
+        assert facts["documents"] == sum(length > 0 for length in lengths)
+        assert facts["tokens"] == sum(lengths)
 
 
 @settings(max_examples=60)
@@ -164,10 +154,8 @@ def test_p7_i2_both_paths_build_what_the_records_say(rows: list[Stored], evolved
     plan = plan_of(view.registry)
     fast, slow = build(rows, plan), build(rows, plan, reference=True)
     for family, one in fast.items():
-        if family != "fts":
-            assert one == slow[family], family
+        assert one == slow[family], family
     _check(rows, view, fast)
-    _check_split(Oracle(rows, view), slow["fts"], plan.members["fts"])
 
 
 @settings(max_examples=20)
@@ -209,26 +197,23 @@ def test_p7_nasty_records(name: str, evolved_at: int | None) -> None:
     rows, view = NASTY[name], rollup_view(evolved_at)
     plan = plan_of(view.registry)
     fast, slow = build(rows, plan), build(rows, plan, reference=True)
-    assert {family: one for family, one in fast.items() if family != "fts"} == {
-        family: one for family, one in slow.items() if family != "fts"
-    }
+    assert fast == slow
     _check(rows, view, fast)
 
 
 def test_phrases_stay_within_a_value() -> None:
     view = rollup_view()
     rows = _objects([{"message": ["one two", "three"]}, {"message": "two three"}])
-    with tempfile.TemporaryDirectory() as directory:
-        split = Split(build(rows, plan_of(view.registry))["fts"].data, Path(directory))
-        assert split.with_phrase("message", tokens_of("Two Three")) == [2]
-        assert split.with_phrase("message", tokens_of("one two")) == [1]
+    split = Split(build(rows, plan_of(view.registry))["fts"].data)
+    assert split.with_phrase("message", tokens_of("Two Three")) == [2]
+    assert split.with_phrase("message", tokens_of("one two")) == [1]
 
 
 def test_lists_that_are_too_long_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     view = rollup_view()
     rows = _objects([{"id": "same" if entry % 5 else "other", "message": "word"} for entry in range(40)])
     whole = build(rows, plan_of(view.registry))
-    for module in ("exact", "fts"):
+    for module in ("exact", "postings"):
         monkeypatch.setattr(f"tailrace.pipeline.kernels.{module}.LIST_ENTRIES_MAX", 3)
     cut = build(rows, plan_of(view.registry))
     spilled = build(rows, plan_of(view.registry), families=["exact"], memory_bytes=64)
@@ -238,8 +223,7 @@ def test_lists_that_are_too_long_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(row["entries"]) <= 3
         joined.setdefault((row["field"], row["value"]), []).extend(row["entries"])
     assert joined == {(row["field"], row["value"]): row["entries"] for row in rows_in(whole["exact"].data)}
-    with tempfile.TemporaryDirectory() as directory:
-        terms = rows_in(Split(cut["fts"].data, Path(directory)).terms)
+    terms = rows_in(Split(cut["fts"].data).terms)
     assert {row["documents"] for row in terms if row["term"] == "word"} == {40}
     assert [entry for row in terms if row["term"] == "word" for entry in row["entries"]] == list(range(1, 41))
 
@@ -310,8 +294,7 @@ def test_pointers_into_arrays_and_through_leaves() -> None:
 def test_facts() -> None:
     plan = plan_of(rollup_view().registry)
     built = build(_objects([{"id": "x"}]), plan)
-    with tempfile.TemporaryDirectory() as directory:
-        facts = Split(built["fts"].data, Path(directory)).facts
+    facts = Split(built["fts"].data).facts
     assert facts["plan_hash"] == plan.plan.hash
     assert (facts["first"], facts["last"], facts["rows"]) == ("1", "1", "1")
     assert built["col"].stats == {"ts_min": 1, "ts_max": 1}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -13,7 +11,6 @@ import msgspec
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels import agg, exact, keys, splits
 from tailrace.pipeline.kernels.arrays import pa, pq
-from tailrace.pipeline.kernels.fts import remove_tree
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.segment import check_built
 from tailrace.pipeline.worker import stores
@@ -78,7 +75,7 @@ class WriteRun(NamedTuple):
 
 
 class MergeSplits(NamedTuple):
-    """For `mapInArrow` over one row: text splits are no tables, and are merged by their own library."""
+    """For `mapInArrow` over one row: the postings of all splits are put in order at once."""
 
     order: MergeOrder
 
@@ -86,12 +83,7 @@ class MergeSplits(NamedTuple):
         for _ in batches:
             data = [stores().get(self.order.store, key) for key in self.order.inputs]
             covers = _covers(self.order, sum(map(splits.rows_in, data)))
-            directory = Path(tempfile.mkdtemp(prefix="tailrace-merge-"))
-            try:
-                built = splits.merge_splits(data, covers, directory)
-            finally:
-                remove_tree(directory)
-            yield _put(self.order, built)
+            yield _put(self.order, splits.merge_splits(data, covers))
 
 
 def _covers(order: MergeOrder, rows: int) -> Range:

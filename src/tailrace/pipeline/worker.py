@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import shutil
 import tempfile
 import time
 from collections import OrderedDict
@@ -20,7 +21,6 @@ import msgspec
 
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels.arrays import pa
-from tailrace.pipeline.kernels.fts import remove_tree
 from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
@@ -190,7 +190,7 @@ def _built(row: Row, started: float) -> list[Row]:
         )
         built = build_segment(raw, request, lambda name: reached(name, "worker"))
     finally:
-        remove_tree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
     reached("after_write", "worker")
     rows: list[Row] = []
     for one in built:

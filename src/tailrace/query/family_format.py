@@ -23,7 +23,7 @@ AGG: Final = "agg"
 MBLK: Final = "mblk"
 FAMILIES: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, COL, FTS, AGG, MBLK)
 # Of the files of each family; one with a greater number is not read, and a new number has all built again.
-FORMATS: Final[dict[str, int]] = {**dict.fromkeys(FAMILIES, 1), AGG: 2}
+FORMATS: Final[dict[str, int]] = {**dict.fromkeys(FAMILIES, 1), FTS: 2, AGG: 2}
 EXTENSIONS: Final = {**dict.fromkeys(FAMILIES, "parquet"), FTS: "zip"}
 
 # -- facts in the footer of a Parquet file, and in `split.json` of a text split
@@ -76,19 +76,15 @@ ENTRY: Final = "_entry"  # int64; names of fields never begin with an underscore
 
 SPLIT_FACTS: Final = "split.json"
 SPLIT_TERMS: Final = "terms.parquet"
-SPLIT_INDEX: Final = "index/"  # all files of a Tantivy directory
-# terms.parquet: FIELD, TERM, DOCUMENTS, ENTRIES, FREQUENCIES; sorted by (field, term, entries[0])
+# terms.parquet: FIELD, TERM, DOCUMENTS, ENTRIES, FREQUENCIES, POSITIONS; sorted by (field, term, entries[0])
 TERM: Final = "term"  # string; null: entries with any value, and FREQUENCIES are their counts of tokens
 DOCUMENTS: Final = "documents"  # int64: in how many entries; of the whole term also where a list goes on
 FREQUENCIES: Final = "frequencies"  # list of int32: how often in each of these entries
-TOKENIZER: Final = "whitespace"  # texts are put into the index as their tokens, joined by spaces
-KEYWORD_BYTES_MAX: Final = 1024  # of a keyword in the index; longer ones are cut as tokens are
-
-
-def length_field(index: int) -> str:
-    """The fast field with the count of tokens of the text field at this place of `split.json`."""
-    return f"_length_{index}"
-
+# List of int32: where in them, as many as all frequencies together; empty if the field does not keep them.
+# The tokens of a record are counted from 0, and a place is left out between two of its values.
+POSITIONS: Final = "positions"
+POSITIONS_FORMAT: Final = 2  # the first one of `fts` with positions, and with keywords in the table
+KEYWORD_BYTES_MAX: Final = 1024  # of a keyword in the table; longer ones are cut as tokens are
 
 # -- agg: one row for each (rollup, interval_ms, window_start, dimensions, measure), in this order
 

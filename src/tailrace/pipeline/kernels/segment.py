@@ -120,7 +120,7 @@ def prepare(request: BuildRequest) -> tuple[list[Builder], Reader | None]:
         builders.append(ColBuilder(covers, config, names, view.primary))
         fields.update(names)
     if FTS in wanted:
-        builders.append(FtsBuilder(covers, config, members[FTS], request.directory))
+        builders.append(FtsBuilder(covers, config, members[FTS]))
         fields.update(members[FTS])
     if AGG in wanted:
         agg = AggBuilder(covers, config, members[AGG])

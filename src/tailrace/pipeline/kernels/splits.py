@@ -1,61 +1,43 @@
-"""Several text splits become one: the same documents in one directory, the same postings in one table."""
+"""Several text splits become one: the same postings in one table."""
 
 from __future__ import annotations
 
 import io
-import shutil
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
-import tantivy
 
-from tailrace.pipeline.kernels.arrays import STRING, np, offsets_of, pa, pc, pq, to_numpy
-from tailrace.pipeline.kernels.fts import (
-    HEAP_BYTES,
-    TERMS_SCHEMA,
-    SplitFacts,
-    terms_table,
-    write_terms,
-    zip_split,
-)
+from tailrace.pipeline.kernels.arrays import np, offsets_of, pa, pc, pq, spans, stable_order, to_numpy
+from tailrace.pipeline.kernels.fts import SplitFacts, zip_split
 from tailrace.pipeline.kernels.parquet import Built, Range, facts_of
+from tailrace.pipeline.kernels.postings import TERMS_SCHEMA, Postings, every_entry, terms_table, write_terms
 from tailrace.query.family_format import (
     ENTRIES,
     FIELD,
     FREQUENCIES,
     FTS,
+    POSITIONS,
     SPLIT_FACTS,
-    SPLIT_INDEX,
     SPLIT_TERMS,
     TERM,
 )
 
-_META: Final = "meta.json"
-_MANAGED: Final = ".managed.json"
 
-Meta = dict[str, Any]
-
-
-def merge_splits(splits: Sequence[bytes], covers: Range, directory: Path) -> Built:
-    """Splits of one plan, in the order of their entries. `directory` is empty, and used up."""
+def merge_splits(splits: Sequence[bytes], covers: Range) -> Built:
+    """Splits of one plan, in the order of their entries."""
     facts: list[SplitFacts] = []
-    metas: list[Meta] = []
     tables: list[Any] = []
     for data in splits:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             facts.append(msgspec.json.decode(archive.read(SPLIT_FACTS), type=SplitFacts))
-            metas.append(msgspec.json.decode(archive.read(SPLIT_INDEX + _META)))
             tables.append(pq.read_table(pa.BufferReader(archive.read(SPLIT_TERMS)), schema=TERMS_SCHEMA))
-            _unpack(archive, directory)
-    _join_indexes(metas, directory)
     split = _joined_facts(facts)
     stored = facts_of(FTS, covers)
-    names = [field.field for field in split.text]
-    terms = write_terms((_merged_terms(name, tables) for name in names), stored)
-    data = zip_split(directory, terms, split, stored)
+    kept = {field.field: field.positions for field in split.text} | dict.fromkeys(split.keyword, False)
+    terms = write_terms((_merged_terms(name, tables, positions=kept[name]) for name in sorted(kept)), stored)
+    data = zip_split(terms, split, stored)
     return Built(FTS, data, covers.rows, {"tokens": sum(field.tokens for field in split.text)})
 
 
@@ -63,30 +45,6 @@ def rows_in(split: bytes) -> int:
     """How many entries a split speaks for."""
     with zipfile.ZipFile(io.BytesIO(split)) as archive:
         return int(msgspec.json.decode(archive.read(SPLIT_FACTS))["rows"])
-
-
-def _unpack(archive: zipfile.ZipFile, directory: Path) -> None:
-    """The files of an index, whose names are random and so never meet."""
-    for name in archive.namelist():
-        bare = name.removeprefix(SPLIT_INDEX)
-        if bare != name and bare not in (_META, _MANAGED) and "/" not in bare:
-            with archive.open(name) as source, (directory / bare).open("xb") as target:
-                shutil.copyfileobj(source, target)
-
-
-def _join_indexes(metas: Sequence[Meta], directory: Path) -> None:
-    """One list of all Tantivy segments. Committing has the library merge them as it sees fit."""
-    joined = {**metas[0], "segments": [segment for meta in metas for segment in meta["segments"]]}
-    managed = [_META, *sorted(path.name for path in directory.iterdir())]
-    (directory / _META).write_bytes(msgspec.json.encode(joined))
-    (directory / _MANAGED).write_bytes(msgspec.json.encode(managed))
-    index = tantivy.Index.open(str(directory))
-    writer = index.writer(heap_size=HEAP_BYTES, num_threads=1)
-    writer.commit()
-    writer.wait_merging_threads()
-    cleaner = index.writer(heap_size=HEAP_BYTES, num_threads=1)
-    cleaner.garbage_collect_files()
-    cleaner.wait_merging_threads()
 
 
 def _joined_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
@@ -102,25 +60,37 @@ def _joined_facts(facts: Sequence[SplitFacts]) -> SplitFacts:
     return SplitFacts(text, first.keyword)
 
 
-def _merged_terms(name: str, tables: Sequence[Any]) -> Any:
+def _merged_terms(name: str, tables: Sequence[Any], *, positions: bool) -> Any:
     """The postings of one field, terms in order, entries of each term one after the other."""
     parts = [table.filter(pc.equal(table.column(FIELD), name)) for table in tables]
-    table = pa.concat_tables([part for part in parts if part.num_rows] or [parts[0]]).combine_chunks()
+    table = pa.concat_tables(parts).combine_chunks()
     if not table.num_rows:
         return table
-    terms, entries = table.column(TERM).combine_chunks(), table.column(ENTRIES).combine_chunks()
-    counts = to_numpy(pc.list_value_length(entries)).astype(np.int64)
-    flat = to_numpy(entries.flatten())
-    frequencies = to_numpy(table.column(FREQUENCIES).combine_chunks().flatten())
-    absent = to_numpy(terms.is_null())
-    distinct = pc.unique(terms.drop_null())
-    order = to_numpy(pc.sort_indices(distinct)).astype(np.int64)
-    sorted_terms = distinct.take(pa.array(order))
-    place = pc.index_in(terms, sorted_terms)
-    # The row of all entries, which has no term, comes first.
-    ranks = np.where(absent, 0, to_numpy(pc.fill_null(place, 0)) + 1)
-    by_rank = np.repeat(ranks, counts)
-    moved = np.argsort(by_rank, kind="stable")
-    offsets = offsets_of(np.bincount(by_rank, minlength=len(sorted_terms) + 1))
-    labels = pa.concat_arrays([pa.nulls(1, STRING), sorted_terms])
-    return terms_table(name, labels, offsets, flat[moved], frequencies[moved])
+    absent = table.column(TERM).is_null()
+    every = table.filter(absent)
+    first = every_entry(name, _flat(every, ENTRIES), _flat(every, FREQUENCIES))
+    listed = table.filter(pc.invert(absent))
+    return pa.concat_tables([first, _terms(name, listed, positions)]) if listed.num_rows else first
+
+
+def _terms(name: str, table: Any, positions: bool) -> Any:
+    encoded = table.column(TERM).combine_chunks().dictionary_encode()
+    order = to_numpy(pc.sort_indices(encoded.dictionary)).astype(np.int64)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    counts = to_numpy(pc.list_value_length(table.column(ENTRIES))).astype(np.int64)
+    ranks = np.repeat(rank[to_numpy(encoded.indices)], counts)
+    moved = stable_order(ranks, len(order))
+    frequencies = _flat(table, FREQUENCIES)
+    where = None
+    if positions:
+        places = spans(offsets_of(frequencies)[:-1][moved], frequencies[moved].astype(np.int64))
+        where = _flat(table, POSITIONS)[places]
+    postings = Postings(_flat(table, ENTRIES)[moved], frequencies[moved], where)
+    offsets = offsets_of(np.bincount(ranks, minlength=len(order)))
+    return terms_table(name, encoded.dictionary.take(pa.array(order)), offsets, postings)
+
+
+def _flat(table: Any, name: str) -> Any:
+    """What is in all lists of a column."""
+    return to_numpy(table.column(name).combine_chunks().flatten())

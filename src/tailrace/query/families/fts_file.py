@@ -1,21 +1,14 @@
 """`fts`: which entries have a token, how often, and how long their texts are.
 
-All of that is in the table of terms. The text engine is only asked for phrases, and for the starts of
-keywords; where it is not installed, rows are decoded instead.
+All of that is in the table of terms, and where in a record each token stands.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import weakref
 import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from importlib import import_module
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -32,8 +25,9 @@ from tailrace.store.byte_window import ByteWindow
 _FOUND_MAX = 64  # look-ups that are kept
 _TERMS = (names.FIELD, names.TERM)
 _LISTS = (names.ENTRIES, names.FREQUENCIES)
+_PLACED_LISTS = (*_LISTS, names.POSITIONS)
 _OVERHEAD_BYTES = 4096
-_TERMS_MAX = 4096  # that the text engine is asked for at once
+_PLACE_BITS = np.int64(32)
 _DIRECTORY_BYTES = 64 << 10  # the end of a split, with the list of its members
 _HEADER_BYTES = 30  # of a member, before its name
 
@@ -42,7 +36,6 @@ class TextFacts(msgspec.Struct):
     """What `split.json` says of one text field."""
 
     field: str
-    length: str
     documents: int
     tokens: int
     positions: bool
@@ -112,6 +105,10 @@ class FtsFile:
         except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
             raise UnusableFileError(f"it is no split: {error}") from error
         check_facts(facts, names.FTS, stream_id, first, last)
+        if int(facts[names.FACT_FORMAT]) < names.POSITIONS_FORMAT:
+            # Phrases and keywords were left to a library, and are now to the records.
+            self.keywords = frozenset()
+            texts = [msgspec.structs.replace(text, positions=False) for text in texts]
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
@@ -154,6 +151,21 @@ class FtsFile:
         self, field: str, marked: Callable[[Any], Any], terms: tuple[str, str] | None
     ) -> Postings:
         """The rows of the table that some mark on their terms chooses; a null stands for the whole field."""
+        entries: list[Any] = []
+        frequencies: list[Any] = []
+        for table, marks in self._marked(field, marked, terms):
+            entries.append(numbers_in(array_in(table, names.ENTRIES).filter(marks).flatten()))
+            frequencies.append(numbers_in(array_in(table, names.FREQUENCIES).filter(marks).flatten()))
+        return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NOWHERE
+
+    def _marked(
+        self,
+        field: str,
+        marked: Callable[[Any], Any],
+        terms: tuple[str, str] | None,
+        lists: Sequence[str] = _LISTS,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Row groups with a term that is marked: their lists, and which of them are meant."""
         groups = self._groups(field, terms)
         marks: dict[int, Any] = {}
         for group, table in zip(groups, self._terms.tables(groups, _TERMS), strict=True):
@@ -162,13 +174,8 @@ class FtsFile:
             )
             if pc.any(found).as_py():
                 marks[group] = found
-        entries: list[Any] = []
-        frequencies: list[Any] = []
         # Not kept: the lists of all terms are large, and those that are wanted stay by themselves.
-        for group, table in zip(marks, self._terms.read_tables(list(marks), _LISTS), strict=True):
-            entries.append(numbers_in(array_in(table, names.ENTRIES).filter(marks[group]).flatten()))
-            frequencies.append(numbers_in(array_in(table, names.FREQUENCIES).filter(marks[group]).flatten()))
-        return Postings(np.concatenate(entries), np.concatenate(frequencies)) if entries else NOWHERE
+        yield from zip(self._terms.read_tables(list(marks), lists), marks.values(), strict=True)
 
     def _groups(self, field: str, wanted: tuple[str, str] | None) -> list[int]:
         """Row groups that may have a term of a field in these bounds; without bounds, the field's own row."""
@@ -210,68 +217,44 @@ class FtsFile:
         """The entries that have a text, be there a token in it or not."""
         return self._postings_where(field, lambda terms: terms.is_null(), None).entries
 
-    # -- the text engine -----------------------------------------------------------------------------------
-
-    @cached_property
-    def _engine(self) -> _Engine | None:
-        try:
-            return _Engine(self._split, import_module("tantivy"))
-        except (ImportError, ValueError, OSError, zipfile.BadZipFile):
-            return None
+    # -- phrases and keywords ------------------------------------------------------------------------------
 
     def phrase(self, field: str, tokens: Sequence[str]) -> Any:
         """The entries with these tokens one after the other; None if that cannot be told here."""
-        with self._lock:
-            engine = self._engine
-        if engine is None or not self.texts[field].positions:
+        if not self.texts[field].positions:
             return None
         key = ("phrase", field, *tokens)
-        return self._kept(key, lambda: Postings(engine.phrase(field, tokens), NONE)).entries
+        return self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), NONE)).entries
+
+    def _one_after_the_other(self, field: str, tokens: Sequence[str]) -> Any:
+        """A phrase begins where each of its tokens says that it does, from the one with the fewest places."""
+        begins = {token: self._places(field, token) for token in set(tokens)}
+        turns_of = sorted(enumerate(tokens), key=lambda turn: len(begins[turn[1]]))
+        [(at, token), *others] = turns_of
+        found = begins[token] - at
+        for at, token in others:
+            places = begins[token]
+            if not len(found) or not len(places):
+                return NONE
+            wanted = found + at
+            near = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+            found = found[places[near] == wanted]
+        return np.unique(found >> _PLACE_BITS) + self.first
+
+    def _places(self, field: str, token: str) -> Any:
+        """Everywhere that a token stands, ascending: which entry, above the place in it."""
+        found: list[Any] = []
+        for table, marks in self._marked(
+            field, lambda terms: pc.equal(terms, token), (token, token), _PLACED_LISTS
+        ):
+            entries, frequencies, places = (
+                numbers_in(array_in(table, name).filter(marks).flatten()) for name in _PLACED_LISTS
+            )
+            found.append((np.repeat(entries - self.first, frequencies) << _PLACE_BITS) + places)
+        return np.concatenate(found) if found else NONE
 
     def keyword_prefix(self, field: str, prefix: str) -> Any:
         """The entries with a keyword that starts like this; None if that cannot be told here."""
         if field not in self.keywords or len(prefix.encode()) > names.KEYWORD_BYTES_MAX - 4:
             return None
-        with self._lock:
-            engine = self._engine
-        return None if engine is None else engine.keyword_prefix(field, prefix)
-
-
-class _Engine:
-    """The index of a split, unpacked where the library can map it."""
-
-    def __init__(self, split: Split, library: Any) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="tailrace-split-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._library = library
-        members = [name for name in split.members if name.startswith(names.SPLIT_INDEX)]
-        for name, data in split.read(members):
-            (folder / Path(name).name).write_bytes(data)
-        index = library.Index.open(str(folder))
-        self._schema = index.schema
-        self._searcher = index.searcher()
-
-    def phrase(self, field: str, tokens: Sequence[str]) -> Any:
-        queries = self._library.Query
-        if len(tokens) == 1:
-            return self._entries(queries.term_query(self._schema, field, tokens[0]))
-        return self._entries(queries.phrase_query(self._schema, field, list(tokens)))
-
-    def keyword_prefix(self, field: str, prefix: str) -> Any:
-        terms_with_prefix = getattr(self._searcher, "terms_with_prefix", None)
-        if terms_with_prefix is None:
-            return None  # an older version of the library
-        found = terms_with_prefix(field, prefix, limit=_TERMS_MAX + 1)
-        if len(found) > _TERMS_MAX:
-            return None
-        terms = [term for term, _ in found]
-        return (
-            self._entries(self._library.Query.term_set_query(self._schema, field, terms)) if terms else NONE
-        )
-
-    def _entries(self, query: Any) -> Any:
-        limit = max(self._searcher.num_docs, 1)
-        scored = self._library.Query.const_score_query(query, 1.0)
-        hits = self._searcher.search(scored, limit=limit, count=False).hits
-        found = self._searcher.fast_field_values(names.ENTRY, [address for _, address in hits])
-        return np.sort(np.array(found, np.int64))
+        return self.starting_with(field, prefix)
