@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -105,10 +105,8 @@ def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
     if family == AGG:
         data, groups = agg.write_agg((_plain(table, agg.SCHEMA) for table in tables), facts)
         return Built(family, data, covers.rows, {"groups": groups})
-    schema, repeated, packed, bloom, size = _SHAPES[family]
-    with CompanionWriter(
-        schema, facts, repeated=repeated, packed=packed, bloom=bloom, bloom_values=size if bloom else 0
-    ) as writer:
+    schema, form, size = _SHAPES[family]
+    with CompanionWriter(schema, facts, bloom_values=size, **form) as writer:
         for table in _cut(tables, schema, size):
             writer.write(table)
         data = writer.finish()
@@ -161,9 +159,9 @@ def _put(order: MergeOrder, built: Built) -> Any:
     return pa.RecordBatch.from_pylist([row], schema=FILE)
 
 
-# Schema, columns with a dictionary, packed columns, column with a filter, rows of a row group.
-_SHAPES: Final[dict[str, tuple[Any, Sequence[str], Sequence[str], str | None, int]]] = {
-    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, (), keys.INDEX_PACKED, keys.KEY, keys.GROUP_ROWS),
-    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, (), keys.LEXICON_PACKED, None, keys.GROUP_ROWS),
+# Schema, how its columns are written, rows of a row group.
+_SHAPES: Final[dict[str, tuple[Any, dict[str, Any], int]]] = {
+    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, keys.INDEX_FORM, keys.GROUP_ROWS),
+    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, keys.LEXICON_FORM, keys.GROUP_ROWS),
 }
 MERGED: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, AGG, FTS)

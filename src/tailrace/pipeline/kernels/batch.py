@@ -1,11 +1,11 @@
-"""One row group of a segment, decoded once, as all builders see it."""
+"""Some row groups of a segment, decoded once, as all builders see them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
-from tailrace.pipeline.kernels.arrays import BINARY, pa, pq, to_numpy
+from tailrace.pipeline.kernels.arrays import BINARY, np, pa, pq, to_numpy
 from tailrace.pipeline.kernels.columns import FieldColumn, column_of, column_of_values
 from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
 from tailrace.query.values import values_of
@@ -14,6 +14,10 @@ from tailrace.schema.pointer import parse_pointer
 
 ENTRY, KEY, PAYLOAD = "entry", "key", "payload"
 
+# What is decoded at once. A column costs a little whatever its length, so that many short ones cost more.
+BATCH_ROWS_MAX: Final = 4096
+BATCH_BYTES_MAX: Final = 4 << 20
+
 
 class StoredRows(NamedTuple):
     """Rows as they lie in a segment. Every one says which entry it is: none is counted."""
@@ -21,12 +25,31 @@ class StoredRows(NamedTuple):
     entries: Any  # numpy int64
     keys: Any  # Arrow dictionary of binary, with nulls; None if nobody asked
     payloads: list[bytes] | None
+    groups: Any  # numpy: how many rows each row group has
 
 
-def read_rows(file: Any, index: int, *, payloads: bool) -> StoredRows:
-    """One row group of an open Parquet file."""
+def turns(file: Any) -> Iterator[list[int]]:
+    """The row groups of an open Parquet file, as many at a time as are decoded at once."""
+    turn: list[int] = []
+    rows = size = 0
+    for index in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(index)
+        if turn and (
+            rows + group.num_rows > BATCH_ROWS_MAX or size + group.total_byte_size > BATCH_BYTES_MAX
+        ):
+            yield turn
+            turn, rows, size = [], 0, 0
+        turn.append(index)
+        rows += group.num_rows
+        size += group.total_byte_size
+    if turn:
+        yield turn
+
+
+def read_rows(file: Any, turn: list[int], *, payloads: bool) -> StoredRows:
+    """Some row groups of an open Parquet file."""
     columns = [ENTRY, KEY, PAYLOAD] if payloads else [ENTRY, KEY]
-    table = file.read_row_group(index, columns=columns, use_threads=False).combine_chunks()
+    table = file.read_row_groups(turn, columns=columns, use_threads=False).combine_chunks()
     keys = table.column(KEY).combine_chunks()
     if not pa.types.is_dictionary(keys.type):
         keys = keys.dictionary_encode()
@@ -36,7 +59,8 @@ def read_rows(file: Any, index: int, *, payloads: bool) -> StoredRows:
         stored = table.column(PAYLOAD).combine_chunks()
         plain = pa.Array.from_buffers(BINARY, len(stored), stored.buffers(), offset=stored.offset)
         found = plain.to_pylist()
-    return StoredRows(to_numpy(table.column(ENTRY)), keys, found)
+    groups = np.array([file.metadata.row_group(index).num_rows for index in turn])
+    return StoredRows(to_numpy(table.column(ENTRY)), keys, found, groups)
 
 
 def open_segment(raw: bytes | memoryview) -> Any:
@@ -45,7 +69,7 @@ def open_segment(raw: bytes | memoryview) -> Any:
 
 
 class Batch:
-    """The rows of one row group with the values of their fields, each made when it is first asked for."""
+    """Some rows with the values of their fields, each column made when it is first asked for."""
 
     def __init__(self, rows: StoredRows, decoded: Decoded | None) -> None:
         self.rows = rows
@@ -74,7 +98,7 @@ class Batch:
 
 
 class Decoded(NamedTuple):
-    """Leaves of a row group and how values are made of them."""
+    """Leaves of some rows and how values are made of them."""
 
     reader: Reader
     leaves: dict[Tokens, Leaves]

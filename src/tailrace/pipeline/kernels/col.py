@@ -25,20 +25,11 @@ class ColBuilder:
         self._covers = covers
         self._fields = list(fields)
         self._primary = primary
-        kinds = {name: config.fields[name].kind for name in self._fields}
-        self._types = {name: list_of(ARROW[kind]) for name, kind in kinds.items()}
+        self._kinds = {name: config.fields[name].kind for name in self._fields}
+        self._types = {name: list_of(ARROW[kind]) for name, kind in self._kinds.items()}
         columns = [pa.field(name, kind, nullable=False) for name, kind in self._types.items()]
         self._schema = pa.schema([pa.field(ENTRY, INT64, nullable=False), *columns])
-        # Keywords and truth values repeat themselves; numbers are packed, dates among them above all.
-        self._writer = CompanionWriter(
-            self._schema,
-            facts_of(COL, covers),
-            repeated=[f"{name}.list.element" for name, kind in kinds.items() if kind in ("keyword", "float")],
-            packed=[
-                ENTRY,
-                *(f"{name}.list.element" for name, kind in kinds.items() if kind in ("integer", "date")),
-            ],
-        )
+        self._writer: CompanionWriter | None = None
         self._held: list[Any] = []
         self._held_rows = 0
         self._held_bytes = 0
@@ -66,12 +57,42 @@ class ColBuilder:
 
     def _flush(self) -> None:
         if self._held:
-            self._writer.write(pa.concat_tables(self._held).combine_chunks())
+            table = pa.concat_tables(self._held).combine_chunks()
+            if self._writer is None:
+                self._writer = self._opened(table)
+            self._writer.write(table)
         self._held.clear()
         self._held_rows = self._held_bytes = 0
 
+    def _opened(self, table: Any) -> CompanionWriter:
+        """The first row group tells what repeats itself, as levels do, and what does not, as ids."""
+        paths: dict[str, list[str]] = {"repeated": [], "apart": [], "packed": [ENTRY], "plain": []}
+        for name, kind in self._kinds.items():
+            paths[_form(kind, table.column(name))].append(f"{name}.list.element")
+        return CompanionWriter(
+            self._schema,
+            facts_of(COL, self._covers),
+            repeated=paths["repeated"],
+            packed=paths["packed"],
+            bytes_apart=paths["apart"],
+        )
+
     def finish(self) -> list[Built]:
         self._flush()
+        if self._writer is None:
+            self._writer = self._opened(self._schema.empty_table())
         assert self._writer.rows == self._covers.rows, "a row for each entry"
         stats = {} if self._times is None else {"ts_min": self._times[0], "ts_max": self._times[1]}
         return [Built(COL, self._writer.finish(), self._covers.rows, stats)]
+
+
+def _form(kind: str, column: Any) -> str:
+    """How the values of a column are written."""
+    if kind in ("integer", "date"):
+        return "packed"
+    if kind == "bool":
+        return "plain"
+    values = column.combine_chunks().flatten()
+    if pc.count_distinct(values).as_py() * 2 <= len(values):
+        return "repeated"
+    return "plain" if kind == "float" else "apart"

@@ -32,9 +32,8 @@ ARROW: Final = {
     "date": INT64,
     "bool": BOOL,
 }
+_TEXTS: Final = ("keyword", "text")
 _TYPES: Final[dict[str, frozenset[type]]] = {
-    "keyword": frozenset({str}),
-    "text": frozenset({str}),
     "integer": frozenset({int}),
     "float": frozenset({int, float}),
     "bool": frozenset({bool}),
@@ -65,12 +64,8 @@ class FieldColumn(NamedTuple):
 
 def column_of(field: Field, found: Leaves) -> FieldColumn:
     """The column of a field from what lies at its pointer."""
-    types = set(map(type, found))
-    types.discard(_NONE)
-    if not types:
-        return _empty(field, len(found))
     try:
-        column = _whole(field, found, types)
+        column = _texts(field, found) if field.kind in _TEXTS else _numbers(field, found)
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):
         column = None
     return _one_by_one(field, found) if column is None else _without_nulls(column)
@@ -84,31 +79,30 @@ def column_of_values(field: Field, rows: Sequence[Sequence[Value]]) -> FieldColu
     return FieldColumn(values, np.repeat(np.arange(len(rows)), counts), offsets_of(counts))
 
 
-def _empty(field: Field, count: int) -> FieldColumn:
-    return FieldColumn(
-        pa.array([], ARROW[field.kind]), np.zeros(0, np.int64), np.zeros(count + 1, dtype=np.int64)
-    )
-
-
-def _whole(field: Field, found: Leaves, types: set[type]) -> Any:
+def _texts(field: Field, found: Leaves) -> Any:
     """The column at once, nulls where nothing lies; None if some leaf needs a closer look."""
-    kind = field.kind
+    column = pa.array(found, STRING)  # refuses what is no text
+    if field.normalizer == "lowercase_v1" and field.kind == "keyword":
+        # Arrow knows other letters than Python does, but the same in ASCII.
+        return pc.ascii_lower(column) if pc.all(pc.string_is_ascii(column)).as_py() else None
+    return column
+
+
+def _numbers(field: Field, found: Leaves) -> Any:
+    """The same for what would take more than it should: the types of all leaves are looked at first."""
+    kind, types = field.kind, set(map(type, found)) - {_NONE}
+    if not types:
+        return pa.nulls(len(found), ARROW[kind])
     if kind == "date":
         if types == {int}:
             return pa.array(found, INT64)
         return _dates(pa.array(found, STRING)) if types == {str} else None
     if not types <= _TYPES[kind]:
         return None
-    if kind == "float":
-        column = pa.array(found, DOUBLE)
-        if not pc.all(pc.is_finite(column)).as_py():
-            return None
-        return pc.add(column, 0.0)  # zero has no sign
     column = pa.array(found, ARROW[kind])
-    if field.kind == "keyword" and field.normalizer == "lowercase_v1":
-        # Arrow knows other letters than Python does, but the same in ASCII.
-        return pc.ascii_lower(column) if pc.all(pc.string_is_ascii(column)).as_py() else None
-    return column
+    if kind != "float":
+        return column
+    return pc.add(column, 0.0) if pc.all(pc.is_finite(column)).as_py() else None  # zero has no sign
 
 
 def _dates(texts: Any) -> Any:

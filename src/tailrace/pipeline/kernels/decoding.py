@@ -7,6 +7,7 @@ shape (no object, a member of another type on the way, an older version) take th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
@@ -24,6 +25,7 @@ class _Node:
     def __init__(self) -> None:
         self.wanted = False
         self.children: dict[str, _Node] = {}
+        self.empty: Any = None  # a struct without any of its members
         self.deep: list[Tokens] = []  # below here an array may be entered: found by the reference way
 
     def add(self, tokens: Tokens, at: int = 0) -> None:
@@ -52,9 +54,7 @@ class Decoder:
         for tokens in self._pointers:
             root.add(tokens)
         self._root = root
-        shape = _shape(root)
-        self._empty = cast("Callable[[], object]", shape)()
-        self._decode = msgspec.json.Decoder(shape).decode
+        self._decode = msgspec.json.Decoder(_shape(root)).decode
 
     def leaves(
         self, entries: Sequence[int], payloads: Sequence[bytes]
@@ -89,7 +89,7 @@ class Decoder:
                     pass
                 else:
                     continue
-            members.append(self._empty)
+            members.append(self._root.empty)
             whole[row] = record_of(entry, payload)
         return members, whole
 
@@ -101,23 +101,25 @@ def _shape(node: _Node) -> Any:
     for index, (name, child) in enumerate(node.children.items()):
         names[f"m{index}"] = name
         fields.append((f"m{index}", Any if child.opaque else _shape(child) | None, None))
-    return msgspec.defstruct("Members", fields, rename=names, gc=False)
+    shape = msgspec.defstruct("Members", fields, rename=names, gc=False)
+    node.empty = cast("Callable[[], object]", shape)()
+    return shape
 
 
 def _spread(node: _Node, members: Sequence[Any], path: Tokens, found: dict[Tokens, Leaves]) -> None:
     """Columns of leaves from a column of structs."""
     for index, (name, child) in enumerate(node.children.items()):
-        attribute = f"m{index}"
-        column = [None if member is None else getattr(member, attribute) for member in members]
+        leaves = list(map(attrgetter(f"m{index}"), members))
         here = (*path, name)
         if not child.opaque:
-            _spread(child, column, here, found)
+            empty = child.empty
+            _spread(child, [empty if leaf is None else leaf for leaf in leaves], here, found)
             continue
         if child.wanted:
-            found[here] = column
+            found[here] = leaves
         for rest in _below(child):
-            leaves = [find(value, rest) for value in column]
-            found[here + rest] = [None if leaf is ABSENT else leaf for leaf in leaves]
+            below = [find(value, rest) for value in leaves]
+            found[here + rest] = [None if leaf is ABSENT else leaf for leaf in below]
 
 
 def _below(node: _Node) -> list[Tokens]:

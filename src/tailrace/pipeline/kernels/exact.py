@@ -21,6 +21,7 @@ from tailrace.pipeline.kernels.arrays import (
     pa,
     pc,
     pq,
+    stable_order,
     to_numpy,
 )
 from tailrace.pipeline.kernels.batch import Batch
@@ -149,7 +150,7 @@ def _grouped(name: str, stored: Any, entries: Any) -> Any:
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     ranks = rank[to_numpy(encoded.indices)]
-    by_value = np.argsort(ranks, kind="stable")
+    by_value = stable_order(ranks, len(order))
     ranks, entries = ranks[by_value], entries[by_value]
     # A record that has a value twice is one entry.
     fresh = np.ones(len(ranks), dtype=bool)
@@ -226,6 +227,7 @@ def write_exact(tables: Iterable[Any], facts: dict[str, str], sink: Any = None) 
         facts,
         repeated=[FIELD],
         packed=[f"{ENTRIES}.list.element"],
+        sorted_bytes=[VALUE],
         bloom=VALUE,
         bloom_values=GROUP_ROWS,
         sink=sink,

@@ -13,6 +13,8 @@ from tailrace.pipeline.kernels.arrays import (
     np,
     offsets_of,
     pa,
+    pc,
+    stable_order,
     to_numpy,
 )
 from tailrace.pipeline.kernels.batch import Batch
@@ -55,6 +57,9 @@ INDEX_PACKED: Final = (
     *(f"{SPAN_FIRSTS}.list.element", f"{SPAN_LASTS}.list.element"),
 )
 LEXICON_PACKED: Final = (FIRST_ENTRY, LAST_ENTRY)
+# How columns are written, also where runs are merged. Keys lie in the order of their hashes, or in their own.
+INDEX_FORM: Final[dict[str, Any]] = {"packed": INDEX_PACKED, "bytes_apart": (KEY,), "bloom": KEY}
+LEXICON_FORM: Final[dict[str, Any]] = {"packed": LEXICON_PACKED, "sorted_bytes": (KEY,)}
 
 
 class KeysBuilder:
@@ -63,25 +68,27 @@ class KeysBuilder:
     def __init__(self, covers: Range, families: frozenset[str]) -> None:
         self._covers = covers
         self._families = families
-        self._numbers: dict[bytes, int] = {}  # by key, in the order they were first seen
-        self._spans: list[tuple[Any, Any, Any, Any]] = []  # key numbers, firsts, lasts, counts
+        self._keys: list[Any] = []  # Arrow, each different key of a batch once
+        self._keys_before = 0
+        self._spans: list[tuple[Any, Any, Any, Any]] = []  # places among all keys, firsts, lasts, counts
 
     def add(self, batch: Batch) -> None:
         keys = batch.rows.keys
         if keys.null_count == len(keys):
             return
         valid = to_numpy(keys.is_valid())
-        codes = to_numpy(keys.indices.drop_null())
+        size, groups = len(keys.dictionary), batch.rows.groups
+        group = np.repeat(np.arange(len(groups)), groups)[valid]
+        spans = group * size + to_numpy(keys.indices.drop_null())
         entries = batch.entries[valid]
-        order = np.argsort(codes, kind="stable")
-        codes, entries = codes[order], entries[order]
-        starts = np.flatnonzero(np.diff(codes, prepend=-1))
-        stops = np.append(starts[1:], len(codes))
-        dictionary: list[bytes] = keys.dictionary.to_pylist()
-        numbers = self._numbers
-        seen: list[int] = codes[starts].tolist()
-        found = [numbers.setdefault(dictionary[code], len(numbers)) for code in seen]
-        self._spans.append((np.array(found), entries[starts], entries[stops - 1], stops - starts))
+        order = stable_order(spans, len(groups) * size)
+        spans, entries = spans[order], entries[order]
+        starts = np.flatnonzero(np.diff(spans, prepend=-1))
+        stops = np.append(starts[1:], len(spans))
+        places = self._keys_before + spans[starts] % size
+        self._spans.append((places, entries[starts], entries[stops - 1], stops - starts))
+        self._keys.append(keys.dictionary)
+        self._keys_before += size
 
     def finish(self) -> list[Built]:
         index = self._index()
@@ -99,20 +106,22 @@ class KeysBuilder:
     def _index(self) -> Any:
         if not self._spans:
             return INDEX_SCHEMA.empty_table()
-        numbers, firsts, lasts, counts = (
+        places, firsts, lasts, counts = (
             np.concatenate([span[place] for span in self._spans]) for place in range(4)
         )
-        keys = list(self._numbers)
-        by_hash = sorted(range(len(keys)), key=lambda number: (key_hash(keys[number]), keys[number]))
+        encoded = pa.concat_arrays(self._keys).dictionary_encode()
+        keys = encoded.dictionary
+        numbers = to_numpy(encoded.indices)[places]
+        hashes = np.fromiter(map(key_hash, keys.to_pylist()), np.int64, len(keys))
+        by_hash = _order(hashes, keys)
         rank = np.empty(len(keys), dtype=np.int64)
         rank[by_hash] = np.arange(len(keys))
-        order = np.argsort(rank[numbers], kind="stable")  # spans of a key stay in the order of entries
+        order = stable_order(rank[numbers], len(keys))  # spans of a key stay in the order of entries
         firsts, lasts, counts = firsts[order], lasts[order], counts[order]
         offsets = offsets_of(np.bincount(rank[numbers], minlength=len(keys)))
-        sorted_keys = [keys[number] for number in by_hash]
         columns = [
-            pa.array([key_hash(key) for key in sorted_keys], INT64),
-            pa.array(sorted_keys, BINARY),
+            from_numpy(hashes[by_hash], INT64),
+            keys.take(pa.array(by_hash)),
             from_numpy(firsts[offsets[:-1]], INT64),
             from_numpy(lasts[offsets[1:] - 1], INT64),
             from_numpy(np.add.reduceat(counts, offsets[:-1]).astype(np.int64), INT64),
@@ -122,10 +131,20 @@ class KeysBuilder:
         return pa.Table.from_arrays(columns, schema=INDEX_SCHEMA)
 
 
+def _order(hashes: Any, keys: Any) -> Any:
+    """The places of different keys in the order of the index."""
+    order = np.argsort(hashes)
+    if (np.diff(hashes[order]) != 0).all():
+        return order
+    table = pa.table({KEY_HASH: hashes, KEY: keys})
+    by = [(KEY_HASH, "ascending"), (KEY, "ascending")]
+    return to_numpy(pc.sort_indices(table, sort_keys=by)).astype(np.int64)
+
+
 def write_index(table: Any, facts: dict[str, str]) -> bytes:
     """A run of keys as a file; the rows are in order."""
     with CompanionWriter(
-        INDEX_SCHEMA, facts, packed=INDEX_PACKED, bloom=KEY, bloom_values=min(table.num_rows, GROUP_ROWS)
+        INDEX_SCHEMA, facts, bloom_values=min(table.num_rows, GROUP_ROWS), **INDEX_FORM
     ) as writer:
         for at in range(0, table.num_rows, GROUP_ROWS):
             writer.write(table.slice(at, GROUP_ROWS))
@@ -133,7 +152,7 @@ def write_index(table: Any, facts: dict[str, str]) -> bytes:
 
 
 def write_lexicon(table: Any, facts: dict[str, str]) -> bytes:
-    with CompanionWriter(LEXICON_SCHEMA, facts, packed=LEXICON_PACKED) as writer:
+    with CompanionWriter(LEXICON_SCHEMA, facts, **LEXICON_FORM) as writer:
         for at in range(0, table.num_rows, GROUP_ROWS):
             writer.write(table.slice(at, GROUP_ROWS))
         return writer.finish()

@@ -31,10 +31,12 @@ from tailrace.store import segment_tail
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
 PAGE_ROWS_MAX: Final = 1024
-BLOOM_FALSE_POSITIVES: Final = 0.01
+BLOOM_FALSE_POSITIVES: Final = (
+    0.026  # a byte for each value; filters are powers of two, and less is twice that
+)
 BLOOM_VALUES_MIN: Final = 64
 
-_ZSTD_LEVEL: Final = 3
+_ZSTD_LEVEL: Final = 1
 
 
 class Range(NamedTuple):
@@ -144,6 +146,7 @@ class CompanionWriter:
     """One Parquet file in memory. Every table that is written is a row group.
 
     `repeated` columns get a dictionary, `packed` ones (paths of integers) are stored as small differences,
+    `sorted_bytes` as what is new after the value before, `bytes_apart` as lengths and then all bytes.
     `bloom` ones have a filter, sized by `bloom_values`, the most values a row group has.
     """
 
@@ -154,6 +157,8 @@ class CompanionWriter:
         *,
         repeated: Sequence[str] = (),
         packed: Sequence[str] = (),
+        sorted_bytes: Sequence[str] = (),
+        bytes_apart: Sequence[str] = (),
         bloom: str | None = None,
         bloom_values: int = 0,
         sink: Any = None,
@@ -171,7 +176,11 @@ class CompanionWriter:
             compression="zstd",
             compression_level=_ZSTD_LEVEL,
             use_dictionary=list(repeated),
-            column_encoding=dict.fromkeys(packed, "DELTA_BINARY_PACKED") or None,
+            column_encoding={
+                **dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
+                **dict.fromkeys(sorted_bytes, "DELTA_BYTE_ARRAY"),
+                **dict.fromkeys(bytes_apart, "DELTA_LENGTH_BYTE_ARRAY"),
+            },
             write_statistics=True,
             write_page_index=True,
             write_page_checksum=True,

@@ -13,7 +13,7 @@ from tailrace.errors import TailraceError
 from tailrace.pipeline.kernels import mblk
 from tailrace.pipeline.kernels.agg import AggBuilder
 from tailrace.pipeline.kernels.arrays import pa, pq
-from tailrace.pipeline.kernels.batch import Batch, Reader, open_segment, read_rows
+from tailrace.pipeline.kernels.batch import Batch, Reader, open_segment, read_rows, turns
 from tailrace.pipeline.kernels.col import ColBuilder
 from tailrace.pipeline.kernels.exact import ExactBuilder
 from tailrace.pipeline.kernels.fts import FtsBuilder
@@ -85,15 +85,15 @@ def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: 
 
 
 def read_segment(raw: bytes, reader: Reader | None) -> Iterator[Batch]:
-    """Row group by row group; without a reader only entries and keys."""
+    """A few row groups at a time; without a reader only entries and keys."""
     try:
         file = open_segment(raw)
-        groups: int = file.metadata.num_row_groups
+        waiting = list(turns(file))
     except (pa.ArrowException, OSError) as error:
         raise CorruptSegmentError(f"the segment cannot be opened: {error}") from error
-    for index in range(groups):
+    for turn in waiting:
         try:
-            rows = read_rows(file, index, payloads=reader is not None)
+            rows = read_rows(file, turn, payloads=reader is not None)
         except (pa.ArrowException, OSError) as error:
             raise CorruptSegmentError(f"the segment cannot be decoded: {error}") from error
         yield Batch(rows, None) if reader is None else reader.batch(rows)
