@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tailrace.pipeline.kernels.parquet import Built
 from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, check_built
@@ -83,7 +84,10 @@ def build(
             memory_bytes,
             reference,
         )
-        built = build_segment(raw, request)
+        with pytest.MonkeyPatch.context() as patch:
+            # Several batches, and several row groups in each.
+            patch.setattr("tailrace.pipeline.kernels.batch.BATCH_ROWS_MAX", 2 * group_rows)
+            built = build_segment(raw, request)
         assert not list(Path(directory).iterdir()), "nothing is left behind"
     for one in built:
         check_built(one)

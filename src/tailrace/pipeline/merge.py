@@ -11,13 +11,14 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.merge_worker import (
     FILE_DDL,
     MERGED,
+    MergeExact,
     MergeOrder,
     MergeSplits,
     WriteRun,
     read_companions,
 )
 from tailrace.pipeline.model import MergeWork, StreamPlan
-from tailrace.pipeline.transforms import agg, exact, keys
+from tailrace.pipeline.transforms import agg, keys
 from tailrace.query.family_format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
 from tailrace.store.offers import AddedObject, InputObject, Offer
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _DDL: Final = {
     ROUTING_KEY_INDEX: keys.INDEX_DDL,
     ROUTING_KEY_LEXICON: keys.LEXICON_DDL,
-    EXACT: exact.DDL,
     AGG: agg.DDL,
 }
 NATIVE: Final = ("file://",)  # stores that Spark reads without further libraries
@@ -49,9 +49,10 @@ class MergeJob:
         return publication_of(stream, work, row)
 
     def _merged(self, order: MergeOrder) -> DataFrame:
-        if order.family == FTS:
+        if order.family in (FTS, EXACT):
             one: Any = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-            return one.mapInArrow(MergeSplits(order), FILE_DDL)
+            kernel = MergeSplits(order) if order.family == FTS else MergeExact(order)
+            return one.mapInArrow(kernel, FILE_DDL)
         frame: Any = transformed(order.family, self._read(order))
         frame = frame.repartition(1).sortWithinPartitions(*_order(order.family))
         return frame.mapInArrow(WriteRun(order), FILE_DDL)
@@ -79,8 +80,6 @@ def transformed(family: str, rows: DataFrame) -> DataFrame:
 
 
 def _order(family: str) -> Sequence[Any]:
-    if family == EXACT:
-        return exact.order()
     orders = {ROUTING_KEY_INDEX: keys.INDEX_ORDER, ROUTING_KEY_LEXICON: keys.LEXICON_ORDER, AGG: agg.KEYS}
     return orders[family]
 

@@ -9,11 +9,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from tailrace.pipeline.failpoints import reached
-from tailrace.pipeline.kernels import agg, exact, keys, splits
+from tailrace.pipeline.kernels import agg, keys, splits
 from tailrace.pipeline.kernels.arrays import pa, pq
+from tailrace.pipeline.kernels.exact_runs import merged
+from tailrace.pipeline.kernels.exact_tables import write_exact
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.segment import check_built
-from tailrace.pipeline.worker import stores
+from tailrace.pipeline.worker import StoredFile, stores
 from tailrace.query.family_format import (
     AGG,
     EXACT,
@@ -86,22 +88,36 @@ class MergeSplits(NamedTuple):
             yield _put(self.order, splits.merge_splits(data, covers))
 
 
+class MergeExact(NamedTuple):
+    """For `mapInArrow` over one row: runs are sorted already, and are read side by side."""
+
+    order: MergeOrder
+
+    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            files = [pq.ParquetFile(StoredFile(self.order.store, key)) for key in self.order.inputs]
+            covers = _covers(self.order, sum(map(_rows_said, files)))
+            data = write_exact(merged(files), facts_of(EXACT, covers))
+            built = Built(EXACT, data, covers.rows, {})
+            check_built(built)
+            yield _put(self.order, built)
+
+
 def _covers(order: MergeOrder, rows: int) -> Range:
     return Range(order.stream_id, order.first, order.last, rows, order.plan_hash)
 
 
 def _rows_in(store: str, key: str) -> int:
     """How many entries a companion speaks for, from its footer."""
-    metadata = pq.ParquetFile(pa.BufferReader(stores().tail(store, key, _FOOTER_GUESS))).metadata
-    return int(metadata.metadata[FACT_ROWS.encode()])
+    return _rows_said(pq.ParquetFile(pa.BufferReader(stores().tail(store, key, _FOOTER_GUESS))))
+
+
+def _rows_said(file: Any) -> int:
+    return int(file.metadata.metadata[FACT_ROWS.encode()])
 
 
 def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
     facts = facts_of(family, covers)
-    if family == EXACT:
-        rows = (_exact_row(row) for table in tables for row in table.to_pylist())
-        data = exact.write_exact(exact.tables_of(rows), facts)
-        return Built(family, data, covers.rows, {})
     if family == AGG:
         data, groups = agg.write_agg((_plain(table, agg.SCHEMA) for table in tables), facts)
         return Built(family, data, covers.rows, {"groups": groups})
@@ -111,10 +127,6 @@ def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
             writer.write(table)
         data = writer.finish()
     return Built(family, data, covers.rows, {"keys": writer.rows})
-
-
-def _exact_row(row: dict[str, Any]) -> exact.Row:
-    return row["field"], row["value"], row["entries"]
 
 
 def _cut(tables: Iterable[Any], schema: Any, size: int) -> Iterator[Any]:

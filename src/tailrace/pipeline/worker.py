@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import io
 import shutil
 import tempfile
 import time
@@ -96,14 +97,17 @@ class Stores:
 
     def tail(self, url: str, key: str, guess_bytes: int) -> bytes:
         """Enough of the end of a Parquet file to read its footer, as a file of its own."""
-        size = self._runner.run(self.at(url).head(key)).size
-        end = self._range(url, key, max(size - guess_bytes, 0), size)
+        size = self.size(url, key)
+        end = self.range(url, key, max(size - guess_bytes, 0), size)
         length = int.from_bytes(end[-8:-4], "little") + 8
         if length > len(end):
-            end = self._range(url, key, max(size - length, 0), size)
+            end = self.range(url, key, max(size - length, 0), size)
         return b"PAR1" + end[-length:]
 
-    def _range(self, url: str, key: str, start: int, stop: int) -> bytes:
+    def size(self, url: str, key: str) -> int:
+        return self._runner.run(self.at(url).head(key)).size
+
+    def range(self, url: str, key: str, start: int, stop: int) -> bytes:
         return self._runner.run(self.at(url).get_range(key, start, stop))
 
     def put(self, url: str, key: str, data: bytes) -> None:
@@ -131,6 +135,37 @@ def stores() -> Stores:
     if _stores is None:
         _stores = Stores()
     return _stores
+
+
+class StoredFile(io.RawIOBase):
+    """An object as a file of which only those bytes are fetched that somebody reads."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._key = url, key
+        self._size = stores().size(url, key)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._size if size < 0 else min(self._at + size, self._size)
+        if stop <= self._at:
+            return b""
+        found = stores().range(self._url, self._key, self._at, stop)
+        self._at = stop
+        return found
 
 
 def build_companions(batches: Iterator[Any]) -> Iterator[Any]:

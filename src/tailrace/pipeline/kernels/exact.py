@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from heapq import merge
-from itertools import groupby, pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import (
     BINARY,
-    INT64,
-    INT64_LIST,
-    STRING,
-    from_numpy,
-    lists,
     np,
     offsets_of,
     pa,
@@ -26,31 +19,17 @@ from tailrace.pipeline.kernels.arrays import (
 )
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import FieldColumn
+from tailrace.pipeline.kernels.exact_runs import merged
+from tailrace.pipeline.kernels.exact_tables import GROUP_ROWS, SCHEMA, rows_of, write_exact
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.query.family_format import (
-    ENTRIES,
     EXACT,
-    FIELD,
-    LIST_ENTRIES_MAX,
-    VALUE,
     VALUE_BYTES_MAX,
     stored_value,
 )
 from tailrace.schema.search_config import SearchConfig
 
-GROUP_ROWS: Final = 4096
-GROUP_ENTRIES_MAX: Final = 1 << 20
-
-SCHEMA: Final = pa.schema(
-    [
-        pa.field(FIELD, STRING, nullable=False),
-        pa.field(VALUE, BINARY),
-        pa.field(ENTRIES, INT64_LIST, nullable=False),
-    ]
-)
 _SIGN: Final = np.uint64(1 << 63)
-
-Row = tuple[str, bytes | None, list[int]]
 
 
 def stored_values(column: FieldColumn, kind: str) -> Any:
@@ -116,7 +95,7 @@ class ExactBuilder:
             if not present:
                 continue
             entries = np.concatenate(present)
-            yield _table(name, pa.nulls(1, BINARY), np.array([0, len(entries)]), entries)
+            yield rows_of(name, pa.nulls(1, BINARY), np.array([0, len(entries)]), entries)
             if values:
                 stored = pa.concat_arrays([piece for piece, _ in values])
                 yield _grouped(name, stored, np.concatenate([piece for _, piece in values]))
@@ -136,8 +115,7 @@ class ExactBuilder:
 
     def _merged(self) -> Iterator[Any]:
         self._spill()
-        # Runs follow each other in the order of entries, and a merge keeps the order of equals.
-        yield from tables_of(merge(*map(_rows, self._runs), key=_place))
+        yield from merged([pq.ParquetFile(path) for path in self._runs])
         for path in self._runs:
             path.unlink()
 
@@ -157,107 +135,4 @@ def _grouped(name: str, stored: Any, entries: Any) -> Any:
     fresh[1:] = (np.diff(ranks) != 0) | (np.diff(entries) != 0)
     ranks, entries = ranks[fresh], entries[fresh]
     offsets = offsets_of(np.bincount(ranks, minlength=len(order)))
-    return _table(name, dictionary.take(pa.array(order)), offsets, entries)
-
-
-def _table(name: str, values: Any, offsets: Any, entries: Any) -> Any:
-    """Rows of one field. Lists that are too long go on in further rows."""
-    counts = np.diff(offsets)
-    if len(counts) and counts.max() > LIST_ENTRIES_MAX:
-        pieces = -(-counts // LIST_ENTRIES_MAX)
-        starts = np.concatenate([np.arange(*span, LIST_ENTRIES_MAX) for span in pairwise(offsets.tolist())])
-        values = values.take(pa.array(np.repeat(np.arange(len(counts)), pieces)))
-        offsets = np.append(starts, offsets[-1])
-    columns = [
-        pa.array([name]).take(pa.array(np.zeros(len(values), np.int64))),
-        values,
-        lists(INT64_LIST, offsets, from_numpy(entries.astype(np.int64), INT64)),
-    ]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    """The rows of a sorted run, a few at a time."""
-    file = pq.ParquetFile(path)
-    for batch in file.iter_batches(batch_size=256, use_threads=False):
-        for row in batch.to_pylist():
-            yield row[FIELD], row[VALUE], row[ENTRIES]
-
-
-def _place(row: Row) -> tuple[str, bool, bytes]:
-    return row[0], row[1] is not None, row[1] or b""
-
-
-def tables_of(rows: Iterable[Row]) -> Iterator[Any]:
-    """Sorted rows as tables of one field each; rows of one value that follow each other are joined."""
-    held: list[Row] = []
-    held_entries = 0
-    for _, found in groupby(rows, key=_place):
-        for row in _joined(found):
-            if held and (held[0][0] != row[0] or len(held) == GROUP_ROWS or held_entries > GROUP_ENTRIES_MAX):
-                yield _held_table(held)
-                held, held_entries = [], 0
-            held.append(row)
-            held_entries += len(row[2])
-    if held:
-        yield _held_table(held)
-
-
-def _joined(found: Iterable[Row]) -> Iterator[Row]:
-    """Rows of one value, every list but the last one full."""
-    name, value, waiting = "", None, list[int]()
-    for name, value, entries in found:
-        waiting += entries
-        while len(waiting) > LIST_ENTRIES_MAX:
-            yield name, value, waiting[:LIST_ENTRIES_MAX]
-            waiting = waiting[LIST_ENTRIES_MAX:]
-    yield name, value, waiting
-
-
-def _held_table(held: list[Row]) -> Any:
-    names, values, entries = zip(*held, strict=True)
-    columns = [pa.array(names, STRING), pa.array(values, BINARY), pa.array(entries, INT64_LIST)]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
-
-
-def write_exact(tables: Iterable[Any], facts: dict[str, str], sink: Any = None) -> bytes:
-    """Sorted tables as a file. A row group has one field, so that filters and bounds tell of that field."""
-    with CompanionWriter(
-        SCHEMA,
-        facts,
-        repeated=[FIELD],
-        packed=[f"{ENTRIES}.list.element"],
-        sorted_bytes=[VALUE],
-        bloom=VALUE,
-        bloom_values=GROUP_ROWS,
-        sink=sink,
-    ) as writer:
-        for group in _row_groups(tables):
-            writer.write(group)
-        return writer.finish()
-
-
-def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
-    """Tables cut and joined: the same rows give the same row groups, however they arrive."""
-    held: list[Any] = []
-    rows = 0
-    name: str | None = None
-    for table in tables:
-        if not table.num_rows:
-            continue
-        field: str = table.column(FIELD)[0].as_py()
-        if field != name and held:
-            yield pa.concat_tables(held)
-            held, rows = [], 0
-        name = field
-        at = 0
-        while at < table.num_rows:
-            piece = table.slice(at, GROUP_ROWS - rows)
-            held.append(piece)
-            rows += piece.num_rows
-            at += piece.num_rows
-            if rows == GROUP_ROWS:
-                yield pa.concat_tables(held)
-                held, rows = [], 0
-    if held:
-        yield pa.concat_tables(held)
+    return rows_of(name, dictionary.take(pa.array(order)), offsets, entries)

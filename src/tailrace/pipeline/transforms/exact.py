@@ -1,4 +1,4 @@
-"""Values of several files in one order. What continues what is joined when the file is written."""
+"""What retention leaves of the values of a file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Final
 from tailrace.query.family_format import ENTRIES, FIELD, VALUE
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 DDL: Final = f"{FIELD} string, {VALUE} binary, {ENTRIES} array<bigint>"
-
-
-def order() -> list[Column]:
-    from pyspark.sql import functions as f
-
-    return [f.col(FIELD).asc(), f.col(VALUE).asc_nulls_first(), f.col(ENTRIES)[0].asc()]
 
 
 def from_entry(values: DataFrame, earliest: int) -> DataFrame:
