@@ -44,12 +44,22 @@ _BOOLS: Final = {"true": True, "false": False}
 def values_of(record: object, field: Field, version: int) -> list[Value]:
     """The values of a field in a record, promoted to `version`. A record that is no object has none."""
     pointer = field.pointer_at(version)
-    if pointer is None or not isinstance(record, dict):
+    if pointer is None:
         return []
     tokens = parse_pointer(pointer)
     assert tokens is not None, "pointers are checked when a registry is installed"
-    convert = converter(field)
-    values = (convert(leaf) for leaf in leaves(find(cast("object", record), tokens)))
+    return values_at(record, tokens, converter(field))
+
+
+def values_at(record: object, tokens: tuple[str, ...], convert: Convert) -> list[Value]:
+    """The same where the pointer of a field was parsed and its converter chosen: for many records."""
+    if not isinstance(record, dict):
+        return []
+    found = find(cast("object", record), tokens)
+    if not isinstance(found, list):
+        value = None if found is ABSENT else convert(found)
+        return [] if value is None else [value]
+    values = (convert(leaf) for leaf in leaves(cast("object", found)))
     return [value for value in values if value is not None]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from tailrace.pipeline.kernels.arrays import BINARY, np, pa, pq, to_numpy
 from tailrace.pipeline.kernels.columns import FieldColumn, column_of, column_of_values
 from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
-from tailrace.query.values import values_of
+from tailrace.query.values import converter, values_at
 from tailrace.query.view import View
 from tailrace.schema.pointer import parse_pointer
 
@@ -122,7 +122,9 @@ class Reader:
             pointer = view.config.fields[name].pointer_at(view.version)
             # Without a binding there are no values; the whole record is an object, and so none either.
             self._tokens[name] = (parse_pointer(pointer) or ()) if pointer else ()
-        self._decoder = Decoder(view, [*self._tokens.values(), *pointers], reference=reference)
+        # The reference function looks for values itself.
+        of_fields = () if reference else self._tokens.values()
+        self._decoder = Decoder(view, [*of_fields, *pointers], reference=reference)
 
     def batch(self, rows: StoredRows) -> Batch:
         assert rows.payloads is not None
@@ -132,9 +134,9 @@ class Reader:
 
     def column(self, name: str, decoded: Decoded) -> FieldColumn:
         field = self._view.config.fields[name]
-        if self._reference:
-            version = self._view.version
-            found = [values_of(decoded.records[row], field, version) for row in range(decoded.rows)]
-            return column_of_values(field, found)
         tokens = self._tokens[name]
+        if self._reference:
+            convert, records = converter(field), decoded.records
+            found = [values_at(records[row], tokens, convert) for row in range(decoded.rows)]
+            return column_of_values(field, found)
         return column_of(field, decoded.leaves[tokens] if tokens else [None] * decoded.rows)
