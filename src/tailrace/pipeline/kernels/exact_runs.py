@@ -61,7 +61,7 @@ def _in_order(field: str, runs: Sequence[_Run]) -> Iterator[Any]:
         holding = [run for run in runs if run.held is not None]
         if not holding:
             return
-        bound = None
+        bound: Any = None
         if open_ended:
             # What a run has not read yet may go on with its last value, but has nothing smaller.
             lasts = [run.last_value() for run in open_ended]

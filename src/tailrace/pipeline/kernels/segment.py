@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -88,7 +88,7 @@ def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: 
 
 
 @contextmanager
-def _no_cycles() -> Iterator[None]:
+def _no_cycles() -> Generator[None]:
     """Records never refer to themselves: looking for that over and over, with thousands held, costs much."""
     paused = gc.isenabled()
     gc.disable()

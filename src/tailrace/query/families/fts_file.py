@@ -107,7 +107,7 @@ class FtsFile:
         check_facts(facts, names.FTS, stream_id, first, last)
         if int(facts[names.FACT_FORMAT]) < names.POSITIONS_FORMAT:
             # Phrases and keywords were left to a library, and are now to the records.
-            self.keywords = frozenset()
+            self.keywords = frozenset[str]()
             texts = [msgspec.structs.replace(text, positions=False) for text in texts]
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
