@@ -63,9 +63,9 @@ docs: $(DEV_STAMP) ## write the generated pages again
 	@$(BIN)/python scripts/pages.py
 
 lock: $(DEV_STAMP) ## resolve the locked versions again (needs uv in the environment)
-	$(BIN)/python -m uv pip compile pyproject.toml --extra search --extra watch --group build --universal --python-version 3.11 --generate-hashes \
+	$(BIN)/python -m uv pip compile pyproject.toml --extra watch --group build --universal --python-version 3.11 --generate-hashes \
 		--no-header --no-annotate --upgrade --output-file requirements/run.txt
-	$(BIN)/python -m uv pip compile pyproject.toml --extra search --extra watch --extra postgres --extra mongo --group dev --universal --python-version 3.11 --generate-hashes \
+	$(BIN)/python -m uv pip compile pyproject.toml --extra watch --extra postgres --extra mongo --group dev --universal --python-version 3.11 --generate-hashes \
 		--no-header --no-annotate --constraint requirements/run.txt --output-file requirements/dev.txt
 
 clean: ## remove installations and caches, never data

@@ -10,9 +10,9 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "protocol-coverage.md"
 # The properties of live queries, the hub, the edge, searches, schemas, the pipeline and what is around them.
-# Those of several machines (W-36), and those that stand in for a MongoDB (W-13), have none here.
+# Those of several machines (W-36) have none here.
 PROPERTIES = {
-    "w": [number for number in range(1, 51) if number not in (13, 36)],
+    "w": [number for number in range(1, 51) if number != 36],
     "h": [number for number in range(1, 47) if number != 24],
     "e": list(range(1, 26)),
     "m": [1, 2, 3, 4],
