@@ -16,17 +16,22 @@ JSON = "application/json"
 
 @pytest.fixture(scope="module", autouse=True)
 def _events(server: ServerProcess) -> None:
-    call = Caller(server)
-    assert call("PUT", "ev", headers={"Content-Type": JSON}).status == 201
-    assert call("POST", "ev/_schema", {"schema": {}, "search": search_body()}).status == 200
+    call = searchable(server, "ev")
     records = [
         {"id": f"r{n}", "status": n, "message": f"payment {'failed' if n % 2 else 'fine'}"} for n in range(6)
     ]
     assert call("POST", "ev", records).status == 204
 
 
-def search(server: ServerProcess, *args: str) -> Finished:
-    return tailrace("search", "ev", *args, "--url", server.base_url)
+def searchable(server: ServerProcess, name: str) -> Caller:
+    call = Caller(server)
+    assert call("PUT", name, headers={"Content-Type": JSON}).status == 201
+    assert call("POST", f"{name}/_schema", {"schema": {}, "search": search_body()}).status == 200
+    return call
+
+
+def search(server: ServerProcess, *args: str, stream: str = "ev") -> Finished:
+    return tailrace("search", stream, *args, "--url", server.base_url)
 
 
 def test_hits_are_a_table_and_the_rest_is_told_beside_it(server: ServerProcess) -> None:
@@ -55,10 +60,11 @@ def test_json_is_one_hit_per_line(server: ServerProcess) -> None:
 
 
 def test_records_come_as_they_were_written(server: ServerProcess) -> None:
+    searchable(server, "odd")
     record = '{"id": "odd", "big": 123456789012345678901234567890, "cut": "\\ud83d"}'
-    assert tailrace("append", "ev", record, "--url", server.base_url).code == 0
-    assert f'"source":{record}' in search(server, "id:odd", "--json").out
-    assert "odd" in search(server, "id:odd").out
+    assert tailrace("append", "odd", record, "--url", server.base_url).code == 0
+    assert f'"source":{record}' in search(server, "id:odd", "--json", stream="odd").out
+    assert "odd" in search(server, "id:odd", stream="odd").out
 
 
 def test_nothing_found_no_time_and_refusals(server: ServerProcess) -> None:
