@@ -1,7 +1,7 @@
 // Against a running server: TAILRACE_TEST_URL=http://... node --test hub.test.mjs
 import assert from "node:assert/strict"
 import { test } from "node:test"
-import { Hub, HubError, fromRuntime, toRuntime } from "./index.js"
+import { Hub, HubError, fromRuntime, toRuntime } from "./dist/index.js"
 
 const base = process.env.TAILRACE_TEST_URL
 const reconnect = { first: 10, max: 100 }
@@ -147,6 +147,11 @@ test("presence tells who is there and who comes and goes", async (t) => {
   await guest.unregister(`@(${room}/first)`)
   assert.equal(await next(), `left @(${room}/first)`)
   await events.return()
+})
+
+test("a token that cannot be had is an error of the client", async () => {
+  const broken = new Hub(base, { reconnect, token: () => Promise.reject(new Error("no token today")) })
+  await assert.rejects(broken.connect(), { name: "HubError", code: "connect_failed", message: /no token today/ })
 })
 
 test("a closed client says so", async (t) => {

@@ -1,6 +1,6 @@
 // Compiled, not run: everything that the declarations promise, used as a program would.
-import { Hub, HubError, fromRuntime, toRuntime } from "./index.js"
-import type { Ack, Actor, Broadcast, MailboxPage, Message, Presence, Published, Registration, Subscription } from "./index.js"
+import { Hub, HubError, fromRuntime, toRuntime } from "./dist/index.js"
+import type { Ack, Actor, Broadcast, MailboxPage, Message, Presence, Published, Registration, Subscription } from "./dist/index.js"
 
 interface Quote {
   price: number
@@ -13,6 +13,7 @@ export async function everything(url: string): Promise<void> {
     capabilities: ["ui"],
     timeouts: { ask: 1000 },
     reconnect: { first: 10, max: 100 },
+    WebSocket,
     onNotice: (message: Message) => console.log(message.type),
     onEnd: (error: HubError) => console.log(error.code, error.retryable, error.details),
   })
@@ -38,7 +39,7 @@ export async function everything(url: string): Promise<void> {
   const next: Message | null = await hub.nextMessage(1000)
   await hub.unsubscribe(subscription)
   await hub.unregister(registration.actorAddress)
-  const expires: number = await hub.refreshToken()
+  const expires: number | null = await hub.refreshToken()
   console.log(ack.status, price, published.stream, sent.total, page.lag, next?.metadata.mailbox?.offset, expires)
   console.log(fromRuntime("local://w-1", "browser"), toRuntime("@(w-1)", "beam"), hub.sessionId, hub.resumed)
   await hub.close()

@@ -1,5 +1,5 @@
 // Another of three actors: asks the worker for one square after the other. Runs in a browser, and in node as it is.
-import { Hub } from "../../clients/hub-js/index.js"
+import { Hub } from "../../clients/hub-js/dist/index.js"
 
 const WORKER = "@(demo/worker)"
 

@@ -33,14 +33,16 @@ MANAGER = create_token(SECRET, sub="manager", scopes=["read", "manage"])
 
 
 class Ordeal:
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, **more: str) -> None:
         self.random = random.Random(seed)
         env = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_JOURNAL_FILE_BYTES": "200000"}
-        self.server = ServerProcess(directory / "data", env=env).start()
+        self.server = ServerProcess(directory / "data", env={**env, **more}).start()
         self.call = Caller(self.server, MANAGER)
         self.book = Book()
         self.members = [Member(self.server, self.book, name, options) for name, options in KINDS.items()]
         self.done: Counter[str] = Counter()
+
+    def begin(self) -> None:
         for member in self.members:
             member.come()
 
@@ -119,16 +121,33 @@ class Ordeal:
 
     def _restart(self) -> None:
         self.server.kill()
+        self.revive()
+
+    def revive(self) -> None:
         for member in self.members:
             member.gone()
         self.server.start()
 
     def restart_quietly(self) -> None:
         """H-39: when nothing is under way, a restart changes no answer but who is online."""
-        self.listen()
+        self._settle()
         before = eventually(self._shown, lambda shown: shown == self._shown())
         self._restart()
         assert self._shown() == before
+
+    def _settle(self) -> None:
+        """Everything is answered, and what followed from it durable: one commit comes after the other."""
+        if not self.here():
+            self.come()
+
+        def unanswered() -> int:
+            self.listen()
+            return sum(len(member.waiting) for member in self.here())
+
+        eventually(unanswered, lambda left: left == 0)
+        member = self.here()[0]
+        assert member.actor is not None
+        member.actor.register(ttlSeconds=3600, **member.options)
 
     def _shown(self) -> dict[str, Any]:
         discover = {"id": "d", "type": "hub:discover", "pattern": "ask", "payload": {"pattern": "crew/*"}}
@@ -210,6 +229,7 @@ class Ordeal:
 def undergo(directory: Path, seed: int, steps: int) -> Counter[str]:
     ordeal = Ordeal(directory, seed)
     try:
+        ordeal.begin()
         for _ in range(steps):
             ordeal.step()
         ordeal.restart_quietly()

@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from support.hub_js import NODE_ENV, built
 from support.pages import PageRun, blocks_of
 from support.ports import free_port
 from support.server import ServerProcess
@@ -35,13 +36,13 @@ def test_the_page_about_the_hub(server: ServerProcess, tmp_path: Path) -> None:
 
 def test_its_javascript(server: ServerProcess) -> None:
     (script,) = re.findall(r"^```js\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    built()
     with Hub(server.base_url, address="@(svc/price)") as hub:
         hub.register()
         with subprocess.Popen(
             ["node", "--input-type=module", "-e", script.replace(PRINTED_URL, server.base_url)],
             cwd=ROOT,
-            # Node has a WebSocket of its own since version 22; in 20 it has to be asked for.
-            env={**os.environ, "NODE_OPTIONS": "--experimental-websocket --no-warnings", "NO_COLOR": "1"},
+            env={**os.environ, **NODE_ENV},
             stdout=subprocess.PIPE,
             text=True,
         ) as node:
@@ -55,7 +56,7 @@ def test_its_javascript(server: ServerProcess) -> None:
 def test_every_code_and_every_message_type_of_the_client_is_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert [code for code in HUB_CODES if f"`{code}`" not in page] == []
-    sources = [*(ROOT / "src/tailrace/client/hub").glob("*.py"), *(ROOT / "clients/hub-js").glob("*.js")]
+    sources = [*(ROOT / "src/tailrace/client/hub").glob("*.py"), *(ROOT / "clients/hub-js/src").glob("*.ts")]
     used = {
         kind for source in sources for kind in re.findall(r"hub:[a-z_]+", source.read_text(encoding="utf-8"))
     }

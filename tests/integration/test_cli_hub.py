@@ -34,7 +34,8 @@ def test_actors_are_listed(server: ServerProcess, actor: Hub) -> None:
     assert actor.identity in shown.out
     (row,) = run(server, "ls", "*", "--capability", "cli", "--json").rows
     assert (row["address"], row["online"]) == (actor.identity, True)
-    assert "no actors" in run(server, "ls", "@(nobody)").out
+    nobody = run(server, "ls", "@(nobody)")
+    assert (nobody.out, nobody.err) == ("", "no actors\n")
 
 
 def test_a_message_is_sent_and_a_question_is_answered(server: ServerProcess, actor: Hub) -> None:
@@ -114,7 +115,8 @@ def test_dead_letters_are_shown_and_sent_again(server: ServerProcess, actor: Hub
     eventually(letters, lambda found: len(found) == 1)
     (letter,) = letters()
     assert (letter["reason"], letter["message"]["payload"]) == ("unknown_actor", {"n": 1})
-    assert run(server, "dead-letters", "--reason", "rejected", "--to", gone).out == ""
+    none = run(server, "dead-letters", "--reason", "rejected", "--to", gone)
+    assert (none.out, none.err) == ("", "no dead letters\n")
     failed = run(server, "dead-letters", "--to", gone, "--replay")
     assert (failed.code, "unknown_actor" in failed.err) == (1, True)
     with Hub(server.base_url, address=gone) as found:
@@ -127,6 +129,6 @@ def test_dead_letters_are_shown_and_sent_again(server: ServerProcess, actor: Hub
 
 def test_an_actor_is_kicked(server: ServerProcess, actor: Hub) -> None:
     assert run(server, "kick", actor.identity).code == 0
-    assert "no actors" in run(server, "ls", actor.identity).out
+    assert run(server, "ls", actor.identity).err == "no actors\n"
     again = run(server, "kick", actor.identity)
     assert (again.code, "unknown_actor" in again.err) == (1, True)

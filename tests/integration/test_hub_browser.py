@@ -1,4 +1,4 @@
-"""The JavaScript client of the hub in Chromium, and its declarations in TypeScript."""
+"""The TypeScript client of the hub in Chromium, and a program that is compiled against its declarations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from support.hub_js import ROOT, built
 from support.server import ServerProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-CLIENT = ROOT / "clients" / "hub-js"
-TSC = ROOT / "tests" / "conformance" / "node_modules" / "typescript" / "bin" / "tsc"
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
 
 
@@ -65,6 +63,7 @@ def browser(url: str, profile: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_client_in_chromium(server: ServerProcess, tmp_path: Path) -> None:
+    built()
     with pages() as (base, results):
         url = f"{base}/clients/hub-js/browser.test.html?server={server.base_url}"
         with browser(url, tmp_path / "profile"):
@@ -82,17 +81,8 @@ def test_the_client_in_chromium(server: ServerProcess, tmp_path: Path) -> None:
 
 
 def test_the_declarations_compile() -> None:
-    options = [
-        "--noEmit",
-        "--strict",
-        "--skipDefaultLibCheck",
-        "--target",
-        "es2022",
-        "--module",
-        "nodenext",
-        "--lib",
-        "es2023,dom",
-    ]
-    command = ["node", str(TSC), *options, "types.test.ts"]
-    done = subprocess.run(command, cwd=CLIENT, capture_output=True, text=True, check=False, timeout=120)
+    client = built()
+    options = ["--noEmit", "--strict", "--target", "es2022", "--module", "nodenext", "--lib", "es2023,dom"]
+    command = ["node_modules/.bin/tsc", *options, "types.test.ts"]
+    done = subprocess.run(command, cwd=client, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from support.cli import tailrace
+from support.hub_js import NODE_ENV, built
 from support.server import ServerProcess
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "hub"
-NODE_ENV = {"NODE_OPTIONS": "--experimental-websocket --no-warnings", "NO_COLOR": "1"}
 COUNT = 20
 PAGE = """
 import { converse } from "./page.js"
@@ -21,6 +21,7 @@ await converse(process.env.TAILRACE_ENDPOINT, (line) => console.log(line), quick
 
 
 def test_the_conversation_goes_on_over_a_crash_of_the_server(tmp_path: Path) -> None:
+    built()
     server = ServerProcess(tmp_path / "data").start()
     env = {**os.environ, **NODE_ENV, "TAILRACE_ENDPOINT": server.base_url}
     pipe = subprocess.PIPE

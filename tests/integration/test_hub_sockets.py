@@ -274,4 +274,4 @@ def test_single_messages_over_http(server: ServerProcess) -> None:
 def test_the_hub_is_counted(server: ServerProcess) -> None:
     text = Caller(server)("GET", "/metrics").raw.decode()
     assert "tailrace_hub_sessions" in text
-    assert 'tailrace_hub_messages_total{kind="send",result="ok"}' in text
+    assert 'tailrace_hub_messages_total{kind="send",result="delivered"}' in text

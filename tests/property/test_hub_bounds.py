@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.hub.buckets import Buckets, Rate, TokenBucket
-from tailrace.hub.seen import WAITERS_MAX, Seen, SeenSet
+from tailrace.hub.seen import WAITERS_MAX, Seen, SeenMemory, SeenSet
 
 SECOND_NS = 1_000_000_000
 MILLI_NS = 1_000_000
@@ -146,20 +146,64 @@ def test_h20_a_repeat_gets_the_answers_of_the_first() -> None:
     assert (len(seen), seen.size_bytes) == (0, 0)
 
 
-def test_h20_what_is_remembered_is_bounded_in_bytes() -> None:
-    seen = SeenSet(bytes_max=10_000)
+def test_h20_answers_are_bounded_in_bytes_and_their_messages_stay_known() -> None:
+    seen = SeenSet(answer_bytes_max=10_000)
     entries: list[Seen] = []
     for number in range(100):
         entry = seen.add(str(number), 0, number)
         seen.answer(entry, b"x" * 1000)
         entries.append(entry)
-        assert seen.size_bytes <= 10_000
-    assert seen.get("99", 0) is entries[-1]
-    assert seen.floor_ms == int(entries[-len(seen) - 1].id)
+        assert seen.answer_bytes <= 10_000
+    assert [seen.get(str(number), 0) for number in range(100)] == entries
+    assert [entry.let_go for entry in entries] == [True] * 90 + [False] * 10
+    assert seen.floor_ms == -1
     unfinished = seen.add("u", 0, 0)
     assert [seen.join(unfinished, number) for number in range(WAITERS_MAX + 1)] == [True] * WAITERS_MAX + [
         False
     ]
+    for _ in range(50):  # an answer in many parts is no way around it
+        assert len(seen.answer(unfinished, b"x" * 1000, final=False)) == WAITERS_MAX
+        assert seen.answer_bytes <= 10_000
+    assert (unfinished.answers, unfinished.let_go) == ((), True)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["note", "add", "answer", "forget", "expire"]),
+            st.integers(0, 2),
+            st.integers(0, 9),
+            st.integers(0, 1500),
+        ),
+        max_size=120,
+    )
+)
+def test_what_all_remember_together_is_counted_to_the_byte(steps: list[tuple[str, int, int, int]]) -> None:
+    memory = SeenMemory(8000)
+    sets = [SeenSet(entries_max=6, answer_bytes_max=1200, ttl_ms=50, memory=memory) for _ in range(3)]
+    now_ms = 0
+    for what, number, name, size in steps:
+        seen, identifier = sets[number], str(name)
+        entry = seen.get(identifier, now_ms)
+        if what == "note":
+            before = memory.bytes
+            assert not seen.note(identifier, now_ms) or before < 8000
+        elif what == "add" and entry is None and not memory.is_full:
+            seen.add(identifier, now_ms, 0)
+        elif what == "answer" and entry is not None and not entry.finished:
+            seen.answer(entry, b"x" * size)
+        elif what == "forget":
+            seen.forget(identifier)
+        elif what == "expire":
+            now_ms += size % 40
+            seen.expire(now_ms)
+        assert memory.bytes == sum(each.size_bytes for each in sets)
+        assert memory.answer_bytes == sum(each.answer_bytes for each in sets) <= 2000
+        # One that is let in may be the last to go beyond it.
+        assert memory.bytes <= 8000 + 2000 + 600
+    for seen in sets:
+        seen.expire(now_ms + 50)
+    assert (memory.bytes, memory.answer_bytes) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=80))

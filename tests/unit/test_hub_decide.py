@@ -66,12 +66,16 @@ def test_malformed_frames_are_answered_until_there_are_too_many() -> None:
 
 def test_another_version_is_refused_and_told_which_would_do() -> None:
     world = World()
-    session = world.open()
-    metadata = {"protocolVersion": "2.0.0", "capabilities": ["typed-errors"]}
-    answer = world.ask(session, "hub:connect", None, metadata=metadata)
-    assert answer["payload"]["code"] == "version_mismatch"
-    assert answer["payload"]["details"]["supportedVersions"] == ["0.1.0"]
-    assert world.closes[session] == 1008
+    for words in (["typed-errors"], ["x"]):
+        session = world.open()
+        metadata = {"protocolVersion": "2.0.0", "capabilities": words}
+        answer = world.ask(session, "hub:connect", None, metadata=metadata)
+        payload = answer["payload"]
+        assert payload["code"] == "version_mismatch"
+        typed = answer["type"] == "hub:version_mismatch"
+        assert typed is (words == ["typed-errors"])
+        assert (payload if typed else payload["details"])["supportedVersions"] == ["0.1.0"]
+        assert world.closes[session] == 1008
 
 
 def test_h8_a_resumed_session_gets_what_came_meanwhile_in_order_and_once() -> None:

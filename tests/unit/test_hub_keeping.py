@@ -208,6 +208,19 @@ def test_a_full_mailbox_refuses() -> None:
     assert answers[-1]["payload"]["retryable"] is True
 
 
+def test_a_tell_to_a_full_mailbox_is_a_dead_letter() -> None:
+    world = World(limits=Limits(hub_mailbox_entries=1))
+    sender, receiver = world.actor(A, "delivery-notices"), world.actor(B, durable=True)
+    world.lose(receiver)
+    first, second = (send(world, sender, B, number, pattern="tell") for number in range(2))
+    [told] = world.taken(sender)
+    assert (told["type"], told["correlationId"]) == ("hub:undeliverable", second)
+    assert told["payload"]["reason"] == "mailbox_full"
+    [letter] = world.streams.bodies("hub/dead-letters")
+    assert (letter["reason"], letter["message"]["payload"]) == ("mailbox_full", 1)
+    assert [one["metadata"]["originalMessageId"] for one in world.streams.bodies(BOX)] == [first]
+
+
 def test_messages_on_their_way_to_the_disk_do_not_count_more_than_once() -> None:
     world = World(limits=Limits(hub_mailbox_bytes=100_000))
     sender, receiver = world.actor(A), world.actor(B, durable=True)

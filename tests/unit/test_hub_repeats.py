@@ -8,6 +8,7 @@ import pytest
 
 from support.hub_world import Frame, World
 from tailrace.hub.session import Session
+from tailrace.limits import Limits
 
 A, B = "@(t/a)", "@(t/b)"
 
@@ -71,3 +72,50 @@ def test_h38_a_late_repeat_of_what_was_accepted_is_not_refused(
         world.now += 100
     late = world.ask(sender, kind, payload, ttl=50, timestamp=world.now - 100)
     assert late["payload"]["code"] == "message_expired"
+
+
+def test_h20_a_repeat_whose_answer_was_let_go_is_told_so_and_not_delivered_again() -> None:
+    world = World(limits=Limits(hub_seen_answer_bytes=1000))
+    sender, receiver = world.actor(A), world.actor(B)
+    payload = {"to": B, "type": "n"}
+    for number in range(10):
+        assert world.ask(sender, "hub:send", payload, id=f"m-{number}")["type"] == "hub:delivery_ack"
+    assert world.hub.seen_of("t/a").answer_bytes <= 1000
+    world.taken(receiver)
+    again = world.ask(sender, "hub:send", payload, id="m-0")["payload"]
+    assert (again["code"], again["details"]["outcome"], again["retryable"]) == (
+        "unavailable",
+        "applied",
+        False,
+    )
+    assert world.ask(sender, "hub:send", payload, id="m-9")["type"] == "hub:delivery_ack"
+    world.say(sender, "hub:send", payload, id="m-1", pattern="tell")
+    assert world.taken(sender) == [], "a tell is told nothing"
+    assert world.taken(receiver) == []
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_h20_when_there_is_no_room_to_remember_messages_wait_and_none_is_forgotten(durable: bool) -> None:
+    world = World(limits=Limits(hub_seen_bytes=4000))
+    sender, receiver = world.actor(A), world.actor(B, durable=durable)
+    payload = {"to": B, "type": "n"}
+    kinds = ["tell", "ask"]
+
+    def send(number: int) -> str | None:
+        """The code of the refusal, if it was one."""
+        world.say(sender, "hub:send", payload, id=f"m-{number}", pattern=kinds[number % 2])
+        refusals = [frame for frame in world.taken(sender) if frame["type"] == "hub:error"]
+        return refusals[0]["payload"]["code"] if refusals else None
+
+    codes = [send(number) for number in range(30)]
+    accepted = codes.index("unavailable")
+    assert set(codes[accepted:]) == {"unavailable"}
+    assert world.hub.seen_memory.bytes < 5000
+    assert len(given(world, receiver)) == accepted
+    for number in range(accepted):
+        send(number)
+    assert given(world, receiver) == [], "all of them are still known"
+    world.wait(60_000)
+    assert world.hub.seen_memory.bytes == 0
+    assert send(29) is None
+    assert len(given(world, receiver)) == 1

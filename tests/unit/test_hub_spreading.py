@@ -96,7 +96,7 @@ def test_h27_every_recipient_is_counted_as_what_became_of_it() -> None:
     assert counted == [1, 1, 1, 3]
     assert (said(world, fine), said(world, slow)) == ([1], [])
     assert (slow.dropped[0], len(resting.waiting or ())) == (1, 1)
-    assert world.hub.counts["deliveries", "push"] == 1
+    assert world.hub.counts["deliveries", "direct"] == 1
 
 
 def test_copies_differ_in_id_and_address_only() -> None:

@@ -206,6 +206,7 @@ def test_a_silent_peer_is_pinged_and_then_given_up() -> None:
             assert await _frame(client) == (ws.PING, b"")
             assert await _frame(client) == (ws.PING, b"")
             here.server.sweep(now + 62)
+            assert await _frame(client) == (ws.TEXT, b"are you gone"), "the endpoint has the last word"
             opcode, payload = await _frame(client)
             assert (opcode, payload[:2]) == (ws.CLOSE, (1001).to_bytes(2, "big"))
             # No answer to our close either: two seconds later TCP ends.

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli import hub_care
 from tailrace.cli.failures import UnreachableError, UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -236,11 +236,10 @@ def _show_actors(actors: Iterable[Actor]) -> None:
     for actor in actors:
         state, kept = ("online" if actor.online else "away"), ("yes" if actor.durable else "no")
         table.add_row(Text(actor.address), state, kept, Text(" ".join(actor.capabilities)))
-    console = Console()
     if table.row_count:
-        console.print(table)
+        Console().print(table)
     else:
-        console.print("no actors")
+        tell_none("actors")
 
 
 command.command(hub_care.mailbox)

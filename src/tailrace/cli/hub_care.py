@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import Parameter
 
 from tailrace.cli.failures import OK, REFUSED, UsageError, explain
-from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json
+from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
 
 if TYPE_CHECKING:
     from tailrace.client.hub import Hub
@@ -65,7 +65,9 @@ def dead_letters(
     """List messages that could not be delivered, and why; or send them again."""
     found = _limited(_letters(session, to, reason, since), limit)
     if not replay:
+        shown = 0
         for _id, letter in found:
+            shown += 1
             if session.json:
                 put_json(letter)
             else:
@@ -78,6 +80,8 @@ def dead_letters(
                     _json(sent.get("payload")),
                 )
         flush()
+        if not shown and not session.json:
+            tell_none("dead letters")
         return OK
     from tailrace.cli.hub import join
     from tailrace.client import ClientError

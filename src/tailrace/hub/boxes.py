@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import msgspec
+from msgspec import Raw
 
 from tailrace.hub.copies import Copy
 from tailrace.hub.registry import Options
@@ -26,6 +27,18 @@ AHEAD_MAX: Final = 4096
 PLAIN: Final = Options()
 
 HasRoom = Callable[[Session], bool]
+
+
+class BroadcastEntry(msgspec.Struct, rename="camel"):
+    """One broadcast in its stream: who it was for is part of it."""
+
+    message: Raw
+    recipients: list[str]
+    filter: dict[str, object] = {}
+    registry_offset: str | None = None
+
+
+decode_broadcast: Final = msgspec.json.Decoder(BroadcastEntry).decode
 
 
 class Flight(msgspec.Struct, eq=False, gc=False):

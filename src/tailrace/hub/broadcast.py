@@ -9,15 +9,14 @@ from msgspec import Raw
 
 from tailrace.hub import copies
 from tailrace.hub.address import Pattern
-from tailrace.hub.boxes import BROADCAST, BROADCASTS
+from tailrace.hub.boxes import BROADCAST, BROADCASTS, BroadcastEntry
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor
 from tailrace.hub.delivery import repeated, typed_data
-from tailrace.hub.effects import Append, Settled, Turn
+from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import HubError, hub_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
-from tailrace.hub.mailboxes import BroadcastEntry
 from tailrace.hub.message import Common, common, new_id
 from tailrace.hub.presence import REGISTRY
 from tailrace.hub.registry import Query, Registration
@@ -28,30 +27,31 @@ from tailrace.hub.spreading import Recipient, spread
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
-BATCH: Final = 100
 PROGRESS_RECIPIENTS: Final = 1000
 PROGRESS_MS: Final = 100
 
 
 class Broadcast:
-    """One broadcast under way. Others are served between its batches."""
+    """One broadcast under way. Others are served between its batches: see `convoys`."""
 
     __slots__ = (
         "_copy",
         "_frame",
         "_hub",
-        "_place",
-        "_recipients",
+        "_query",
         "_request",
         "_seen",
-        "_session",
         "_stored",
         "_told",
         "delivered",
         "entry",
         "failed",
+        "is_in_step",
         "offset",
+        "place",
         "queued",
+        "recipients",
+        "session",
     )
 
     def __init__(
@@ -62,11 +62,13 @@ class Broadcast:
         recipients: list[Registration],
         copy: Copy,
         seen: tuple[SeenSet, Seen],
+        query: dict[str, object],
     ) -> None:
         self._hub = hub
-        self._session = session
+        self.session = session
         self._request = request
-        self._recipients = recipients
+        self.recipients = recipients
+        self._query = query
         self._copy = copy
         self._seen = seen
         self._frame: Common = common(
@@ -80,70 +82,79 @@ class Broadcast:
         )
         boxes = hub.mailboxes.boxes
         self._stored = {one.path for one in recipients if one.options.durable or one.path in boxes}
-        self._place = 0
+        self.place = 0  # of the next recipient
+        self.is_in_step = False  # with the one before it
         self._told = (0, 0)
         self.delivered = self.queued = self.failed = 0
         self.entry = 0
         self.offset: str | None = None
 
-    def begin(self, query: dict[str, object], now_ms: int) -> None:
+    @property
+    def is_direct(self) -> bool:
+        """It touches no disk."""
+        return not self._stored
+
+    @property
+    def is_done(self) -> bool:
+        return self.place == len(self.recipients)
+
+    def begin(self, now_ms: int) -> None:
         hub = self._hub
+        self.session.broadcasting = True
         if not self._stored:
-            self.go_on(now_ms)
+            hub.count("messages", "broadcast/ok")
+            hub.convoys.go_on(self.session, now_ms)
             return
         streams = hub.streams
         entry = BroadcastEntry(
             Raw(self._frame.frame(self._copy.id, hub.options.address)),
             sorted(self._stored),
-            query,
+            self._query,
             streams.offset(REGISTRY, streams.tail(REGISTRY) or 0),
         )
-        self._session.broadcasting = True
         body = msgspec.json.encode(entry)
         hub.append(Append(BROADCASTS, body, self._kept, key=self._copy.sender.encode()))
 
     def _kept(self, settled: Settled, now_ms: int) -> None:
+        hub = self._hub
         if settled.error is not None:
             self._seen[0].forget(self._request.id)
-            self._session.broadcasting = False
-            self._hub.refuse_request(self._session, self._request, hub_error(settled.error), now_ms)
-            self._hub.go_on(self._session, now_ms)
+            hub.count("messages", "broadcast/refused")
+            hub.refuse_request(self.session, self._request, hub_error(settled.error), now_ms)
+            hub.convoys.remove(self, now_ms)
             return
+        hub.count("messages", "broadcast/ok")
         self.entry, self.offset = settled.entry, settled.offset
-        self._hub.mailboxes.begun.setdefault(BROADCASTS, settled.entry)
-        offset, trace = settled.offset, self._hub.trace
+        hub.mailboxes.begun.setdefault(BROADCASTS, settled.entry)
+        offset, trace = settled.offset, hub.trace
         trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCASTS, offset=offset)
-        self.go_on(now_ms)
+        hub.convoys.go_on(self.session, now_ms)
 
-    def go_on(self, now_ms: int) -> None:
-        """The next batch, then a turn for the others."""
-        batch = self._recipients[self._place : self._place + BATCH]
-        self._place += len(batch)
+    def give(self, most: int, now_ms: int) -> int:
+        """To the next recipients, and how many they are."""
+        batch = self.recipients[self.place : self.place + most]
+        self.place += len(batch)
         self._give(batch, now_ms)
-        if self._place < len(self._recipients):
-            self._session.broadcasting = True
-            self._progress(now_ms)
-            self._hub.effects.append(Turn(self.go_on))
-            return
-        self._session.broadcasting = False
+        return len(batch)
+
+    def acknowledge(self, now_ms: int) -> None:
         payload = {
             "messageId": self._request.id,
             "deliveredCount": self.delivered,
             "queuedCount": self.queued,
             "failedCount": self.failed,
-            "total": len(self._recipients),
+            "total": len(self.recipients),
             "offset": self.offset,
         }
         if self._hub.options.on_broadcast is not None:
             self._hub.options.on_broadcast((now_ms - self._copy.timestamp) / 1000)
-        frame = self._hub.reply(self._session, self._request, "hub:broadcast_ack", payload, now_ms)
+        frame = self._hub.reply(self.session, self._request, "hub:broadcast_ack", payload, now_ms)
         for waiter in self._seen[0].answer(self._seen[1], frame):
-            if waiter is not self._session and isinstance(waiter, Session):
+            if waiter is not self.session and isinstance(waiter, Session):
                 self._hub.control(waiter, frame)
-        self._hub.go_on(self._session, now_ms)
 
     def _give(self, batch: list[Registration], now_ms: int) -> None:
-        hub, session, stored = self._hub, self._session, self._stored
+        hub, session, stored = self._hub, self.session, self._stored
         known = hub.registry.by_path
         recipients: list[Recipient] = []
         for found in batch:
@@ -198,24 +209,24 @@ class Broadcast:
             cursors.put(path, BROADCASTS, Cursor(self.entry - 1, self.entry - 1))
             cursors.moved(path, BROADCASTS)
 
-    def _progress(self, now_ms: int) -> None:
-        if "broadcast-progress" not in self._session.features:
+    def tell_progress(self, now_ms: int) -> None:
+        if "broadcast-progress" not in self.session.features:
             return
         place, at = self._told
-        if self._place - place < PROGRESS_RECIPIENTS and (not at or now_ms - at < PROGRESS_MS):
+        if self.place - place < PROGRESS_RECIPIENTS and (not at or now_ms - at < PROGRESS_MS):
             self._told = (place, at or now_ms)
             return
-        self._told = (self._place, now_ms)
-        total = len(self._recipients)
+        self._told = (self.place, now_ms)
+        total = len(self.recipients)
         payload = {
             "messageId": self._request.id,
             "deliveredCount": self.delivered,
             "queuedCount": self.queued,
             "failedCount": self.failed,
-            "remaining": total - self._place,
+            "remaining": total - self.place,
             "total": total,
         }
-        self._hub.reply(self._session, self._request, "hub:broadcast_progress", payload, now_ms)
+        self._hub.reply(self.session, self._request, "hub:broadcast_progress", payload, now_ms)
 
 
 def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
@@ -257,6 +268,5 @@ def broadcast(hub: Hub, session: Session, request: Request, now_ms: int) -> None
         correlation_id=request.id,
         ttl=request.envelope.ttl,
     )
-    hub.count("messages", "broadcast/ok")
     asked: dict[str, object] = {"pattern": text, "capability": capability, "excludeSelf": excludes}
-    Broadcast(hub, session, request, recipients, copy, seen).begin(asked, now_ms)
+    hub.convoys.add(Broadcast(hub, session, request, recipients, copy, seen, asked), now_ms)

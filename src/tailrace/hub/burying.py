@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tailrace.errors import TailraceError
 from tailrace.hub import copies
-from tailrace.hub.boxes import BROADCAST, Box, Feed
+from tailrace.hub.boxes import BROADCAST, Box, Feed, decode_broadcast
 from tailrace.hub.effects import Found, Read, Settled
-from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX
 from tailrace.hub.message import parse
 
 if TYPE_CHECKING:
@@ -79,4 +77,4 @@ class Burials:
 
 
 def _message(feed: Feed, body: bytes) -> bytes:
-    return bytes(msgspec.json.decode(body, type=BroadcastEntry).message) if feed.kind == BROADCAST else body
+    return bytes(decode_broadcast(body).message) if feed.kind == BROADCAST else body

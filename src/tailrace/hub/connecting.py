@@ -53,14 +53,13 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         _check_version(request)
         identity = _authenticated(hub, session, request, now_ms)
         path = _identity_path(hub, session, request, identity)
-        words = request.metadata.texts("capabilities")
-        if words is None:
-            words = request.payload.texts("capabilities")
+        words = _words(request)
         if not words or len(words) > WORDS_MAX:
             raise field_error("capabilities", "capabilities is a list of one word or more")
         actor = actor_of(identity, path)
         check_signature(hub, session, path, request, now_ms)
     except HubError as error:
+        session.features = _understood(request)
         hub.audit(session, "refuse", error.code, error.message, now_ms)
         hub.refuse_request(session, request, error, now_ms)
         hub.close(session, 1008, error.code)
@@ -89,6 +88,19 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     if resumed is not None:
         hub.flow.release(session)
         hub.mailboxes.came_back(session, now_ms)
+
+
+def _words(request: Request) -> list[str] | None:
+    words = request.metadata.texts("capabilities")
+    return request.payload.texts("capabilities") if words is None else words
+
+
+def _understood(request: Request) -> frozenset[str]:
+    """In which form somebody who is refused can be told so."""
+    try:
+        return _features(frozenset(_words(request) or ()) & FEATURES)
+    except HubError:
+        return frozenset()
 
 
 @lru_cache(FEATURE_SETS_MAX)

@@ -78,7 +78,7 @@ def opened(hub: Hub, session: Session) -> None:
 
 def decide(hub: Hub, session: Session, frame: bytes, now_ms: int) -> list[Effect]:
     """One message of a client."""
-    if session.broadcasting:
+    if session.broadcasting and (session.frames_held or not hub.convoys.takes(session, frame)):
         if session.frames_held is None:
             session.frames_held = []
         session.frames_held.append(frame)
@@ -91,9 +91,11 @@ def finish(hub: Hub, now_ms: int) -> list[Effect]:
     """The effects so far, once nothing else can be decided."""
     while hub.ready:
         session = hub.ready.popleft()
-        while session.frames_held and not session.broadcasting:
-            _receive(hub, session, session.frames_held.pop(0), now_ms)
-        if not session.broadcasting:
+        held = session.frames_held
+        had = bool(held)
+        while held and (not session.broadcasting or hub.convoys.takes(session, held[0])):
+            _receive(hub, session, held.pop(0), now_ms)
+        if not held and (had or not session.broadcasting):
             hub.effects.append(Listen(session))
     taken, hub.effects = hub.effects, []
     return taken
@@ -111,6 +113,13 @@ def too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: int)
 def closed(hub: Hub, session: Session, code: int, now_ms: int) -> list[Effect]:
     hub.connecting.discard(session)
     connecting.socket_closed(hub, session, code, now_ms)
+    return finish(hub, now_ms)
+
+
+def silent(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
+    """No sign of life for too long: the socket is closed after what is said here."""
+    if session.state == CONNECTED:
+        connecting.say_goodbye(hub, session, "heartbeat_timeout", "no sign of life", now_ms)
     return finish(hub, now_ms)
 
 
@@ -178,6 +187,7 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         if hub.options.on_bug is None:
             raise
         hub.options.on_bug(error)
+        hub.count("messages", f"{_kind(request.envelope.type)}/refused")
         bug = HubError("internal_error", "the hub failed at this message")
         hub.refuse_request(session, request, bug, now_ms)
 

@@ -12,7 +12,7 @@ from tailrace.hub.address import parse_address
 from tailrace.hub.asks import LEVELS, TTL_MS_MAX, Ask
 from tailrace.hub.copies import Copy
 from tailrace.hub.effects import Settled
-from tailrace.hub.errors import HubError, field_error
+from tailrace.hub.errors import APPLIED, HubError, field_error
 from tailrace.hub.fields import Fields, Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
 from tailrace.hub.message import new_id
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NULL: Final = Raw(b"null")
 DIRECT, STORED, NOBODY = "direct", "stored", "nobody"
 PRODUCER_BYTES_MAX: Final = 128
+FULL_MS: Final = 1000  # what is over is forgotten once a second
 PLAIN: Final = frozenset(("to", "type", "data"))
 # Metadata that asks for more than delivery.
 SPECIAL: Final = frozenset(("ack", "requireAck", "expectReply", "producer"))
@@ -71,7 +72,6 @@ def send(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     except HubError:
         seen[0].forget(request.id)
         raise
-    hub.count("messages", "send/ok")
 
 
 def read_send(hub: Hub, request: Request) -> Wanted:
@@ -139,7 +139,8 @@ def _producer(request: Request) -> tuple[str, int, int] | None:
 
 
 def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple[SeenSet, Seen] | None:
-    """Remembers the message; None if it came before, and is answered as it was then."""
+    """Remembers the message; None if it came before, and is answered as it was then. A repeat is counted as
+    one, and as nothing else."""
     known = hub.seen_of(session.path)
     found = known.get(request.id, now_ms)
     if found is None:
@@ -148,8 +149,15 @@ def repeated(hub: Hub, session: Session, request: Request, now_ms: int) -> tuple
             raise HubError("message_expired", "the message has expired")
         if hub.options.signatures_required and request.envelope.timestamp <= known.floor_ms:
             raise HubError("replay_detected", "nobody can say whether this message came before")
+        known.expire(now_ms)
+        if hub.seen_memory.is_full:
+            raise HubError("unavailable", "too many messages are remembered", {"retryAfter": FULL_MS})
         return known, known.add(request.id, now_ms, request.envelope.timestamp)
     hub.count("duplicates", "seen")
+    if found.let_go and found.finished and _wants_answer(request):
+        message = "this message was accepted before; its answer is no longer kept"
+        raise HubError("unavailable", message, {"outcome": APPLIED}, retryable=False)
+    hub.count("messages", f"{request.envelope.type[4:]}/repeated")
     for answer in found.answers if _wants_answer(request) else ():
         hub.control(session, answer)
     if not found.finished:
@@ -269,7 +277,13 @@ def _store(
     seen: tuple[SeenSet, Seen],
     now_ms: int,
 ) -> None:
-    hub.mailboxes.check_room(wanted.target)
+    try:
+        hub.mailboxes.check_room(wanted.target)
+    except HubError as error:
+        if ask is not None:
+            raise
+        _bury(hub, session, request, copy, error.code, seen, now_ms)
+        return
     if ask is not None:
         ask.seen = seen
         hub.asks.begin(ask)
@@ -278,16 +292,21 @@ def _store(
         seen[0].forget(request.id)
         hub.refuse_request(session, request, error, now_ms)
 
-    def accepted(settled: Settled, _: int) -> None:
+    def outcome(settled: Settled, handed: bool) -> None:
+        if settled.error is not None:
+            hub.count("messages", "send/refused")
+            return
         if settled.duplicate:
             hub.count("duplicates", "producer")
+            hub.count("messages", "send/repeated")
         else:
             hub.count("deliveries", "stored")
+            hub.count("messages", "send/delivered" if handed else "send/queued")
         if ask is None:
             finish(seen)
 
     hub.mailboxes.store(
-        wanted.target, copy, ask, now_ms, producer=wanted.producer, refused=refused, accepted=accepted
+        wanted.target, copy, ask, now_ms, producer=wanted.producer, refused=refused, outcome=outcome
     )
 
 
@@ -307,6 +326,7 @@ def _direct(
     frame = copy.frame()
     outcome = hub.flow.offer(recipient, frame, now_ms, session)
     if outcome in (SENT, WAITING):
+        hub.count("messages", "send/delivered" if outcome == SENT else "send/queued")
         hub.trace.note("accepted", copy, now_ms)
         hub.trace.note("delivered", copy, now_ms)
         if ask is None:
@@ -328,6 +348,7 @@ def _direct(
         hub.flow.drop(recipient, len(frame), now_ms)
     if ask is not None:
         raise HubError("consumer_slow", "the recipient does not keep up", {"actorAddress": copy.to})
+    hub.count("messages", "send/dead")
     finish(seen)
 
 
@@ -343,6 +364,20 @@ def _nobody(
     """An ask is told; a tell becomes a dead letter, and is told of to those who want to know."""
     if request.is_ask or wanted.asks:
         raise unknown(wanted.target)
+    _bury(hub, session, request, copy, "unknown_actor", seen, now_ms)
+
+
+def _bury(
+    hub: Hub,
+    session: Session,
+    request: Request,
+    copy: Copy,
+    reason: str,
+    seen: tuple[SeenSet, Seen],
+    now_ms: int,
+) -> None:
+    """Nobody waits for an answer to it."""
+    hub.count("messages", "send/dead")
     finish(seen)
     notices = "delivery-notices" in session.features
 
@@ -350,9 +385,9 @@ def _nobody(
         payload = {
             "messageId": request.id,
             "actorAddress": copy.to,
-            "reason": "unknown_actor",
+            "reason": reason,
             "deadLetterOffset": settled.offset,
         }
         hub.reply(session, request, "hub:undeliverable", payload, now_ms)
 
-    hub.dead.write("unknown_actor", copy, now_ms, then=then if notices else None)
+    hub.dead.write(reason, copy, now_ms, then=then if notices else None)

@@ -10,6 +10,7 @@ import msgspec
 from tailrace.errors import TailraceError
 
 NOT_APPLIED: Final = "not_applied"
+APPLIED: Final = "applied"
 UNKNOWN: Final = "unknown"
 GENERIC: Final = "hub:error"
 

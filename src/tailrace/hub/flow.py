@@ -24,12 +24,23 @@ class Flow:
 
     # -- handing over ----------------------------------------------------------------------------------
 
-    def offer(self, session: Session, frame: bytes, now_ms: int, feeder: Session | None = None) -> str:
+    def offer(
+        self,
+        session: Session,
+        frame: bytes,
+        now_ms: int,
+        feeder: Session | None = None,
+        *,
+        mode: str = "direct",
+    ) -> str:
         """A message to a session. What becomes of it if it is not taken is the caller's business."""
         if session.state != CONNECTED:
             return GONE
         if session.detached_until_ms or (session.expires_ms is not None and now_ms >= session.expires_ms):
-            return WAITING if self.keep(session, frame) else FULL
+            if not self.keep(session, frame):
+                return FULL
+            self._hub.counts["deliveries", "waiting"] += 1
+            return WAITING
         hub, outbox = self._hub, session.outbox
         limits = hub.limits
         if not outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
@@ -37,7 +48,7 @@ class Flow:
                 return SLOW
         outbox.push(len(frame))
         hub.effects.append(Send(session, frame))
-        hub.counts["deliveries", "push"] += 1
+        hub.counts["deliveries", mode] += 1
         session.handed += 1
         if feeder is not None and feeder is not session:
             session.fed_by(feeder, now_ms)

@@ -94,13 +94,14 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
         hub.counts["deliveries", "stored"] += 1
         if hub.trace.is_on:
             hub.trace.add(self._record(offset, now_ms))
-        if box.is_fed:
-            hub.mailboxes.arrived(box, self.feed, settled.entry, self._copy(), now_ms)
+        handed = box.is_fed and hub.mailboxes.arrived(box, self.feed, settled.entry, self._copy(), now_ms)
+        hub.counts["messages", "send/delivered" if handed else "send/queued"] += 1
         hub.mailboxes.rest(box)
 
     def _failed(self, settled: Settled, now_ms: int) -> None:
         assert settled.error is not None
         hub, error = self.hub, hub_error(settled.error)
+        hub.count("messages", "send/refused")
         if self.ask is not None:
             hub.asks.failed(self.ask, error, now_ms)
         self.known.forget(self.plain.id)  # it may be sent again
@@ -177,7 +178,7 @@ def keep(hub: Hub, session: Session, plain: Plain, frame: bytes, now_ms: int) ->
         return None
     identity = session.actor.path
     known = hub.seen_of(identity)
-    if identifier in known:
+    if identifier in known or hub.seen_memory.is_full:
         return None
     mailboxes = hub.mailboxes
     box = mailboxes.open(route.target)
@@ -204,7 +205,6 @@ def keep(hub: Hub, session: Session, plain: Plain, frame: bytes, now_ms: int) ->
     texts = _texts(hub.via, route.sender, route.target)
     kept = _Kept(hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask)
     box.appends += 1
-    hub.counts["messages", "send/ok"] += 1
     body = (
         b'{"id":"%b%b%b","payload":%b,"pattern":"tell","correlationId":null,"timestamp":%d,"metadata":{%b%b",'
         b'"hubSeq":%d},"ttl":null,"signature":null}'

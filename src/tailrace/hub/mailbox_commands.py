@@ -12,11 +12,21 @@ from msgspec import Raw
 from tailrace.errors import TailraceError
 from tailrace.hub import copies
 from tailrace.hub.address import mailbox_stream, parse_address, topic_stream
-from tailrace.hub.boxes import BROADCAST, BROADCASTS, MAILBOX, TOPIC, Box, Feed, GroupBox, group_path
+from tailrace.hub.boxes import (
+    BROADCAST,
+    BROADCASTS,
+    MAILBOX,
+    TOPIC,
+    Box,
+    Feed,
+    GroupBox,
+    decode_broadcast,
+    group_path,
+)
 from tailrace.hub.effects import Found, Read, Remove, Settled
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request
-from tailrace.hub.mailboxes import KINDS, PAGE_BYTES, STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.mailboxes import KINDS, PAGE_BYTES, STORED_BYTES_MAX
 from tailrace.hub.message import parse
 from tailrace.hub.session import Session
 from tailrace.protocol.durations import format_instant
@@ -157,7 +167,7 @@ def _answer(
     for number, time_ns, body in found.entries:
         message = Raw(body)
         if feed.kind == BROADCAST:
-            entry = msgspec.json.decode(body, type=BroadcastEntry)
+            entry = decode_broadcast(body)
             if path not in entry.recipients:
                 continue
             message = entry.message

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec import Raw
 
 from tailrace.hub import copies
 from tailrace.hub.address import mailbox_stream
@@ -22,6 +21,7 @@ from tailrace.hub.boxes import (
     Flight,
     GroupBox,
     HasRoom,
+    decode_broadcast,
     group_path,
 )
 from tailrace.hub.copies import Copy
@@ -43,18 +43,7 @@ KINDS: Final = {MAILBOX: "send", BROADCAST: "broadcast", TOPIC: "publish"}
 STORED_BYTES_MAX: Final = 2**30  # what is in a stream was let in before
 
 Refused = Callable[[HubError, int], None]
-
-
-class BroadcastEntry(msgspec.Struct, rename="camel"):
-    """One broadcast in its stream: who it was for is part of it."""
-
-    message: Raw
-    recipients: list[str]
-    filter: dict[str, object] = {}
-    registry_offset: str | None = None
-
-
-_broadcast: Final = msgspec.json.Decoder(BroadcastEntry)
+Outcome = Callable[[Settled, bool], None]  # and whether it was handed over at once
 
 
 class Mailboxes:
@@ -223,7 +212,7 @@ class Mailboxes:
         *,
         producer: tuple[str, int, int] | None = None,
         refused: Refused | None = None,
-        accepted: Callable[[Settled, int], None] | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         """Appends, then delivers: nobody sees a message before it is durable."""
         hub = self._hub
@@ -247,6 +236,8 @@ class Mailboxes:
                         ask.seen[0].forget(ask.request_id)  # it may be sent again
                 elif refused is not None:
                     refused(error, now_ms)
+                if outcome is not None:
+                    outcome(settled, False)
                 self.let_go(box)
                 return
             if ask is not None:
@@ -256,25 +247,27 @@ class Mailboxes:
                 )
                 if settled.duplicate:
                     hub.asks.handed(ask, now_ms, waits=not box.online)
-            if accepted is not None:
-                accepted(settled, now_ms)
+            handed = False
             if not settled.duplicate:
                 hub.trace.note("accepted", copy, now_ms, stream=feed.stream, offset=settled.offset)
-                self.arrived(box, feed, settled.entry, copy, now_ms)
+                handed = self.arrived(box, feed, settled.entry, copy, now_ms)
+            if outcome is not None:
+                outcome(settled, handed)
             self.let_go(box)
 
         hub.append(Append(feed.stream, copy.frame(), then, key=copy.sender.encode(), producer=producer))
 
-    def arrived(self, box: Box, feed: Feed, entry: int, copy: Copy, now_ms: int) -> None:
-        """An entry is durable: handed over at once if everything before it was."""
+    def arrived(self, box: Box, feed: Feed, entry: int, copy: Copy, now_ms: int) -> bool:
+        """An entry is durable: handed over at once if everything before it was, and whether it was."""
         if not box.is_fed:
-            return
+            return False
         if box.live and feed.sent == entry - 1 and box.is_ready(self._room(feed, now_ms), at_once=True):
             self._hand(box, feed, Ahead(entry, now_ms * 1_000_000, copy, 0), now_ms)
             if feed.sent == entry:
-                return
+                return feed.cursor.delivered >= entry
         box.live = False
         self.pump(box, now_ms)
+        return feed.cursor.delivered >= entry
 
     # -- handing over ----------------------------------------------------------------------------------
 
@@ -339,7 +332,7 @@ class Mailboxes:
     def _ahead(self, box: Box, feed: Feed, number: int, time_ns: int, body: bytes, now_ms: int) -> Ahead:
         mine = True
         if feed.kind == BROADCAST:
-            entry = _broadcast.decode(body)
+            entry = decode_broadcast(body)
             mine = box.path in entry.recipients
             body = bytes(entry.message)
         copy = copies.stored(parse(body, STORED_BYTES_MAX))
@@ -384,7 +377,7 @@ class Mailboxes:
             copy = msgspec.structs.replace(copy, id=ask.copy_id, pattern="ask")
             more += ask.own
         frame = copy.frame(more)
-        if hub.flow.offer(box.session, frame, now_ms) != SENT:
+        if hub.flow.offer(box.session, frame, now_ms, mode="log") != SENT:
             return
         feed.sent = max(feed.sent, entry)
         feed.cursor.delivered = max(feed.cursor.delivered, entry)

@@ -209,8 +209,8 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         ttl=request.envelope.ttl,
     )
     publication = Publication(hub, session, request, topic, copy)
-    hub.count("messages", "publish/ok")
     if not keeps:
+        hub.count("messages", "publish/ok")
         publication.give(0, now_ms)
         _published(hub, session, request, topic, publication, None, seen, now_ms)
         return
@@ -219,8 +219,10 @@ def publish(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     def then(settled: Settled, now_ms: int) -> None:
         if settled.error is not None:
             seen[0].forget(request.id)
+            hub.count("messages", "publish/refused")
             hub.refuse_request(session, request, hub_error(settled.error), now_ms)
             return
+        hub.count("messages", "publish/ok")
         hub.topics.kept.add(topic)
         hub.mailboxes.begun.setdefault(stream, settled.entry)
         hub.trace.note("accepted", copy, now_ms, kind="publish", stream=stream, offset=settled.offset)

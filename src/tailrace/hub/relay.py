@@ -169,8 +169,8 @@ def relay(hub: Hub, session: Session, tell: Plain, size: int, now_ms: int) -> Se
     )
     recipient.outbox.push(len(copy))
     recipient.handed += 1
-    hub.counts["messages", "send/ok"] += 1
-    hub.counts["deliveries", "push"] += 1
+    hub.counts["messages", "send/delivered"] += 1
+    hub.counts["deliveries", "direct"] += 1
     noted = None if recipient.feeders is None else recipient.feeders.get(session)
     if noted is not None and noted[0] == now_ms // 1000:
         noted[1] += 1

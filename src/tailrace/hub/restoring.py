@@ -9,11 +9,11 @@ import msgspec
 from tailrace.errors import TailraceError
 from tailrace.hub import copies
 from tailrace.hub.address import MAILBOXES, TOPICS
-from tailrace.hub.boxes import BROADCASTS
+from tailrace.hub.boxes import BROADCASTS, decode_broadcast
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor, CursorRecord
 from tailrace.hub.discovery import read_event
-from tailrace.hub.mailboxes import STORED_BYTES_MAX, BroadcastEntry
+from tailrace.hub.mailboxes import STORED_BYTES_MAX
 from tailrace.hub.message import encode, new_id, parse
 from tailrace.hub.registry import Registration
 from tailrace.hub.state import Hub
@@ -96,7 +96,7 @@ class Restoring:
         hub = self._hub
         recipients: list[str] = []
         if stream == BROADCASTS:
-            stored = msgspec.json.decode(body, type=BroadcastEntry)
+            stored = decode_broadcast(body)
             recipients, body = stored.recipients, bytes(stored.message)
         copy = copies.stored(parse(body, STORED_BYTES_MAX))
         original = copies.metadata_of(copy).get("originalMessageId")

@@ -1,8 +1,13 @@
-"""Messages that one sender has sent lately: a repeat is answered as the first one was."""
+"""Messages that senders have sent lately: a repeat is answered as the first one was.
+
+Of each sender so many are known by their ids, for so long. What all of them hold together is bounded too: a
+message that would go beyond that is refused, since forgetting another could let that one in twice. Answers
+are kept for convenience only, so they go first: a repeat is then recognised all the same, and told so.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Final
 
 import msgspec
@@ -10,7 +15,9 @@ import msgspec
 TTL_MS_DEFAULT: Final = 60_000
 TTL_MS_MAX: Final = 300_000
 ENTRIES_MAX: Final = 10_000
-BYTES_MAX: Final = 8 * 1024 * 1024
+BYTES_MAX: Final = 512 * 1024 * 1024  # of all senders
+ANSWER_BYTES_MAX: Final = 1024 * 1024  # of one sender
+ANSWERS_SHARE: Final = 4  # answers have at most this part of what all may hold
 WAITERS_MAX: Final = 16
 # What an entry costs besides its id and its answers, roughly.
 _ENTRY_BYTES: Final = 400
@@ -29,31 +36,67 @@ class Seen(msgspec.Struct, eq=False, gc=False):
     answers: tuple[bytes, ...] = ()
     finished: bool = False
     waiters: tuple[object, ...] = ()
+    let_go: bool = False  # its answers: there was no room for them
+
+    @property
+    def answer_bytes(self) -> int:
+        return sum(map(len, self.answers))
 
     @property
     def size_bytes(self) -> int:
-        return _ENTRY_BYTES + len(self.id) + sum(map(len, self.answers))
+        return _ENTRY_BYTES + len(self.id) + self.answer_bytes
+
+
+class SeenMemory:
+    """What all senders of a hub hold together."""
+
+    __slots__ = ("answer_bytes", "answer_bytes_max", "bytes", "bytes_max")
+
+    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+        self.bytes_max = bytes_max
+        self.answer_bytes_max = bytes_max // ANSWERS_SHARE
+        self.bytes = 0
+        self.answer_bytes = 0  # of these
+
+    @property
+    def is_full(self) -> bool:
+        return self.bytes >= self.bytes_max
 
 
 class SeenSet:
-    """The newest messages of one sender, bounded in age, number and bytes; the oldest leave first."""
+    """The newest messages of one sender, bounded in age and number; the oldest leave first."""
 
-    __slots__ = ("_bytes", "_bytes_max", "_entries", "_entries_max", "_expiry_ms", "_ttl_ms", "floor_ms")
+    __slots__ = (
+        "_answer_bytes_max",
+        "_answered",
+        "_entries",
+        "_entries_max",
+        "_expiry_ms",
+        "_memory",
+        "_ttl_ms",
+        "answer_bytes",
+        "floor_ms",
+        "size_bytes",
+    )
 
     def __init__(
         self,
         *,
         entries_max: int = ENTRIES_MAX,
-        bytes_max: int = BYTES_MAX,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
         ttl_ms: int = TTL_MS_DEFAULT,
+        memory: SeenMemory | None = None,
     ) -> None:
         # Not a dict: that one looks for its first entry among all places that were left before it.
         # A message that has no answer is only the time at which it came.
         self._entries: OrderedDict[str, Seen | int] = OrderedDict()
         self._entries_max = entries_max
-        self._bytes_max = bytes_max
+        self._answer_bytes_max = answer_bytes_max
+        self._answered: deque[Seen] = deque()  # those with answers, as they came
         self._ttl_ms = min(ttl_ms, TTL_MS_MAX)
-        self._bytes = 0
+        self._memory = memory or SeenMemory()
+        self.size_bytes = 0
+        self.answer_bytes = 0  # of these
         self._expiry_ms = 0  # nothing is over before
         # The newest timestamp that was forgotten before its time: at or below it, nobody can say whether a
         # message is a repeat.
@@ -66,10 +109,6 @@ class SeenSet:
         """Whether there is anything under this id, be its time over or not."""
         return identifier in self._entries
 
-    @property
-    def size_bytes(self) -> int:
-        return self._bytes
-
     def get(self, identifier: str, now_ms: int) -> Seen | None:
         """The first of this id, if it is still known."""
         found = self._entries.get(identifier)
@@ -78,18 +117,22 @@ class SeenSet:
         return found if isinstance(found, Seen) else Seen(identifier, found, found, finished=True)
 
     def note(self, identifier: str, now_ms: int) -> bool:
-        """Remember a message that has no answer, at little cost. False if there is anything under its id.
+        """Remember a message that has no answer, at little cost. False if there is anything under its id,
+        or no room.
 
         Its own timestamp is not kept, and never becomes the `floor_ms`: where that counts, `add` is called.
         """
         entries = self._entries
-        if identifier in entries:
+        memory = self._memory
+        if identifier in entries or memory.bytes >= memory.bytes_max:
             return False
         if now_ms >= self._expiry_ms:
             self.expire(now_ms)
         entries[identifier] = now_ms
-        self._bytes += _NOTE_BYTES + len(identifier)
-        if len(entries) > self._entries_max or self._bytes > self._bytes_max:
+        size_bytes = _NOTE_BYTES + len(identifier)
+        self.size_bytes += size_bytes
+        memory.bytes += size_bytes
+        if len(entries) > self._entries_max:
             self._make_room()
         return True
 
@@ -102,10 +145,12 @@ class SeenSet:
         # One whose time is over may still be there if the clock was set back after younger ones came.
         if identifier in self._entries:
             self.forget(identifier)
-        entry = Seen(identifier, now_ms, timestamp_ms, answers, finished=bool(answers))
+        entry = Seen(identifier, now_ms, timestamp_ms)
         self._entries[identifier] = entry
-        self._bytes += entry.size_bytes if answers else _ENTRY_BYTES + len(identifier)
-        if len(self._entries) > self._entries_max or self._bytes > self._bytes_max:
+        self._account(_ENTRY_BYTES + len(identifier))
+        for answer in answers:
+            self.answer(entry, answer)
+        if len(self._entries) > self._entries_max:
             self._make_room()
         return entry
 
@@ -120,22 +165,23 @@ class SeenSet:
 
     def answer(self, entry: Seen, answer: bytes, *, final: bool = True) -> tuple[object, ...]:
         """Keep an answer for repeats, and learn who waits for it. A message may have several answers."""
-        if self._entries.get(entry.id) is entry:
-            self._bytes += len(answer)
-        entry.answers = (*entry.answers, answer) if entry.answers else (answer,)
+        if not entry.let_go and self._entries.get(entry.id) is entry:
+            if not entry.answers:
+                self._answered.append(entry)
+            entry.answers = (*entry.answers, answer)
+            self._account(len(answer), len(answer))
+            self._let_answers_go()
         entry.finished = final
         waiting = entry.waiters
         if final:
             entry.waiters = ()
-        if self._bytes > self._bytes_max:
-            self._make_room()
         return waiting
 
     def forget(self, identifier: str) -> None:
         """A message that was not accepted after all may be sent again."""
         entry = self._entries.pop(identifier, None)
         if entry is not None:
-            self._bytes -= _size_bytes(identifier, entry)
+            self._left(identifier, entry)
 
     def expire(self, now_ms: int) -> None:
         entries = self._entries
@@ -148,17 +194,44 @@ class SeenSet:
             self.forget(identifier)
 
     def _make_room(self) -> None:
-        entries = self._entries
-        while len(entries) > self._entries_max or (self._bytes > self._bytes_max and len(entries) > 1):
+        entries, memory = self._entries, self._memory
+        while len(entries) > self._entries_max:
             identifier, entry = entries.popitem(last=False)
-            self._bytes -= _size_bytes(identifier, entry)
             if isinstance(entry, Seen):
                 self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
+                self._left(identifier, entry)
+            else:  # the way of most messages
+                size_bytes = _NOTE_BYTES + len(identifier)
+                self.size_bytes -= size_bytes
+                memory.bytes -= size_bytes
+
+    def _left(self, identifier: str, entry: Seen | int) -> None:
+        if not isinstance(entry, Seen):
+            self._account(-_NOTE_BYTES - len(identifier))
+            return
+        self._account(-entry.size_bytes, -entry.answer_bytes)
+        entry.answers, entry.let_go = (), True
+        while self._answered and self._answered[0].let_go:
+            self._answered.popleft()
+
+    def _let_answers_go(self) -> None:
+        """The oldest answers make room for younger ones; the last one itself, if it is too much for all."""
+        memory = self._memory
+        while self.answer_bytes > self._answer_bytes_max or memory.answer_bytes > memory.answer_bytes_max:
+            if not self._answered:
+                return
+            entry = self._answered.popleft()
+            self._account(-entry.answer_bytes, -entry.answer_bytes)
+            entry.answers, entry.let_go = (), True
+
+    def _account(self, size_bytes: int, answer_bytes: int = 0) -> None:
+        memory = self._memory
+        self.size_bytes += size_bytes
+        memory.bytes += size_bytes
+        if answer_bytes:
+            self.answer_bytes += answer_bytes
+            memory.answer_bytes += answer_bytes
 
 
 def _seen_ms(entry: Seen | int) -> int:
     return entry.seen_ms if isinstance(entry, Seen) else entry
-
-
-def _size_bytes(identifier: str, entry: Seen | int) -> int:
-    return entry.size_bytes if isinstance(entry, Seen) else _NOTE_BYTES + len(identifier)

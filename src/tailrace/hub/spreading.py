@@ -58,6 +58,6 @@ def _spread(
             session.fed_by(feeder, now_ms)
         copies.append((session, frame))
     if copies:
-        hub.counts["deliveries", "push"] += len(copies)
+        hub.counts["deliveries", "direct"] += len(copies)
         hub.effects.append(Spread(copies))
     return left

@@ -16,6 +16,7 @@ from tailrace.hub import copies
 from tailrace.hub.address import Pattern
 from tailrace.hub.asks import Asks
 from tailrace.hub.burying import Burials
+from tailrace.hub.convoys import Convoys
 from tailrace.hub.dead_letters import DeadLetters
 from tailrace.hub.effects import Append, Close, Effect, Send
 from tailrace.hub.errors import HubError, encode_error
@@ -26,7 +27,7 @@ from tailrace.hub.policy import Policy
 from tailrace.hub.presence import Presence
 from tailrace.hub.rates import Rates
 from tailrace.hub.registry import Registry
-from tailrace.hub.seen import SeenSet
+from tailrace.hub.seen import SeenMemory, SeenSet
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import Key
 from tailrace.hub.sweeping import Sweeping
@@ -103,11 +104,13 @@ class Hub:
         self.connecting: set[Session] = set()
         self.ready: deque[Session] = deque()  # whose frames had to wait, and need not any more
         self._seen: dict[str, SeenSet] = {}
+        self.seen_memory = SeenMemory(limits.hub_seen_bytes)
         self.registry = Registry()
         self.trace = Trace(self, options.trace)
         self.rates = Rates(limits, policy)
         self.flow = Flow(self)
         self.presence = Presence(self)
+        self.convoys = Convoys(self)
         self.dead = DeadLetters(self)
         self.asks = Asks(self)
         self.mailboxes = Mailboxes(self)
@@ -267,7 +270,12 @@ class Hub:
         if found is None:
             limits = self.limits
             ttl_ms = 300_000 if self.options.signatures_required else limits.hub_seen_ttl_ms
-            found = self._seen[path] = SeenSet(entries_max=limits.hub_seen_ids, ttl_ms=ttl_ms)
+            found = self._seen[path] = SeenSet(
+                entries_max=limits.hub_seen_ids,
+                answer_bytes_max=limits.hub_seen_answer_bytes,
+                ttl_ms=ttl_ms,
+                memory=self.seen_memory,
+            )
         return found
 
     def forget_seen(self, now_ms: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from tailrace import failpoints
 from tailrace.api.context import Context
 from tailrace.api.hub.storage import JSON, LogStreams
 from tailrace.auth import Identity
@@ -43,6 +44,16 @@ logger = logging.getLogger("tailrace.hub")
 TICK_S: Final = 1.0
 FLUSH_S: Final = 0.2
 RECONNECT_MS_MAX: Final = 30_000
+# What the streams below `hub/` keep, by their second segment, as failpoints call it.
+KEPT: Final = {
+    "mbox": "message",
+    "topic": "message",
+    "broadcast": "message",
+    "cursors": "cursor",
+    "dead-letters": "letter",
+    "registry": "registration",
+    "subscriptions": "subscription",
+}
 
 
 class Runner:
@@ -185,6 +196,8 @@ class Runner:
 
     def _append(self, effect: Append) -> None:
         effect.begun_s = self._loop_time()
+        if failpoints.ARMED:
+            _reached("before", effect.stream)
         try:
             stream = self._streams.made(effect.stream)
             if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
@@ -205,6 +218,8 @@ class Runner:
         if error is not None:
             self._tell(effect, Settled(error=error))
             return
+        if failpoints.ARMED:
+            _reached("after", effect.stream)
         stream = transaction.subject
         assert stream is not None
         if transaction.duplicate:
@@ -229,6 +244,7 @@ class Runner:
 
     def _go_on(self) -> None:
         self._settling = False
+        failpoints.reached("hub.before_publish")
         self.run(decide.finish(self.hub, self.now_ms()))
 
     def _create(self, effect: Create) -> None:
@@ -266,3 +282,9 @@ class Runner:
         task = self._context.loop.create_task(later())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _reached(when: str, stream: str) -> None:
+    kept = KEPT.get(stream.split("/")[1])
+    if kept is not None:
+        failpoints.reached(f"hub.{when}_{kept}")

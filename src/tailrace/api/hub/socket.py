@@ -12,6 +12,7 @@ from tailrace.hub.session import Session
 from tailrace.net.websocket import WebSocketConnection
 
 MEASURED_EVERY: Final = 16
+SILENCE: Final = 4408
 
 
 class HubSocket:
@@ -32,7 +33,7 @@ class HubSocket:
         connection.dead_s = 3 * connection.ping_s
         # The first look was set for the usual pause between pings, by which a shorter one would be over.
         connection.deadline = connection.server.now + connection.ping_s
-        connection.silence_code = 4408
+        connection.silence_code = SILENCE
         connection.drains_itself = True
         session = self.session
         session.peer = connection.peer
@@ -55,7 +56,7 @@ class HubSocket:
             runner.relay_seconds.observe(perf_counter() - begun_s)
         # Whoever sends faster than it takes its answers is not read from for a while.
         outbox, bytes_max = session.outbox, hub.limits.hub_pause_bytes
-        if session.broadcasting or (outbox.wire.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max):
+        if session.frames_held or (outbox.wire.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max):
             wire = runner.wires.get(session)
             if wire is not None:
                 wire.pause_reading()
@@ -68,11 +69,19 @@ class HubSocket:
         runner, session = self._runner, self.session
         runner.run(decide.drained(runner.hub, session, runner.now_ms()))
         wire = runner.wires.get(session)
-        if wire is not None and not session.broadcasting:
+        if wire is not None and not session.frames_held:
             wire.resume_reading()
+
+    def on_silence(self) -> None:
+        """Whoever is given up is told why, and has left: the socket may stay open for a while, but what comes
+        for its session from now on is not written to it."""
+        runner = self._runner
+        runner.run(decide.silent(runner.hub, self.session, runner.now_ms()))
+        self.on_close(SILENCE, "")
 
     def on_close(self, code: int, reason: str) -> None:
         runner = self._runner
-        runner.wires.pop(self.session, None)
+        if runner.wires.pop(self.session, None) is None:
+            return
         runner.hub.count("connections", "closed")
         runner.run(decide.closed(runner.hub, self.session, code, runner.now_ms()))

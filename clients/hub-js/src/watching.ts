@@ -1,25 +1,39 @@
 // Who is there: what the hub says of actors that come and go, kept over lost sessions.
 import { HubError } from "./errors.js"
-import { settled } from "./session.js"
+import { settled } from "./settled.js"
+import type { Actor, Presence } from "./types.js"
 
 const EVENTS_MAX = 10_000
-const GONE = new Set(["left", "expired"])
+const GONE: ReadonlySet<string> = new Set(["left", "expired"])
+
+export interface Watched {
+  pattern: string
+  capability?: string
+}
+
+/** What the hub says of a watch: who was there at an offset, or one event. */
+export type Told = Look | (Presence & { watchId: string; actors?: undefined })
+
+export interface Look {
+  watchId: string
+  actors: Actor[]
+  hasMore: boolean
+  offset: string
+}
 
 /** One watch. Whatever is missed in between shows as the difference between two looks. */
 export class Watching {
-  #there = new Map()
-  #events = []
+  id = ""
+  #there = new Map<string, number>()
+  #events: Presence[] = []
   #changed = settled()
   #ended = false
-  #error = null
+  #error: Error | null = null
 
-  constructor(query) {
-    this.query = query
-    this.id = ""
-  }
+  constructor(readonly query: Watched) {}
 
   /** Everybody who is there now. */
-  look(actors) {
+  look(actors: Actor[]): void {
     const now = new Map(actors.map((actor) => [actor.address, actor.version]))
     for (const [address, version] of this.#there) {
       if (!now.has(address)) this.#tell({ event: "left", actorAddress: address, capabilities: [], version, at: null })
@@ -33,7 +47,7 @@ export class Watching {
   }
 
   /** Somebody came, went or changed. */
-  take({ event, actorAddress, capabilities, version, at }) {
+  take({ event, actorAddress, capabilities, version, at }: Presence): void {
     if (GONE.has(event)) {
       if (!this.#there.delete(actorAddress)) return
     } else if ((this.#there.get(actorAddress) ?? -1) >= version) {
@@ -44,29 +58,30 @@ export class Watching {
     this.#tell({ event, actorAddress, capabilities, version, at })
   }
 
-  async next() {
-    while (this.#events.length === 0) {
+  async next(): Promise<Presence | null> {
+    for (;;) {
+      const event = this.#events.shift()
+      if (event !== undefined) return event
       if (this.#error) throw this.#error
       if (this.#ended) return null
       await this.#changed.promise
     }
-    return this.#events.shift()
   }
 
-  end(error = null) {
+  end(error: Error | null = null): void {
     this.#ended = true
     this.#error = error
     this.#wake()
   }
 
-  #tell(event) {
+  #tell(event: Presence): void {
     if (this.#ended) return
     if (this.#events.length < EVENTS_MAX) this.#events.push(event)
     else this.end(new HubError("inbox_full", "too many came and went while nobody looked"))
     this.#wake()
   }
 
-  #wake() {
+  #wake(): void {
     this.#changed.resolve()
     this.#changed = settled()
   }

@@ -1,5 +1,8 @@
 // Staying connected: the handshake, heartbeats, reconnecting with jitter, and what was open over it.
 import { HubError, errorOf, lost, timedOut } from "./errors.js"
+import { settled } from "./settled.js"
+import type { Settled } from "./settled.js"
+import type { Message, Reconnect, SocketLike, SocketMaker, Timeouts, Token } from "./types.js"
 
 const HUB = "@(cloudflare/signal-hub)"
 const VERSION = "0.1.0"
@@ -7,68 +10,122 @@ const FEATURES = ["resume", "delivery-notices", "token-refresh", "mailbox"]
 // After these, trying again by itself would only do harm.
 const FINAL = new Set(["unauthorized", "version_mismatch", "duplicate_connection"])
 const FIRST_TRIES = 3
+const OPEN = 1
+
+export interface SessionOptions {
+  url: string
+  address: string
+  token: Token | undefined
+  capabilities: string[]
+  timeouts: Timeouts
+  reconnect: Reconnect
+  WebSocket: SocketMaker
+  deliver: (message: Message) => void
+  notice: (message: Message) => void
+  /** Everything that a new session has to be told again. */
+  restore: () => Promise<void>
+  ended: (error: HubError) => void
+}
+
+/** What is said; the rest of the envelope is the same for all. */
+export interface Said {
+  type: string
+  payload?: unknown
+  pattern?: "tell" | "ask"
+  metadata?: Record<string, unknown> | undefined
+  ttl?: number | undefined
+  correlationId?: string | undefined
+  from?: string | undefined
+}
+
+export interface Asking<Part = unknown> {
+  timeoutMs?: number | undefined
+  /** Part of the handshake: it belongs to this connection, and is not sent again over the next. */
+  urgent?: boolean
+  onPart?: ((data: Part) => void) | undefined
+}
+
+type Request = Said & { id: string }
+
+interface Ask extends Settled<Message> {
+  request: Request
+  urgent: boolean
+  onPart: ((data: unknown) => void) | undefined
+}
+
+interface Welcome {
+  sessionId: string
+  heartbeatInterval: number
+  resumeToken: string | null
+  resumed: boolean
+}
+
+interface Goodbye {
+  reason?: string
+  reconnectAfter?: number
+}
+
+type Timer = ReturnType<typeof setTimeout>
 
 /** Where the hub of a server is: its base URL, or the address of a socket. */
-export function socketUrl(base) {
+export function socketUrl(base: string | URL): string {
   const text = String(base)
   if (/^wss?:/.test(text)) return text
   if (!/^https?:/.test(text)) throw new TypeError(`not the URL of a server: ${text}`)
   return `${text.replace(/^http/, "ws").replace(/\/+$/, "")}/hub/ws`
 }
 
-/** A promise that is settled from outside. */
-export function settled() {
-  let resolve, reject
-  const promise = new Promise((yes, no) => ([resolve, reject] = [yes, no]))
-  promise.catch(() => {})
-  return { promise, resolve, reject }
-}
-
 /** One session after the other, for as long as the client wants one. */
 export class Session {
-  #options
-  #socket = null
-  #asks = new Map()
+  identity: string
+  welcome: Welcome | null = null
+  readonly #options: SessionOptions
+  #socket: SocketLike | null = null
+  readonly #asks = new Map<string, Ask>()
   #ready = settled()
   #isReady = false
-  #ended = null
+  #ended: HubError | null = null
   #started = false
   #complete = false
   #failures = 0
-  #goodbye = {}
-  #beating
-  #overdue
+  #goodbye: Goodbye = {}
+  #beating: Timer | undefined
+  #overdue: Timer | undefined
   #acked = true
-  #retrying
+  #retrying: Timer | undefined
 
-  constructor(options) {
+  constructor(options: SessionOptions) {
     this.#options = options
     this.identity = options.address
-    this.welcome = null
   }
 
   /** Resolves when the first session is there. */
-  start() {
+  start(): Promise<void> {
     this.#open()
     return this.#ready.promise
   }
 
   /** Send, and wait for the answer. It is sent again after a lost connection, under the same id. */
-  ask(request, { timeoutMs, urgent = false, onPart } = {}) {
+  ask<Payload, Part = unknown>(said: Said, asking: Asking<Part> = {}): Promise<Message<Payload>> {
     if (this.#ended) return Promise.reject(this.#ended)
+    const { timeoutMs, urgent = false } = asking
     const ms = timeoutMs ?? this.#options.timeouts.ask
-    const ask = { request: { id: crypto.randomUUID(), pattern: "ask", ...request }, urgent, onPart, ...settled() }
-    const timer = setTimeout(() => ask.reject(timedOut(request.type, ms)), ms)
-    this.#asks.set(ask.request.id, ask)
-    if (urgent || this.#isReady) this.#write(ask.request)
-    return ask.promise.finally(() => {
+    const request: Request = { id: crypto.randomUUID(), pattern: "ask", ...said }
+    // What an answer holds is said by whoever asks: it is not looked at here.
+    const onPart = asking.onPart as Ask["onPart"]
+    const ask: Ask = { request, urgent, onPart, ...settled<Message>() }
+    const timer = setTimeout(() => ask.reject(timedOut(said.type, ms)), ms)
+    this.#asks.set(request.id, ask)
+    if (urgent || this.#isReady) this.#write(request)
+    const answer = ask.promise as Promise<Message<Payload>>
+    return answer.finally(() => {
       clearTimeout(timer)
-      this.#asks.delete(ask.request.id)
+      this.#asks.delete(request.id)
     })
   }
 
   /** Send, once, and give its id. While there is no connection it waits for one. */
-  async tell(request) {
+  async tell(said: Said): Promise<string> {
     if (this.#ended) throw this.#ended
     const late = settled()
     const timer = setTimeout(() => late.reject(lost("there is no connection to the hub")), this.#options.timeouts.ask)
@@ -78,12 +135,12 @@ export class Session {
       clearTimeout(timer)
     }
     const id = crypto.randomUUID()
-    if (!this.#write({ id, pattern: "tell", ...request })) throw lost("the connection to the hub was lost")
+    if (!this.#write({ id, pattern: "tell", ...said })) throw lost("the connection to the hub was lost")
     return id
   }
 
   /** Say goodbye, and end. */
-  async stop() {
+  async stop(): Promise<void> {
     if (this.#ended) return
     if (this.#isReady) {
       const goodbye = { type: "hub:disconnect", payload: { reason: "client_requested" } }
@@ -93,18 +150,18 @@ export class Session {
   }
 
   /** End with an error, as if the hub had said so. */
-  fail(error) {
+  fail(error: HubError): void {
     this.#end(error)
   }
 
   /** Lose the connection as a broken network would; the session comes back by itself. */
-  drop() {
+  drop(): void {
     if (this.#socket) this.#lose(this.#socket, lost("the connection was dropped"))
   }
 
   // -- the life of the connection
 
-  #open() {
+  #open(): void {
     const socket = new this.#options.WebSocket(this.#options.url, ["signal-hub"])
     this.#socket = socket
     this.#goodbye = {}
@@ -113,48 +170,49 @@ export class Session {
       failure = new HubError("connect_failed", "the hub did not answer in time", {}, true)
       this.#lose(socket, failure)
     }, this.#options.timeouts.connect)
+    const closed = (): void => {
+      clearTimeout(late)
+      this.#lose(socket, failure)
+    }
     socket.onopen = () => {
       failure = lost("the connection to the hub was lost")
       this.#introduce()
         .then((welcome) => this.#begin(welcome))
-        .catch((error) => {
-          failure = error
-          this.#lose(socket, error)
+        .catch((error: unknown) => {
+          failure = asHubError(error)
+          this.#lose(socket, failure)
         })
         .finally(() => clearTimeout(late))
     }
-    socket.onmessage = (event) => this.#take(JSON.parse(event.data))
-    socket.onclose = () => {
-      clearTimeout(late)
-      this.#lose(socket, failure)
-    }
+    socket.onmessage = (event: { data: string }) => this.#take(JSON.parse(event.data) as Message)
+    socket.onclose = closed
     // Some sockets that never open tell only this.
     socket.onerror = () => {
-      if (socket.readyState !== 1) socket.onclose()
+      if (socket.readyState !== OPEN) closed()
     }
   }
 
-  async #introduce() {
+  async #introduce(): Promise<Message<Welcome>> {
     const { token, capabilities, timeouts } = this.#options
     const current = typeof token === "function" ? await token() : token
-    const metadata = {
+    const metadata: Record<string, unknown> = {
       protocolVersion: VERSION,
       capabilities: [...capabilities, ...FEATURES],
       resumeToken: this.welcome?.resumeToken ?? null,
     }
-    if (current) metadata.authToken = `bearer ${current}`
+    if (current) metadata["authToken"] = `bearer ${current}`
     const connect = { type: "hub:connect", payload: {}, metadata, ttl: timeouts.connect, from: this.#options.address }
-    return this.ask(connect, { timeoutMs: timeouts.connect, urgent: true })
+    return this.ask<Welcome>(connect, { timeoutMs: timeouts.connect, urgent: true })
   }
 
-  async #begin(welcome) {
-    this.welcome = welcome.payload
-    this.identity = welcome.metadata.actorIdentity ?? this.#options.address
+  async #begin({ payload, metadata }: Message<Welcome>): Promise<void> {
+    this.welcome = payload
+    this.identity = (metadata["actorIdentity"] as string | undefined) ?? this.#options.address
     const socket = this.#socket
     this.#acked = true
-    this.#beating = setInterval(() => this.#beat(socket), this.welcome.heartbeatInterval)
+    this.#beating = setInterval(() => this.#beat(socket), payload.heartbeatInterval)
     // A session that was lost before it had everything back is resumed without it.
-    if (!this.welcome.resumed) this.#complete = false
+    if (!payload.resumed) this.#complete = false
     if (!this.#complete) await this.#options.restore()
     if (socket !== this.#socket) return
     this.#complete = true
@@ -164,17 +222,17 @@ export class Session {
     this.#ready.resolve()
   }
 
-  #beat(socket) {
+  #beat(socket: SocketLike | null): void {
     this.#acked = false
     const timestamp = Date.now()
     this.#write({ id: crypto.randomUUID(), type: "hub:heartbeat", pattern: "tell", payload: { timestamp } })
     this.#overdue = setTimeout(() => {
-      if (!this.#acked && socket === this.#socket) this.#lose(socket, lost("the hub does not answer"))
+      if (socket && !this.#acked) this.#lose(socket, lost("the hub does not answer"))
     }, this.#options.timeouts.heartbeat)
   }
 
   /** This socket is no more, whoever noticed it first. */
-  #lose(socket, error) {
+  #lose(socket: SocketLike, error: HubError): void {
     if (socket !== this.#socket) return
     this.#socket = null
     clearInterval(this.#beating)
@@ -182,7 +240,8 @@ export class Session {
     socket.close()
     for (const ask of this.#asks.values()) if (ask.urgent) ask.reject(error)
     if (this.#ended) return
-    const reason = FINAL.has(this.#goodbye.reason) ? this.#goodbye.reason : error.code
+    const said = this.#goodbye.reason
+    const reason = said !== undefined && FINAL.has(said) ? said : error.code
     const hopeless = !this.#started && (this.#failures + 1 >= FIRST_TRIES || !error.retryable)
     if (FINAL.has(reason) || hopeless) {
       this.#end(reason === error.code ? error : new HubError(reason, `the hub ended the session: ${reason}`))
@@ -193,44 +252,48 @@ export class Session {
   }
 
   /** What the hub has asked for; else longer each time, and never at once with everybody else. */
-  #pause() {
-    if (Number.isFinite(this.#goodbye.reconnectAfter)) return this.#goodbye.reconnectAfter
+  #pause(): number {
+    const { reconnectAfter } = this.#goodbye
+    if (reconnectAfter !== undefined && Number.isFinite(reconnectAfter)) return reconnectAfter
     const { first, max } = this.#options.reconnect
     const ceiling = Math.min(max, first * 2 ** Math.min(this.#failures, 30))
     this.#failures += 1
     return ceiling * Math.random()
   }
 
-  #end(error) {
+  #end(error: HubError): void {
     this.#ended = error
     clearTimeout(this.#retrying)
     for (const ask of this.#asks.values()) ask.reject(error)
     this.#ready.reject(error)
     this.#isReady = false
-    this.#lose(this.#socket ?? {}, error)
+    if (this.#socket) this.#lose(this.#socket, error)
     this.#options.ended(error)
   }
 
   // -- single messages
 
-  #take(message) {
+  #take(message: Message): void {
     if (!message.type.startsWith("hub:")) {
       this.#options.deliver(message)
     } else if (message.type === "hub:heartbeat_ack") {
       this.#acked = true
     } else if (!this.#answers(message)) {
-      if (message.type === "hub:disconnect") this.#goodbye = message.payload ?? {}
+      if (message.type === "hub:disconnect") this.#goodbye = (message.payload ?? {}) as Goodbye
       this.#options.notice(message)
     }
   }
 
-  #answers(message) {
-    const ask = this.#asks.get(message.correlationId)
+  #answers(message: Message): boolean {
+    const ask = message.correlationId === null ? undefined : this.#asks.get(message.correlationId)
     if (!ask) return false
     if (message.type === "hub:broadcast_progress") return true
-    if (message.type === "hub:reply" && message.payload.final === false) {
-      ask.onPart?.(message.payload.data)
-      return true
+    if (message.type === "hub:reply") {
+      const { final, data } = message.payload as { final?: boolean; data?: unknown }
+      if (final === false) {
+        ask.onPart?.(data)
+        return true
+      }
     }
     const error = errorOf(message)
     if (error) ask.reject(error)
@@ -239,9 +302,9 @@ export class Session {
   }
 
   /** Whether there was a connection to write to. */
-  #write({ id, from, type, payload, pattern, correlationId, metadata, ttl }) {
+  #write({ id, from, type, payload, pattern, correlationId, metadata, ttl }: Request): boolean {
     const socket = this.#socket
-    if (socket?.readyState !== 1) return false
+    if (socket?.readyState !== OPEN) return false
     const envelope = {
       id,
       from: from ?? this.identity,
@@ -258,4 +321,10 @@ export class Session {
     socket.send(JSON.stringify(envelope))
     return true
   }
+}
+
+/** Where a token comes from may fail in its own way. */
+function asHubError(error: unknown): HubError {
+  if (error instanceof HubError) return error
+  return new HubError("connect_failed", String(error), { cause: error })
 }

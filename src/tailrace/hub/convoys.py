@@ -1,0 +1,106 @@
+"""Broadcasts of one session that are under way: one after the other, or side by side if they go to the same.
+
+A connection that is given two copies in one turn of the loop is written to once. So broadcasts that follow
+each other closely, to the same recipients, go in step: none overtakes the one before it, and once they are
+abreast, all together have as many copies in a turn as one alone would have.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise, takewhile
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from tailrace.hub.effects import Turn
+
+if TYPE_CHECKING:
+    from tailrace.hub.broadcast import Broadcast
+    from tailrace.hub.session import Session
+    from tailrace.hub.state import Hub
+
+BATCH: Final = 100
+SIDE_BY_SIDE_MAX: Final = 4
+# Whoever comes later than this waits: those in front would have to wait for it.
+LATE_MAX: Final = 3 * BATCH
+TYPE: Final = "hub:broadcast"
+
+
+class _Typed(msgspec.Struct, gc=False):
+    type: str
+
+
+_typed: Final = msgspec.json.Decoder(_Typed).decode
+
+
+class Convoys:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._under_way: dict[Session, list[Broadcast]] = {}  # in the order in which they were accepted
+
+    def takes(self, session: Session, frame: bytes) -> bool:
+        """Whether a message may be looked at although the broadcast before it is under way."""
+        line = self._under_way.get(session)
+        if not line or len(line) >= SIDE_BY_SIDE_MAX or line[0].place > LATE_MAX:
+            return False
+        return line[0].is_direct and all(one.is_in_step for one in line[1:]) and _is_broadcast(frame)
+
+    def add(self, broadcast: Broadcast, now_ms: int) -> None:
+        line = self._under_way.setdefault(broadcast.session, [])
+        line.append(broadcast)
+        if len(line) == 1:
+            broadcast.begin(now_ms)
+        elif broadcast.is_direct and broadcast.recipients == line[0].recipients:
+            broadcast.is_in_step = True
+            self._hub.count("messages", "broadcast/ok")
+            if line[0].place <= BATCH:
+                # It came right behind: what it says first is written with what was said before it.
+                broadcast.give(line[0].place, now_ms)
+
+    def remove(self, broadcast: Broadcast, now_ms: int) -> None:
+        """It came to nothing."""
+        self._under_way[broadcast.session].remove(broadcast)
+        self._next(broadcast.session, now_ms)
+
+    def go_on(self, session: Session, now_ms: int) -> None:
+        """The next batch, then a turn for the others."""
+        line = self._under_way[session]
+        abreast = [line[0], *takewhile(lambda one: one.is_in_step, line[1:])]
+        room = BATCH
+        for before, one in pairwise(abreast):
+            # Whoever joined late catches up first.
+            room -= one.give(min(room, before.place - one.place), now_ms)
+        if room == BATCH:
+            for one in abreast:
+                one.give(BATCH // len(abreast), now_ms)
+        for one in abreast:
+            if one.is_done:
+                line.remove(one)
+                one.acknowledge(now_ms)
+            else:
+                one.tell_progress(now_ms)
+        if abreast[-1].is_done:
+            self._next(session, now_ms)
+        else:
+            self._hub.effects.append(Turn(partial(self.go_on, session)))
+            self._hub.go_on(session, now_ms)
+
+    def _next(self, session: Session, now_ms: int) -> None:
+        """None of those that go side by side is left."""
+        line = self._under_way[session]
+        if line:
+            line[0].begin(now_ms)
+            return
+        del self._under_way[session]
+        session.broadcasting = False
+        self._hub.go_on(session, now_ms)
+
+
+def _is_broadcast(frame: bytes) -> bool:
+    if TYPE.encode() not in frame:
+        return False
+    try:
+        return _typed(frame).type == TYPE
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
