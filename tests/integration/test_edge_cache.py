@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.calls import Caller, Reply, eventually
-from support.cutting_proxy import CuttingProxy, Direction
-from support.edge import EdgeProcess, metrics
+from support.calls import Caller, eventually
+from support.cutting_proxy import CuttingProxy
+from support.edge import Asked, EdgeProcess, cached, metrics
 from support.server import ServerProcess
 from support.wire import fresh
 
@@ -28,21 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 Start = Callable[..., EdgeProcess]
-
-
-class Asked:
-    """What edges ask their owner for."""
-
-    def __init__(self) -> None:
-        self._heads: list[bytes] = []
-
-    def __call__(self, direction: Direction, piece: bytes) -> bool:
-        if direction == "request":
-            self._heads.append(piece)
-        return False
-
-    def reads(self, name: str) -> int:
-        return sum(head.startswith(f"GET /v1/stream/{name}".encode()) for head in self._heads)
 
 
 @pytest.fixture
@@ -75,11 +60,6 @@ def _made(call: Caller, kind: str, entries: int = 5, headers: dict[str, str] | N
     return name
 
 
-def _cached(call: Caller, path: str) -> Reply:
-    """Reads until the answer comes from the cache: keeping it happens after the first answer."""
-    return eventually(lambda: call("GET", path), lambda reply: reply.headers["x-cache"] == "HIT")
-
-
 def test_e11_e12_immutable_slices_are_kept_and_tails_are_not(
     server: ServerProcess, start_edge: Start
 ) -> None:
@@ -89,13 +69,17 @@ def test_e11_e12_immutable_slices_are_kept_and_tails_are_not(
     direct = owner("GET", name)
     first = edge("GET", name)
     assert first.headers["x-cache"] == "MISS"
-    hit = _cached(edge, name)
+    hit = cached(edge, name)
     assert hit.raw == first.raw == direct.raw
     for header in ("etag", "cache-control", "stream-next-offset", "stream-end-offset", "content-type"):
         assert hit.headers[header] == direct.headers[header]
     assert int(hit.headers["age"]) >= 0
-    matched = edge("GET", name, headers={"If-None-Match": direct.headers["etag"]})
-    assert (matched.status, matched.raw, matched.headers["x-cache"]) == (304, b"", "HIT")
+    # On a busy machine the answer of a moment ago may be too old by now, and the next one is kept again.
+    matched = eventually(
+        lambda: edge("GET", name, headers={"If-None-Match": direct.headers["etag"]}),
+        lambda answer: answer.headers["x-cache"] == "HIT",
+    )
+    assert (matched.status, matched.raw) == (304, b"")
     assert edge("GET", name, headers={"Cache-Control": "no-cache"}).headers["x-cache"] == "BYPASS"
     tail = direct.headers["stream-end-offset"]
     last = f"{name}?offset=0000000000000000_0000000000000004"
@@ -114,7 +98,7 @@ def test_e10_spellings_share_one_slice_and_other_reads_do_not(
     owner("PUT", name, headers=JSON)
     for number in range(5):
         owner("POST", name, number, headers={"Stream-Key": "ab"[number % 2]})
-    assert _cached(edge, f"{name}?offset={START}").body == [0, 1]
+    assert cached(edge, f"{name}?offset={START}").body == [0, 1]
     before = asked.reads(name)
     spellings = (
         "",
@@ -126,7 +110,7 @@ def test_e10_spellings_share_one_slice_and_other_reads_do_not(
         assert edge("GET", name + spelling).headers["x-cache"] == "HIT"
     assert asked.reads(name) == before
     for spelling in spellings[:2]:
-        assert _cached(edge, name + spelling).body == [0, 1]
+        assert cached(edge, name + spelling).body == [0, 1]
     assert edge("GET", f"{name}?key=a").body == edge("GET", f"{name}/pk/a").body == [0, 2]
     assert edge("GET", f"{name}?format=raw").raw == b"01"
 
@@ -169,24 +153,14 @@ def test_e13_what_was_deleted_is_not_served(server: ServerProcess, start_edge: S
     edge, owner = Caller(start_edge()), Caller(server)
     for deletes in (edge, owner):
         name = _made(edge, "deleted")
-        assert _cached(edge, name).body == [0, 1]
+        assert cached(edge, name).body == [0, 1]
         assert deletes("DELETE", name).status == 204
         if deletes is edge:
             assert edge("GET", name).status == 404
         eventually(lambda: edge("GET", name).status, lambda status: status == 404)  # noqa: B023
         assert deletes("PUT", name, [7, 8, 9], headers=JSON).status == 201
         eventually(lambda: edge("GET", name).raw, lambda raw: raw == b"[7,8]")  # noqa: B023
-        assert _cached(edge, name).body == [7, 8]
-
-
-def test_e16_streams_that_end_by_themselves_are_read_at_their_owner(start_edge: Start) -> None:
-    """E-16: their reads renew them, so they all have to arrive."""
-    edge = Caller(start_edge())
-    bounds = ({"Stream-TTL": "3600"}, {"Stream-Retention": "1h"}, {"Stream-Retention-Bytes": "1000"})
-    for bound in bounds:
-        name = _made(edge, "bounded", headers=bound)
-        for _ in range(3):
-            assert edge("GET", name).headers["x-cache"] == "MISS"
+        assert cached(edge, name).body == [7, 8]
 
 
 def _slices(directory: Path) -> list[Path]:
@@ -201,21 +175,21 @@ def test_e15_the_disk_cache_survives_its_edge_and_is_checked(
     process = start_edge("--cache-dir", str(directory), TAILRACE_EDGE_MEMORY_CACHE_BYTES="0")
     edge, owner = Caller(process), Caller(server)
     name = _made(owner, "disk")
-    assert _cached(edge, name).body == [0, 1]
+    assert cached(edge, name).body == [0, 1]
     second = EdgeProcess(tmp_path / "second", server.base_url, args=["--cache-dir", str(directory)])
     second.start(ready=False)
     assert second.wait_exit() == 1
     assert "another edge uses the cache directory" in second.log
     process.restart(kill=True)
     before = asked.reads(name)
-    assert _cached(edge, name).body == [0, 1]
+    assert cached(edge, name).body == [0, 1]
     assert asked.reads(name) == before
     for path in _slices(directory):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(bytes(data))
     assert edge("GET", name).body == [0, 1], "a damaged file is not there"
-    assert _cached(edge, name).body == [0, 1]
+    assert cached(edge, name).body == [0, 1]
     owner("DELETE", name)
     owner("PUT", name, [5, 6, 7], headers=JSON)
     process.restart(kill=True)
@@ -228,7 +202,7 @@ def test_the_disk_cache_keeps_its_bound(start_edge: Start, tmp_path: Path, serve
     edge = Caller(process)
     for _ in range(10):
         name = _made(Caller(server), "bound")
-        assert _cached(edge, name).body == [0, 1]
+        assert cached(edge, name).body == [0, 1]
     evicted = eventually(
         lambda: metrics(process).get('tailrace_edge_cache_evictions_total{tier="disk"}', 0),
         lambda evictions: evictions > 0,

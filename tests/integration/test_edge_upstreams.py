@@ -90,6 +90,11 @@ def test_a_database_lives_on_one_server_with_all_that_belongs_to_it(
         spelled = base.replace("/db", "/%64b")
         assert edge("GET", f"{spelled}/docs/c/a").status == 200, "however its name is written"
     assert homes == {0, 1}, "some of them here, some there"
+    listed = [one["database"] for one in edge("GET", "/v1/databases").body]
+    assert listed == sorted(["default", *(f"db{number}" for number in range(12))]), "each of them once"
+    page = edge("GET", "/v1/databases?limit=5")
+    assert [one["database"] for one in page.body] == listed[:5]
+    assert page.headers["link"] == f'</v1/databases?limit=5&after={listed[4]}>; rel="next"'
     assert edge("GET", "/realtime/sse?collection=c").code == "invalid_request"
 
 
@@ -128,13 +133,13 @@ def test_what_the_upstreams_are_has_to_be_said_and_to_be_true(
 ) -> None:
     urls = [server.base_url for server in servers]
     wrong = {
-        (): "need --upstream-mode",
-        ("--upstream-mode", "any"): "different servers",
+        (): (2, "need --upstream-mode"),
+        ("--upstream-mode", "any"): (1, "different servers"),
     }
-    for args, message in wrong.items():
+    for args, (code, message) in wrong.items():
         edge = EdgeProcess(tmp_path / "cache", *urls, args=args)
         edge.start(ready=False)
-        assert edge.wait_exit() == 1
+        assert edge.wait_exit() == code
         assert message in edge.log
     twice = [f"a={urls[0]}", f"b={urls[0]}"]
     edge = EdgeProcess(tmp_path / "cache", *twice, args=["--upstream-mode", "sharded"])

@@ -12,7 +12,8 @@ from urllib.parse import quote
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
-from support.calls import Caller, eventually
+from support.calls import Caller, Reply, eventually
+from support.cutting_proxy import Direction
 from support.server import ServerProcess
 
 RETRY_S = 0.05
@@ -47,6 +48,29 @@ def metrics(server: ServerProcess, token: str | None = None) -> dict[str, float]
 def upstream_sockets(server: ServerProcess) -> float:
     """WebSockets that follow streams on a server; one of them is the edge's look at the registry."""
     return metrics(server)['tailrace_live_connections{mode="ws"}']
+
+
+class Asked:
+    """What edges ask their owner for: given to a proxy between the two."""
+
+    def __init__(self) -> None:
+        self._heads: list[bytes] = []
+
+    def __call__(self, direction: Direction, piece: bytes) -> bool:
+        if direction == "request":
+            self._heads.append(piece)
+        return False
+
+    def reads(self, name: str, query: str = "") -> int:
+        return sum(head.startswith(f"GET /v1/stream/{name}{query}".encode()) for head in self._heads)
+
+    def renewals(self, name: str) -> int:
+        return self.reads(name, "?offset=now ")
+
+
+def cached(call: Caller, path: str) -> Reply:
+    """Reads until the answer comes from the cache: keeping it happens after the first answer."""
+    return eventually(lambda: call("GET", path), lambda reply: reply.headers["x-cache"] == "HIT")
 
 
 class Follower:

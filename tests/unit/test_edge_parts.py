@@ -18,6 +18,7 @@ from tailrace.edge.upstreams import Upstreams, placement, ranked
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.protocol import offsets
+from tailrace.settings import SettingsError
 
 
 def test_taking_an_upstream_away_moves_only_its_streams() -> None:
@@ -96,7 +97,7 @@ def test_upstreams_as_they_are_written() -> None:
     assert [origin.id for origin in origins] == ["http://a:1", "b", "http://[::1]:9"]
     assert [origin.host_header for origin in origins] == [b"a:1", b"b.example:443", b"[::1]:9"]
     for text in ("", "a:1", "ftp://a", "http://a/path", "http://me:secret@a", "http://a:1,http://a:1"):
-        with pytest.raises(TailraceError):
+        with pytest.raises(SettingsError):
             parse_origins(text)
 
 

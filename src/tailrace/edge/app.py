@@ -19,7 +19,7 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
-from tailrace.edge.sharded import LISTING, Shards
+from tailrace.edge.sharded import LISTINGS, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
@@ -129,7 +129,7 @@ class EdgeApp:
             raise TailraceError("not_found", "this edge does not show the server behind it")
         if self._shards is not None:
             self._shards.check(exchange, target)
-            if exchange.path == LISTING and exchange.method == b"GET":
+            if exchange.path in LISTINGS and exchange.method == b"GET":
                 self._start(exchange, self._shards.list(exchange), wait=False)
                 return
         if target.kind != "stream":
@@ -164,11 +164,13 @@ class EdgeApp:
         )
 
     async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
+        asking = self._book.asking(target.name, self._context.loop.time())
+
         def observe(reply: Reply) -> None:
             if exchange.method in WRITES:
                 self._on_write(target.name, exchange.method, reply.status)
             else:
-                self._book.note_head(target.name, reply, self._context.loop.time())
+                self._book.note_head(target.name, reply, self._context.loop.time(), asking)
             self._count(reply)
 
         upstream = self._upstream(exchange, target)
@@ -211,11 +213,14 @@ class EdgeApp:
         return found, "MISS"
 
     async def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
-        end = max(found.end, self._slices.end(reading.name)) if found.end else found.end
+        facts = self._book.of(reading.name)
         head = found.lines + cache_line(outcome)
-        if end:
+        if found.end:
             # At an open tail the slice's own end is what it was asked for.
-            head += headers.line("Stream-End-Offset", found.end if found.up_to_date else end)
+            end = found.end if found.up_to_date else max(found.end, facts.end)
+            head += headers.line("Stream-End-Offset", end)
+        if earliest := max(found.earliest, facts.earliest):
+            head += headers.line("Stream-Earliest-Offset", earliest)
         if outcome == "HIT":
             age_s = max(0, int(self._context.loop.time() - found.stored_at))
             head += b"Age: %d\r\n" % age_s

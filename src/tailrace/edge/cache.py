@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
+from math import inf
 
 from tailrace.edge.connection import Reply
 from tailrace.edge.headers import response_lines
@@ -21,6 +23,7 @@ class Slice:
         "cache_control",
         "closed",
         "content_type",
+        "earliest",
         "end",
         "epoch",
         "fields",
@@ -31,6 +34,7 @@ class Slice:
         "stored_at",
         "tag",
         "timing",
+        "until",
         "up_to_date",
     )
 
@@ -41,6 +45,7 @@ class Slice:
         self.fields = fields
         self.body = body
         self.stored_at = stored_at  # loop time
+        self.until = inf  # loop time at which its owner wants to be asked again
         self.epoch = epoch
         # Of the upstream request that brought it: how long that waited, and what the owner said it took.
         self.queued_s = 0.0
@@ -51,25 +56,36 @@ class Slice:
         self.start = slice_start(self.tag)
         self.next = found.get(b"stream-next-offset", "")
         self.end = found.get(b"stream-end-offset", "")
+        self.earliest = found.get(b"stream-earliest-offset", "")
         self.up_to_date = b"stream-up-to-date" in found
         self.closed = b"stream-closed" in found
         kept = [field for field in fields if field[0].lower() not in _SEPARATE]
         self.lines = response_lines(kept)
 
     @classmethod
-    def of(cls, reply: Reply, body: bytes, now: float) -> Slice:
-        return cls(reply.fields, body, now).brought_by(reply)
+    def of(cls, reply: Reply, body: bytes, now: float, sent_at: float) -> Slice:
+        return cls(reply.fields, body, now).brought_by(reply, sent_at)
 
-    def confirmed(self, reply: Reply, now: float) -> Slice:
+    def confirmed(self, reply: Reply, now: float, sent_at: float) -> Slice:
         """The same body with the head of a 304, which leaves out what has not changed."""
         head = {name.lower(): (name, value) for name, value in (*self.fields, *reply.fields)}
-        return Slice([*head.values()], self.body, now).brought_by(reply)
+        return Slice([*head.values()], self.body, now).brought_by(reply, sent_at)
 
-    def brought_by(self, reply: Reply) -> Slice:
-        """Notes how it came here, for Server-Timing."""
+    def brought_by(self, reply: Reply, sent_at: float) -> Slice:
+        """Notes how it came here, for Server-Timing, and how long it may stay."""
         self.queued_s = reply.queued_s
         self.timing = reply.get(b"server-timing") or b""
+        if not self.is_immutable:
+            stated = _MAX_AGE.search(self.cache_control)
+            age = reply.get(b"age") or b""  # of an answer that another edge had kept
+            spent_s = int(age) if age.isdigit() else 0
+            # Counted from when it was asked for, so that it is over here before it is at the owner.
+            self.until = -inf if stated is None else sent_at + int(stated[1]) - spent_s
         return self
+
+    @property
+    def is_immutable(self) -> bool:
+        return "immutable" in self.cache_control
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +101,17 @@ class Slice:
         return len(self.body) + len(self.lines) + ENTRY_OVERHEAD_BYTES
 
 
-_SEPARATE = frozenset((b"content-type", b"stream-end-offset", b"age", b"vary", b"x-request-id"))
+_MAX_AGE = re.compile(r"max-age=([0-9]{1,12})")
+_SEPARATE = frozenset(
+    (
+        b"content-type",
+        b"stream-end-offset",
+        b"stream-earliest-offset",
+        b"age",
+        b"vary",
+        b"x-request-id",
+    )
+)
 
 
 class MemoryCache:
@@ -118,6 +144,9 @@ class MemoryCache:
         while self.bytes > self._bytes_max:
             self._take(next(iter(self._slices)))
             self._telemetry.edge_cache_evictions.add("memory")
+
+    def discard(self, key: tuple[str, ...]) -> None:
+        self._take(key)
 
     def drop(self, name: str) -> None:
         for key in list(self._by_name.get(name, ())):

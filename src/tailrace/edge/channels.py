@@ -26,6 +26,7 @@ class Channels:
         self._book = book
         self._table: dict[Key, Channel] = {}
         self._private: set[Channel] = set()
+        self._by_name: dict[str, set[Channel]] = {}
         self.ring_bytes = 0
         self.clients: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -43,12 +44,11 @@ class Channels:
                 self.context.telemetry.edge_overload.add("channels")
                 raise TailraceError("overloaded", "too many streams are followed")
             channel = self._table[key] = Channel(self, key, token)
-            self._arm()
+            self._enter(channel)
         try:
             await asyncio.shield(channel.opened)
         except (RefusedError, UpstreamLostError, TailraceError):
-            if self._table.get(key) is channel:
-                del self._table[key]
+            self._take_off(channel)
             raise
         except asyncio.CancelledError:
             if not channel.opened.cancelled():
@@ -64,19 +64,21 @@ class Channels:
             raise TailraceError("overloaded", "too many readers need a socket of their own")
         channel = Channel(self, key, token, start)
         self._private.add(channel)
-        self._arm()
+        self._enter(channel)
         try:
             await channel.opened
         except BaseException:
-            self._private.discard(channel)
+            self._take_off(channel)
             raise
         return channel
 
+    def follows(self, name: str) -> bool:
+        """Whether the owner of a stream has a live reader here."""
+        return any(channel.connected for channel in self._by_name.get(name, ()))
+
     def forget(self, channel: Channel) -> None:
         """Takes a channel off the table; readers that it has may still finish with it."""
-        if self._table.get(channel.key) is channel:
-            del self._table[channel.key]
-        self._private.discard(channel)
+        self._take_off(channel)
         if not channel.uncounted:
             channel.uncounted = True
             self.ring_bytes -= channel.ring_bytes
@@ -87,8 +89,9 @@ class Channels:
         request = own_request(
             b"HEAD", stream_target(name, {}), upstream.origin.host_header, self.context.edge_id, authorization
         )
+        asking = self._book.asking(name, self.context.loop.time())
         reply = await upstream.pool.ask(request, head_only=True, again=True)
-        self._book.note_head(name, reply, self.context.loop.time())
+        self._book.note_head(name, reply, self.context.loop.time(), asking)
         if reply.status != 200:
             raise RefusedError(await answer_of(reply))
         return reply
@@ -113,15 +116,27 @@ class Channels:
 
     def end_stream(self, name: str, code: int) -> None:
         """All channels of a stream end: it was deleted, or another has its name."""
-        for channel in [*self._table.values(), *self._private]:
-            if channel.key.name == name:
-                channel.stop(code)
+        for channel in tuple(self._by_name.get(name, ())):
+            channel.stop(code)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for channel in [*self._table.values(), *self._private]:
             channel.stop()
+
+    def _enter(self, channel: Channel) -> None:
+        self._by_name.setdefault(channel.key.name, set()).add(channel)
+        self._arm()
+
+    def _take_off(self, channel: Channel) -> None:
+        if self._table.get(channel.key) is channel:
+            del self._table[channel.key]
+        self._private.discard(channel)
+        of_name = self._by_name.get(channel.key.name, set())
+        of_name.discard(channel)
+        if not of_name:
+            self._by_name.pop(channel.key.name, None)
 
     # -- time
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tailrace.edge.connection import Reply
+from tailrace.edge.lifetimes import WINDOW_S_MIN, Lifetime, lifetime_of
 from tailrace.protocol import offsets
 
 STREAMS_KEPT = 100_000
@@ -14,7 +16,17 @@ STREAMS_KEPT = 100_000
 class Facts:
     """One stream. The edge has no truth of its own: all of it was said by an upstream."""
 
-    __slots__ = ("confirmed_at", "end", "epoch", "generation", "plain", "writes")
+    __slots__ = (
+        "confirmed_at",
+        "earliest",
+        "end",
+        "epoch",
+        "generation",
+        "lifetime",
+        "read_at",
+        "renewal_at",
+        "writes",
+    )
 
     def __init__(self) -> None:
         # Rises when the stream's slices are dropped: an answer that was on its way is then not kept.
@@ -24,8 +36,37 @@ class Facts:
         self.confirmed_at = float("-inf")  # loop time of the last answer that showed the stream
         self.epoch = -1
         self.end = ""  # the greatest end seen
-        # True if the stream and its entries live until somebody deletes them; None while not known.
-        self.plain: bool | None = None
+        self.earliest = ""  # where reading can begin, once something was trimmed
+        self.lifetime: Lifetime | None = None  # None while not known
+        # Loop times at which the last read that reached the owner, and the last renewal, were sent.
+        self.read_at = float("-inf")
+        self.renewal_at = float("-inf")
+
+    @property
+    def retained(self) -> bool:
+        """Whether entries are taken away at its start."""
+        return self.lifetime is not None and self.lifetime.retained
+
+    def lives(self, now: float) -> bool:
+        """Whether the stream cannot have ended by itself: all that is not known to live is asked for."""
+        if self.lifetime is None:
+            return False
+        window_s = self.lifetime.window_s
+        if window_s is None:
+            return now < self.lifetime.ends_at
+        return window_s >= WINDOW_S_MIN and now < self.read_at + window_s
+
+    def note_read(self, sent_at: float, generation: int) -> None:
+        """A read has reached the owner, which renews a TTL."""
+        if generation == self.generation:
+            self.read_at = max(self.read_at, sent_at)
+
+
+class Asking(NamedTuple):
+    """When a question about a stream was sent, and what its slices were then."""
+
+    sent_at: float
+    generation: int
 
 
 class FactBook:
@@ -46,6 +87,9 @@ class FactBook:
             self._facts.move_to_end(name)
         return facts
 
+    def asking(self, name: str, now: float) -> Asking:
+        return Asking(now, self.of(name).generation)
+
     def drop(self, name: str, reason: str) -> None:
         """The stream is gone, or another has its name: nothing of it may be served again."""
         facts = self.of(name)
@@ -53,8 +97,9 @@ class FactBook:
         facts.writes += 1
         facts.confirmed_at = float("-inf")
         facts.epoch = -1
-        facts.end = ""
-        facts.plain = None
+        facts.end = facts.earliest = ""
+        facts.lifetime = None
+        facts.read_at = facts.renewal_at = float("-inf")
         self._on_drop(name, reason)
 
     def note_write(self, name: str, method: bytes, status: int) -> None:
@@ -71,7 +116,11 @@ class FactBook:
     def note_reply(self, name: str, reply: Reply, now: float) -> Facts:
         """What the head of any answer about a stream tells."""
         facts = self.of(name)
-        if reply.status in (404, 410):
+        earliest = reply.get(b"stream-earliest-offset")
+        if reply.status == 410 and earliest is not None and facts.retained:
+            # Only the offset is gone. If that is because of a new epoch, the next look tells.
+            facts.confirmed_at = float("-inf")
+        elif reply.status in (404, 410):
             if reply.status == 404 or facts.epoch >= 0:
                 self.drop(name, "gone")
             return facts
@@ -80,14 +129,16 @@ class FactBook:
             end = reply.get(b"stream-end-offset")
             if end is not None:
                 self._note_end(name, facts, end.decode("latin-1"))
+        if earliest is not None:
+            _note_earliest(facts, earliest.decode("latin-1"))
         return facts
 
-    def note_head(self, name: str, reply: Reply, now: float) -> Facts:
+    def note_head(self, name: str, reply: Reply, now: float, asking: Asking) -> Facts:
         """HEAD also tells how long the stream and its entries live."""
+        told = reply.status == 200 and self.of(name).generation == asking.generation
         facts = self.note_reply(name, reply, now)
-        if reply.status == 200:
-            bounds = (b"stream-ttl", b"stream-expires-at", b"stream-retention", b"stream-retention-bytes")
-            facts.plain = not any(reply.get(name) is not None for name in bounds)
+        if told:
+            facts.lifetime = lifetime_of(reply, asking.sent_at)
         return facts
 
     def _note_end(self, name: str, facts: Facts, end: str) -> None:
@@ -100,3 +151,9 @@ class FactBook:
             facts.confirmed_at = confirmed_at
         facts.epoch = max(facts.epoch, epoch)
         facts.end = max(facts.end, end)
+
+
+def _note_earliest(facts: Facts, earliest: str) -> None:
+    """HEAD names it always: as long as nothing was trimmed it is the start."""
+    if earliest > facts.earliest and offsets.parse_position(earliest)[1] > 0:
+        facts.earliest = earliest

@@ -47,6 +47,12 @@ TABLE: Final[dict[str, Metric]] = {
         _row("coalesced", "counter", "Reads that joined an equal one that was under way."),
         _row("recent_hits", "counter", "Reads at the tail that were given an answer of a moment ago."),
         _row("revalidated", "counter", "Reads at the tail of which the upstream said that nothing changed."),
+        _row(
+            "ttl_renewals",
+            "counter",
+            "Streams with a TTL that were renewed for reads answered here, by what came of it.",
+            ("outcome",),
+        ),
         _row("reconnects", "counter", "Upstream sockets opened again, by why they had ended.", ("reason",)),
         _row("upstream_healthy", "gauge", "1 while an upstream is well, else 0.", ("upstream",)),
         _row("detached", "counter", "Live readers that were too slow and went back to reading slices."),
@@ -83,6 +89,7 @@ class EdgeTelemetry:
         self.edge_coalesced = Number()
         self.edge_recent_hits = Number()
         self.edge_revalidated = Number()
+        self.edge_ttl_renewals = Numbers()
         self.edge_reconnects = Numbers()
         self.edge_upstream_healthy = Numbers()
         self.edge_detached = Number()

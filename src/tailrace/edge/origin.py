@@ -7,7 +7,7 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from tailrace.errors import TailraceError
+from tailrace.settings import SettingsError
 
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(https?://.*)")
 
@@ -30,9 +30,9 @@ def parse_origins(text: str) -> list[Origin]:
     """The upstreams of a comma-separated list; refuses what cannot be one."""
     origins = [_parse(item.strip()) for item in text.split(",") if item.strip()]
     if not origins:
-        raise TailraceError("invalid_request", "an edge needs an upstream: --upstream http://host:4437")
+        raise SettingsError("an edge needs an upstream: tailrace edge --upstream http://host:4437")
     if len({origin.id for origin in origins}) != len(origins):
-        raise TailraceError("invalid_request", "an upstream is named twice")
+        raise SettingsError("an upstream is named twice")
     return origins
 
 
@@ -46,9 +46,7 @@ def _parse(text: str) -> Origin:
         port = -1
     plain = parts.path in ("", "/") and not parts.query and not parts.username and not parts.password
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not plain:
-        raise TailraceError(
-            "invalid_request", f"an upstream is given as http://host:port or https://host:port, not {text!r}"
-        )
+        raise SettingsError(f"an upstream is given as http://host:port or https://host:port, not {text!r}")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = port or (443 if tls else 80)
     shown = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

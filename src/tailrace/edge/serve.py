@@ -30,6 +30,7 @@ from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.origin import parse_origins
 from tailrace.edge.registry import Registry
+from tailrace.edge.renewals import Renewals
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstreams
 from tailrace.errors import TailraceError
@@ -100,9 +101,7 @@ class Edge:
         origins = parse_origins(settings.edge_upstream)
         mode = settings.edge_upstream_mode
         if len(origins) > 1 and mode == "single":
-            raise TailraceError(
-                "invalid_request", "several upstreams need --upstream-mode any (one deployment) or sharded"
-            )
+            raise SettingsError("several upstreams need --upstream-mode any (one deployment) or sharded")
         self.upstreams = Upstreams(origins, mode, settings.limits, edge_id)
         self.telemetry = EdgeTelemetry(__version__)
         token = _read_token(settings.edge_token_file)
@@ -115,6 +114,7 @@ class Edge:
         self.registry = Registry(context, self._on_registry)
         cache_dir = settings.edge_cache_dir
         self.disk = DiskCache(context, Path(cache_dir)) if cache_dir else None
+        self.renewals = Renewals(context, self.book, self.channels)
         self.slices = Slices(
             context,
             self.book,
@@ -122,6 +122,7 @@ class Edge:
             self.memory,
             self.disk,
             self.registry,
+            self.renewals,
             verifies=self.gate.verifies,
         )
         self.live = Live(context, self.gate, self.channels, self.slices)
@@ -158,6 +159,7 @@ class Edge:
         if self._http is not None:
             await self._http.drain()
         self.channels.stop()
+        await self.renewals.stop()
         await self.registry.stop()
         await self.context.stop()
         await self.upstreams.stop()

@@ -21,7 +21,8 @@ from tailrace.protocol.headers import line
 from tailrace.protocol.query import parse_query
 from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
-LISTING = b"/v1/streams"
+# Listings, and what a row of each is called by.
+LISTINGS = {b"/v1/streams": "name", b"/v1/databases": "database"}
 LISTING_BYTES_MAX = 16 * 1024 * 1024
 # What spans all servers and is not put together here.
 ABSENT = (b"/hub", b"/v1/pipeline", b"/v1/traces")
@@ -64,7 +65,8 @@ class Shards:
         return _home(rest.partition("/")[0]) if kind in OF_DATABASES else target.name
 
     async def list(self, exchange: Exchange) -> None:
-        """One page of the streams of all servers, by name. A server that fails fails the page."""
+        """One page of the streams, or databases, of all servers, by name. One that fails fails the page."""
+        key = LISTINGS[exchange.path]
         lines = request_lines(exchange, self._context.edge_id)
         request = request_bytes(exchange, lines)
         try:
@@ -79,15 +81,20 @@ class Shards:
             return
         query = parse_query(exchange.query)
         limit = int(query.get("limit", self._context.limits.list_page))
-        rows: list[dict[str, Any]] = [row for answer in answers for row in orjson.loads(answer.body)]
-        rows.sort(key=lambda row: str(row["name"]).encode())
+        rows: list[dict[str, Any]] = [
+            row
+            for upstream, answer in zip(self._upstreams.all, answers, strict=True)
+            for row in orjson.loads(answer.body)
+            if key == "name" or self._upstreams.of(_home(row[key])) is upstream
+        ]
+        rows.sort(key=lambda row: str(row[key]).encode())
         more = len(rows) > limit or any(_has_next(answer) for answer in answers)
         page = rows[:limit]
         head = JSON_TYPE + NO_STORE
         if more and page:
-            following = {"limit": str(limit), "after": str(page[-1]["name"])}
+            following = {"limit": str(limit), "after": str(page[-1][key])}
             following.update({name: query[name] for name in ("prefix", "system") if name in query})
-            head += line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
+            head += line("Link", f'<{exchange.path.decode()}?{urlencode(following)}>; rel="next"')
         exchange.respond(200, head, orjson.dumps(page))
 
     async def _ask(self, upstream: Upstream, request: bytes) -> Answer:

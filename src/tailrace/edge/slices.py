@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from typing import NamedTuple
 
 from tailrace.edge.asks import Reading, stream_target
@@ -15,10 +14,10 @@ from tailrace.edge.disk import DiskCache
 from tailrace.edge.facts import FactBook, Facts
 from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.gate import Caller
+from tailrace.edge.recent import Recent, RecentReads
 from tailrace.edge.registry import Registry
+from tailrace.edge.renewals import Renewals
 from tailrace.errors import TailraceError
-
-RECENT_BYTES_MAX = 32 * 1024 * 1024
 
 SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
 
@@ -28,15 +27,6 @@ class Flight(NamedTuple):
 
     task: asyncio.Task[Slice]
     writes: int
-
-
-class Recent(NamedTuple):
-    """An answer at the tail: given again for a moment, and after that a thing to compare with."""
-
-    slice: Slice
-    generation: int
-    writes: int
-    at: float
 
 
 class Slices:
@@ -50,6 +40,7 @@ class Slices:
         memory: MemoryCache,
         disk: DiskCache | None,
         registry: Registry,
+        renewals: Renewals,
         *,
         verifies: bool,
     ) -> None:
@@ -59,10 +50,10 @@ class Slices:
         self._memory = memory
         self._disk = disk
         self._registry = registry
+        self._renewals = renewals
         self._verifies = verifies
         self._flights: dict[SliceKey, Flight] = {}
-        self._recent: OrderedDict[SliceKey, Recent] = OrderedDict()
-        self._recent_bytes = 0
+        self._recent = RecentReads()
         self._confirming: dict[str, asyncio.Task[None]] = {}
 
     async def get(self, reading: Reading, caller: Caller) -> tuple[Slice, str]:
@@ -74,16 +65,10 @@ class Slices:
         """What may be given without asking the upstream for it."""
         key = key_of(reading)
         facts = self._book.of(reading.name)
-        kept = await self._kept(key, facts, caller)
-        if kept is not None:
-            return kept
-        recent = self._recent.get(key)
-        if recent is None or recent.writes != facts.writes:
-            return None
-        if self._context.loop.time() - recent.at >= self._context.limits.edge_recent_ms / 1000:
-            return None
-        self._context.telemetry.edge_recent_hits.value += 1
-        return recent.slice
+        found = await self._kept(key, facts, caller) or await self._just_read(key, facts, caller)
+        if found is not None:
+            self._renewals.note_hit(reading.name, facts, caller.authorization)
+        return found
 
     async def fetched(self, reading: Reading, caller: Caller) -> Slice:
         """What the upstream says now, or is just about to say to somebody else."""
@@ -100,9 +85,6 @@ class Slices:
                 if refused.refusal.status not in (401, 403):
                     raise
         return await asyncio.shield(self._fly(key, reading, caller, facts))
-
-    def end(self, name: str) -> str:
-        return self._book.of(name).end
 
     # -- the cache
 
@@ -122,13 +104,46 @@ class Slices:
                 return None
             if found is not None:
                 self._memory.put(key, found)
-        return found
+        return None if found is None else self._if_good(key, found, facts)
+
+    def _if_good(self, key: SliceKey, found: Slice, facts: Facts) -> Slice | None:
+        """A slice, unless its time is over, its entries were trimmed or its stream may have ended."""
+        now = self._context.loop.time()
+        if now >= found.until or found.start < facts.earliest:
+            self._memory.discard(key)
+            return None
+        return found if facts.lives(now) else None
 
     def _is_confirmed(self, facts: Facts) -> bool:
-        if self._registry.vouches_since(facts.confirmed_at):
+        """Whether the stream is known to exist, and how long it lives.
+
+        The registry tells of streams, not of what is trimmed: that only the owner's answers do.
+        """
+        if facts.lifetime is None:
+            return False
+        if not facts.lifetime.retained and self._registry.vouches_since(facts.confirmed_at):
             return True
         age_s = self._context.loop.time() - facts.confirmed_at
         return age_s < self._context.limits.edge_confirm_ms / 1000
+
+    async def _just_read(self, key: SliceKey, facts: Facts, caller: Caller) -> Slice | None:
+        """The answer of a moment ago, if nothing was written since."""
+        if self._fresh(key, facts) is None:
+            return None
+        if facts.lifetime is None:
+            await self._confirm(key[0], caller)
+        recent = self._fresh(key, facts)
+        if recent is None or not facts.lives(self._context.loop.time()):
+            return None
+        self._context.telemetry.edge_recent_hits.value += 1
+        return recent.slice
+
+    def _fresh(self, key: SliceKey, facts: Facts) -> Recent | None:
+        recent = self._recent.get(key)
+        if recent is None or recent.writes != facts.writes or recent.slice.start < facts.earliest:
+            return None
+        age_s = self._context.loop.time() - recent.at
+        return recent if age_s < self._context.limits.edge_recent_ms / 1000 else None
 
     async def _confirm(self, name: str, caller: Caller) -> None:
         """Asks whether a stream exists; all who wonder at once ask together."""
@@ -170,6 +185,7 @@ class Slices:
         compared = b"" if known is None else b"if-none-match: %b\r\n" % known.slice.tag.encode("latin-1")
         target = stream_target(reading.name, reading.parameters)
         request = context.request_for(caller, upstream, target, compared)
+        sent_at = context.loop.time()
         try:
             reply = await upstream.pool.ask(request, again=True)
             body = await reply.body(context.limits.edge_frame_bytes)
@@ -181,54 +197,40 @@ class Slices:
         if body is None:
             raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
         if reply.status == 304 and known is not None:
-            found = known.slice.confirmed(reply, now)
+            found = known.slice.confirmed(reply, now, sent_at)
             context.telemetry.edge_revalidated.value += 1
         elif reply.status == 200:
-            found = Slice.of(reply, body, now)
+            found = Slice.of(reply, body, now, sent_at)
         else:
             raise RefusedError(Answer(reply.status, reply.fields, body))
+        facts.note_read(sent_at, generation)
         if self._is_lasting(found):
             context.spawn(self._keep(key, found, facts, generation, caller))
         elif found.is_open and found.tag and facts.generation == generation:
             # If something was written meanwhile it is not given again, but is still good to compare with.
-            self._remember(key, Recent(found, generation, writes, now))
+            self._recent.put(key, Recent(found, generation, writes, now))
         return found
 
     def _is_lasting(self, found: Slice) -> bool:
-        """An answer that never changes. What is private may be kept by who checks every reader."""
-        control = found.cache_control
+        """An answer that holds for a while. What is private may be kept by who checks every reader."""
         fits = len(found.body) <= self._context.limits.edge_slice_bytes
-        return fits and "immutable" in control and ("public" in control or self._verifies)
+        lasts = self._context.loop.time() < found.until
+        return fits and lasts and ("public" in found.cache_control or self._verifies)
 
     async def _keep(self, key: SliceKey, found: Slice, facts: Facts, generation: int, caller: Caller) -> None:
-        """Keeps a slice of a stream that has no end of its own.
-
-        Reads renew a lifetime, and retention moves the start: such streams are read at their owner.
-        """
-        name = key[0]
-        if facts.plain is None:
-            await self._confirm(name, caller)
-        if not facts.plain or facts.generation != generation or facts.epoch < 0:
+        """Keeps a slice, once it is known how long its stream lives. On disk is only what never changes."""
+        if facts.lifetime is None:
+            await self._confirm(key[0], caller)
+        if facts.generation != generation or facts.epoch < 0 or self._if_good(key, found, facts) is None:
             return
         found.epoch = facts.epoch
         keys = {key, (*key[:4], found.start)} if found.start else {key}
+        if facts.retained:
+            keys.discard((*key[:4], "-1"))  # where it begins moves
         for each in keys:
             self._memory.put(each, found)
-            if self._disk is not None:
+            if self._disk is not None and found.is_immutable:
                 self._disk.put(each, found)
-
-    def _remember(self, key: SliceKey, recent: Recent) -> None:
-        """Keeps the last answer at the tail; the oldest go when there are too many."""
-        self._forget(key)
-        self._recent[key] = recent
-        self._recent_bytes += recent.slice.size
-        while self._recent_bytes > RECENT_BYTES_MAX:
-            self._forget(next(iter(self._recent)))
-
-    def _forget(self, key: SliceKey) -> None:
-        gone = self._recent.pop(key, None)
-        if gone is not None:
-            self._recent_bytes -= gone.slice.size
 
 
 def key_of(reading: Reading) -> SliceKey:

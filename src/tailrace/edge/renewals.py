@@ -1,0 +1,127 @@
+"""Renews streams with a TTL at their owner for the reads that were answered here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tailrace.edge.asks import stream_target
+from tailrace.edge.channels import Channels
+from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.facts import FactBook, Facts
+from tailrace.edge.headers import own_request
+from tailrace.edge.lifetimes import renewal_due_at
+from tailrace.errors import TailraceError
+
+logger = logging.getLogger("tailrace.edge")
+
+# What is due when the edge stops is sent at once, and waited for this long.
+STOP_S = 2.0
+
+
+class Due:
+    """A stream that was read here, and whose owner has to hear of it."""
+
+    __slots__ = ("authorization", "facts", "generation", "hit_at", "timer", "window_s")
+
+    def __init__(self, facts: Facts, window_s: int) -> None:
+        self.facts = facts
+        self.generation = facts.generation
+        self.window_s = window_s
+        self.hit_at = 0.0  # loop time of the last read that was answered here
+        self.authorization: bytes | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """The stream is another one by now, or its owner has seen a later read."""
+        return self.facts.generation != self.generation or self.facts.read_at > self.hit_at
+
+
+class Renewals:
+    """Sends `GET ?offset=now`, which has no body and renews, at most once in a quarter of the window."""
+
+    def __init__(self, context: EdgeContext, book: FactBook, channels: Channels) -> None:
+        self._context = context
+        self._book = book
+        self._channels = channels
+        self._due: dict[str, Due] = {}
+
+    def note_hit(self, name: str, facts: Facts, authorization: bytes | None) -> None:
+        """A read of a stream was answered without its owner."""
+        if facts.lifetime is None or facts.lifetime.window_s is None:
+            return
+        due = self._due.get(name)
+        if due is None or due.facts is not facts or due.generation != facts.generation:
+            if due is not None and due.timer is not None:
+                due.timer.cancel()
+            due = self._due[name] = Due(facts, facts.lifetime.window_s)
+        due.hit_at = self._context.loop.time()
+        due.authorization = authorization
+        if due.timer is None:
+            self._schedule(name, due)
+
+    def _schedule(self, name: str, due: Due) -> None:
+        loop, facts = self._context.loop, due.facts
+        at = renewal_due_at(due.window_s, facts.read_at, facts.renewal_at, loop.time())
+        due.timer = loop.call_at(at, self._on_time, name, due)
+
+    def _on_time(self, name: str, due: Due) -> None:
+        due.timer = None
+        now = self._context.loop.time()
+        # A live reader keeps its stream alive at the owner, and renews it when it leaves.
+        if due.is_settled or self._channels.follows(name):
+            self._due.pop(name, None)
+        elif renewal_due_at(due.window_s, due.facts.read_at, due.facts.renewal_at, now) > now:
+            self._schedule(name, due)
+        else:
+            del self._due[name]
+            self._context.spawn(self._renew(name, due))
+
+    async def _renew(self, name: str, due: Due) -> None:
+        loop, facts = self._context.loop, due.facts
+        facts.renewal_at = sent_at = loop.time()
+        outcome = await self._ask(name, due, sent_at)
+        self._context.telemetry.edge_ttl_renewals.add(outcome)
+        if outcome in ("renewed", "gone") or due.is_settled or name in self._due:
+            return
+        if loop.time() < facts.read_at + due.window_s:  # else it has ended, as far as is known here
+            self._due[name] = due
+            self._schedule(name, due)
+
+    async def _ask(self, name: str, due: Due, sent_at: float) -> str:
+        context = self._context
+        try:
+            upstream = context.upstreams.of(name)
+            request = own_request(
+                b"GET",
+                stream_target(name, {"offset": "now"}),
+                upstream.origin.host_header,
+                context.edge_id,
+                context.token or due.authorization,
+            )
+            reply = await upstream.pool.ask(request, again=True)
+            await reply.body(context.limits.edge_frame_bytes)
+        except (UpstreamLostError, TailraceError):
+            return "lost"
+        if due.facts.generation == due.generation:
+            self._book.note_reply(name, reply, context.loop.time())
+        if reply.status in (404, 410):
+            return "gone"
+        if reply.status != 200:
+            logger.debug("a stream was not renewed: status %d", reply.status)
+            return "refused"
+        due.facts.note_read(sent_at, due.generation)
+        return "renewed"
+
+    async def stop(self) -> None:
+        """Tells the owners now what is due, so that a stop of the edge shortens no stream's life."""
+        left = [(name, due) for name, due in self._due.items() if not due.is_settled]
+        self._due.clear()
+        for _, due in left:
+            if due.timer is not None:
+                due.timer.cancel()
+        if left:
+            told = [self._context.spawn(self._renew(name, due)) for name, due in left]
+            await asyncio.wait(told, timeout=STOP_S)
