@@ -72,6 +72,12 @@ def test_records_become_documents(call: Caller, name: str, following: ServerProc
     say(call, name, record("a", {"n": 1}), record("b", 5, txid="t1"), record("x", {}, kind="other"))
     follow(call, name)
     assert documents(call, name) == {"a": {"n": 1}, "b": {"value": 5}}
+    status = call("GET", f"{BASE}/sources/{name}").body["status"]
+    assert status["lagChanges"] == 0
+    labels = f'{{collection="{name}",database="default"}}'
+    metrics = call("GET", "/metrics").raw.decode()
+    for lag in ("changes", "seconds"):
+        assert f"tailrace_watch_source_lag_{lag}{labels} 0.0" in metrics
     say(call, name, record("a", {"n": 2}), record("b"), record("c/ü", {"n": 3}))
     wait_until(lambda: documents(call, name), lambda seen: seen == {"a": {"n": 2}, "c/ü": {"n": 3}})
     assert call("GET", f"{BASE}/docs/{name}/c%2F%C3%BC").body["data"] == {"n": 3}
@@ -140,6 +146,17 @@ def test_a_stream_that_is_not_of_the_protocol(call: Caller, name: str) -> None:
     assert call("DELETE", f"{BASE}/sources/{name}").body["slot"] is None
     system = {**given, "stream": "__registry__"}
     assert call("PUT", f"{BASE}/sources/{name}", system).code == "invalid_request"
+
+
+def test_a_source_can_be_removed_at_any_moment_of_its_beginning(start_server: StartServer) -> None:
+    """Its connector may just be raising the epoch: that is still the same source."""
+    call = Caller(start_server())
+    assert call("PUT", "/v1/databases/app").status == 201
+    for number in range(40):
+        collections = {"order": {"collection": f"orders{number}"}}
+        given = {"kind": "stream", "stream": "orders/state", "collections": collections}
+        assert call("PUT", "/v1/databases/app/sources/one", given).status == 201
+        assert call("DELETE", "/v1/databases/app/sources/one").status == 200
 
 
 def test_sources_are_for_managers(start_server: StartServer) -> None:

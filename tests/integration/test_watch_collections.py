@@ -138,6 +138,8 @@ def test_what_can_be_set_and_what_cannot(call: Caller, place: str) -> None:
         ({"slo": {"deliveryMs": 0}}, "invalid_request"),
         ({"slo": {"other": 1}}, "invalid_request"),
         ({"slo": 5}, "invalid_request"),
+        ({"slo": {"bloomRatio": 0}}, "invalid_request"),
+        ({"slo": {"resumeRatio": 1.5}}, "invalid_request"),
         ({"partitions": 0}, "invalid_request"),
         ({"partitions": 257}, "invalid_request"),
         ({"partitions": 2}, "collection_exists"),
@@ -154,8 +156,13 @@ def test_the_status_of_a_database(server: ServerProcess, call: Caller, place: st
     assert (shown["database"], shown["connections"]) == (place, 0)
     (orders,) = shown["collections"]
     assert (orders["collection"], orders["state"], orders["documents"]) == ("orders", "live", 1)
-    assert orders["targets"] == {"deliveryMs": 250, "resumeRatio": 0.999, "lagMs": 5000}
-    assert set(orders["burn"]) == {"delivery", "resume", "lag"}
+    assert orders["targets"] == {
+        "deliveryMs": 250,
+        "resumeRatio": 0.999,
+        "lagMs": 5000,
+        "bloomRatio": 0.01,
+    }
+    assert set(orders["burn"]) == {"delivery", "resume", "lag", "bloom"}
     assert orders["reason"]
     assert call("GET", "/v1/databases/nowhere/status").status == 404
     assert call("POST", f"/v1/databases/{place}/status", {}).status == 405

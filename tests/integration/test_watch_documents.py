@@ -13,6 +13,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, Reply
 from support.server import ServerProcess
+from support.watch_jobs import metric
 from tailrace.auth import create_token
 
 BASE = "/v1/databases/default"
@@ -73,6 +74,22 @@ def test_conditions(call: Caller, place: str) -> None:
     assert call("DELETE", f"{BASE}/docs/{path}", headers={"If-Match": '"1"'}).status == 412
 
 
+def test_a_reader_who_has_the_document_gets_no_second_copy(call: Caller, place: str) -> None:
+    path = f"{BASE}/docs/{place}/one"
+    put(call, f"{place}/one", {"n": 1})
+    tag = call("GET", path).headers["etag"]
+    for known in (tag, f"W/{tag}", f'"9", {tag}', "*"):
+        for method in ("GET", "HEAD"):
+            same = call(method, path, headers={"If-None-Match": known})
+            assert (same.status, same.raw, same.headers["etag"]) == (304, b"", tag), known
+    put(call, f"{place}/one", {"n": 2})
+    newer = call("GET", path, headers={"If-None-Match": tag})
+    assert (newer.status, newer.body["version"], newer.headers["etag"]) == (200, 2, '"2"')
+    call("DELETE", path)
+    assert call("GET", path, headers={"If-None-Match": '"2"'}).status == 404
+    assert call("GET", path, headers={"If-None-Match": "*"}).status == 404
+
+
 def test_writers_of_one_version_are_told_apart(call: Caller, place: str) -> None:
     path = f"{place}/counter"
     put(call, path, {"n": 0})
@@ -95,6 +112,8 @@ def test_a_repeat_gets_the_first_answer(call: Caller, place: str) -> None:
     assert (first.status, first.raw) == (again.status, again.raw)
     assert put(call, f"{place}/one", {"n": 1}, Idempotency_Key="other").body["version"] == 2
     assert put(call, f"{place}/one", {}, Idempotency_Key="k" * 129).code == "invalid_header"
+    labels = f'collection="{place}",database="default",stage="write"'
+    assert metric(call, f"tailrace_watch_dedup_dropped_total{{{labels}}}") == 1
 
 
 def test_a_key_is_good_for_one_request(call: Caller, place: str) -> None:
@@ -109,9 +128,46 @@ def test_a_key_is_good_for_one_request(call: Caller, place: str) -> None:
     assert call("GET", f"{BASE}/docs/{place}/one").body["version"] == 1
 
 
+def test_a_key_is_good_for_one_content(call: Caller, place: str) -> None:
+    """Whoever sends something else under the same key would take it for written."""
+    put(call, f"{place}/one", {"a": 1, "b": True}, Idempotency_Key="k")
+    for other in ({"a": 2, "b": True}, {"a": 1}, {"a": 1, "b": 1}, {"a": True, "b": True}):
+        refused = put(call, f"{place}/one", other, Idempotency_Key="k")
+        assert (refused.status, refused.code) == (409, "conflict"), other
+    spelled = put(call, f"{place}/one", b' {"b":true, "a":1} ', Idempotency_Key="k")
+    assert (spelled.status, spelled.body["version"]) == (201, 1), "the same content, written otherwise"
+    put(call, f"{place}/two", {"n": 1})
+    patched = [
+        call("PATCH", f"{BASE}/docs/{place}/two", {"n": n}, headers={"Idempotency-Key": "p"}).status
+        for n in (2, 2, 3)
+    ]
+    assert patched == [200, 200, 409]
+    assert call("GET", f"{BASE}/docs/{place}/one").body["data"] == {"a": 1, "b": True}
+    writes: list[dict[str, Any]] = [
+        {"op": "put", "path": f"{place}/b{n}", "data": {"n": n}} for n in range(3)
+    ]
+    batch = {"writes": writes}
+    assert call("POST", f"{BASE}/batch", batch, headers={"Idempotency-Key": "b"}).status == 200
+    writes[1]["data"] = {"n": 7}
+    refused = call("POST", f"{BASE}/batch", batch, headers={"Idempotency-Key": "b"})
+    assert (refused.status, refused.code) == (409, "conflict")
+    assert found(call, place, where="doc.n == 7") == []
+
+
+def test_two_contents_at_once_with_one_key(call: Caller, place: str) -> None:
+    def write(number: int) -> int:
+        return put(call, f"{place}/one", {"n": number % 2}, Idempotency_Key="k").status
+
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(write, range(16)))
+    made = call("GET", f"{BASE}/docs/{place}/one").body
+    assert made["version"] == 1
+    assert statuses == [201 if number % 2 == made["data"]["n"] else 409 for number in range(16)]
+
+
 def test_two_requests_at_once_with_one_key(call: Caller, place: str) -> None:
     def write(number: int) -> int:
-        return put(call, f"{place}/d{number % 2}", {"n": number}, Idempotency_Key="k").status
+        return put(call, f"{place}/d{number % 2}", {"n": 1}, Idempotency_Key="k").status
 
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(write, range(16)))
@@ -210,6 +266,11 @@ def test_numbers_keep_one_of_two_forms(call: Caller, place: str) -> None:
     put(call, f"{place}/a", b'{"big":9223372036854775808,"small":-9223372036854775808,"x":1.0}')
     assert call("GET", f"{BASE}/docs/{place}/a").raw.count(b"9.223372036854776e+18") == 1
     assert found(call, place, where="doc.small == -9223372036854775808 && doc.x == 1") == ["a"]
+    put(call, f"{place}/b", b'{"most":9223372036854775807,"beyond":9223372036854775809}')
+    read = call("GET", f"{BASE}/docs/{place}/b")
+    assert b'"most":9223372036854775807' in read.raw, "exact as far as 64 bits go"
+    assert read.body["data"]["beyond"] == 2.0**63, "and the nearest double beyond"
+    assert put(call, f"{place}/c", b'{"n":1' + b"0" * 400 + b"}").code == "invalid_json"
 
 
 def test_queries(call: Caller, place: str) -> None:
@@ -282,6 +343,8 @@ def test_all_of_it_is_there_after_a_kill(tmp_path: Path) -> None:
         described = call("GET", f"{BASE}/collections/kept").body
         assert (described["documents"], described["readRule"]) == (9, "doc.n < 1000")
         assert put(call, "kept/d3", {"n": 3}, Idempotency_Key="k3").body["version"] == 1, "it is remembered"
+        other = put(call, "kept/d3", {"n": 4}, Idempotency_Key="k3")
+        assert (other.status, other.code) == (409, "conflict"), "and what it wrote"
     assert put(call, "kept/d3", {}).body["version"] == 6, "the tombstone is remembered too"
     process.stop()
 

@@ -10,6 +10,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.server import ServerProcess
 from support.watch_client import Live
+from support.watch_jobs import metric
 from tailrace.auth import create_token
 
 BASE = "/v1/databases/default"
@@ -94,6 +95,28 @@ def test_jobs_need_the_scope_manage(start_server: StartServer) -> None:
     assert call("GET", f"/v1/stream/{stream}", token=reader).status == 403
     done = call("POST", f"{BASE}/summaries", {"seconds": 0}, token=manager)
     assert done.body["token"] is None
+
+
+def test_how_good_a_bloom_filter_is_can_be_told(call: Caller) -> None:
+    call("PUT", f"{BASE}/docs/blooming/one", {"n": 1})
+    path, bloom = f"{BASE}/statistics", {"keys": 100, "absent": 1000, "wrong": 25}
+    labels = '{collection="blooming",database="default"}'
+    for number in (1, 2):
+        told = call("POST", path, {"collection": "blooming", "bloom": bloom})
+        assert (told.status, told.body["bloomRatio"]) == (200, 0.025)
+        assert metric(call, f"tailrace_watch_bloom_rebuilds_total{labels}") == number
+    assert metric(call, f"tailrace_watch_bloom_fp_ratio{labels}") == 0.025
+    (shown,) = [
+        one for one in call("GET", f"{BASE}/status").body["collections"] if one["collection"] == "blooming"
+    ]
+    assert (shown["targets"]["bloomRatio"], shown["burn"]["bloom"]) == (0.01, 2.5)
+    assert shown["reason"] == "Of the answers of its Bloom filter, more than 1.00% were wrong."
+    unasked = call("POST", path, {"collection": "blooming", "bloom": {"keys": 0, "absent": 0, "wrong": 0}})
+    assert unasked.body["bloomRatio"] == 0
+    for wrong in (bloom | {"wrong": 1001}, bloom | {"keys": -1}, bloom | {"more": 1}, {}):
+        assert call("POST", path, {"collection": "blooming", "bloom": wrong}).code == "invalid_request"
+    assert call("POST", path, {"collection": "nowhere", "bloom": bloom}).status == 404
+    assert call("GET", path).status == 405
 
 
 def test_the_rows_of_a_view_have_no_rules(call: Caller) -> None:

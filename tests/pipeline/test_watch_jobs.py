@@ -238,7 +238,12 @@ def test_w39_shadow_passes_a_refactoring_and_finds_a_fault(
 
 
 def test_statistics(told: Told, spark: SparkSession) -> None:
+    labels = '{collection="things",database="default"}'
     (found,) = run_stats(spark, told.place, StatsOptions("default", "things"))
+    assert metric(told.call, f"tailrace_watch_bloom_rebuilds_total{labels}") == 1
+    assert metric(told.call, f"tailrace_watch_bloom_fp_ratio{labels}") == pytest.approx(
+        found["bloom"]["falsePositives"], abs=1e-6
+    )
     assert STEPS / 2 < found["changes"] <= changes_of(told)
     assert found["subscriptions"] == len(QUERIES)
     kind = next(one for one in found["fields"] if one["field"] == "kind")

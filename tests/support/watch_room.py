@@ -18,6 +18,7 @@ from tailrace.api.watch.frames import Frame
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.removal import begin_anew
 from tailrace.api.watch.session import Session
+from tailrace.api.watch.tally import Tallies
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -102,6 +103,7 @@ class Room:
             harness.directory / "watch.db",
             PartitionPatterns("", limits.watch_partitions),
             Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms),
+            Tallies(limits.watch_metrics_collections),
         )
         self.writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
         self.access = Access()

@@ -136,7 +136,7 @@ def test_a_collection_behind_its_source_breaks_a_promise_before_anybody_is_told(
     assert collection is not None
     objectives.lag_ms = lambda _: 5000.0
     burn = objectives.burn(DATABASE, "c", collection)
-    assert burn == {"delivery": 0.0, "resume": 0.0, "lag": 2.5}
+    assert burn == {"delivery": 0.0, "resume": 0.0, "lag": 2.5, "bloom": 0.0}
     assert objectives.reason(collection, burn) == "It is more than 2000 ms behind its source."
     room.harness.call(objectives.on_tick)
     assert (["lag"], 2.5) in objectives.worst()
@@ -201,10 +201,11 @@ def test_w49_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
                 sent[envelope["payload"]["delta"]["op"]] += len(envelope["subIds"])
     assert room.gateway.deliveries == sent
     heard = [one for life in room.heard.values() for one in life]
-    assert sum(room.book.changes.values()) == len(heard)
-    candidates, hits, _ = room.gateway.totals()
+    tally = room.book.tallies.of(room.book.find(DATABASE, "c"))
+    assert tally.changes.total() == len(heard)
+    candidates, hits, _ = room.gateway.matched()[tally.labels]
     assert candidates >= hits > 0
-    assert sum(room.telemetry.watch_match_latency_seconds.counts) == len(heard)
+    assert sum(tally.latency.counts) == len(heard)
     room.close()
 
 

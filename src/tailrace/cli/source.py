@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.docs import request, split
 from tailrace.cli.failures import UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
 
 _HELP: Final = """Follow databases outside: their tables become collections that stay true.
 
@@ -109,13 +109,16 @@ def ls(
     database: Annotated[str, Parameter(help="The database.")] = "default", /, *, session: Session = DEFAULT
 ) -> None:
     """List the sources of a database."""
-    for source in request(session, "GET", f"/v1/databases/{database}/sources")["sources"]:
+    found = request(session, "GET", f"/v1/databases/{database}/sources")["sources"]
+    for source in found:
         if session.json:
             put_json(source)
         else:
             phase, error = source["status"]["phase"], source["status"]["error"]
             put(f"{source['name']}\t{source['kind']}\t{phase}\t{error or ''}".rstrip().encode() + b"\n")
     flush()
+    if not found and not session.json:
+        tell_none("sources")
 
 
 @command.command

@@ -64,6 +64,8 @@ class ChangeEntry(msgspec.Struct, frozen=True):
     commitTime: str  # noqa: N815 - as above
     writeId: str | None = None  # noqa: N815 - as above
     source: Source = NATIVE
+    # What was asked for under that key, so that something else under it is told apart from a repeat.
+    writeDigest: str | msgspec.UnsetType = msgspec.UNSET  # noqa: N815 - as above
     lsn: str | msgspec.UnsetType = msgspec.UNSET  # of the source; a native change has its own offset
     v: int = 1
     kind: str = "change"

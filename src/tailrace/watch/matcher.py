@@ -150,17 +150,17 @@ class Matcher(Generic[S]):
         was: dict[Shared[S], int] = {}
         now: dict[Shared[S], int] = {}
         self.index.probe_both(change.before, change.after, was, now)
-        self.candidates += len(was | now)
         return was, now
 
     def candidates_of(self, change: Change) -> list[Interest]:
-        """What the index finds, without deciding anything."""
+        """What the index finds, without deciding or counting anything."""
         was, now = self._probed(change)
         return [shared.interest for shared in was | now]
 
     def found(self, change: Change) -> Found[S]:
         """Every match."""
         was, now = self._probed(change)
+        self.candidates += len(was | now)
         apart = {
             shared: (_known(shared, was), _known(shared, now))
             for found in (was, now)
@@ -229,6 +229,7 @@ class Matcher(Generic[S]):
         apart: list[dict[Shared[S], Knowledge]] = []  # those that have no row
         for change in changes:
             was, now = self._probed(change)
+            self.candidates += len(was | now)
             alone: dict[Shared[S], Knowledge] = {}
             for image, candidates in ((change.before, was), (change.after, now)):
                 certain: set[Shared[S]] = set()

@@ -17,7 +17,7 @@ import apsw
 
 logger = logging.getLogger("tailrace.watch")
 
-VERSION: Final = 2
+VERSION: Final = 3
 READERS_KEPT: Final = 8
 
 _SCHEMA: Final = """
@@ -39,7 +39,7 @@ CREATE INDEX documents_by_seq ON documents(collection, partition, seq);
 CREATE INDEX tombstones ON documents(collection, updated_ms) WHERE deleted=1;
 CREATE TABLE writes(
     collection INTEGER NOT NULL, write_id TEXT NOT NULL, at_ms INTEGER NOT NULL, place INTEGER NOT NULL,
-    id TEXT NOT NULL, version INTEGER NOT NULL, op TEXT NOT NULL,
+    id TEXT NOT NULL, version INTEGER NOT NULL, op TEXT NOT NULL, digest TEXT NOT NULL,
     PRIMARY KEY(collection, write_id, place)) WITHOUT ROWID;
 CREATE INDEX writes_by_time ON writes(at_ms);
 """
@@ -55,7 +55,7 @@ _PUT: Final = """INSERT INTO documents(
 VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(collection, id) DO UPDATE SET
     seq=excluded.seq, version=excluded.version, created_ms=excluded.created_ms,
     updated_ms=excluded.updated_ms, deleted=excluded.deleted, data=excluded.data"""
-_PUT_WRITE: Final = "INSERT OR REPLACE INTO writes VALUES(?, ?, ?, ?, ?, ?, ?)"
+_PUT_WRITE: Final = "INSERT OR REPLACE INTO writes VALUES(?, ?, ?, ?, ?, ?, ?, ?)"
 _AFTER: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id>? AND deleted=0 ORDER BY id LIMIT ?"""
 _ALL: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
@@ -115,6 +115,7 @@ class WriteRow(NamedTuple):
     id: str
     version: int
     op: str
+    digest: str = ""  # of what was asked for; empty if nobody wrote it down
 
 
 class Purged(NamedTuple):
@@ -304,11 +305,11 @@ class View:
     def remembered(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
         """What a write with this key did, if it is not too long ago."""
         rows = self._execute(
-            "SELECT write_id, at_ms, place, id, version, op FROM writes"
+            "SELECT write_id, at_ms, place, id, version, op, digest FROM writes"
             " WHERE collection=? AND write_id=? AND at_ms>=? ORDER BY place",
             (number, write_id, since_ms),
         )
-        return [WriteRow(*cast("tuple[str, int, int, str, int, str]", row)) for row in rows]
+        return [WriteRow(*cast("tuple[str, int, int, str, int, str, str]", row)) for row in rows]
 
     @contextmanager
     def writing(self) -> Generator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.api.openapi.objects import array, closed, counts, obj
-from tailrace.api.openapi.operations import answer, headers, operation, param, query, request, schema
+from tailrace.api.openapi.operations import answer, headers, operation, param, params, query, request, schema
 from tailrace.api.openapi.shared import DATABASE
 from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json, nullable
 from tailrace.api.openapi.watch_jobs import watch_job_paths
@@ -17,7 +17,7 @@ _PATH: Final = param("path", "path", "An even number of segments, such as `order
 _WRITE_ID: Final = param(
     "header",
     "Idempotency-Key",
-    "A repeat within ten minutes gets the first answer.",
+    "A repeat within ten minutes gets the first answer; another request under it is 409.",
     {"type": "string", "minLength": 1, "maxLength": 128},
 )
 _IF_MATCH: Final = param("header", "If-Match", "The version it has to have, in quotes, or `*`.")
@@ -30,7 +30,22 @@ _FIELD: Final[dict[str, Json]] = {
     "fieldPath": array(STRING, minItems=1, maxItems=20),
 }
 
+_PAGE: Final = [
+    query("after", "Only names behind this one."),
+    query("limit", "Rows on a page.", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}),
+]
+_STATE: Final[Json] = {"enum": ["live", "loading", "lagging", "stale"]}
+
 SCHEMAS: Final[Json] = {
+    "DatabaseListed": obj({"database": STRING, "collections": COUNT}),
+    "CollectionListed": obj(
+        {
+            "collection": STRING,
+            "source": STRING,
+            "state": _STATE,
+            **counts("partitions", "generation", "documents"),
+        }
+    ),
     "Document": obj(
         {
             "path": STRING,
@@ -90,7 +105,7 @@ SCHEMAS: Final[Json] = {
                 obj(
                     {
                         "collection": STRING,
-                        "state": {"enum": ["live", "loading", "lagging", "stale"]},
+                        "state": _STATE,
                         "targets": OBJECT,
                         "burn": OBJECT,
                         "reason": STRING,
@@ -105,7 +120,7 @@ SCHEMAS: Final[Json] = {
             "collection": STRING,
             "database": STRING,
             "source": STRING,
-            "state": {"enum": ["live", "loading", "lagging", "stale"]},
+            "state": _STATE,
             "view": {"const": "full"},
             "storeBefore": BOOLEAN,
             "retention": STRING,
@@ -127,6 +142,8 @@ def watch_paths() -> Json:
         | watch_job_paths()
         | watch_source_paths()
         | {
+            "/v1/databases": {"get": _list_databases()},
+            "/v1/databases/{db}/collections": {"parameters": [DATABASE], "get": _list_collections()},
             "/v1/databases/{db}": {"parameters": [DATABASE], "put": _create_database()},
             "/v1/databases/{db}/collections/{collection}": _collection(),
             "/v1/databases/{db}/status": {
@@ -265,6 +282,29 @@ def _realtime() -> Json:
     }
 
 
+def _list_databases() -> Json:
+    return operation(
+        "listDatabases",
+        TAG,
+        "List the databases that the caller may read, by name",
+        {"200": answer("A page of them.", array(schema("DatabaseListed")), headers("Link"))},
+        scope="read",
+        parameters=_PAGE,
+    )
+
+
+def _list_collections() -> Json:
+    return operation(
+        "listCollections",
+        TAG,
+        "List the collections of a database, by name",
+        {"200": answer("A page of them.", array(schema("CollectionListed")), headers("Link"))},
+        (404,),
+        scope="read",
+        parameters=_PAGE,
+    )
+
+
 def _create_database() -> Json:
     shown = obj({"database": STRING})
     return operation(
@@ -300,6 +340,7 @@ def _put_collection() -> Json:
                     "deliveryMs": {"type": "integer", "minimum": 1},
                     "resumeRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
                     "lagMs": {"type": "integer", "minimum": 1},
+                    "bloomRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
                 },
             },
         },
@@ -332,9 +373,13 @@ def _document() -> Json:
             "getDocument",
             TAG,
             "A document",
-            {"200": answer("The document.", schema("Document"), tagged)},
+            {
+                "200": answer("The document.", schema("Document"), tagged),
+                "304": answer("It has not changed.", head=tagged),
+            },
             (404, 501),
             scope="read",
+            parameters=params("if-none-match"),
         ),
         "put": operation(
             "putDocument",

@@ -35,6 +35,7 @@ def watch_job_paths() -> Json:
         "/v1/databases/{db}/summaries": {"parameters": [DATABASE], "post": _summaries()},
         "/v1/databases/{db}/view": {"parameters": [DATABASE], "get": _view()},
         "/v1/databases/{db}/corrections": {"parameters": [DATABASE], "post": _corrections()},
+        "/v1/databases/{db}/statistics": {"parameters": [DATABASE], "post": _statistics()},
     }
 
 
@@ -110,4 +111,19 @@ def _corrections() -> Json:
             given, {"collection": "orders", "name": "rescan-1", "corrections": [wrong]}, "How they should be."
         ),
         more="A document that was written meanwhile is left alone. A repeat has no effect.",
+    )
+
+
+def _statistics() -> Json:
+    given = closed({"collection": STRING, "bloom": closed(counts("keys", "absent", "wrong"))})
+    example = {"collection": "orders", "bloom": {"keys": 1000, "absent": 50_000, "wrong": 410}}
+    shown = obj({"collection": STRING, "bloomRatio": {"type": "number"}})
+    return operation(
+        "noteWatchStatistics",
+        TAG,
+        "Tell how good the Bloom filter is that a job has made",
+        {"200": answer("It is noted.", shown)},
+        (404, 429, 507),
+        scope="manage",
+        body=request(given, example, "What was found."),
     )

@@ -33,6 +33,7 @@ _STATUS: Final[Json] = obj(
         **dict.fromkeys(("lagBytes", "retainedBytes"), _SIZE),
         **counts("epoch", "restarts", "gaps", "loaded", "changes"),
         "token": STRING,
+        "lagChanges": COUNT,
         "lagSeconds": {"type": "number"},
     },
     {"tokens": {"type": "object", "additionalProperties": STRING}},

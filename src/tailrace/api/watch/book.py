@@ -24,6 +24,7 @@ from tailrace.api.watch.collection import (
     database_entry,
 )
 from tailrace.api.watch.completing import complete
+from tailrace.api.watch.tally import Tallies
 from tailrace.errors import TailraceError
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
@@ -51,9 +52,15 @@ class Book:
     """All collections of a server. Follows the log; owned by the loop thread."""
 
     def __init__(
-        self, log: Log, path: Path, partitions_for: Callable[[str], int], remembered: Bounds
+        self,
+        log: Log,
+        path: Path,
+        partitions_for: Callable[[str], int],
+        remembered: Bounds,
+        tallies: Tallies,
     ) -> None:
         self.log = log
+        self.tallies = tallies  # what is counted, by collection
         self.partitions_for = partitions_for  # of a collection that does not say
         self._remembered = remembered
         self.path = path
@@ -74,7 +81,6 @@ class Book:
         self.follows: Callable[[Collection], bool] = lambda _: False
         # What is left of the changes is shown, and nobody may go on from before.
         self.lost: Callable[[Collection], Awaitable[None]] | None = None
-        self.changes: dict[str, int] = dict.fromkeys(("insert", "update", "replace", "delete"), 0)
         self._unapplied: dict[Collection, tuple[list[Row], list[WriteRow]]] = {}
         self._catching_up: dict[tuple[Collection, int], asyncio.Task[None]] = {}
 
@@ -144,7 +150,7 @@ class Book:
         """After a commit that failed: collections that did not come into being."""
         for found in self.databases.values():
             for name in [name for name, collection in found.items() if not collection.durable]:
-                del found[name]
+                self.tallies.forget(found.pop(name))
 
     def forget(self, collection: Collection) -> None:
         """It was deleted, and that is durable."""
@@ -152,6 +158,7 @@ class Book:
         self.gone[key] = collection.config.generation
         self.leaving.discard(key)
         self.databases[collection.database].pop(collection.name, None)
+        self.tallies.forget(collection)
         self._unapplied.pop(collection, None)
         for (owner, _), task in self._catching_up.items():
             if owner is collection:
@@ -283,7 +290,7 @@ class Book:
             self.on_doubt(collection)
 
     def _show(self, collection: Collection, change: Change, rows: list[Row], writes: list[WriteRow]) -> None:
-        self.changes[change.entry.op] += 1
+        self.tallies.of(collection).changes[change.entry.op, change.partition] += 1
         rows.append(row_of(change))
         if change.entry.writeId is not None:
             writes.append(write_of(change))
@@ -421,4 +428,7 @@ def write_of(change: Change) -> WriteRow:
     entry = change.entry
     assert entry.writeId is not None
     place = 0 if entry.txn is None else entry.txn.index
-    return WriteRow(entry.writeId, change.updated_ms, place, entry.documentKey, entry.version, entry.op)
+    digest = entry.writeDigest if isinstance(entry.writeDigest, str) else ""
+    return WriteRow(
+        entry.writeId, change.updated_ms, place, entry.documentKey, entry.version, entry.op, digest
+    )

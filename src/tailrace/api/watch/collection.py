@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
+from tailrace.api.watch.tally import Tally
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.protocol.durations import format_instant, parse_window_s
@@ -24,6 +25,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     delivery_ms: int | None = None
     resume_ratio: float | None = None
     lag_ms: int | None = None
+    bloom_ratio: float | None = None
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -104,6 +106,7 @@ class Collection:
         "applied",
         "base",
         "befores",
+        "bloom_ratio",
         "config",
         "database",
         "durable",
@@ -114,6 +117,7 @@ class Collection:
         "published_ms",
         "purged",
         "state",
+        "tally",
     )
 
     def __init__(self, database: str, name: str, config: Config) -> None:
@@ -130,11 +134,19 @@ class Collection:
         self.durable = True  # False while the record that makes it is on its way
         self.lagging = False  # some of its changes could not be applied to the view
         self.state: CollectionState = "live"
+        # Of the answers of its Bloom filter, how many were wrong when a job made it last.
+        self.bloom_ratio: float | None = None
+        self.tally: Tally | None = None
 
     @property
     def decided(self) -> Config:
         """What the next decision has to go by: durable or not."""
         return self.config if self.pending is None else self.pending
+
+    @property
+    def shown_state(self) -> CollectionState:
+        """As it is told: whoever lags is not what it was before."""
+        return "lagging" if self.lagging else self.state
 
     def stream(self, partition: int) -> str:
         return names.stream_of(self.database, self.name, partition)

@@ -260,17 +260,18 @@ def _slo(given: object) -> Slo | None:
     """Targets of the collection's own; null takes the server's."""
     if given is None:
         return None
-    known = {"deliveryMs", "resumeRatio", "lagMs"}
+    known = {"deliveryMs", "resumeRatio", "lagMs", "bloomRatio"}
     members = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
     if not set(members) <= known:
-        raise TailraceError("invalid_request", "slo has deliveryMs, resumeRatio and lagMs, or is null")
+        raise TailraceError(
+            "invalid_request", "slo has deliveryMs, resumeRatio, lagMs and bloomRatio, or is null"
+        )
     try:
         slo = msgspec.convert(members, Slo)
     except msgspec.ValidationError as error:
         raise TailraceError("invalid_request", f"slo: {error}") from None
     times = [value for value in (slo.delivery_ms, slo.lag_ms) if value is not None]
-    if any(value < 1 for value in times) or not 0 < (slo.resume_ratio or 0.5) <= 1:
-        raise TailraceError(
-            "invalid_request", "slo: times are 1 ms or more, resumeRatio is above 0 and up to 1"
-        )
+    ratios = [value for value in (slo.resume_ratio, slo.bloom_ratio) if value is not None]
+    if any(value < 1 for value in times) or not all(0 < value <= 1 for value in ratios):
+        raise TailraceError("invalid_request", "slo: times are 1 ms or more, ratios above 0 and up to 1")
     return slo

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import orjson
+from msgspec import UNSET
 
 from tailrace.api.watch.book import Book, Collection, config_entry
 from tailrace.api.watch.collection import NATIVE
-from tailrace.api.watch.repeats import first_results, same_request, used_otherwise
+from tailrace.api.watch.repeats import digest_of, first_results, same_request, used_otherwise
 from tailrace.api.watch.writes import Result, State, Write
 from tailrace.errors import TailraceError
 from tailrace.log.together import append_together
@@ -274,6 +275,7 @@ class Writer:
             txn=Txn(plan.txn_id, plan.index),
             commitTime=format_instant(plan.now_ns),
             writeId=plan.write_id,
+            writeDigest=UNSET if plan.write_id is None else digest_of(write) or UNSET,
         )
 
     def _collection(self, database: str, name: str, plan: _Plan) -> Collection:
@@ -349,6 +351,7 @@ class Writer:
             if not same_request(writes, first.writes):
                 raise used_otherwise()
             first.repeats.append(answer)
+            self.note_repeats(database, collection.name, "write", 1)
             return True
         self._book.check_applied(collection)
         since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_MS
@@ -356,7 +359,12 @@ class Writer:
         if not found:
             return False
         answer(first_results(writes, found), None)
+        self.note_repeats(database, collection.name, "write", 1)
         return True
+
+    def note_repeats(self, database: str, name: str, stage: str, count: int) -> None:
+        """So many requests or rows came once more, and changed nothing."""
+        self._book.tallies.of(self._book.find(database, name)).dropped[stage] += count
 
     def _forget_failed(self) -> None:
         """After a commit that failed nothing of what was planned happened."""

@@ -23,6 +23,7 @@ from tailrace.api.watch.replay import Replays
 from tailrace.api.watch.samples import Samples
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscription import PRIORITIES, Subscription
+from tailrace.api.watch.tally import Labels
 from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.api.watch.watched import Watched
 from tailrace.auth import Grants, Identity, TokenVerifier
@@ -71,7 +72,6 @@ class Gateway:
         self.resumes: Counter[tuple[str, str]] = Counter()  # by result, and by where it is read from
         self.auth_failures: Counter[str] = Counter()
         self._recent: dict[bytes, tuple[float, bytes]] = {}
-        self._past = (0, 0, 0)  # candidates, hits and library evaluations of what is watched no more
         self._found: dict[Change, Found[Subscription]] = {}  # for changes that are about to be shown
         self._found_each_s = 0.0
         # Begins a stream of replication on a connection.
@@ -217,19 +217,19 @@ class Gateway:
         key = (watched.database, watched.name)
         if not watched.subscriptions and self._watched.get(key) is watched:
             del self._watched[key]
-            past, more = self._past, watched.matcher.counts()
-            self._past = (past[0] + more[0], past[1] + more[1], past[2] + more[2])
+            watched.tally.add_matched(watched.matcher.counts())
 
     def all_watched(self) -> list[Watched]:
         return list(self._watched.values())
 
-    def totals(self) -> tuple[int, int, int]:
-        """Candidates, hits and library evaluations of all that is or was watched."""
-        candidates, hits, fallbacks = self._past
+    def matched(self) -> dict[Labels, tuple[int, int, int]]:
+        """Candidates, hits and library evaluations of all that is or was watched, by collection."""
+        found = {tally.labels: tally.matched for tally in self.book.tallies.all()}
         for watched in self._watched.values():
-            more = watched.matcher.counts()
-            candidates, hits, fallbacks = candidates + more[0], hits + more[1], fallbacks + more[2]
-        return candidates, hits, fallbacks
+            labels, more = watched.tally.labels, watched.matcher.counts()
+            candidates, hits, fallbacks = found.get(labels, (0, 0, 0))
+            found[labels] = (candidates + more[0], hits + more[1], fallbacks + more[2])
+        return found
 
     def states(self) -> list[tuple[list[str], float]]:
         """How many subscriptions there are, by state and priority."""
@@ -376,7 +376,7 @@ class Gateway:
                 key = (subscription.session, op, reason, subscription.options.include_data)
                 groups.setdefault(key, []).append(subscription)
         match_s = time.perf_counter() - begun + self._found_each_s
-        self.context.telemetry.watch_match_latency_seconds.observe(match_s)
+        watched.tally.latency.observe(match_s)
         self.samples.matched(watched, change, match_s)
         if groups:
             lsn = self.lsn(collection, change)

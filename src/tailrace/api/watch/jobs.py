@@ -24,7 +24,7 @@ from tailrace.protocol.query import parse_query
 from tailrace.watch import names, view_files
 from tailrace.watch.view import Row
 
-KINDS: Final = ("summaries", "view", "corrections")
+KINDS: Final = ("summaries", "view", "corrections", "statistics")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
@@ -46,6 +46,21 @@ class Corrections(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collection: str
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     corrections: Annotated[list[Correction], msgspec.Meta(min_length=1, max_length=CORRECTIONS_MAX)]
+
+
+class Probed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Bloom filter that a job has made, and what it said to values that nobody looks for."""
+
+    keys: Annotated[int, msgspec.Meta(ge=0)]
+    absent: Annotated[int, msgspec.Meta(ge=0)]
+    wrong: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job has found out about a collection."""
+
+    collection: str
+    bloom: Probed
 
 
 class JobRoutes:
@@ -75,6 +90,8 @@ class JobRoutes:
         elif kind == "summaries":
             asked = _read(exchange, Asked)
             self._spawn(exchange, self._summaries.announce(asked.seconds, identity))
+        elif kind == "statistics":
+            self._note(exchange, database, _read(exchange, Statistics))
         else:
             self._correct(exchange, database, _read(exchange, Corrections))
 
@@ -128,6 +145,15 @@ class JobRoutes:
             "rows": rows,
             "next": after if more else None,
         }
+
+    def _note(self, exchange: Exchange, database: str, found: Statistics) -> None:
+        """Filters are made, and asked, by jobs: how good they are is known from what jobs say."""
+        collection, bloom = self._collection(database, found.collection), found.bloom
+        if bloom.wrong > bloom.absent:
+            raise TailraceError("invalid_request", "bloom: no more answers are wrong than there were")
+        collection.bloom_ratio = bloom.wrong / bloom.absent if bloom.absent else 0.0
+        self._book.tallies.of(collection).bloom_rebuilds += 1
+        _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
 
     def _correct(self, exchange: Exchange, database: str, asked: Corrections) -> None:
         collection = self._collection(database, asked.collection)

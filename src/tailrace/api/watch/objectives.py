@@ -27,8 +27,10 @@ KEPT_MAX: Final = 1000  # collections that are measured
 # Reasons to begin again that are ours; all others are the client's.
 OUR_REASONS: Final = frozenset({"gap", "stale", "generation", "retention", "too-far-behind"})
 
-Objective = Literal["delivery", "resume", "lag"]
-OBJECTIVES: Final[tuple[Objective, ...]] = ("delivery", "resume", "lag")
+Objective = Literal["delivery", "resume", "lag", "bloom"]
+OBJECTIVES: Final[tuple[Objective, ...]] = ("delivery", "resume", "lag", "bloom")
+RESUME_RATIO: Final = 0.999
+BLOOM_RATIO: Final = 0.01
 
 
 class Window:
@@ -80,7 +82,9 @@ class Objectives:
         self._limits = context.limits
         self._measured: dict[tuple[str, str], Measured] = {}
         self._latency = context.telemetry.watch_delivery_latency_seconds
-        self.lag_ms: Callable[[Collection], float] = lambda _: 0.0  # behind its source; set by who knows them
+        # Behind its source; set by who knows them.
+        self.lag_ms: Callable[[Collection], float] = lambda _: 0.0
+        self.lag_changes: Callable[[Collection], int] = lambda _: 0
 
     def _of(self, database: str, name: str) -> Measured | None:
         key = (database, name)
@@ -121,8 +125,9 @@ class Objectives:
         limits = self._limits
         return {
             "delivery": limits.watch_slo_delivery_ms if slo.delivery_ms is None else slo.delivery_ms,
-            "resume": 0.999 if slo.resume_ratio is None else slo.resume_ratio,
+            "resume": RESUME_RATIO if slo.resume_ratio is None else slo.resume_ratio,
             "lag": limits.watch_slo_lag_ms if slo.lag_ms is None else slo.lag_ms,
+            "bloom": BLOOM_RATIO if slo.bloom_ratio is None else slo.bloom_ratio,
         }
 
     def burn(self, database: str, name: str, collection: Collection | None) -> dict[Objective, float]:
@@ -131,6 +136,7 @@ class Objectives:
         burn = dict[Objective, float].fromkeys(OBJECTIVES, 0.0)
         if collection is not None:
             burn["lag"] = self.lag_ms(collection) / max(1.0, targets["lag"])
+            burn["bloom"] = (collection.bloom_ratio or 0.0) / targets["bloom"]
         measured = self._measured.get((database, name))
         if measured is not None:
             allowed = max(1e-6, 1 - targets["resume"])
@@ -152,7 +158,7 @@ class Objectives:
     def on_tick(self) -> None:
         """Looks whether a promise is broken now that was kept before, or the other way round."""
         for collection in self._gateway.book.collections():
-            if self.lag_ms(collection):
+            if self.lag_ms(collection) or collection.bloom_ratio:
                 self._of(collection.database, collection.name)
         for (database, name), measured in tuple(self._measured.items()):
             collection = self._collection(database, name)
@@ -191,4 +197,6 @@ class Objectives:
             return f"More than one event in a hundred took longer than {targets['delivery']:g} ms."
         if burn["resume"] > 1:
             return f"More resumes failed than the {1 - targets['resume']:.2%} that may."
+        if burn["bloom"] > 1:
+            return f"Of the answers of its Bloom filter, more than {targets['bloom']:.2%} were wrong."
         return "All is as it should be."

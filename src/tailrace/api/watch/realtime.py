@@ -196,6 +196,9 @@ class WsClient:
         if self.session is not None:
             self.session.on_drain()
 
+    def on_silence(self) -> None:
+        """The close says it all."""
+
     def on_close(self, code: int, reason: str) -> None:
         if self.session is not None:
             self.session.gone()

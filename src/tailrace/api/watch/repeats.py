@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import orjson
+import xxhash
+
 from tailrace.api.watch.writes import Result, Write
 from tailrace.errors import TailraceError
 from tailrace.watch.view import WriteRow
@@ -19,9 +22,21 @@ def used_otherwise() -> TailraceError:
     return TailraceError("conflict", "this Idempotency-Key was used for another request")
 
 
+def digest_of(write: Write) -> str:
+    """The same for the same content, however it was spelled; empty if there is none."""
+    if write.data is None:
+        return ""
+    try:
+        content = orjson.dumps(write.data, option=orjson.OPT_SORT_KEYS)
+    except TypeError:
+        raise TailraceError("invalid_json", "the document holds text that is not Unicode") from None
+    return xxhash.xxh3_128_hexdigest(content)
+
+
 def same_request(writes: Sequence[Write], others: Sequence[Write]) -> bool:
-    """Whether both are about the same documents, in the same way."""
-    return [(one.op, one.path) for one in writes] == [(one.op, one.path) for one in others]
+    """Whether both write the same to the same documents, in the same way."""
+    asked, known = ([(one.op, one.path, digest_of(one)) for one in some] for some in (writes, others))
+    return asked == known
 
 
 def first_results(writes: Sequence[Write], made: Sequence[WriteRow]) -> list[Result]:
@@ -31,6 +46,8 @@ def first_results(writes: Sequence[Write], made: Sequence[WriteRow]) -> list[Res
         path = f"{write.path.collection}/{write.path.id}"
         if rows and rows[-1].id == write.path.id and rows[-1].op in _OPS[write.op]:
             row = rows.pop()
+            if row.digest and row.digest != digest_of(write):
+                raise used_otherwise()
             results.append(Result(path, _STATUSES.get(row.op, 200), row.version, row.at_ms))
         else:
             refusal = TailraceError("conflict", "this write changed nothing when the request came first")

@@ -125,7 +125,9 @@ class Replays:
             if subscription.state not in _READING or seq > min(last, collection.applied[partition]):
                 return  # it is over, or the collection itself has not looked at this yet
             change = decode(bytes(raw), partition, seq, time_ns)
-            if change is not None and not _was_sent(subscription, change.entry.documentKey, seq):
+            if change is not None and _was_sent(subscription, change.entry.documentKey, seq):
+                subscription.watched.tally.dropped["snapshot"] += 1
+            elif change is not None:
                 recall(collection, change)
                 _show(subscription, stream, change)
             own[partition] = seq

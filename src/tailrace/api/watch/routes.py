@@ -12,6 +12,7 @@ from tailrace.api.context import Context
 from tailrace.api.watch.collections import CollectionRoutes
 from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
+from tailrace.api.watch.listing import DatabaseListing
 from tailrace.api.watch.query import Queries
 from tailrace.api.watch.status import StatusRoute
 from tailrace.api.watch.writes import Result, Write
@@ -19,12 +20,14 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import names as stream_names
+from tailrace.protocol.etag import none_match
 from tailrace.protocol.headers import line
 from tailrace.watch import document, names
 from tailrace.watch.change import shown
 from tailrace.watch.document import Document
 
-PREFIX: Final = b"/v1/databases/"
+LISTING: Final = b"/v1/databases"
+PREFIX: Final = LISTING + b"/"
 DOCUMENT_METHODS: Final = "GET, PUT, PATCH, DELETE, HEAD, OPTIONS"
 BATCH_BYTES: Final = 5 * 1024 * 1024
 WRITE_ID_BYTES: Final = 128
@@ -42,6 +45,7 @@ class DatabaseRoutes:
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
         self.collections = CollectionRoutes(context, book, access)
+        self.listing = DatabaseListing(context, book)
         self._queries = Queries(book, access)
         self._status = StatusRoute(book, gateway)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,6 +59,8 @@ class DatabaseRoutes:
         kind, _, name = rest.partition("/")
         if kind == "docs":
             self._document(exchange, identity, method, database, name)
+        elif rest == "collections":
+            self.listing.collections(exchange, identity, method, database)
         elif kind == "collections":
             self.collections.serve(exchange, identity, method, database, name)
         elif rest == "":
@@ -120,9 +126,14 @@ class DatabaseRoutes:
         flat = document.flat(data, row.id, collection.name, row.version, row.created_ms, row.updated_ms)
         if not self._access.readable(identity, collection, flat):
             raise absent
+        tag = f'"{row.version}"'
+        head = answers.NO_STORE + line("ETag", tag)
+        known = exchange.headers.get(b"if-none-match")
+        if known is not None and none_match(known.decode("latin-1"), tag):
+            exchange.respond(304, head)
+            return
         body = shown(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
-        head = answers.JSON_TYPE + answers.NO_STORE + line("ETag", f'"{row.version}"')
-        exchange.respond(200, head, orjson.dumps(body))
+        exchange.respond(200, answers.JSON_TYPE + head, orjson.dumps(body))
 
     # -- several documents -----------------------------------------------------------------------------
 

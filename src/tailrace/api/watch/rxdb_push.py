@@ -52,6 +52,8 @@ class Pushes:
                 self.rows["refused"] += len(results)
                 told([], refusal)
                 return
+            same = sum(result.status == SAME for result in results)
+            self._writer.note_repeats(database, name, "push", same)
             for result in results:
                 kind = (
                     "conflict"

@@ -132,6 +132,9 @@ class Socket(Wire):
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         self.close(1009, f"a message has at most {self.replication.limits.watch_push_bytes} bytes")
 
+    def on_silence(self) -> None:
+        """The close says it all."""
+
     def on_close(self, code: int, reason: str) -> None:
         self.gone()
 

@@ -16,11 +16,12 @@ from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.jobs import JobRoutes
 from tailrace.api.watch.realtime import SSE_PATH, WS_PATH, RealtimeRoutes
 from tailrace.api.watch.removal import begin_anew
-from tailrace.api.watch.routes import PREFIX, DatabaseRoutes
+from tailrace.api.watch.routes import LISTING, PREFIX, DatabaseRoutes
 from tailrace.api.watch.rxdb_service import ReplicationService
 from tailrace.api.watch.source_routes import SourceRoutes
 from tailrace.api.watch.sources import Sources
 from tailrace.api.watch.summaries import Summaries
+from tailrace.api.watch.tally import Tallies
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.net.http1 import Exchange
 from tailrace.watch.befores import Bounds
@@ -37,7 +38,8 @@ class WatchService:
         limits = context.limits
         patterns = PartitionPatterns(context.settings.watch_partition_patterns, limits.watch_partitions)
         remembered = Bounds(limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms)
-        self.book = Book(context.log, directory / FILE, patterns, remembered)
+        tallies = Tallies(limits.watch_metrics_collections)
+        self.book = Book(context.log, directory / FILE, patterns, remembered, tallies)
         self._writer = Writer(self.book, document_bytes=limits.watch_document_bytes)
         access = Access()
         self.gateway = Gateway(context, self.book, access, verifier)
@@ -60,7 +62,9 @@ class WatchService:
         self.book.on_applied = self._applied
         self.book.on_page = self.gateway.on_page
 
-        metrics.connect(context.telemetry, self.gateway, self.book, self.care)
+        metrics.connect(
+            context.telemetry, self.gateway, self.care, partitions=context.settings.watch_metrics_partitions
+        )
 
     async def start(self) -> None:
         await self.book.start()
@@ -89,7 +93,8 @@ class WatchService:
         return self.gateway.recheck(stands) + self._replication.recheck(stands)
 
     def handles(self, path: bytes) -> bool:
-        return path.startswith(PREFIX) or path in (WS_PATH, SSE_PATH) or self._replication.handles(path)
+        ours = path.startswith(PREFIX) or path in (LISTING, WS_PATH, SSE_PATH)
+        return ours or self._replication.handles(path)
 
     def serve(
         self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
@@ -98,6 +103,8 @@ class WatchService:
             self._realtime.websocket(exchange, method, identify)
         elif path == SSE_PATH:
             self._realtime.events(exchange, method, identify)
+        elif path == LISTING:
+            self._databases.listing.databases(exchange, identify(exchange), method)
         elif self._replication.handles(path):
             self._replication.serve(exchange, method, path, identify)
         elif (asked := self._jobs.kind_of(path[len(PREFIX) :])) is not None:

@@ -100,6 +100,7 @@ class Ingest:
         for number, change in enumerate(changes):
             if self._was_taken(plan.position.place, change):
                 self.repeats += 1
+                self._book.tallies.of(self._collections[change.collection]).dropped["source"] += 1
                 continue
             if change.op == "clear":
                 await self._commit(plan)

@@ -10,15 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tailrace.api.watch.audit import Audit
-from tailrace.api.watch.book import Book
 from tailrace.api.watch.source_connector import BUSY_S, Connector
+from tailrace.api.watch.source_follower import Followed
 from tailrace.api.watch.source_ingest import Ingest
 from tailrace.api.watch.source_progress import Mark, Progress
-from tailrace.api.watch.source_states import SourceStates
-from tailrace.api.watch.source_status import SourceStatus
-from tailrace.limits import Limits
-from tailrace.watch.sources.config import Mapped, SourceConfig
+from tailrace.watch.sources.config import Mapped
 from tailrace.watch.sources.model import GapError, Position
 from tailrace.watch.sources.mongo import Mongo, Page
 
@@ -26,22 +22,14 @@ from tailrace.watch.sources.mongo import Mongo, Page
 class MongoConnector(Connector[Mapped]):
     """Runs one MongoDB source until it is cancelled."""
 
-    def __init__(
-        self,
-        book: Book,
-        states: SourceStates,
-        config: SourceConfig,
-        status: SourceStatus,
-        limits: Limits,
-        audit: Audit,
-    ) -> None:
-        self._adapter = Mongo(config)
-        super().__init__(book, states, config, status, limits, audit, self._adapter)
+    def __init__(self, followed: Followed) -> None:
+        self._adapter = Mongo(followed.config)
+        super().__init__(followed, self._adapter)
         self._checked_s = 0.0
 
     # -- a session -------------------------------------------------------------------------------------
 
-    async def _session(self) -> None:
+    async def _connected(self) -> None:
         ingest, states = self._states.ingest(), self._states
         phase = ingest.progress.phase
         if phase == "stale" and not ingest.progress.rescan:
@@ -114,6 +102,7 @@ class MongoConnector(Connector[Mapped]):
         adapter, began = self._adapter, time.monotonic()
         await self._call(adapter.follow, mapped, mark.token, ended=mark.ended, position=mark.position)
         page = await self._call(adapter.page, mapped, config.batch_changes, config.batch_bytes)
+        self._status.lag_changes = len(page.changes)
         await ingest.follow_one(mapped.collection, page.changes, page.token)
         if page.changes:
             self._status.changed(page.changes[-1].time)

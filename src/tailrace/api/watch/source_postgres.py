@@ -7,14 +7,9 @@ import logging
 import time
 from typing import Final
 
-from tailrace.api.watch.audit import Audit
-from tailrace.api.watch.book import Book
 from tailrace.api.watch.source_connector import BUSY_S, Connector
+from tailrace.api.watch.source_follower import Followed
 from tailrace.api.watch.source_ingest import Ingest
-from tailrace.api.watch.source_states import SourceStates
-from tailrace.api.watch.source_status import SourceStatus
-from tailrace.limits import Limits
-from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import GapError, Position, SourceError
 from tailrace.watch.sources.postgres import Page, Postgres, Table, primary_keys
 
@@ -30,17 +25,9 @@ MOVE_BYTES: Final = 1024 * 1024
 class PostgresConnector(Connector[Table]):
     """Runs one PostgreSQL source until it is cancelled."""
 
-    def __init__(
-        self,
-        book: Book,
-        states: SourceStates,
-        config: SourceConfig,
-        status: SourceStatus,
-        limits: Limits,
-        audit: Audit,
-    ) -> None:
-        self._adapter = Postgres(config)
-        super().__init__(book, states, config, status, limits, audit, self._adapter)
+    def __init__(self, followed: Followed) -> None:
+        self._adapter = Postgres(followed.config)
+        super().__init__(followed, self._adapter)
         self._tables: dict[str, Table] = {}
         self._drained_at = -1  # how much of the log had been written when all of it was read
         self._boundary = 0  # an end of a record that was seen before
@@ -49,7 +36,7 @@ class PostgresConnector(Connector[Table]):
 
     # -- a session -------------------------------------------------------------------------------------
 
-    async def _session(self) -> None:
+    async def _connected(self) -> None:
         adapter, states = self._adapter, self._states
         self._drained_at, self._boundary = -1, 0
         self._tables = await self._call(adapter.check)
@@ -136,6 +123,7 @@ class PostgresConnector(Connector[Table]):
                 page = await ahead
                 ahead = None if page.last else self._page()
                 began = time.monotonic()
+                self._status.lag_changes = len(page.changes)
                 await ingest.follow(page.changes, page.end)
                 if page.changes:
                     self._status.changed(page.changes[-1].time)

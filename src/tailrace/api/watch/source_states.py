@@ -92,9 +92,14 @@ class SourceStates:
         """Whoever follows the source from now on, it is nobody who began before."""
         self._epoch = self.progress.epoch
         ingest = self.ingest()
-        epoch = ingest.progress.epoch + 1
-        await ingest.commit([], ingest.progress.replaced(epoch=epoch), self._now_ns())
-        self._epoch = epoch
+        before = self._epoch
+        # Known at once: whoever halts this while it waits goes on from what is decided.
+        self._epoch = ingest.progress.epoch + 1
+        try:
+            await ingest.commit([], ingest.progress.replaced(epoch=self._epoch), self._now_ns())
+        except TailraceError:
+            self._epoch = before
+            raise
 
     async def lose(self, reason: str, *, rescan: bool) -> None:
         """Something is missing: nobody is told anything until it is there again."""

@@ -25,12 +25,15 @@ class SourceStatus(msgspec.Struct, kw_only=True):
     retained_bytes: int | None = None
     last_ns: int = 0  # when the last change was committed at the source
     behind: bool = True  # there may be more to read
+    lag_changes: int = 0  # that the source is known to have and that are not written down yet
 
     def changed(self, time: str) -> None:
         self.last_ns = parse_instant_ns(time) or self.last_ns
 
     def caught_up(self, all_read: bool) -> None:
         self.behind = not all_read
+        # How many more a database has it does not say: at least one.
+        self.lag_changes = 0 if all_read else max(1, self.lag_changes)
 
     @property
     def lag_s(self) -> float:
@@ -47,6 +50,7 @@ class SourceStatus(msgspec.Struct, kw_only=True):
             "gaps": self.gaps,
             "loaded": self.loaded,
             "lagBytes": self.lag_bytes,
+            "lagChanges": self.lag_changes,
             "lagSeconds": round(self.lag_s, 3),
             "walStatus": self.wal_status,
             "retainedBytes": self.retained_bytes,

@@ -7,96 +7,34 @@ gone.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Final
-
-from tailrace.api.watch.audit import Audit
-from tailrace.api.watch.book import Book, Collection
-from tailrace.api.watch.source_ingest import Ingest, SupersededError
+from tailrace.api.watch.source_follower import Followed, Follower
+from tailrace.api.watch.source_ingest import Ingest
 from tailrace.api.watch.source_origin import Elsewhere, Origin, OwnOrigin, found_source
 from tailrace.api.watch.source_seen import SeenKeys
-from tailrace.api.watch.source_states import SourceStates
-from tailrace.api.watch.source_status import SourceStatus
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
 from tailrace.protocol.durations import format_instant
-from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
 from tailrace.watch.sources.state import StateRecord, read_record
 
-logger = logging.getLogger("tailrace.watch")
 
-RETRY_S_MIN: Final = 1.0
-VIEW_ROWS: Final = 500
+class StreamConnector(Follower):
+    """Runs one source of the kind `stream`."""
 
-
-class StreamConnector:
-    """Runs one source of the kind `stream` until it is cancelled."""
-
-    def __init__(
-        self,
-        book: Book,
-        states: SourceStates,
-        config: SourceConfig,
-        status: SourceStatus,
-        limits: Limits,
-        audit: Audit,
-        elsewhere: Elsewhere | None = None,
-    ) -> None:
-        self._book = book
-        self._log = book.log
-        self._states = states
-        self._config = config
-        self._status = status
-        self._limits = limits
-        self._audit = audit
-        self._types = {one.table: one.collection for one in config.tables}
+    def __init__(self, followed: Followed, elsewhere: Elsewhere | None = None) -> None:
+        super().__init__(followed)
+        self._log = self._book.log
+        self._types = {one.table: one.collection for one in self._config.tables}
         self._elsewhere = elsewhere
         self._mentioned: dict[str, SeenKeys] | None = None
-
-    async def run(self) -> None:
-        retry_s = RETRY_S_MIN
-        while True:
-            began_at = self._states.progress.position
-            try:
-                await self._states.settled()
-                await self._session()
-            except GapError as gap:
-                logger.warning("the source %s has a gap: %s", self._config.name, gap.reason)
-                self._status.gaps += 1
-                self._audit.event("source.gap", None, {"source": self._config.name, "reason": gap.reason})
-                with suppress(TailraceError):
-                    await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
-                self._status.error = gap.reason
-            except SupersededError as error:
-                logger.warning("the source %s: %s", self._config.name, error)
-                return
-            except (SourceError, TailraceError) as error:
-                self._status.error = str(error)
-                logger.warning("the source %s: %s", self._config.name, error)
-            except Exception as error:
-                self._status.error = type(error).__name__
-                logger.exception("the source %s failed", self._config.name)
-            finally:
-                self._forget_mentioned()
-            self._status.connected = False
-            self._status.restarts += 1
-            if self._states.progress.position != began_at:
-                retry_s = RETRY_S_MIN
-            await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, self._limits.watch_source_retry_ms / 1000)
 
     # -- a session -------------------------------------------------------------------------------------
 
     async def _session(self) -> None:
         origin = await self._open()
         try:
-            await self._followed(origin)
+            await self._follow(origin)
         finally:
             origin.close()
+            self._forget_mentioned()
 
     async def _open(self) -> Origin:
         name = self._config.stream
@@ -104,15 +42,14 @@ class StreamConnector:
             return await self._elsewhere(name)
         return OwnOrigin(self._log, found_source(self._log, name))
 
-    async def _followed(self, origin: Origin) -> None:
+    async def _follow(self, origin: Origin) -> None:
         ingest = self._states.ingest()
         ingest.offset = origin.offset
         progress, incarnation = ingest.progress, origin.incarnation
         if progress.phase in ("live", "loading") and progress.system != incarnation:
             raise GapError("it is another stream")
         if progress.phase == "stale" and not progress.rescan:
-            self._status.error = progress.reason
-            await asyncio.Event().wait()  # an operator decides
+            await self._hold(progress.reason)
         goal: int | None = None
         if progress.phase in ("new", "stale"):
             position = Position(origin.earliest, 0, -1)
@@ -133,8 +70,10 @@ class StreamConnector:
                 await self._states.end_load(ingest)
                 goal = None
             if at < origin.visible:
+                self._status.lag_changes = origin.visible - at
                 at = await self._page(origin, ingest, at, goal)
                 continue
+            self._worked()
             self._status.caught_up(True)
             if origin.gone:
                 raise SourceError(f"the stream {self._config.stream!r} was deleted")
@@ -212,15 +151,6 @@ class StreamConnector:
         if self._mentioned is not None:
             ingest.move_to(seq)
             for collection, seen in self._mentioned.items():
-                await self._remove_from(ingest, self._states.collections[collection], seen)
+                await self._remove_unseen(ingest, self._states.collections[collection], seen)
         self._forget_mentioned()
         await ingest.note(ingest.progress.replaced(again=0))
-
-    async def _remove_from(self, ingest: Ingest, collection: Collection, seen: SeenKeys) -> None:
-        after = ""
-        while rows := self._book.view.now.documents_after(collection.number, after, VIEW_ROWS):
-            after = rows[-1].id
-            gone: Sequence[str] = seen.lacks([row.id for row in rows])
-            if gone:
-                await ingest.remove(collection, gone)
-            await asyncio.sleep(0)

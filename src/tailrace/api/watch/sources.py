@@ -15,6 +15,7 @@ from tailrace.api.context import Context
 from tailrace.api.watch.book import Book, Collection, config_entry
 from tailrace.api.watch.collection import NATIVE
 from tailrace.api.watch.gateway import Gateway
+from tailrace.api.watch.source_follower import Followed
 from tailrace.api.watch.source_ingest import OPS
 from tailrace.api.watch.source_mongo import MongoConnector
 from tailrace.api.watch.source_origin import Elsewhere
@@ -97,6 +98,7 @@ class Sources:
         self.elsewhere: Elsewhere | None = None  # where there are other workers
         book.follows = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
+        gateway.objectives.lag_changes = self._lag_changes
 
     # -- beginning and end -----------------------------------------------------------------------------
 
@@ -123,9 +125,6 @@ class Sources:
         telemetry.watch_source_repeats.read = lambda: self._sum("repeats")
         telemetry.watch_source_restarts.read = lambda: self._sum("restarts")
         telemetry.watch_source_gaps.read = lambda: self._sum("gaps")
-        telemetry.watch_source_lag_seconds.read = lambda: max(
-            (one.status.lag_s for one in self._found.values()), default=0
-        )
         telemetry.watch_source_retained_bytes.read = lambda: max(
             (one.status.retained_bytes or 0 for one in self._found.values()), default=0
         )
@@ -133,6 +132,10 @@ class Sources:
     def _lag_ms(self, collection: Collection) -> float:
         owner = self._owner(collection)
         return 0.0 if owner is None else owner.status.lag_s * 1000
+
+    def _lag_changes(self, collection: Collection) -> int:
+        owner = self._owner(collection)
+        return 0 if owner is None else owner.status.lag_changes
 
     def _by_phase(self) -> list[tuple[list[str], float]]:
         counts: Counter[str] = Counter(one.states.progress.phase for one in self._found.values())
@@ -317,14 +320,14 @@ class Sources:
                 await source.states.raise_epoch()
                 if lost is not None and source.states.progress.phase != "new":
                     await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
-            parts = (self._book, source.states, source.config, source.status, self._limits)
-            audit = self._gateway.audit
+            limits, audit = self._limits, self._gateway.audit
+            followed = Followed(self._book, source.states, source.config, source.status, limits, audit)
             if source.config.kind == "postgres":
-                await PostgresConnector(*parts, audit).run()
+                await PostgresConnector(followed).run()
             elif source.config.kind == "mongo":
-                await MongoConnector(*parts, audit).run()
+                await MongoConnector(followed).run()
             else:
-                await StreamConnector(*parts, audit, self.elsewhere).run()
+                await StreamConnector(followed, self.elsewhere).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:

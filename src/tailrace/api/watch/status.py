@@ -42,7 +42,7 @@ class StatusRoute:
         watched = gateway.watched_if_any(collection)
         return {
             "collection": collection.name,
-            "state": "lagging" if collection.lagging else collection.state,
+            "state": collection.shown_state,
             "generation": self._book.generation(collection),
             "documents": self._book.view.count(collection.number),
             "lag": sum(self._book.lags(collection)),
@@ -52,6 +52,7 @@ class StatusRoute:
                 "deliveryMs": targets["delivery"],
                 "resumeRatio": targets["resume"],
                 "lagMs": targets["lag"],
+                "bloomRatio": targets["bloom"],
             },
             "burn": {objective: round(value, 3) for objective, value in burn.items()},
             "reason": objectives.reason(collection, burn),

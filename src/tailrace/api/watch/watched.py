@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.tally import Tally
 from tailrace.watch.matcher import Matcher
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Watched:
-    __slots__ = ("_book", "database", "matcher", "name", "subscriptions")
+    __slots__ = ("_book", "_tally", "database", "matcher", "name", "subscriptions")
 
     def __init__(self, book: Book, database: str, name: str, scan_max: int) -> None:
         self._book = book
@@ -20,10 +21,18 @@ class Watched:
         self.name = name
         self.matcher: Matcher[Subscription] = Matcher(scan_max)
         self.subscriptions: set[Subscription] = set()
+        self._tally = book.tallies.others
 
     @property
     def collection(self) -> Collection | None:
         return self._book.find(self.database, self.name)
+
+    @property
+    def tally(self) -> Tally:
+        """Where it is counted. What is over is still counted where it was."""
+        if (found := self.collection) is not None:
+            self._tally = self._book.tallies.of(found)
+        return self._tally
 
     @property
     def applied(self) -> list[int]:

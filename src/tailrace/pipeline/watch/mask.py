@@ -96,7 +96,12 @@ class Masker:
         before, after = (msgspec.Raw(orjson.dumps(self.scrubbed(image, copied))) for image in masked)
         # What a caller named a write may say anything.
         return msgspec.structs.replace(
-            entry, before=before, after=after, documentKey=self.document_id(entry.documentKey), writeId=None
+            entry,
+            before=before,
+            after=after,
+            documentKey=self.document_id(entry.documentKey),
+            writeId=None,
+            writeDigest=msgspec.UNSET,
         )
 
     # -- queries ---------------------------------------------------------------------------------------

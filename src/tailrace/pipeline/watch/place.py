@@ -108,6 +108,10 @@ class Place:
         body = self.post(f"/v1/databases/{database}/summaries", {"seconds": seconds})
         return msgspec.convert(body, Announced)
 
+    def note_statistics(self, database: str, collection: str, bloom: dict[str, int]) -> None:
+        """Has the server report how good the collection's Bloom filter is."""
+        self.post(f"/v1/databases/{database}/statistics", {"collection": collection, "bloom": bloom})
+
     def post(self, path: str, body: object) -> Any:
         request = wire.Request(
             method="POST",

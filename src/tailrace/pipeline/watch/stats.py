@@ -74,18 +74,20 @@ def run_stats(spark: Any, place: Place, options: StatsOptions) -> list[dict[str,
     for name in names:
         own = SubscriptionSet({key: one for key, one in found.subs.items() if one.collection == name})
         ranges = place.ranges(database, name, options.start, options.end)
-        stats = _collection(spark, place, store, own, ranges)
+        stats, probed = _collection(spark, place, store, own, ranges)
         about = {"v": 1, "database": database, "collection": name, "ranges": msgspec.to_builtins(ranges)}
         body = {**about, **stats}
         body["object"] = f"{FOLDER}{hashlib.sha256(orjson.dumps(body)).hexdigest()}.json"
         blobs(store).create(body["object"], orjson.dumps(body))
+        place.note_statistics(database, name, probed)
         made.append(body)
     return made
 
 
 def _collection(
     spark: Any, place: Place, store: str, subscriptions: SubscriptionSet, ranges: Sequence[ChangeRange]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What is published, and what the filter said to values that nobody looks for."""
     keys = bloom_keys(subscriptions)
     data = msgspec.msgpack.encode([BITS_PER_KEY, HASHES, bloom_of(keys).segments])
     filter_name = f"{FOLDER}{hashlib.sha256(data).hexdigest()}.bloom"
@@ -102,8 +104,8 @@ def _collection(
             entries.unpersist()
     changes = sum(counts.get("changes", {}).values())
     probes = counts.get("bloom", {})
-    absent = probes.get("absent", 0)
-    return {
+    probed = {"keys": len(keys), "absent": probes.get("absent", 0), "wrong": probes.get("wrong", 0)}
+    stats = {
         "changes": changes,
         "subscriptions": len(subscriptions.subs),
         "partitions": _skew(counts.get("changes", {})),
@@ -115,9 +117,10 @@ def _collection(
             "keys": len(keys),
             "bitsPerKey": BITS_PER_KEY,
             "hashes": HASHES,
-            "falsePositives": _share(probes.get("wrong", 0), absent),
+            "falsePositives": _share(probed["wrong"], probed["absent"]),
         },
     }
+    return stats, probed
 
 
 def bloom_keys(subscriptions: SubscriptionSet) -> set[bytes]:
