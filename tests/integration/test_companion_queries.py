@@ -164,7 +164,7 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
         assert int(made[kind]["gets"]) > 0, "queries fetch it"
     memory = call("GET", "/v1/server/_mem").body["runtime_bytes"]
     assert memory["heap_estimates"]["companion_opened_bytes"] > 0
-    assert memory["disk_caches"] == {"segment_cache_bytes": 0, "companion_cache_bytes": 0}, "a local store"
+    assert set(memory["disk_caches"].values()) == {0}, "a local store"
 
     server.stop()
     for place, path in enumerate(files):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,39 @@ def test_verification_and_the_sweep_know_them(call: Caller, pipeline: FakePipeli
     listed.unlink()
     assert [one.problem for one in verify()] == ["it is not there"]
     listed.write_bytes(data)
+
+
+def test_a_plan_that_is_wanted_again_is_in_the_store_again(
+    call: Caller, pipeline: FakePipeline, ev: str
+) -> None:
+    """It may have been swept, since another took its place."""
+    first = sealed(call, ev, 1)["plan"]
+    other = copy.deepcopy(SEARCH)
+    other["fields"]["what"]["positions"] = True
+    for search, generation in ((other, 2), (SEARCH, 3)):
+        (pipeline.objects / first["object"]).unlink(missing_ok=True)
+        assert call("POST", f"{ev}/_schema", {"search": search}).status == 200
+        shown = eventually(lambda: plan(call, ev), lambda found: found["plan"]["generation"] == generation)  # noqa: B023
+        assert (pipeline.objects / shown["plan"]["object"]).is_file()
+    assert shown["plan"]["hash"] == first["hash"]
+
+
+def test_the_server_sweeps_plans_that_others_replaced(tmp_path: Path) -> None:
+    env = {"TAILRACE_SEAL_INTERVAL_MS": "100", "TAILRACE_SWEEP_INTERVAL_MS": "200"}
+    server = ServerProcess(tmp_path / "data", env=env).start()
+    try:
+        call = Caller(server)
+        pipeline = FakePipeline(call, server.data_dir)
+        wanted = pipeline.objects / sealed(call, "ev", 1)["plan"]["object"]
+        forgotten = wanted.with_name(f"{'0' * 64}.json")
+        forgotten.write_bytes(wanted.read_bytes())
+        then_s = time.time() - 2 * DAY_NS / 1e9
+        for path in (wanted, forgotten):
+            os.utime(path, (then_s, then_s))
+        eventually(forgotten.exists, lambda there: not there)
+        assert wanted.is_file()
+    finally:
+        server.stop()
 
 
 def test_a_bootstrap_brings_them_back(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tailrace.query.aggregate import Groups
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_spans import states_wanted
 from tailrace.query.aggregate_states import ArrayStates
-from tailrace.query.families.agg_file import AggFile, Wanted
+from tailrace.query.families.agg_file import KEPT_BYTES_MIN, AggFile, Wanted
 from tailrace.query.families.body import WholeBody
 from tailrace.query.families.parquet_file import ParquetFile
 from tailrace.query.families.published import UnusableFileError
@@ -32,13 +32,30 @@ def request(**more: Any) -> AggregateRequest:
     return bind_aggregate(parse_aggregate(body), VIEW.config)
 
 
-@pytest.fixture(scope="module")
-def file() -> AggFile:
+def elevens() -> list[dict[str, Any]]:
     """Eleven records in three seconds; those of service b are alone in their groups."""
     rows = [{"at": NOON + 250 * n, "service": "a", "status": 5, "ratio": n / 8} for n in range(8)]
-    rows += [{"at": NOON + 1000 * n, "service": "b", "status": n, "ratio": 1.5} for n in range(3)]
+    return rows + [{"at": NOON + 1000 * n, "service": "b", "status": n, "ratio": 1.5} for n in range(3)]
+
+
+def bytes_of(rows: list[dict[str, Any]]) -> bytes:
     stored = [Stored(entry, payload_of(row)) for entry, row in enumerate(rows, 1)]
-    return AggFile(ParquetFile(WholeBody(build(stored, plan_of(VIEW.registry))[AGG].data)))
+    return build(stored, plan_of(VIEW.registry))[AGG].data
+
+
+def file_of(rows: list[dict[str, Any]]) -> AggFile:
+    return AggFile(ParquetFile(WholeBody(bytes_of(rows))))
+
+
+def written(table: Any, group_rows: int) -> AggFile:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=group_rows)
+    return AggFile(ParquetFile(WholeBody(sink.getvalue().to_pybytes())))
+
+
+@pytest.fixture(scope="module")
+def file() -> AggFile:
+    return file_of(elevens())
 
 
 def shown(file: AggFile, asked: AggregateRequest) -> dict[tuple[int, Any], Any]:
@@ -100,6 +117,54 @@ def test_states_meet_groups_that_were_made_elsewhere(file: AggFile) -> None:
     assert found[0][1]["lat"]["count"] == 5
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+def test_groups_may_be_cut_where_a_row_group_ends(file: AggFile, rows: int) -> None:
+    """A rollup has four measures. Where the time that is asked for begins, the group before it may go on."""
+    cut = written(pq.read_table(pa.BufferReader(bytes_of(elevens()))), rows)
+    for asked in (
+        request(group_by=["service"]),
+        request(group_by=["service", "status"]),
+        request(group_by=["service"], **{"from": NOON + 1000}, to=NOON + 2000),
+        request(q="service:b", measures=["lat"], **{"from": NOON + 2000}),
+    ):
+        assert shown(cut, asked) == shown(file, asked)
+
+
+def test_what_is_asked_again_is_there_and_the_same(file: AggFile) -> None:
+    """Also by other measures, other windows and other values: nothing that is kept is of one question."""
+    fresh = file_of(elevens())
+    before = fresh.memory_bytes
+    for _ in range(2):
+        for asked in (
+            request(group_by=["service"]),
+            request(group_by=["service"], measures=["lat", "n"]),
+            request(group_by=["service"], to=NOON + 1000),
+            request(q="service:a"),
+            request(q="service:nobody", group_by=["ok"]),
+            request(interval="1h", to=NOON + 3_600_000),
+        ):
+            again = ArrayStates(VIEW, asked, time.monotonic() + 60)
+            again.add_file(fresh, states_wanted(asked))
+            once = ArrayStates(VIEW, asked, time.monotonic() + 60)
+            once.add_file(file_of(elevens()), states_wanted(asked))
+            assert b"".join(again.shown(Groups(VIEW, asked))) == b"".join(once.shown(Groups(VIEW, asked)))
+    assert before < fresh.memory_bytes <= before + KEPT_BYTES_MIN
+
+
+def test_files_that_meet_in_a_window_are_added_up(file: AggFile) -> None:
+    """Most of each stays as it is kept; the window that both have is merged, and kept by neither."""
+    asked = request(group_by=["service"])
+    later = [{**row, "at": row["at"] + 2000} for row in elevens()]
+    files = [file_of(elevens()), file_of(later)]
+    for _ in range(2):
+        states = ArrayStates(VIEW, asked, time.monotonic() + 60)
+        for one in files:
+            states.add_file(one, states_wanted(asked))
+        whole = ArrayStates(VIEW, asked, time.monotonic() + 60)
+        whole.add_file(file_of([*elevens(), *later]), states_wanted(asked))
+        assert b"".join(states.shown(Groups(VIEW, asked))) == b"".join(whole.shown(Groups(VIEW, asked)))
+
+
 def test_windows_that_are_empty_are_known(file: AggFile) -> None:
     assert file.has_window("all", 1000, NOON + 2000)
     assert not file.has_window("all", 1000, NOON + 3000)
@@ -110,8 +175,7 @@ def test_windows_that_are_empty_are_known(file: AggFile) -> None:
 def test_nothing_of_a_broken_file_is_added() -> None:
     """The last of its row groups has a sketch of fewer numbers than it says."""
     rows = [{"at": NOON + 1000 * n, "service": "a", "ratio": 1.5} for n in range(4)]
-    stored = [Stored(entry, payload_of(row)) for entry, row in enumerate(rows, 1)]
-    table = pq.read_table(pa.BufferReader(build(stored, plan_of(VIEW.registry))[AGG].data))
+    table = pq.read_table(pa.BufferReader(bytes_of(rows)))
     wanted = [
         place
         for place, row in enumerate(table.to_pylist())
@@ -120,9 +184,7 @@ def test_nothing_of_a_broken_file_is_added() -> None:
     counts: list[int] = table["count"].to_pylist()
     counts[wanted[-1]] += 1
     broken = table.set_column(table.column_names.index("count"), "count", pa.array(counts, pa.int64()))
-    sink = pa.BufferOutputStream()
-    pq.write_table(broken, sink, row_group_size=4)
-    file = AggFile(ParquetFile(WholeBody(sink.getvalue().to_pybytes())))
+    file = written(broken, 4)
     asked = request(group_by=["service"], measures=["lat"])
     states = ArrayStates(VIEW, asked, time.monotonic() + 60)
     with pytest.raises(UnusableFileError, match="sketch"):

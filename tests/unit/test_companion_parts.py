@@ -75,16 +75,16 @@ class Place(NamedTuple):
     url: str
     cache_dir: Path
 
-    def put(self, data: bytes) -> Published:
+    def put(self, data: bytes, key: str = KEY) -> Published:
         async def create() -> None:
             objects = open_objects(self.url)
             try:
-                await overwrite(objects, KEY, data)
+                await overwrite(objects, key, data)
             finally:
                 await objects.close()
 
         asyncio.run(create())
-        return Published(KEY, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
+        return Published(key, STREAM_ID, len(data), hashlib.sha256(data).hexdigest())
 
     def run(self, work: Callable[[Shelf, ObjectParts], Awaitable[T]], whole_bytes_max: int = 512 << 10) -> T:
         """Do something with a shelf of its own, as a server would after a restart."""
@@ -123,6 +123,41 @@ def _bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     for name, value in s3.env().items():
         monkeypatch.setenv(name, value)
     return Place(s3.url(f"companion-parts/{secrets.token_hex(8)}"), tmp_path / "cache")
+
+
+def test_lexicons_have_a_cache_of_their_own(bucket: Place) -> None:
+    """Large companions do not push them out, and they take no room from those."""
+    folder = stream_prefix(STREAM_ID) + "companions/0/"
+    lexicons_put = [bucket.put(DATA, f"{folder}routing_key_lexicon/{number}") for number in range(3)]
+    others_put = [bucket.put(DATA, f"{folder}col/{number}") for number in range(2)]
+    size = len(DATA)
+
+    async def read_all() -> tuple[list[int], list[int]]:
+        loop = asyncio.get_running_loop()
+        fetching, reading = Work(loop, 2), Work(loop, 2)
+        parts, lexicons = (
+            ObjectParts(bucket.url, bucket.cache_dir.with_name(name), held, Limits(), fetching)
+            for name, held in (("companions", size), ("lexicons", 2 * size))
+        )
+        shelf = Shelf(parts, fetching, reading, lexicons=lexicons, whole_bytes_max=size)
+        seen: list[int] = []
+        try:
+            for published in (*lexicons_put, *others_put):
+                assert await shelf.open(published, ParquetFile) is not None
+                wanted = published.part(0, size)
+                while parts.find(*wanted) is None and lexicons.find(*wanted) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)  # it is on its way into the cache
+                seen.append(lexicons.cached_bytes)
+            return seen, [parts.cached_bytes, lexicons.cached_bytes]
+        finally:
+            await reading.end()
+            await fetching.end()
+            await parts.close()
+            await lexicons.close()
+
+    seen, at_last = asyncio.run(read_all())
+    assert seen == [size, 2 * size, 2 * size, 2 * size, 2 * size], "never more than it may hold"
+    assert at_last == [size, 2 * size]
 
 
 async def _opened(shelf: Shelf, published: Published) -> ParquetFile:

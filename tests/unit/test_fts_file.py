@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.companions import STREAM_ID, Stored, build, plan_of
@@ -15,6 +16,7 @@ from tests.support.companions import STREAM_ID, Stored, build, plan_of
 from tailrace.query.analyze import tokens_of
 from tailrace.query.families.body import WholeBody
 from tailrace.query.families.fts_file import FtsFile
+from tailrace.query.families.published import UnusableFileError
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import Field, SearchConfig
 from tailrace.schema.search_fields import Binding
@@ -68,16 +70,13 @@ def test_keywords_by_their_start() -> None:
     assert file.keyword_prefix("message", "a") is None
 
 
-def test_splits_of_format_1_answer_words_and_leave_the_rest_to_the_records() -> None:
+@pytest.mark.parametrize(("form", "whose"), [("1", "an older"), ("3", "a newer")])
+def test_splits_of_other_formats_are_not_read(form: str, whose: str) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(_split([{"message": "one two", "city": "Rome"}]))) as stored:
         facts = msgspec.json.decode(stored.read("split.json"))
-        for text in facts["text"]:
-            text["length"] = "_length_0"
         with zipfile.ZipFile(out, "w") as archive:
-            archive.writestr("split.json", msgspec.json.encode(facts | {"companion_format": "1"}))
+            archive.writestr("split.json", msgspec.json.encode(facts | {"companion_format": form}))
             archive.writestr("terms.parquet", stored.read("terms.parquet"))
-    file = _opened(out.getvalue(), 1)
-    assert file.postings("message", "two").entries.tolist() == [11]
-    assert file.phrase("message", ["one", "two"]) is None
-    assert file.keyword_prefix("city", "Ro") is None
+    with pytest.raises(UnusableFileError, match=f"it has format {form}, of {whose} version"):
+        _opened(out.getvalue(), 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -12,23 +11,26 @@ from tailrace.pipeline.merge_worker import (
     FILE_DDL,
     MERGED,
     MergeExact,
+    MergeKeys,
     MergeOrder,
     MergeSplits,
-    WriteRun,
+    WriteStates,
     read_companions,
 )
 from tailrace.pipeline.model import MergeWork, StreamPlan
-from tailrace.pipeline.transforms import agg, keys
-from tailrace.query.family_format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
+from tailrace.pipeline.transforms import agg
+from tailrace.query.family_format import EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
 from tailrace.store.offers import AddedObject, InputObject, Offer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_DDL: Final = {
-    ROUTING_KEY_INDEX: keys.INDEX_DDL,
-    ROUTING_KEY_LEXICON: keys.LEXICON_DDL,
-    AGG: agg.DDL,
+# What is sorted already is read side by side by one task.
+_SIDE_BY_SIDE: Final = {
+    ROUTING_KEY_INDEX: MergeKeys,
+    ROUTING_KEY_LEXICON: MergeKeys,
+    EXACT: MergeExact,
+    FTS: MergeSplits,
 }
 NATIVE: Final = ("file://",)  # stores that Spark reads without further libraries
 
@@ -49,39 +51,20 @@ class MergeJob:
         return publication_of(stream, work, row)
 
     def _merged(self, order: MergeOrder) -> DataFrame:
-        if order.family in (FTS, EXACT):
+        if order.family in _SIDE_BY_SIDE:
             one: Any = self._spark.createDataFrame([(0,)], "n int").coalesce(1)
-            kernel = MergeSplits(order) if order.family == FTS else MergeExact(order)
-            return one.mapInArrow(kernel, FILE_DDL)
-        frame: Any = transformed(order.family, self._read(order))
-        frame = frame.repartition(1).sortWithinPartitions(*_order(order.family))
-        return frame.mapInArrow(WriteRun(order), FILE_DDL)
+            return one.mapInArrow(_SIDE_BY_SIDE[order.family](order), FILE_DDL)
+        states: Any = agg.merge_agg(self._states(order))
+        return states.repartition(1).sortWithinPartitions(*agg.KEYS).mapInArrow(WriteStates(order), FILE_DDL)
 
-    def _read(self, order: MergeOrder) -> DataFrame:
+    def _states(self, order: MergeOrder) -> DataFrame:
         """Spark's own reader where it can see the files, else ours."""
-        ddl = _DDL[order.family]
         if order.store.startswith(NATIVE):
             paths = [f"{order.store.rstrip('/')}/{key}" for key in order.inputs]
-            return self._spark.read.schema(ddl).parquet(*paths)
+            return self._spark.read.schema(agg.DDL).parquet(*paths)
         rows = [(order.store, key) for key in order.inputs]
         objects = self._spark.createDataFrame(rows, "store string, object string")
-        return objects.repartition(len(rows)).mapInArrow(read_companions, ddl)
-
-
-def transformed(family: str, rows: DataFrame) -> DataFrame:
-    """What a merge makes of the rows of its inputs; writing puts them in order."""
-    if family == ROUTING_KEY_INDEX:
-        return rows.transform(keys.merge_key_runs)
-    if family == ROUTING_KEY_LEXICON:
-        return rows.transform(keys.merge_lexicon)
-    if family == AGG:
-        return rows.transform(agg.merge_agg)
-    return rows
-
-
-def _order(family: str) -> Sequence[Any]:
-    orders = {ROUTING_KEY_INDEX: keys.INDEX_ORDER, ROUTING_KEY_LEXICON: keys.LEXICON_ORDER, AGG: agg.KEYS}
-    return orders[family]
+        return objects.repartition(len(rows)).mapInArrow(read_companions, agg.DDL)
 
 
 def publication_of(stream: StreamPlan, work: MergeWork, row: Any) -> Offer:

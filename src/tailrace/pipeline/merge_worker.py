@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from tailrace.pipeline.failpoints import reached
-from tailrace.pipeline.kernels import agg, keys, splits
+from tailrace.pipeline.kernels import agg, key_runs, keys, splits
 from tailrace.pipeline.kernels.arrays import pa, pq
 from tailrace.pipeline.kernels.exact_runs import merged
 from tailrace.pipeline.kernels.exact_tables import write_exact
@@ -63,15 +63,16 @@ def read_companions(batches: Iterator[Any]) -> Iterator[Any]:
                 yield pa.RecordBatch.from_arrays(found.columns, names=found.schema.names)
 
 
-class WriteRun(NamedTuple):
-    """For `mapInArrow`: sorted rows of one partition in, one row about the written companion out."""
+class WriteStates(NamedTuple):
+    """For `mapInArrow`: sorted states of one partition in, one row about the written companion out."""
 
     order: MergeOrder
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         covers = _covers(self.order, sum(_rows_in(self.order.store, key) for key in self.order.inputs))
-        tables = (pa.Table.from_batches([batch]) for batch in batches)
-        built = _written(self.order.family, tables, covers)
+        tables = (_plain(pa.Table.from_batches([batch]), agg.SCHEMA) for batch in batches)
+        data, groups = agg.write_agg(tables, facts_of(AGG, covers))
+        built = Built(AGG, data, covers.rows, {"groups": groups})
         check_built(built)
         yield _put(self.order, built)
 
@@ -103,6 +104,26 @@ class MergeExact(NamedTuple):
             yield _put(self.order, built)
 
 
+class MergeKeys(NamedTuple):
+    """For `mapInArrow` over one row: as with `exact`."""
+
+    order: MergeOrder
+
+    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
+        schema, form, size = _SHAPES[self.order.family]
+        for _ in batches:
+            files = [pq.ParquetFile(StoredFile(self.order.store, key)) for key in self.order.inputs]
+            covers = _covers(self.order, sum(map(_rows_said, files)))
+            facts = facts_of(self.order.family, covers)
+            with CompanionWriter(schema, facts, bloom_values=size, **form) as writer:
+                for table in _cut(key_runs.merged(files, schema), size):
+                    writer.write(table)
+                data = writer.finish()
+            built = Built(self.order.family, data, covers.rows, {"keys": writer.rows})
+            check_built(built)
+            yield _put(self.order, built)
+
+
 def _covers(order: MergeOrder, rows: int) -> Range:
     return Range(order.stream_id, order.first, order.last, rows, order.plan_hash)
 
@@ -116,25 +137,11 @@ def _rows_said(file: Any) -> int:
     return int(file.metadata.metadata[FACT_ROWS.encode()])
 
 
-def _written(family: str, tables: Iterable[Any], covers: Range) -> Built:
-    facts = facts_of(family, covers)
-    if family == AGG:
-        data, groups = agg.write_agg((_plain(table, agg.SCHEMA) for table in tables), facts)
-        return Built(family, data, covers.rows, {"groups": groups})
-    schema, form, size = _SHAPES[family]
-    with CompanionWriter(schema, facts, bloom_values=size, **form) as writer:
-        for table in _cut(tables, schema, size):
-            writer.write(table)
-        data = writer.finish()
-    return Built(family, data, covers.rows, {"keys": writer.rows})
-
-
-def _cut(tables: Iterable[Any], schema: Any, size: int) -> Iterator[Any]:
+def _cut(tables: Iterable[Any], size: int) -> Iterator[Any]:
     """Rows as they come, in row groups of one size."""
     held: list[Any] = []
     rows = 0
     for table in tables:
-        table = _plain(table, schema)
         at = 0
         while at < table.num_rows:
             piece = table.slice(at, size - rows)

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from tailrace.pipeline.owner import Owner
 from tailrace.pipeline.publisher import Publisher, send
 from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
 from tailrace.pipeline.status import Heartbeats, Status, now
+from tailrace.store.offers import Offer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,6 +37,9 @@ PAUSE_S_MAX: Final = 300.0
 PAUSE_S_DONE: Final = 1.0  # until the server has surely noticed what was published
 TRIES_MAX: Final = 4  # of one piece of work by `--once`
 MERGES_MAX: Final = 16  # between two looks at the plan: segments come first
+
+
+Merging = MergeWork | CompactWork
 
 
 class Options(NamedTuple):
@@ -144,7 +149,7 @@ class Pipeline:
         raw_bytes = 0
         for stream in answer.streams:
             for work in stream.work:
-                if isinstance(work, MergeWork | CompactWork):
+                if isinstance(work, Merging):
                     name = _named(stream, work)
                     if len(batch.merges) < MERGES_MAX and self._tries.may(name, stream.plan.hash):
                         batch.merges.append((stream, work))
@@ -192,30 +197,41 @@ class Pipeline:
             if work.segment.object not in put_off:
                 self._tries.done(work.segment.object, work.plan.hash)
 
-    def _merge(
-        self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, MergeWork | CompactWork]]
-    ) -> None:
+    def _merge(self, spark: SparkSession, store: str, merges: list[tuple[StreamPlan, Merging]]) -> None:
+        """As many at once as there are cores: most of a merge is one task."""
         self._progress.batch("merge", len(merges))
+        self.status.to("running", [_merging(*one) for one in merges])
         merge, compact = MergeJob(spark, store), CompactJob(spark, store)
-        for stream, work in merges:
+
+        def build(stream: StreamPlan, work: Merging) -> Offer | None:
             if self._stopping.is_set():
-                return
-            name = _named(stream, work)
-            self.status.to("running", [Running(name.split()[0], stream.stream, _inputs(work), now())])
-            self._tries.tried(name, stream.plan.hash)
-            try:
-                publication = (
-                    merge.run(stream, work) if isinstance(work, MergeWork) else compact.run(stream, work)
-                )
-            except Exception as error:
-                # Inputs that are gone, or a worker that died: the plan says whether it is still wanted.
-                if not is_alive(spark):
-                    raise
-                logger.warning("%s was not built: %s", name, type(error).__name__)
-                self.status.failed(f"{name}: {type(error).__name__}")
-            else:
-                send(self._owner, self.status, publication)
-                self._tries.done(name, stream.plan.hash)
+                return None
+            return merge.run(stream, work) if isinstance(work, MergeWork) else compact.run(stream, work)
+
+        with ThreadPoolExecutor(min(self._cores, len(merges)), "merge") as pool:
+            futures: dict[Future[Offer | None], tuple[StreamPlan, Merging]] = {}
+            for stream, work in merges:
+                self._tries.tried(_named(stream, work), stream.plan.hash)
+                futures[pool.submit(build, stream, work)] = stream, work
+            for future in as_completed(futures):
+                self._publish_merge(spark, *futures[future], future)
+
+    def _publish_merge(
+        self, spark: SparkSession, stream: StreamPlan, work: Merging, future: Future[Offer | None]
+    ) -> None:
+        name = _named(stream, work)
+        try:
+            offer = future.result()
+        except Exception as error:
+            # Inputs that are gone, or a worker that died: the plan says whether it is still wanted.
+            if not is_alive(spark):
+                raise
+            logger.warning("%s was not built: %s", name, type(error).__name__)
+            self.status.failed(f"{name}: {type(error).__name__}")
+            return
+        if offer is not None:
+            send(self._owner, self.status, offer)
+            self._tries.done(name, stream.plan.hash)
 
     def _session(self) -> SparkSession:
         """Started when there is something to do: a stream without work never costs a JVM."""
@@ -236,7 +252,7 @@ class Pipeline:
 
 class Batch(NamedTuple):
     segments: list[SegmentWork]
-    merges: list[tuple[StreamPlan, MergeWork | CompactWork]]
+    merges: list[tuple[StreamPlan, Merging]]
 
     @property
     def empty(self) -> bool:
@@ -248,14 +264,15 @@ def _inseparable(works: list[SegmentWork]) -> list[list[SegmentWork]]:
     return [works] if works and works[0].together else [[one] for one in works]
 
 
-def _named(stream: StreamPlan, work: MergeWork | CompactWork) -> str:
+def _merging(stream: StreamPlan, work: Merging) -> Running:
+    inputs = work.inputs if isinstance(work, MergeWork) else work.segments
+    return Running("merge" if isinstance(work, MergeWork) else "compact", stream.stream, len(inputs), now())
+
+
+def _named(stream: StreamPlan, work: Merging) -> str:
     if isinstance(work, CompactWork):
         return f"compact {stream.stream_id} {work.first} {work.last}"
     return f"merge {stream.stream_id} {work.family} {work.level} {work.first} {work.last}"
-
-
-def _inputs(work: MergeWork | CompactWork) -> int:
-    return len(work.inputs) if isinstance(work, MergeWork) else len(work.segments)
 
 
 class Tries:

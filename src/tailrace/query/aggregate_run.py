@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
@@ -64,6 +65,7 @@ SHOWN = (
     "index_families_used",
 )
 
+AT_ONCE = 16  # files of rollups, or spans, that are held open by one aggregate
 KNOWN_MAX = 8192  # stretches, some 200 bytes each
 
 R = TypeVar("R")
@@ -164,11 +166,13 @@ class _Run:
             chunks = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
         begin = chunks[0].first if chunks else self._last + 1
         at = self._first
-        for one in built:
-            if one.last < begin:
+        built = [one for one in built if one.last < begin]
+        for place in range(0, len(built), AT_ONCE):
+            some = built[place : place + AT_ONCE]
+            for one in some:
                 await self._add_rows(at, one.first - 1, self._part)
-                await self._add_built(one)
                 at = one.last + 1
+            await self._add_built(some)
         await self._add_rows(at, begin - 1, self._part)
         for piece in plan(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
             self._look_at_clock()
@@ -194,29 +198,42 @@ class _Run:
         built = built_ranges(rollups, self._spans, self._request, self._view, after, last)
         return built, library.covered(self._stream)
 
-    async def _add_built(self, built: Built) -> None:
-        """Whole windows from the rollup, and the rows at the edges of time."""
+    async def _add_built(self, built: Sequence[Built]) -> None:
+        """Whole windows from rollups, and the rows at the edges of time."""
         self._look_at_clock()
         library, request = self._searcher.library, self._request
         assert library is not None
         begun = time.monotonic()
-        file = await library.open(built.served)
-        try:
-            states, left = await self._on_thread(self._add_states, file)
-        except UnusableFileError:
-            await self._add_rows(built.first, built.last, self._part)
-            return
-        self._used_rollups = self._used_rollups or bool(states)
-        self._counters.families.add(AGG)
+        opened = await library.opened({one.served.published.key: one.served for one in built})
+        added = await self._on_thread(
+            self._add_files, [opened.get(one.served.published.key) for one in built]
+        )
         self._counters.indexed_s += time.monotonic() - begun
-        self._indexed.append(Stretch(built.first, built.last))
-        self._see_primary(built.primary_max, built.last)
-        for window in left:
-            part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
-            await self._add_rows(built.first, built.last, part)
+        for one, found in zip(built, added, strict=True):
+            if found is None:
+                await self._add_rows(one.first, one.last, self._part)
+                continue
+            states, left = found
+            self._used_rollups = self._used_rollups or bool(states)
+            self._counters.families.add(AGG)
+            self._indexed.append(Stretch(one.first, one.last))
+            self._see_primary(one.primary_max, one.last)
+            for window in left:
+                part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
+                await self._add_rows(one.first, one.last, part)
+
+    def _add_files(self, files: Sequence[Opened | None]) -> list[tuple[int, list[Window]] | None]:
+        """On a thread. None for each file that is of no use: nothing of it was added."""
+        found: list[tuple[int, list[Window]] | None] = []
+        for file in files:
+            try:
+                found.append(self._add_states(file))
+            except UnusableFileError:
+                found.append(None)
+        return found
 
     def _add_states(self, file: Opened | None) -> tuple[int, list[Window]]:
-        """On a thread. How many states were added, and the edges of time that are left."""
+        """How many states were added, and the edges of time that are left."""
         from tailrace.query.families.agg_file import AggFile
 
         request = self._request
@@ -237,43 +254,67 @@ class _Run:
     async def _add_rows(self, first: int, last: int, part: _Part) -> None:
         """Rows one by one: from the columns of spans, and decoded where there are none."""
         at = first
-        for span in self._spans:
-            if span.first >= at and span.last <= last and await self._add_span(span, at, part):
-                at = span.last + 1
-        for stretch in stretches(at, last, self._searcher.scan_rows):
+        begin = bisect_left(self._spans, first, key=lambda span: span.first)
+        end = bisect_right(self._spans, last, key=lambda span: span.last)
+        for place in range(begin, end, AT_ONCE):
+            some = self._spans[place : min(place + AT_ONCE, end)]
+            for span, is_added in zip(some, await self._add_spans(some, part), strict=True):
+                if is_added:
+                    await self._scan_rows_of(at, span.first - 1, part)
+                    at = span.last + 1
+        await self._scan_rows_of(at, last, part)
+
+    async def _scan_rows_of(self, first: int, last: int, part: _Part) -> None:
+        for stretch in stretches(first, last, self._searcher.scan_rows):
             self._look_at_clock()
             await self._scan(stretch, part)
 
-    async def _add_span(self, span: Span, at: int, part: _Part) -> bool:
-        """Adds what lies between `at` and a span, and the span; False if its columns are of no use."""
-        files = None if self._wanted is None else files_for_rows(span, self._wanted, blocks=self._blocks)
-        library = self._searcher.library
-        if files is None or library is None or self._wanted is None or span.first <= self._stream.earliest:
-            return False
-        if reaches(span, self._view, part.request):
-            opened = await library.opened(files)
-            if len(opened) < len(files):
-                return False
-            begun = time.monotonic()
-            try:
-                primary = await self._on_thread(self._add_columns, span, opened, self._wanted, part)
-            except UnusableFileError:
-                return False
-            self._see_primary(primary, span.last)
-            self._counters.indexed_s += time.monotonic() - begun
-        else:
-            self._see_primary(None if span.primary is None else span.primary[1], span.last)
+    async def _add_spans(self, spans: Sequence[Span], part: _Part) -> list[bool]:
+        """Adds spans; answers for each whether its columns were of use."""
+        library, wanted = self._searcher.library, self._wanted
+        added = dict.fromkeys((span.first for span in spans), False)
+        opened: list[tuple[Span, Mapping[str, Opened]]] = []
+        for span in spans:
+            files = None if wanted is None else files_for_rows(span, wanted, blocks=self._blocks)
+            if files is None or library is None or span.first <= self._stream.earliest:
+                continue
+            if not reaches(span, self._view, part.request):
+                self._see_span(span, None if span.primary is None else span.primary[1])
+                added[span.first] = True
+            elif len(found := await library.opened(files)) == len(files):
+                opened.append((span, found))
+        begun = time.monotonic()
+        if opened:
+            for span, primary in await self._on_thread(self._add_opened, opened, part):
+                self._see_span(span, primary)
+                added[span.first] = True
+        self._counters.indexed_s += time.monotonic() - begun
+        return list(added.values())
+
+    def _see_span(self, span: Span, primary: int | None) -> None:
+        """A span was added, or has nothing to add."""
+        self._see_primary(primary, span.last)
         self._counters.families.update((COL, MBLK) if self._blocks else (COL,))
         self._indexed.append(Stretch(span.first, span.last))
-        for stretch in stretches(at, span.first - 1, self._searcher.scan_rows):
+
+    def _add_opened(
+        self, opened: Sequence[tuple[Span, Mapping[str, Opened]]], part: _Part
+    ) -> list[tuple[Span, int | None]]:
+        """On a thread. The spans that were added, each with its largest primary timestamp."""
+        assert self._wanted is not None
+        found: list[tuple[Span, int | None]] = []
+        for span, files in opened:
             self._look_at_clock()
-            await self._scan(stretch, part)
-        return True
+            try:
+                found.append((span, self._add_columns(span, files, self._wanted, part)))
+            except UnusableFileError:
+                continue
+        return found
 
     def _add_columns(
         self, span: Span, opened: Mapping[str, Opened], wanted: Sequence[str], part: _Part
     ) -> int | None:
-        """On a thread. Answers the largest primary timestamp of a span, all of which is still there."""
+        """Answers the largest primary timestamp of a span, all of which is still there."""
         from tailrace.query.families.source import SpanSource  # brings Arrow, which is large
 
         view = self._view

@@ -7,6 +7,7 @@ entries, the edges of the time that is asked for, is added up from its rows.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -111,9 +112,10 @@ def _primary_max(spans: Sequence[Span], first: int, last: int) -> int | None:
     """The largest primary timestamp of a range; None if that is not known of all of it."""
     largest: int | None = None
     at = first
-    for span in spans:
-        if span.last < at or span.first > last:
-            continue
+    for place in range(bisect_left(spans, first, key=lambda span: span.last), len(spans)):
+        span = spans[place]
+        if span.first > last:
+            break
         if span.first > at or span.primary is None:
             return None
         largest = span.primary[1] if largest is None else max(largest, span.primary[1])
@@ -158,6 +160,7 @@ def states_wanted(request: AggregateRequest) -> Wanted:
         [(dimensions.index(name), text) for name, text in having.items()],
         [name for name, kind in kinds.items() if kind == "summary"],
         [name for name, kind in kinds.items() if kind == "summary_parts"],
+        sorted(request.rollup.measures),
     )
 
 

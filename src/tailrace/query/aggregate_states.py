@@ -14,7 +14,7 @@ from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.families.agg_file import AggFile, Wanted
 from tailrace.query.families.agg_states import Measured, add_file
 from tailrace.query.families.source import SpanSource
-from tailrace.query.families.span_states import pieces_of
+from tailrace.query.families.span_states import ROWS_AT_ONCE, SpanRows, piece_of, rows_of
 from tailrace.query.states.body import shown_windows
 from tailrace.query.states.keyed import KeyedStates, Texts
 from tailrace.query.view import View
@@ -38,6 +38,7 @@ class ArrayStates:
             if measure.kind == "summary"
         ]
         self._states = KeyedStates([Texts() for _ in request.group_by])
+        self._waiting: list[SpanRows] = []  # of spans, until there are enough of them
 
     def add_file(self, file: AggFile, wanted: Wanted) -> int:
         """Adds whole windows of a rollup, all or nothing; answers how many states that were."""
@@ -48,11 +49,22 @@ class ArrayStates:
     def add_span(self, source: SpanSource, request: AggregateRequest) -> None:
         """Adds the rows of a span that lie in the time of a request, all or nothing."""
         found = self._states.fresh()
-        for piece in pieces_of(source, request, self._counted, self._measured, self._states.texts):
+        waiting: list[SpanRows] = []
+        for rows in rows_of(source, request, self._counted, self._measured, self._states.texts):
             self._look_at_clock()
-            found.add(piece)
+            if waiting:  # so many in one span that they need not wait for those of others
+                found.add(piece_of(waiting, self._measured))
+            waiting = [rows]
         self._states.absorb(found)
+        self._waiting += waiting
+        if sum(rows.size for rows in self._waiting) > ROWS_AT_ONCE:
+            self._add_waiting()
         self._check()
+
+    def _add_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._states.add(piece_of(waiting, self._measured))
 
     def _look_at_clock(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -63,6 +75,7 @@ class ArrayStates:
 
     def shown(self, groups: Groups) -> list[bytes | memoryview]:
         """All windows as JSON, with those groups that were made elsewhere; a text in pieces."""
+        self._add_waiting()
         states = self._states
         states.settle()
         for keys, piece in states.take_out(groups.groups):

@@ -42,7 +42,7 @@ class Collector:
     def __init__(self, view: View, request: SearchRequest, trimmed: int, total_exact_max: int) -> None:
         self.request = request
         self.counters = Counters()
-        self.scanner = Scanner(view, request, self._take)
+        self.scanner = Scanner(view, request)
         self.matches = 0
         self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
         self.undecided: list[Stretch] = []
@@ -64,14 +64,14 @@ class Collector:
     def scan(self, first: int, payloads: Sequence[Payload], counts: Counts | None, deadline: float) -> int:
         """How many payloads were decided before the deadline."""
         begun = time.monotonic()
-        decided = self.scanner.scan(first, payloads, counts, deadline)
+        decided = self.scanner.scan(first, payloads, counts, deadline, self._take)
         self.counters.json_parse_s += time.monotonic() - begun
         return decided
 
     def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
         """How many candidates of an index were decided before the deadline."""
         begun = time.monotonic()
-        decided = self.scanner.verify(entries, payloads, deadline)
+        decided = self.scanner.verify(entries, payloads, deadline, self._take)
         self.counters.json_parse_s += time.monotonic() - begun
         return decided
 

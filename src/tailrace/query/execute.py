@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tailrace.query.span_run import Left, SpanRun
 
 READ_BYTES = 1 << 20
-AT_ONCE = 8  # spans whose files are held open by one search
+AT_ONCE = 8  # spans for which one search opens files, and holds them
+AT_HAND_AT_ONCE = 64  # spans whose files are open anyway
 WEIGHING_PART = 0.2  # of the time for a search that is kept for scores, when scans have been counted
 STREAMS_KEPT = 64  # whose segments are known without asking the hot store, if they are not too many
 SEGMENTS_KEPT = 2000
@@ -193,11 +194,7 @@ class _Run:
                 waiting.pop()
                 continue
             if isinstance(piece, Span):
-                spans: list[Span] = []
-                while waiting and len(spans) < AT_ONCE and isinstance(span := waiting[-1], Span):
-                    spans.append(span)
-                    waiting.pop()
-                waiting += (await self._take_spans(spans, counts=True))[::-1]
+                waiting += (await self._take_spans(self._next_spans(waiting), counts=True))[::-1]
             elif is_indexed(piece):
                 indexed: list[Indexed] = []
                 while waiting and is_indexed(found := waiting[-1]):
@@ -209,6 +206,19 @@ class _Run:
                 waiting.pop()
                 await self._scan(piece)
         self._give_up(waiting)
+
+    def _next_spans(self, waiting: list[Piece]) -> list[Span]:
+        """Takes as many spans as are decided in one go: few if files have to be opened for them."""
+        assert self._spans is not None
+        spans: list[Span] = []
+        opening = 0
+        while waiting and len(spans) < AT_HAND_AT_ONCE and isinstance(span := waiting[-1], Span):
+            opening += not self._spans.is_at_hand(span)
+            if opening > AT_ONCE:
+                break
+            spans.append(span)
+            waiting.pop()
+        return spans
 
     async def _decide_by_weight(self, pieces: list[Piece]) -> None:
         """All statistics first, then scores: indexed rows are weighed when the scans have been counted."""
@@ -276,6 +286,9 @@ class _Run:
         """Decides some spans; answers those that there was no time for."""
         assert self._spans is not None
         opened = await self._spans.open(spans)
+        if not opened:
+            await asyncio.sleep(0)  # all were decided here, and there may be many more
+            return []
         left, late = await self._on_thread(
             lambda: run.decide(opened, self._deadline, counts=counts) if (run := self._spans) else ([], [])
         )

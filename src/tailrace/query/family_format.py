@@ -22,7 +22,7 @@ FTS: Final = "fts"
 AGG: Final = "agg"
 MBLK: Final = "mblk"
 FAMILIES: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, COL, FTS, AGG, MBLK)
-# Of the files of each family; one with a greater number is not read, and a new number has all built again.
+# Of the files of each family; one with another number is not read, and a new number has all built again.
 FORMATS: Final[dict[str, int]] = {**dict.fromkeys(FAMILIES, 1), FTS: 2, AGG: 2}
 EXTENSIONS: Final = {**dict.fromkeys(FAMILIES, "parquet"), FTS: "zip"}
 
@@ -83,7 +83,6 @@ FREQUENCIES: Final = "frequencies"  # list of int32: how often in each of these 
 # List of int32: where in them, as many as all frequencies together; empty if the field does not keep them.
 # The tokens of a record are counted from 0, and a place is left out between two of its values.
 POSITIONS: Final = "positions"
-POSITIONS_FORMAT: Final = 2  # the first one of `fts` with positions, and with keywords in the table
 KEYWORD_BYTES_MAX: Final = 1024  # of a keyword in the table; longer ones are cut as tokens are
 
 # -- agg: one row for each (rollup, interval_ms, window_start, dimensions, measure), in this order

@@ -9,7 +9,7 @@ from typing import cast
 import orjson
 
 from tailrace.log.model import Stream
-from tailrace.log.reader import Reader
+from tailrace.log.scattered import ScatteredReader
 from tailrace.protocol.durations import format_instant
 from tailrace.query.collect import Hit
 from tailrace.query.execute import Outcome
@@ -21,11 +21,17 @@ MS_SHOWN_MAX = 253_402_300_799_999  # the end of the year 9999; nothing later is
 
 
 async def body_of(
-    outcome: Outcome, request: SearchRequest, stream: Stream, view: View, reader: Reader, took_ms: int
+    outcome: Outcome,
+    request: SearchRequest,
+    stream: Stream,
+    view: View,
+    reader: ScatteredReader,
+    took_ms: int,
 ) -> dict[str, object]:
     """The whole body. Records are read for the hits of the page only."""
     page = outcome.hits[: request.size]
-    hits = [await _hit(hit, request, stream, view, reader) for hit in page]
+    payloads = await reader.payloads(stream, [hit.entry for hit in page])
+    hits = [_hit(hit, payloads[hit.entry], request, stream, view) for hit in page]
     more = len(outcome.hits) > len(page) or not outcome.complete
     return {
         "stream": stream.name,
@@ -89,11 +95,7 @@ def _instant(ms: int | None) -> str | None:
     return format_instant(ms * 1_000_000)
 
 
-async def _hit(
-    hit: Hit, request: SearchRequest, stream: Stream, view: View, reader: Reader
-) -> dict[str, object]:
-    page = await reader.read(stream, hit.entry - 1, 1, 1, apart=True)
-    payload = bytes(page.parts[0])
+def _hit(hit: Hit, payload: bytes, request: SearchRequest, stream: Stream, view: View) -> dict[str, object]:
     record = view.record(hit.entry, payload)
     current = view.is_current(hit.entry) or record is None
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Negation
@@ -46,35 +47,48 @@ def fields_in(query: Bound) -> set[str]:
 
 
 class Scanner:
-    """One search's way to look at payloads. `take` is given rows that may match."""
+    """One search's way to look at payloads.
 
-    def __init__(self, view: View, request: SearchRequest, take: Take) -> None:
+    Whoever takes the rows that may match is named with each call: kept here, it would be held by its own
+    scanner, and with it every file its hits come from, until somebody looks for cycles.
+    """
+
+    def __init__(self, view: View, request: SearchRequest) -> None:
         self._view = view
         self._query = request.query
-        self._take = take
         self._first_current = view.first_current()
         self._needles = needles_of(request.query, view.config)
         self._boosts = boosts_of(view.config)
         self.wanted = scored_tokens(request.query)
-        asked = fields_in(request.query)
-        asked |= {key.name for key in request.sort if key.kind not in ("score", "offset")}
-        counted = set(self.wanted) if view.primary is None else {*self.wanted, view.primary}
-        self._asked = Decoder(view, sorted(asked))
-        self._counted = Decoder(view, sorted(asked | counted))
-        self._columns = asked | set(self.wanted)
+        self._fields = fields_in(request.query)
+        self._fields |= {key.name for key in request.sort if key.kind not in ("score", "offset")}
+        self._columns = self._fields | set(self.wanted)
         self.decoded = 0
+
+    # Where indexes decide everything, nothing is decoded and nobody needs these.
+
+    @cached_property
+    def _asked(self) -> Decoder:
+        return Decoder(self._view, sorted(self._fields))
+
+    @cached_property
+    def _counted(self) -> Decoder:
+        primary = self._view.primary
+        return Decoder(self._view, sorted(self._columns if primary is None else {*self._columns, primary}))
 
     def new_statistics(self) -> Statistics:
         return {name: FieldStatistics(sorted(tokens)) for name, tokens in self.wanted.items()}
 
-    def scan(self, first: int, payloads: Sequence[Payload], counts: Counts | None, deadline: float) -> int:
+    def scan(
+        self, first: int, payloads: Sequence[Payload], counts: Counts | None, deadline: float, take: Take
+    ) -> int:
         """Decides payloads of consecutive entries; answers how many before the deadline.
 
         Without `counts` nothing is asked but matches, and rows may be passed over undecoded.
         """
         entries = range(first, first + len(payloads))
         if counts is None:
-            return self.verify(entries, payloads, deadline)
+            return self.verify(entries, payloads, deadline, take)
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
                 return begin
@@ -82,7 +96,7 @@ class Scanner:
             chunk = self._chunk(self._counted, entries[begin:end], members)
             chunk.add_statistics(counts.statistics, 0)
             self._see_times(members, counts)
-            self._take(chunk)
+            take(chunk)
         return len(payloads)
 
     def _see_times(self, members: Sequence[Any], counts: Counts) -> None:
@@ -93,7 +107,7 @@ class Scanner:
             if bounds is not None:
                 counts.see(bounds)
 
-    def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
+    def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float, take: Take) -> int:
         """Decides payloads for their matches alone; answers how many before the deadline."""
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
@@ -104,7 +118,7 @@ class Scanner:
                     [entries[begin + row] for row in rows],
                     [payloads[begin + row] for row in rows],
                 )
-                self._take(self._chunk(self._asked, numbers, self._asked.all_members(numbers, some)))
+                take(self._chunk(self._asked, numbers, self._asked.all_members(numbers, some)))
         return len(payloads)
 
     def groups_in(self, entry: int, payload: Payload) -> list[Group]:

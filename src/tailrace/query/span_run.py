@@ -7,17 +7,21 @@ cannot be used is handed back to be scanned.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from tailrace.query.bind import Clause, Equals
 from tailrace.query.collect import Collector
+from tailrace.query.families.exact_file import ExactFile
 from tailrace.query.families.library import Library
 from tailrace.query.families.published import UnusableFileError
+from tailrace.query.families.shelf import Opened
 from tailrace.query.families.source import SpanSource
 from tailrace.query.families.span import Served, Span
+from tailrace.query.families.verdict import Verdict, judge
 from tailrace.query.families.wants import Wants, clauses_of
 from tailrace.query.families.weigh import can_weigh, hard_rows
-from tailrace.query.family_format import COL, FTS
+from tailrace.query.family_format import COL, EXACT, FTS, stored_value
 from tailrace.query.packed import rows_of
 from tailrace.query.plan import Indexed
 from tailrace.query.search_request import SearchRequest
@@ -62,6 +66,10 @@ class SpanRun:
         self._columns = columns
         self._weighs_here = can_weigh(request.query)
         self._clauses = tuple(dict.fromkeys(clauses_of(request.query)))
+        self._values = {
+            clause: stored_value(clause.value) for clause in self._clauses if isinstance(clause, Equals)
+        }
+        self._lacking: dict[tuple[Clause, str], bool] = {}  # by file: it may speak for many spans
         self._files: dict[int, dict[str, Served]] = {}  # by the first entry of a span
         self._statistics: dict[str, bool] = {}  # by split: whether they were taken in
         self.used: list[Span] = []  # that were decided, at least in part
@@ -99,6 +107,10 @@ class SpanRun:
                 return served if all(span.serving(FTS, name) is served for name in self._scored) else None
         return None
 
+    def is_at_hand(self, span: Span) -> bool:
+        """Whether nothing has to be opened for a span: then there is nothing more to be held for it."""
+        return self._library.at_hand(self._files[span.first])
+
     async def open(self, spans: Sequence[Span]) -> list[tuple[Span, SpanSource | None]]:
         """Sources, None where a file cannot be used; without those that can be decided unopened."""
         begun = time.monotonic()
@@ -108,6 +120,8 @@ class SpanRun:
                 continue
             files = self._files[span.first]
             found = await self._library.opened(files)
+            if self._has_none(span, found):
+                continue
             source = SpanSource(span, self._view.config, found) if len(found) == len(files) else None
             usable = source is not None and all(map(source.has_column, self._columns))
             opened.append((span, source if usable else None))
@@ -118,11 +132,37 @@ class SpanRun:
         """Whether the times of a span alone decide all of it."""
         if self._scored or span.first <= self._trimmed or not self._wants.rules_out(span):
             return False
-        assert span.primary is not None
-        self._collector.see_primary(span.primary[1], span.last)
-        self._collector.counters.families.add(COL)
-        self.used.append(span)
+        self._pass_over(span, COL)
         return True
+
+    def _has_none(self, span: Span, found: Mapping[str, Opened]) -> bool:
+        """Whether filters that are in memory tell that no record of a span matches."""
+        is_known = self._view.primary is None or span.primary is not None
+        if self._scored or not self._values or span.first <= self._trimmed or not is_known:
+            return False
+
+        def decide(clause: Clause) -> Verdict | None:
+            if not isinstance(clause, Equals) or (served := span.serving(EXACT, clause.field)) is None:
+                return None
+            key = (clause, served.published.key)
+            if key not in self._lacking:
+                file = found.get(served.published.key)
+                self._lacking[key] = isinstance(file, ExactFile) and file.lacks(
+                    clause.field, self._values[clause]
+                )
+            return Verdict(0, 0) if self._lacking[key] else None
+
+        if judge(self._request.query, 1, decide).maybe:
+            return False
+        self._pass_over(span, EXACT)
+        return True
+
+    def _pass_over(self, span: Span, family: str) -> None:
+        """A span in which nothing matches is decided."""
+        if span.primary is not None:
+            self._collector.see_primary(span.primary[1], span.last)
+        self._collector.counters.families.add(family)
+        self.used.append(span)
 
     def can_explain(self, source: Indexed) -> bool:
         """Whether a source knows what weighs in its rows. Files may leave that to the records."""
@@ -169,11 +209,14 @@ class SpanRun:
     def decide(
         self, opened: Sequence[tuple[Span, SpanSource | None]], deadline: float, *, counts: bool
     ) -> tuple[list[Left], list[Span]]:
-        """Decides sources; answers what has to be decoded, and the spans there was no time for."""
+        """Decides sources; answers what has to be decoded, and the spans that were not come to.
+
+        Those are left for want of time, or because the page has all it needs.
+        """
         left: list[Left] = []
         begun = time.monotonic()
         for index, (span, source) in enumerate(opened):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or (counts and self._collector.enough):
                 return left, [span for span, _ in opened[index:]]
             counted = self._counted(span, source) if counts else True
             if source is None or not counted:

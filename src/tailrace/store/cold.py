@@ -11,10 +11,11 @@ import asyncio
 import logging
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -33,6 +34,9 @@ THREADS = 2
 FOOTER_BYTES_MAX = 16 << 20  # of parsed footers
 LOADING_BYTES_MAX = 64 << 20
 READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
+
+
+T = TypeVar("T")
 
 
 class ColdCounts:
@@ -91,6 +95,18 @@ class ColdReader:
             segment = await self._segment(prefix, info, footer)
             first = segment.footer.find(entry)
             return await self._wanted(segment, first, segment.footer.reach(first, bytes_ahead))
+
+    async def payloads(
+        self, prefix: str, info: SegmentInfo, footer: bytes, entries: Sequence[int]
+    ) -> dict[int, bytes]:
+        """The payloads of some entries of a segment, and nothing else of their row groups."""
+        with self._told(prefix + info.key):
+            segment = await self._segment(prefix, info, footer)
+            wanted: dict[int, list[int]] = {}
+            for entry in entries:
+                wanted.setdefault(segment.footer.find(entry), []).append(entry)
+            found = await asyncio.gather(*(self._pick(segment, *one) for one in wanted.items()))
+            return {entry: payload for picked in found for entry, payload in picked.items()}
 
     async def first_since(self, prefix: str, info: SegmentInfo, footer: bytes, since_ns: int) -> int:
         """The first entry appended at or after the instant; the one behind the segment if there is none."""
@@ -224,7 +240,7 @@ class ColdReader:
         loaded: list[SegmentRows] = []
         while len(loaded) < len(whole.indices):
             cached, stretch = self._next(whole, len(loaded))
-            rows = None if cached is None else await self._from_cache(cached, stretch)
+            rows = None if cached is None else await self._from_cache(cached, stretch, stretch.decode)
             if rows is None:
                 self.counts.misses += 1
                 raw = await self.parts.fetch(whole.segment.key, stretch.part)
@@ -246,17 +262,33 @@ class ColdReader:
             end += 1
         return cached, _Stretch(whole.segment, whole.indices[at:end], groups[at:end])
 
-    async def _from_cache(self, cached: Part, stretch: _Stretch) -> list[SegmentRows] | None:
-        """The rows of a cached stretch. None if the file is gone or damaged; then it leaves the cache."""
+    async def _pick(self, segment: _Segment, index: int, entries: Sequence[int]) -> dict[int, bytes]:
+        stretch = _Stretch(segment, [index], [segment.footer.group(index)])
+        pick = partial(stretch.payloads, entries)
+        async with self._budget.hold(stretch.part.size + segment.footer.group_bytes(index)):
+            await self.parts.opened()
+            cached = self.parts.find(*stretch.part)
+            found = None if cached is None else await self._from_cache(cached, stretch, pick)
+            if found is None:
+                self.counts.misses += 1
+                raw = await self.parts.fetch(segment.key, stretch.part)
+                found = await self._work.on_thread(pick, raw)
+        self.counts.decoded_groups += 1
+        return found
+
+    async def _from_cache(
+        self, cached: Part, stretch: _Stretch, decode: Callable[[bytes | memoryview], T]
+    ) -> T | None:
+        """What is in a cached stretch. None if the file is gone or damaged; then it leaves the cache."""
         raw = await self.parts.read(cached, stretch.part)
         if raw is not None:
             try:
-                rows = await self._work.on_thread(stretch.decode, raw)
+                found = await self._work.on_thread(decode, raw)
             except CorruptSegmentError as error:
                 logger.warning("a cached part of %s is damaged: %s", stretch.segment.key, error)
             else:
                 self.counts.hits += 1
-                return rows
+                return found
         await self.parts.drop(cached)
         return None
 
@@ -293,6 +325,12 @@ class _Stretch(NamedTuple):
         from tailrace.store.segment_reader import read_row_groups
 
         return read_row_groups(self.segment.footer, self.indices, raw)
+
+    def payloads(self, entries: Sequence[int], raw: bytes | memoryview) -> dict[int, bytes]:
+        """Of its first row group."""
+        from tailrace.store.segment_reader import read_payloads
+
+        return read_payloads(self.segment.footer, self.indices[0], raw, entries)
 
 
 def _kept(end: bytes, size: int) -> bytes | int:

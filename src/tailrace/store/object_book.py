@@ -83,7 +83,10 @@ class ObjectBook:
         try:
             yield
         finally:
-            self._time(Timing(kind, 1, time.perf_counter() - begun))
+            self.note_time(kind, time.perf_counter() - begun)
+
+    def note_time(self, kind: str, seconds: float) -> None:
+        self._time(Timing(kind, 1, seconds))
 
     def timing(self, kind: str) -> Timing:
         return self._timings.get(kind, Timing(kind, 0, 0.0))

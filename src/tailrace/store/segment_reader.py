@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tailrace.store import segment_tail
+from tailrace.store import block_filter, segment_tail
 from tailrace.store.arrow import BINARY, INT32, INT64, integer_scalar, integers, numbers_of, pa, pc, pq
 from tailrace.store.byte_window import ByteWindow
 from tailrace.store.segments import FORMAT_VERSION, CorruptSegmentError, SegmentRows
@@ -23,19 +23,6 @@ _READ = ["append_time", "append_ns", "payload", "key"]  # the numbers of entries
 _THOUSAND = integer_scalar(INT64, 1000)
 _BEYOND = 1 << 40  # the end of every value
 _GROUP_OVERHEAD_BYTES = 4096  # what the parsed footer costs in memory for each row group, roughly
-_BLOCK_BYTES = 32
-_U32 = 0xFFFFFFFF
-# The salts of Parquet's split block Bloom filter.
-_SALTS = (
-    0x47B6137B,
-    0x44974D91,
-    0x8824AD5B,
-    0xA2B7289D,
-    0x705495C7,
-    0x2DF1424B,
-    0x9EFC4947,
-    0x5C6BFB31,
-)
 
 
 class RowGroup(NamedTuple):
@@ -166,18 +153,8 @@ class Footer:
         if column.bloom_filter_offset is None:
             return True
         start = column.bloom_filter_offset - (self._size - len(self._tail))
-        length: int = column.bloom_filter_length
-        # A header of less than 32 bytes, then the filter: a power of two, at least 32.
-        bits = 1 << (length.bit_length() - 1)
-        return _in_filter(memoryview(self._tail)[start + length - bits : start + length], hashed)
-
-
-def _in_filter(bits: memoryview, hashed: int) -> bool:
-    """Whether a split block Bloom filter may hold a value: one bit in each of the eight words of a block."""
-    block = ((hashed >> 32) * (len(bits) // _BLOCK_BYTES)) >> 32
-    words = bits[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cast("I")
-    low = hashed & _U32
-    return all(word >> (((low * salt) & _U32) >> 27) & 1 for word, salt in zip(words, _SALTS, strict=True))
+        stored = memoryview(self._tail)[start : start + column.bloom_filter_length]
+        return block_filter.may_hold(block_filter.bits_in(stored), hashed)
 
 
 def read_row_group(footer: Footer, index: int, raw: bytes | memoryview) -> SegmentRows:
@@ -190,6 +167,15 @@ def read_row_groups(footer: Footer, indices: Sequence[int], raw: bytes | memoryv
     tables = read_tables(footer, indices, raw, _READ)
     firsts = [footer.group(index).first for index in indices]
     return [_rows(table, first, footer.json) for table, first in zip(tables, firsts, strict=True)]
+
+
+def read_payloads(
+    footer: Footer, index: int, raw: bytes | memoryview, entries: Sequence[int]
+) -> dict[int, bytes]:
+    """The payloads of some entries of one row group."""
+    payload = _joined(read_tables(footer, [index], raw, ["payload"])[0], "payload")
+    first = footer.group(index).first
+    return {entry: payload[entry - first].as_buffer().to_pybytes() for entry in entries}
 
 
 def read_tables(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tailrace import failpoints
+from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.limits import Limits
 from tailrace.log.image import StoredStreams
 from tailrace.store.companion_change import CompanionMissingError
 from tailrace.store.manifest import Manifests
@@ -19,15 +21,26 @@ from tailrace.tier.seal_job import Job, Report
 if TYPE_CHECKING:
     from tailrace.store.objects import Objects
 
+MS_NS: Final = 1_000_000
+
 
 class CompanionSealing:
     def __init__(
-        self, store: StoredStreams, objects: Objects, manifests: Manifests, threads: Executor
+        self,
+        store: StoredStreams,
+        objects: Objects,
+        manifests: Manifests,
+        threads: Executor,
+        limits: Limits,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._store = store
         self._objects = objects
         self._manifests = manifests
         self._threads = threads
+        self._clock = clock
+        # A sweep may be about to take what is older than its age: half of that is surely safe.
+        self._age_ns_max = limits.gc_orphan_age * MS_NS // 2
 
     async def do(self, job: Job, report: Report) -> None:
         assert job.publication is not None
@@ -43,12 +56,20 @@ class CompanionSealing:
             await self._publish(facts, job, report)
 
     async def _create(self, stream_id: str, objects: dict[str, bytes]) -> None:
-        """Their names hold hashes: one that is there is the same."""
-        for key, data in objects.items():
-            try:
-                await self._objects.create(stream_prefix(stream_id) + key, data)
-            except ObjectExistsError:
-                pass
+        """Their names hold hashes: one that is there is the same. No sweep may be judging it meanwhile."""
+        async with self._manifests.hold(stream_id):
+            for key, data in objects.items():
+                try:
+                    await self._objects.create(stream_prefix(stream_id) + key, data)
+                except ObjectExistsError:
+                    await self._renew(stream_prefix(stream_id) + key)
+
+    async def _renew(self, key: str) -> None:
+        """A plan of long ago is wanted again: from now on it is a young object."""
+        found = await self._objects.head(key)
+        if found.modified_ns < self._clock.now_ns() - self._age_ns_max:
+            data, etag = await self._objects.get(key)
+            await self._objects.replace(key, data, etag)
 
     async def _publish(self, facts: Facts, job: Job, report: Report) -> None:
         assert job.publication is not None

@@ -26,6 +26,7 @@ from tailrace import failpoints
 from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Stream
 from tailrace.logs import configure
+from tailrace.store.companions import PlanBook
 from tailrace.store.directory import make_directory
 from tailrace.store.document_objects import DocumentObjects, versions_within
 from tailrace.store.footers import fetch_footer, has_keys
@@ -46,6 +47,7 @@ from tailrace.tier.meta_seal import MetaSealing
 from tailrace.tier.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
 from tailrace.tier.stored import reached_by_forks
 from tailrace.tier.sweep import Orphan, Sweeper
+from tailrace.tier.sweep_plans import remembered_in
 
 logger = logging.getLogger("tailrace.sealer")
 
@@ -93,7 +95,9 @@ class Sealer:
         recovery_key = os.environ.get(RECOVERY_KEY, "")  # not an argument: those can be read by everybody
         self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
-        self._companions = CompanionSealing(self._store, self._objects, self._manifests, self._threads)
+        self._companions = CompanionSealing(
+            self._store, self._objects, self._manifests, self._threads, setup.limits
+        )
         self._compact = CompactSealing(
             self._store, self._objects, self._manifests, self._threads, setup.limits
         )
@@ -341,6 +345,7 @@ class Sealer:
             self._objects,
             _log_orphan,
             owner=self._manifests,
+            remembered=self._remembered,
             grace_ns=self._limits.sweep_age_ms * MS_NS,
             tombstone_ns=self._limits.tombstone_ms * MS_NS,
             segment_grace_ns=self._limits.gc_segment_grace * MS_NS,
@@ -348,6 +353,10 @@ class Sealer:
         )
         report.after = await sweeper.turn(job.after) or ""
         report.swept = sweeper.seen
+
+    async def _remembered(self, head: Head) -> PlanBook:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, remembered_in, self._store, head)
 
     def _retained(self, number: int) -> tuple[Facts, int, list[Run]] | None:
         with self._store.snapshot():

@@ -6,7 +6,8 @@ again, whoever is writing:
 - a segment, if its entries are recorded in other segments or its epoch is over: what follows the last
   recorded entry may be an upload that is under way, or one that is about to be repeated. One that became
   part of another stays for a day after that;
-- a companion that is not listed, a day later, if nobody can publish it meanwhile;
+- a companion that is not listed, a day later, if nobody can publish it meanwhile; likewise a plan that no
+  stream remembers and no companion was built by;
 - a page or producers object, if the head does not name it and it is old: every attempt to change a head makes
   its own, and is over long before the grace time;
 - anything in the folder of a deleted stream that was there around the time of the deletion.
@@ -33,6 +34,7 @@ from tailrace.store.manifest_model import HEAD_KEY, Deleted, Head, ManifestCorru
 from tailrace.store.objects import ObjectMissingError
 from tailrace.store.segments import stream_prefix
 from tailrace.tier.crowd import STREAMS_AT_ONCE, first_failure
+from tailrace.tier.sweep_plans import Remembered, superseded
 
 if TYPE_CHECKING:
     from tailrace.store.objects import ObjectInfo, Objects
@@ -75,7 +77,8 @@ class Swept(msgspec.Struct, omit_defaults=True):
 class Sweeper:
     """Sweeps one bucket. `report` is called with each orphan, before it is deleted.
 
-    `owner`: the manifests of the server that owns the bucket and runs in this very process.
+    `owner`: the manifests of the server that owns the bucket and runs in this very process. `remembered`: the
+    plans that it knows.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Sweeper:
         report: Callable[[Orphan], None],
         *,
         owner: Manifests | None = None,
+        remembered: Remembered | None = None,
         grace_ns: int = GRACE_NS,
         tombstone_ns: int,
         segment_grace_ns: int = SEGMENT_NS,
@@ -94,6 +98,7 @@ class Sweeper:
     ) -> None:
         self._objects = objects
         self._owner = owner
+        self._remembered = remembered
         self._manifests = owner or Manifests(objects, 0)
         self._report = report
         self._grace_ns = grace_ns
@@ -143,13 +148,16 @@ class Sweeper:
         head_key = stream_prefix(stream_id) + HEAD_KEY
         now_ns = self._clock.now_ns()
         old = [info for info in found if info.modified_ns <= now_ns - self._grace_ns and info.key != head_key]
+        # Plans of a deleted stream go with the rest; those of a living one only if nobody can store any.
+        kinds = ("companions", "plans") if self._owner or self._offline else ("companions",)
+        pipelines = tuple(f"{stream_prefix(stream_id)}{kind}/" for kind in kinds)
         try:
-            companions = [info for info in old if f"/{stream_id}/companions/" in info.key]
-            old = [info for info in old if f"/{stream_id}/companions/" not in info.key]
+            made = [info for info in old if info.key.startswith(pipelines)]
+            old = [info for info in old if not info.key.startswith(pipelines)]
             if old:
                 await self._drop(await self._judge(stream_id, old))
-            if companions:
-                await self._companions(stream_id, companions, now_ns)
+            if made:
+                await self._made_by_pipelines(stream_id, made, now_ns)
             before_ns = now_ns - self._tombstone_ns
             written_ns = next((info.modified_ns for info in found if info.key == head_key), None)
             if written_ns is not None and (self._offline or written_ns < before_ns):
@@ -167,8 +175,8 @@ class Sweeper:
             await delete_all(self._objects, [orphan.key for orphan in orphans])
             failpoints.reached("gc.after_sweep")
 
-    async def _companions(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
-        """Companions that no manifest lists, and that no pipeline is about to offer.
+    async def _made_by_pipelines(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
+        """Companions that no manifest lists and no pipeline is about to offer, plans that nobody needs.
 
         A pipeline that repeats its work finds an object of the same name and offers that. So nobody may
         publish while it is judged and deleted: only the owner can see to that, or whoever is alone.
@@ -181,19 +189,21 @@ class Sweeper:
                 await self._drop(await self._judge(stream_id, old))
                 return
             oldest_ns = now_ns if self._offline else now_ns - self._orphan_age_ns
-            head, prefix = stored.head, stream_prefix(stream_id)
-            named = {one.object async for one in self._manifests.companions(head)}
-            named |= {one.object for one in head.retired if one.at_ns > oldest_ns}
-            reason = "the manifest does not list it"
-            await self._drop(
-                [
-                    _orphan(info, reason)
-                    for info in old
-                    if info.modified_ns <= oldest_ns
-                    and (key := info.key.removeprefix(prefix)) not in named
-                    and range_in(key) is not None
-                ]
-            )
+            old = [info for info in old if info.modified_ns <= oldest_ns]
+            await self._drop(await self._unlisted(stored.head, old, oldest_ns))
+            listed = self._manifests.companions(stored.head)
+            plans = await superseded(self._objects, stored.head, listed, old, oldest_ns, self._remembered)
+            await self._drop([_orphan(info, "another plan has taken its place") for info in plans])
+
+    async def _unlisted(self, head: Head, old: list[ObjectInfo], oldest_ns: int) -> list[Orphan]:
+        prefix = stream_prefix(head.stream_id)
+        found = [info for info in old if range_in(info.key.removeprefix(prefix)) is not None]
+        if not found:
+            return []
+        named = {one.object async for one in self._manifests.companions(head)}
+        named |= {one.object for one in head.retired if one.at_ns > oldest_ns}
+        reason = "the manifest does not list it"
+        return [_orphan(info, reason) for info in found if info.key.removeprefix(prefix) not in named]
 
     async def _judge(self, stream_id: str, old: list[ObjectInfo]) -> list[Orphan]:
         for _look in range(LOOKS_MAX):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from tailrace.pipeline.kernels.agg import GROUP_ROWS, SCHEMA
-from tailrace.pipeline.kernels.arrays import pa
+from tailrace.pipeline.kernels.agg import SCHEMA
+from tailrace.pipeline.kernels.arrays import np, pa, pc, to_numpy
 from tailrace.pipeline.kernels.states import count_row, summary_of, summary_row
 from tailrace.query.family_format import (
     COUNT,
@@ -47,15 +47,65 @@ def merge_agg(states: DataFrame) -> DataFrame:
 
 def merge_states(batches: Iterator[Any]) -> Iterator[Any]:
     """Sorted rows in, one row for each group and measure out."""
-    rows = (row for batch in batches for row in batch.to_pylist())
-    held: list[tuple[object, ...]] = []
-    for key, found in groupby(rows, key=_key):
-        held += [(*key, *state) for state in _added_up(found)]
-        if len(held) >= GROUP_ROWS:
-            yield _batch(held)
-            held = []
-    if held:
-        yield _batch(held)
+    held: Any = None  # the last group so far: it may go on
+    for batch in batches:
+        rows = _typed(batch)
+        if held is not None:
+            rows = pa.concat_tables([held, rows]).combine_chunks()
+        if not rows.num_rows:
+            continue
+        starts = _starts(rows)
+        yield from _merged(rows.slice(0, starts[-1]), starts[:-1])
+        held = rows.slice(starts[-1])
+    if held is not None:
+        yield from _merged(held, np.zeros(1, np.int64))
+
+
+def _typed(batch: Any) -> Any:
+    """Columns of Spark as ours, without marks of what is never null: Spark compares what comes back."""
+    arrays = [batch.column(field.name).cast(field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(arrays, names=SCHEMA.names)
+
+
+def _starts(rows: Any) -> Any:
+    """Where another group or measure begins."""
+    fresh = np.ones(rows.num_rows, dtype=bool)
+    fresh[1:] = _differs_by_dimensions(rows.column(DIMENSIONS).combine_chunks())
+    for name in (ROLLUP, INTERVAL_MS, WINDOW_START, MEASURE):
+        column = rows.column(name).combine_chunks()
+        fresh[1:] |= to_numpy(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
+    return np.flatnonzero(fresh)
+
+
+def _differs_by_dimensions(lists: Any) -> Any:
+    """For each list but the first, whether it is another one than that before it."""
+    sizes = np.diff(to_numpy(lists.offsets))
+    texts = lists.flatten().dictionary_encode().indices.fill_null(-1)
+    codes = np.full((len(lists), int(sizes.max(initial=0))), -2, dtype=np.int64)
+    codes[np.arange(codes.shape[1]) < sizes[:, np.newaxis]] = to_numpy(texts)
+    return (codes[1:] != codes[:-1]).any(axis=1)
+
+
+def _merged(rows: Any, starts: Any) -> Iterator[Any]:
+    """Most groups are in one run only, and stay as they are."""
+    if not rows.num_rows:
+        return
+    sizes = np.diff(starts, append=rows.num_rows)
+    groups = np.arange(len(starts))
+    once = sizes == 1
+    if not once.all():
+        again = rows.take(pa.array(np.flatnonzero(np.repeat(~once, sizes))))
+        added = [
+            (group, (*key, *state))
+            for group, (key, found) in zip(
+                groups[~once].tolist(), groupby(again.to_pylist(), key=_key), strict=True
+            )
+            for state in _added_up(found)
+        ]
+        rows = pa.concat_tables([rows.take(pa.array(starts[once])), _table([row for _, row in added])])
+        places = np.concatenate([groups[once], [group for group, _ in added]])
+        rows = rows.combine_chunks().take(pa.array(np.argsort(places, kind="stable")))
+    yield from rows.combine_chunks().to_batches()
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -91,8 +141,7 @@ def _content(row: Row) -> tuple[Any, ...]:
     )
 
 
-def _batch(rows: list[tuple[object, ...]]) -> Any:
+def _table(rows: list[tuple[object, ...]]) -> Any:
     columns = zip(*rows, strict=True)
     arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    # Without our own marks of what is never null: Spark compares the types of what comes back.
-    return pa.RecordBatch.from_arrays(arrays, names=SCHEMA.names)
+    return pa.Table.from_arrays(arrays, names=SCHEMA.names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from tailrace.query import family_format as names
 from tailrace.query.families.numbers import np, numbers_in
@@ -16,15 +16,20 @@ from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.measures import Histogram, Number, Summary, total_of
 from tailrace.query.states.spread import sketch_from
+from tailrace.query.states.stored import KeptStates
 from tailrace.store.arrow import pa, pc
 
 # What tells which states are wanted, and of a state of one number all there is to know.
-_LIGHT = (names.WINDOW_START, names.DIMENSIONS, names.MEASURE, names.COUNT, names.MIN, names.MIN_WHOLE)
+_KEYS = (names.WINDOW_START, names.DIMENSIONS, names.MEASURE, names.COUNT)
+_LIGHT = (*_KEYS, names.MIN, names.MIN_WHOLE)
 _WHOSE = (names.ROLLUP, names.INTERVAL_MS)  # the same in nearly every row of a row group
 _HEAVY = (
     *(names.SUM, names.SUM_REST, names.SUM_EXACT, names.MAX, names.MAX_WHOLE),
     *(names.HISTOGRAM, names.UNPLACED, names.SKETCH),
 )
+
+# What stays of a file, as arrays and texts: no more than the file itself has, but of a small one all.
+KEPT_BYTES_MIN: Final = 1 << 20
 
 Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of some dimensions
 
@@ -40,6 +45,7 @@ class Wanted(NamedTuple):
     having: Sequence[tuple[int, str]] = ()  # places of dimensions, and the value that each has to have
     numbers: Sequence[str] = ()  # measures of numbers: of one number, the number is the state
     others: Sequence[str] = ()  # measures whose states are merged, whatever they are of
+    measures: Sequence[str] = ()  # all that the rollup has, in the order of their names
 
 
 class Part(NamedTuple):
@@ -54,14 +60,32 @@ class Part(NamedTuple):
 class AggFile:
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
+        self.kept = KeptStates(max(file.size, KEPT_BYTES_MIN))
 
     @property
     def memory_bytes(self) -> int:
-        return self._file.memory_bytes
+        return self._file.memory_bytes + self.kept.nbytes
 
-    def heavy(self, group: int, columns: Sequence[str]) -> Any:
-        """Columns of a row group that are not worth keeping."""
-        return self._file.read_group(group, columns)
+    # -- states as arrays ----------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> int:
+        """How many row groups it has."""
+        return self._file.groups
+
+    def groups_for(self, wanted: Wanted) -> list[int]:
+        """Row groups that may have what is wanted."""
+        return [group for group in range(self._file.groups) if self._may_have(group, wanted)]
+
+    def read(self, group: int, columns: Sequence[str], wanted: Wanted) -> Any:
+        """The rows of a row group that are of the wanted rollup and interval, of any time; not kept."""
+        is_all = self._is_all_of(group, wanted)
+        table = self._file.read_group(group, [*_KEYS, *columns, *([] if is_all else _WHOSE)])
+        if is_all:
+            return table
+        return table.filter(_is_of(table, wanted)).select([*_KEYS, *columns]).combine_chunks()
+
+    # -- states as objects ---------------------------------------------------------------------------------
 
     def parts(self, wanted: Wanted) -> Iterator[Part]:
         """What is wanted, by row group."""
@@ -78,8 +102,7 @@ class AggFile:
 
     def chosen(self, wanted: Wanted) -> Iterator[tuple[int, Any, Any]]:
         """Row groups that may have what is wanted, and the rows of each that are."""
-        groups = [group for group in range(self._file.groups) if self._may_have(group, wanted)]
-        for is_all, run in groupby(groups, key=lambda group: self._is_all_of(group, wanted)):
+        for is_all, run in groupby(self.groups_for(wanted), key=lambda group: self._is_all_of(group, wanted)):
             alike = list(run)
             tables = self._file.tables(alike, _LIGHT if is_all else (*_LIGHT, *_WHOSE))
             for group, table in zip(alike, tables, strict=True):
@@ -121,7 +144,7 @@ class AggFile:
         """States that have to be merged, of more than one number or made by others."""
         if not rows.num_rows:
             return []
-        heavy = self.heavy(group, _HEAVY).filter(marks)
+        heavy = self._file.read_group(group, _HEAVY).filter(marks)
         columns = {name: rows.column(name).to_pylist() for name in (names.COUNT, names.MIN, names.MIN_WHOLE)}
         columns |= {name: heavy.column(name).to_pylist() for name in _HEAVY}
         keyed = zip(_keys(rows, dimensions), rows.column(names.MEASURE).to_pylist(), strict=True)
@@ -136,10 +159,14 @@ def _marks(table: Any, wanted: Wanted, *, is_all: bool) -> Any:
         pc.greater_equal(starts, pa.scalar(wanted.from_ms)), pc.less(starts, pa.scalar(wanted.to_ms))
     )
     if not is_all:
-        marks = pc.and_(marks, pc.equal(array_in(table, names.ROLLUP), wanted.rollup))
-        spans = array_in(table, names.INTERVAL_MS)
-        marks = pc.and_(marks, pc.equal(spans, pa.scalar(wanted.interval_ms)))
+        marks = pc.and_(marks, _is_of(table, wanted))
     return _having(array_in(table, names.DIMENSIONS), marks, wanted) if wanted.having else marks
+
+
+def _is_of(table: Any, wanted: Wanted) -> Any:
+    """Marks the rows of the wanted rollup and interval."""
+    spans = pc.equal(array_in(table, names.INTERVAL_MS), pa.scalar(wanted.interval_ms))
+    return pc.and_(pc.equal(array_in(table, names.ROLLUP), wanted.rollup), spans)
 
 
 def _having(dimensions: Any, marks: Any, wanted: Wanted) -> Any:

@@ -11,8 +11,9 @@ from tailrace.query.families.numbers import np, numbers_in
 from tailrace.query.families.parquet_file import array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.states.exact_sums import Sums
-from tailrace.query.states.keyed import KeyedStates, Piece, Texts
+from tailrace.query.states.keyed import KeyedStates
 from tailrace.query.states.spread import CODE_MAX, Spread
+from tailrace.query.states.stored import StoredStates
 from tailrace.query.states.summaries import Summaries
 from tailrace.store.arrow import pa, pc
 
@@ -40,75 +41,95 @@ def add_file(
     """Adds what is wanted of a file, all of it or nothing; answers how many groups that were."""
     found, rows = states.fresh(), 0
     try:
-        for piece in _pieces(file, wanted, counted, measured, states.texts):
+        for stored, is_kept in _stored(file, wanted, tuple(counted), tuple(measured)):
             look_at_clock()
+            chosen = stored.chosen(wanted.from_ms, wanted.to_ms, wanted.having)
+            piece = stored.piece(chosen, wanted.grouped, states.texts)
             rows += len(piece.windows)
-            found.add(piece)
+            found.add(piece if is_kept else piece.arrays())
     except (pa.ArrowException, IndexError) as error:
         raise UnusableFileError(f"it is not what it should be: {error}") from error
     states.absorb(found)
     return rows
 
 
-def _pieces(
-    file: AggFile,
-    wanted: Wanted,
-    counted: Sequence[str],
-    measured: Sequence[Measured],
-    texts: Sequence[Texts],
-) -> Iterator[Piece]:
-    columns = _columns_for(measured)
-    for group, table, marks in file.chosen(wanted):
-        rows = np.flatnonzero(numbers_in(marks))
-        if not len(rows):
+def _stored(
+    file: AggFile, wanted: Wanted, counted: tuple[str, ...], measured: tuple[Measured, ...]
+) -> Iterator[tuple[StoredStates, bool]]:
+    """The states of a rollup and interval, by row group, and whether the file keeps them."""
+    section = _Section(file, wanted, _columns_for(measured))
+    for group in file.groups_for(wanted):
+        key = (group, wanted.rollup, wanted.interval_ms, counted, measured)
+        found = file.kept.find(key)
+        if found is not None:
+            yield found, True
             continue
-        measures = array_in(table, names.MEASURE)
-        named = {name: _rows_of(measures, rows, name) for name in (*counted, *(one.name for one in measured))}
-        lead = next(iter(named.values()), None)
-        if lead is None:
-            lead = _rows_of(measures, rows, measures[int(rows[0])].as_py())
-        windows, codes = _keys(table, lead, wanted, texts)
-        for places in named.values():
-            # A group has a row for every measure, in one order.
-            if (
-                len(places) != len(lead)
-                or (numbers_in(array_in(table, names.WINDOW_START))[places] != windows).any()
-            ):
-                raise UnusableFileError("a group lacks a measure")
-        sizes = numbers_in(array_in(table, names.COUNT))
-        heavy = file.heavy(group, columns) if measured else None
-        yield Piece(
-            windows,
-            codes,
-            {name: sizes[named[name]] for name in counted},
-            {one.name: _summaries(heavy, sizes, named[one.name], one) for one in measured},
-        )
+        found = _decoded(section.begun_in(group), wanted.measures, counted, measured)
+        yield found, file.kept.put(key, found)
+
+
+class _Section:
+    """The rows of one rollup and interval. A group may begin in one row group and end in the next."""
+
+    def __init__(self, file: AggFile, wanted: Wanted, columns: Sequence[str]) -> None:
+        self._file = file
+        self._wanted = wanted
+        self._columns = columns
+        self._read: dict[int, tuple[Any, Any]] = {}
+
+    def begun_in(self, group: int) -> Any:
+        """All rows of the groups that begin in a row group."""
+        table, places = self._rows(group)
+        begins = np.flatnonzero(places == 0)
+        if not len(begins):
+            return table.slice(0, 0)
+        found = [table.slice(int(begins[0]))]
+        missing = len(self._wanted.measures) - (len(places) - int(begins[-1]))
+        while missing > 0 and (group := group + 1) < self._file.groups:
+            table, places = self._rows(group)
+            begins = np.flatnonzero(places == 0)
+            found.append(table.slice(0, int(begins[0]) if len(begins) else None))
+            missing -= found[-1].num_rows
+            if len(begins):
+                break
+        return found[0] if len(found) == 1 else pa.concat_tables(found).combine_chunks()
+
+    def _rows(self, group: int) -> tuple[Any, Any]:
+        """The rows of a row group that are of this section, and the place of each one's measure."""
+        found = self._read.get(group)
+        if found is None:
+            table = self._file.read(group, self._columns, self._wanted)
+            measures = pa.array(self._wanted.measures, array_in(table, names.MEASURE).type)
+            places = pc.index_in(array_in(table, names.MEASURE), value_set=measures)
+            found = table, numbers_in(pc.fill_null(places, -1))
+            self._read = {group: found}  # the next row group is asked for twice at most
+        return found
+
+
+def _decoded(
+    table: Any, measures: Sequence[str], counted: Sequence[str], measured: Sequence[Measured]
+) -> StoredStates:
+    """Whole groups of one rollup and interval."""
+    found = array_in(table, names.MEASURE)
+    expected = pa.array(list(measures) * (len(found) // len(measures)), found.type)
+    if len(found) != len(expected) or not found.equals(expected):
+        raise UnusableFileError("a group does not have each measure once")
+    rows = {name: np.arange(place, len(found), len(measures)) for place, name in enumerate(measures)}
+    sizes, lead = numbers_in(array_in(table, names.COUNT)), rows[measures[0]]
+    return StoredStates(
+        numbers_in(array_in(table, names.WINDOW_START))[lead],
+        array_in(table, names.DIMENSIONS).take(pa.array(lead)),
+        {name: sizes[rows[name]] for name in counted},
+        {one.name: _summaries(table, sizes, rows[one.name], one) for one in measured},
+    )
 
 
 def _columns_for(measured: Sequence[Measured]) -> list[str]:
-    found = {names.SUM, names.SUM_REST, names.SUM_EXACT, names.SKETCH}
+    found = {names.SUM, names.SUM_REST, names.SUM_EXACT, names.SKETCH} if measured else set[str]()
     for one in measured:
         found.update(_WHOLE_EDGES if one.whole else _EDGES)
         found.update([names.HISTOGRAM] if one.histogram else [])
     return sorted(found)
-
-
-def _rows_of(measures: Any, rows: Any, name: str) -> Any:
-    """Of some rows those of a measure."""
-    return rows[numbers_in(pc.equal(measures, name))[rows]]
-
-
-def _keys(table: Any, rows: Any, wanted: Wanted, texts: Sequence[Texts]) -> tuple[Any, list[Any]]:
-    """The windows of some rows, and the codes of their dimensions."""
-    windows = numbers_in(array_in(table, names.WINDOW_START))[rows]
-    if not wanted.grouped:
-        return windows, []
-    dimensions = array_in(table, names.DIMENSIONS).take(pa.array(rows))
-    codes: list[Any] = []
-    for place, known in zip(wanted.grouped, texts, strict=True):
-        encoded = pc.list_element(dimensions, place).dictionary_encode("encode")
-        codes.append(known.coded(encoded.dictionary.to_pylist())[numbers_in(encoded.indices)])
-    return windows, codes
 
 
 def _summaries(table: Any, sizes: Any, rows: Any, measured: Measured) -> Summaries:
@@ -158,8 +179,10 @@ def _filled(numbers: Any, none: float) -> Any:
 def _spread(maps: Any, rows: Any, code_max: int) -> Spread:
     """The buckets of some rows; those of other measures lie in between."""
     starts = numbers_in(maps.offsets).astype(np.int64)
-    codes, counts = numbers_in(maps.keys), numbers_in(maps.items)
-    if starts[0] or starts[-1] != len(codes):
+    mine = slice(starts[0], starts[-1])  # the rows may be a part of a longer list
+    codes, counts = numbers_in(maps.keys)[mine], numbers_in(maps.items)[mine]
+    starts -= starts[0]
+    if starts[-1] != len(codes):
         raise UnusableFileError("it has buckets of no state")
     sizes = np.diff(starts)[rows]
     if int(sizes.sum()) == len(codes):

@@ -105,10 +105,6 @@ class FtsFile:
         except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError, OSError) as error:
             raise UnusableFileError(f"it is no split: {error}") from error
         check_facts(facts, names.FTS, stream_id, first, last)
-        if int(facts[names.FACT_FORMAT]) < names.POSITIONS_FORMAT:
-            # Phrases and keywords were left to a library, and are now to the records.
-            self.keywords = frozenset[str]()
-            texts = [msgspec.structs.replace(text, positions=False) for text in texts]
         self.texts = {text.field: text for text in texts}
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)

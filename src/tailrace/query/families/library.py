@@ -124,10 +124,15 @@ class Library:
                 missing.append(served)
             else:
                 found[key] = opened
-        for served, opened in zip(missing, await asyncio.gather(*map(self.open, missing)), strict=True):
-            if opened is not None:
-                found[served.published.key] = opened
+        if missing:
+            for served, opened in zip(missing, await asyncio.gather(*map(self.open, missing)), strict=True):
+                if opened is not None:
+                    found[served.published.key] = opened
         return found
+
+    def at_hand(self, files: Mapping[str, Served]) -> bool:
+        """Whether all of some files are open already."""
+        return all(self.shelf.holds(served.published) for served in files.values())
 
     async def open(self, served: Served) -> Opened | None:
         return await self.shelf.open(served.published, partial(_open, served))

@@ -18,7 +18,7 @@ from tailrace.query import family_format as names
 from tailrace.query.families.body import Body, Range, Stretch, bytes_of, turns
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.shelf import WholeWantedError
-from tailrace.store import segment_tail
+from tailrace.store import block_filter, segment_tail
 from tailrace.store.arrow import pa, pq
 from tailrace.store.byte_window import ByteWindow
 from tailrace.store.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
@@ -30,7 +30,7 @@ DECODED_BYTES_MAX = 4 << 20  # of one file: the row groups that were not asked f
 
 
 def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, last: int) -> None:
-    """Refuses a file that speaks of something else, or in a form that is not known yet."""
+    """Refuses a file that speaks of something else, or in a form that is not known."""
     try:
         form = int(facts[names.FACT_FORMAT])
         found = (
@@ -41,8 +41,9 @@ def check_facts(facts: dict[str, str], family: str, stream_id: str, first: int, 
         )
     except (KeyError, ValueError) as error:
         raise UnusableFileError(f"it lacks a fact: {error}") from error
-    if form > names.FORMATS[family]:
-        raise UnusableFileError(f"it has format {form}, of a newer version of Tailrace")
+    if form != names.FORMATS[family]:
+        whose = "a newer" if form > names.FORMATS[family] else "an older"
+        raise UnusableFileError(f"it has format {form}, of {whose} version of Tailrace")
     if found != (family, stream_id, first, last):
         raise UnusableFileError(f"it is the {found[0]} of {found[2]} to {found[3]} of {found[1]}")
 
@@ -62,13 +63,22 @@ class ParquetFile:
             self.metadata, self._footer_bytes = _footer(body)
             self._blocks = _Blocks(self.facts)
         self.groups: int = self.metadata.num_row_groups
-        schema = self.metadata.schema
-        self.names: list[str] = schema.to_arrow_schema().names
-        self._leaves: dict[str, int] = {schema.column(at).path: at for at in range(len(schema))}
+        # Not by `metadata.schema`: the library's two objects hold each other, and footers of files that are
+        # long closed would stay until somebody looks for cycles.
+        self._schema: Any = (self._file or self._at(())).schema_arrow.remove_metadata()
+        self._leaves: dict[str, int] = {}
+        if self.groups:
+            group = self.metadata.row_group(0)
+            self._leaves = {group.column(at).path_in_schema: at for at in range(group.num_columns)}
         self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
         self._decoded_bytes = 0
         self._bounds: dict[tuple[int, str], tuple[Any, Any] | None] = {}  # that were asked for
         self._lock = Lock()  # searches on several threads share the file, and the library has one reader
+
+    @property
+    def names(self) -> list[str]:
+        """Of its columns."""
+        return self._schema.names
 
     @property
     def facts(self) -> dict[str, str]:
@@ -83,6 +93,11 @@ class ParquetFile:
         parsed = _PARSED * self._footer_bytes + _GROUP_OVERHEAD_BYTES * (self.groups + 1)
         return self._body.held_bytes + self._decoded_bytes + parsed
 
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self._body.size
+
     def statistics(self, group: int, column: str) -> tuple[Any, Any] | None:
         """The smallest and largest value of a plain column in a row group; None if that is not known."""
         key = (group, column)
@@ -91,9 +106,38 @@ class ParquetFile:
             self._bounds[key] = (found.min, found.max) if found is not None and found.has_min_max else None
         return self._bounds[key]
 
+    def rows_in(self, group: int) -> int:
+        rows: int = self.metadata.row_group(group).num_rows
+        return rows
+
     def has_nulls(self, group: int, column: str) -> bool:
         found = self.metadata.row_group(group).column(self._leaves[column]).statistics
         return found is None or not found.has_null_count or found.null_count > 0
+
+    def filters(self, groups: Sequence[int], column: str) -> list[bytes | None]:
+        """The Bloom filter of a plain column in each of some row groups; None where there is none."""
+        start = 0 if self._blocks is None else self._blocks.end
+        [stretch] = self._body.stretches([(start, self.size)], self._are_indexes)
+        found: list[bytes | None] = []
+        for group in groups:
+            told = self.metadata.row_group(group).column(self._leaves[column])
+            at, length = told.bloom_filter_offset, told.bloom_filter_length
+            if at is None or length is None:
+                found.append(None)
+                continue
+            if not start <= at < at + block_filter.BLOCK_BYTES <= at + length <= self.size:
+                raise UnusableFileError("a filter lies where none can be")
+            stored = stretch.data[at - stretch.start : at - stretch.start + length]
+            found.append(bytes(block_filter.bits_in(stored)))
+        return found
+
+    def _are_indexes(self, stretch: Stretch) -> bool:
+        """Whether what lies between the row groups and the footer is as it was written."""
+        try:
+            segment_tail.check_index(bytes(stretch.data), segment_tail.facts_of(self.metadata))
+        except (CorruptSegmentError, ValueError):
+            return False
+        return True
 
     def tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Row groups as tables with one chunk for each column. Those near each other are fetched at once."""
@@ -134,7 +178,7 @@ class ParquetFile:
         return pa.concat_tables(tables or [self._empty(columns)]).combine_chunks()
 
     def _empty(self, columns: Sequence[str]) -> Any:
-        return self.metadata.schema.to_arrow_schema().empty_table().select(list(columns))
+        return self._schema.empty_table().select(list(columns))
 
     def _known(self, group: int, columns: tuple[str, ...]) -> Any:
         with self._lock:
@@ -181,7 +225,10 @@ class ParquetFile:
         if self._blocks is None:
             return self._file
         wanted = [self._blocks.around(found) for found in self._ranges(groups, columns)]
-        held = self._body.stretches(wanted, self._blocks.are_right) if wanted else ()
+        return self._at(self._body.stretches(wanted, self._blocks.are_right) if wanted else ())
+
+    def _at(self, held: Sequence[Stretch]) -> Any:
+        """The library's reader of a file of which only these bytes are at hand."""
         window = ByteWindow(self._body.size, held)
         return pq.ParquetFile(window, metadata=self.metadata, pre_buffer=False)
 
@@ -192,19 +239,19 @@ class _Blocks:
     def __init__(self, facts: dict[str, str]) -> None:
         try:
             self._bytes = int(facts[names.FACT_BLOCK_BYTES])
-            self._end = int(facts[names.FACT_CHECKED_BYTES])
+            self.end = int(facts[names.FACT_CHECKED_BYTES])
             self._digests = facts[names.FACT_BLOCK_XXH3]
         except (KeyError, ValueError) as error:
             raise UnusableFileError(f"it lacks checksums: {error}") from error
-        if self._bytes <= 0 or len(self._digests) != 16 * -(-self._end // self._bytes):
+        if self._bytes <= 0 or len(self._digests) != 16 * -(-self.end // self._bytes):
             raise UnusableFileError("it does not have a checksum for every block")
 
     def around(self, wanted: Range) -> Range:
         """The whole blocks that some bytes lie in."""
         start, stop = wanted
-        if not 0 <= start <= stop <= self._end:
+        if not 0 <= start <= stop <= self.end:
             raise UnusableFileError("a column lies beyond the blocks")
-        return start // self._bytes * self._bytes, min(-(-stop // self._bytes) * self._bytes, self._end)
+        return start // self._bytes * self._bytes, min(-(-stop // self._bytes) * self._bytes, self.end)
 
     def are_right(self, stretch: Stretch) -> bool:
         for at in range(0, len(stretch.data), self._bytes):
@@ -247,4 +294,6 @@ def _footer(body: Body) -> tuple[Any, int]:
 def array_in(table: Any, name: str) -> Any:
     """A column as one array."""
     column = table.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks or [pa.array([], column.type)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tailrace.store.disk_cache import Part, source_of
+from tailrace.store.object_book import stream_of
 
 
 class UnusableFileError(Exception):
@@ -18,6 +19,12 @@ class Published(NamedTuple):
     stream_id: str
     bytes: int
     sha256: str
+
+    @property
+    def artifact(self) -> str:
+        """What kind of object it is."""
+        _, artifact = stream_of(self.key) or ("", "")
+        return artifact
 
     def part(self, start: int, stop: int) -> Part:
         return Part(source_of(self.key), start, stop)

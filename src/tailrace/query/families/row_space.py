@@ -41,6 +41,8 @@ class RowSpace:
 
     def rows(self, entries: Any) -> int:
         """The set of rows of some ascending entries."""
+        if not len(entries):
+            return 0  # of most files, when a value is looked for that few records have
         return bits_at(self.cut(entries)[1], self.count)
 
     def each(self, numbers: Any, first: int) -> Any:

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
 from tailrace.query.families.body import Body, PartsBody, WholeBody
 from tailrace.query.families.published import Published, UnusableFileError
+from tailrace.query.family_format import ROUTING_KEY_LEXICON
 from tailrace.store.byte_budget import ByteBudget
 from tailrace.store.object_parts import ObjectParts, Work
 from tailrace.store.objects import ObjectsError
@@ -72,10 +73,12 @@ class Shelf:
         work: Work,
         readers: Work,
         *,
+        lexicons: ObjectParts | None = None,
         bytes_max: int = OPENED_BYTES_MAX,
         whole_bytes_max: int = WHOLE_BYTES_MAX,
     ) -> None:
         self._parts = parts
+        self._lexicons = lexicons or parts  # small, and asked for page by page: others do not push them out
         self._work = work
         self._readers = readers
         self._bytes_max = bytes_max
@@ -101,6 +104,9 @@ class Shelf:
         self._measure(published.key, found)
         return found[0]
 
+    def holds(self, published: Published) -> bool:
+        return published.key in self._opened
+
     def may_open(self, published: Published) -> bool:
         """Whether it is worth a try."""
         until = self._unusable.get(published.key)
@@ -121,6 +127,9 @@ class Shelf:
         """Memory is short: everything can be had again."""
         self._opened.clear()
         self.bytes = 0
+
+    def _parts_of(self, published: Published) -> ObjectParts:
+        return self._lexicons if published.artifact == ROUTING_KEY_LEXICON else self._parts
 
     async def _load(self, published: Published, open_file: Open) -> Opened | None:
         try:
@@ -154,7 +163,7 @@ class Shelf:
 
     async def _opened_by_parts(self, published: Published, open_file: Open) -> Opened | None:
         """None if its parts cannot be checked one by one."""
-        body = PartsBody(self._parts, self._work, published)
+        body = PartsBody(self._parts_of(published), self._work, published)
         try:
             try:
                 opened = await self.on_thread(open_file, body)
@@ -172,18 +181,18 @@ class Shelf:
 
     async def _opened_whole(self, published: Published, open_file: Open) -> Opened:
         """From the cache on disk if that has it whole, else from the store."""
-        wanted = published.part(0, published.bytes)
-        await self._parts.opened()
-        cached = self._parts.find(*wanted)
+        parts, wanted = self._parts_of(published), published.part(0, published.bytes)
+        await parts.opened()
+        cached = parts.find(*wanted)
         if cached is not None:
-            raw = await self._parts.read(cached, wanted)
+            raw = await parts.read(cached, wanted)
             try:
                 if raw is not None:
                     return await self._work.on_thread(_checked, published, raw, open_file)
             except UnusableFileError as error:
                 logger.warning("the cached copy of %s is damaged: %s", published.key, error)
-            await self._parts.drop(cached)
-        data = await self._parts.fetch(published.key, wanted)
+            await parts.drop(cached)
+        data = await parts.fetch(published.key, wanted)
         return await self._work.on_thread(_checked, published, bytes(data), open_file)
 
     def _measure(self, key: str, found: tuple[Opened, int]) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import orjson
 
 from tailrace.query.families.numbers import np
-from tailrace.query.states.keyed import Key, KeyedStates, Piece, group_ids
-from tailrace.query.states.shown import Piece as Text
-from tailrace.query.states.shown import count_pieces, joined, summary_pieces
+from tailrace.query.states.keyed import Key, KeyedStates, group_ids
+from tailrace.query.states.shown import joined
 from tailrace.schema.instants import from_unix_ms
 from tailrace.store.arrow import BINARY, pa
+
+# A window mostly ends where the next one starts, and is asked for again.
+_shown_at = lru_cache(16_384)(from_unix_ms)
 
 
 def shown_windows(
@@ -31,17 +33,16 @@ def shown_windows(
     if not len(keys.windows):
         return [b"[]"]
     texts: list[Any] = []
-    for piece, named in zip(states.pieces, keys.texts, strict=True):
+    for piece in states.pieces:
         look_at_clock()
-        texts.append(_group_texts(piece, named))
+        texts.append(piece.texts())
     texts.append(pa.array([shown for _, shown in others], BINARY))
     order = np.lexsort([keys.ranks, keys.windows])
-    windows = keys.windows[order]
     found = pa.concat_arrays(texts)
     if (order[1:] < order[:-1]).any():
         found = found.take(pa.array(order))
     look_at_clock()
-    return _wrapped(found, windows, interval_ms)
+    return _wrapped(found, keys, order, interval_ms, len(others))
 
 
 class _Keys:
@@ -60,57 +61,39 @@ class _Keys:
         ids = group_ids(columns, len(self.windows))
         _, leads, which = np.unique(ids, return_index=True, return_inverse=True)
         listed = [values.listed() for values in texts]
-        names = [
+        self.names = [
             orjson.dumps(
                 {name: of[column[row]] for name, of, column in zip(group_by, listed, columns, strict=True)}
             )
             for row in leads.tolist()
         ]
-        rank = np.empty(len(names), np.int64)
-        rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        rank = np.empty(len(self.names), np.int64)
+        rank[sorted(range(len(self.names)), key=self.names.__getitem__)] = np.arange(len(self.names))
         self.ranks = rank[which]
-        named = pa.array(names, BINARY)
-        self.texts: list[Any] = []
-        at = 0
-        for piece in pieces:
-            self.texts.append(named.take(pa.array(which[at : at + len(piece.windows)])))
-            at += len(piece.windows)
+        self.which = which  # the place of each group's name
 
 
-def _group_texts(piece: Piece, named: Any) -> Any:
-    """Each group as JSON, its measures in the order of their names."""
-    parts: list[Text] = [b'{"key":', named, b',"measures":{']
-    for index, name in enumerate(sorted([*piece.counts, *piece.summaries])):
-        parts.append(b"%b%b:" % (b"," if index else b"", orjson.dumps(name)))
-        if name in piece.counts:
-            parts += count_pieces(piece.counts[name])
-        else:
-            parts += summary_pieces(piece.summaries[name])
-    parts.append(b"}}")
-    return joined(_fewer(parts))
-
-
-def _fewer(parts: Sequence[Text]) -> list[Text]:
-    """The same with constant pieces that follow each other as one."""
-    found: list[Text] = []
-    for part in parts:
-        if isinstance(part, bytes) and found and isinstance(found[-1], bytes):
-            found[-1] += part
-        else:
-            found.append(part)
-    return found
-
-
-def _wrapped(texts: Any, windows: Any, interval_ms: int) -> list[bytes | memoryview]:
-    """Groups in their windows. What lies between them is written in front of each."""
+def _wrapped(texts: Any, keys: _Keys, order: Any, interval_ms: int, others: int) -> list[bytes | memoryview]:
+    """Groups in their windows. What lies between them, and the name of each, is written in front of it."""
+    windows = keys.windows[order]
     is_first = np.concatenate([[True], windows[1:] != windows[:-1]])
-    shown_at = lru_cache(None)(from_unix_ms)  # a window mostly ends where the next one starts
     between = [b","]
     for start_ms in windows[is_first].tolist():
-        start, end = shown_at(start_ms), shown_at(start_ms + interval_ms)
+        start, end = _shown_at(start_ms), _shown_at(start_ms + interval_ms)
         before = b"]}," if len(between) > 1 else b"["
         between.append(b'%b{"start":"%b","end":"%b","groups":[' % (before, start.encode(), end.encode()))
-    which = np.where(is_first, np.cumsum(is_first), 0)
-    found = joined([pa.array(between, BINARY).take(pa.array(which)), texts])
+    named = [b'{"key":%b,"measures":' % name for name in keys.names] + [b""]
+    behind = [b"}", b""]
+    which = keys.which.copy()
+    which[len(which) - others :] = len(named) - 1  # these are whole as they are
+    is_other = (which == len(named) - 1).astype(np.int64)
+    found = joined(
+        [
+            pa.array(between, BINARY).take(pa.array(np.where(is_first, np.cumsum(is_first), 0))),
+            pa.array(named, BINARY).take(pa.array(which[order])),
+            texts,
+            pa.array(behind, BINARY).take(pa.array(is_other[order])) if others else b"}",
+        ]
+    )
     offsets = np.frombuffer(found.buffers()[1], np.int32, len(found) + 1)
     return [memoryview(found.buffers()[2])[offsets[0] : offsets[-1]], b"]}]"]

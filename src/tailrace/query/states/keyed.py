@@ -1,15 +1,17 @@
 """States by window and group: what rollups and columns gave, until it is shown.
 
 What comes in is kept as it comes, in pieces. Most groups come once; those that come again are taken out of
-their pieces, merged, and become a piece of their own.
+their pieces, merged, and become a piece of their own. A piece may be of what a file keeps (`states.stored`):
+then nothing of it is copied unless it has to be merged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from tailrace.query.families.numbers import np
+from tailrace.query.states.shown import measure_texts
 from tailrace.query.states.summaries import Summaries, joined_summaries
 
 UNSETTLED_ROWS_MAX: Final = 200_000
@@ -19,8 +21,30 @@ UNSETTLED_BYTES_MAX: Final = 32 << 20
 Key = tuple[int, tuple[str | None, ...]]  # the start of the window, and the values of `group_by`
 
 
-class Piece(NamedTuple):
+class Rows(Protocol):
     """States of some groups, one row for each."""
+
+    @property
+    def windows(self) -> Any: ...
+    @property
+    def codes(self) -> list[Any]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_lent(self) -> bool:
+        """Whether it is most of what somebody keeps, texts and all, and is best left as it is."""
+        ...
+
+    def take(self, rows: Any) -> Rows: ...
+    def keep(self, marks: Any) -> Rows: ...
+    def arrays(self) -> Piece: ...
+    def texts(self) -> Any:
+        """The measures of each row as JSON, in the order of their names."""
+        ...
+
+
+class Piece(NamedTuple):
+    """States of some groups in arrays of their own."""
 
     windows: Any
     codes: list[Any]  # for each dimension that groups are by, the code of its value
@@ -28,18 +52,19 @@ class Piece(NamedTuple):
     summaries: dict[str, Summaries]
 
     @property
+    def is_lent(self) -> bool:
+        return False
+
+    @property
     def nbytes(self) -> int:
         lists = 8 * len(self.windows) * (1 + len(self.codes) + len(self.counts))
         return lists + sum(found.nbytes for found in self.summaries.values())
 
-    def keys(self, rows: Any, texts: Sequence[Sequence[str | None]]) -> list[Key]:
-        """The window of each of some rows, and its values by code."""
-        columns = [
-            [of[code] for code in cast("list[int]", codes[rows].tolist())]
-            for of, codes in zip(texts, self.codes, strict=True)
-        ]
-        values = list(zip(*columns, strict=True)) if columns else [()] * len(rows)
-        return list(zip(cast("list[int]", self.windows[rows].tolist()), values, strict=True))
+    def arrays(self) -> Piece:
+        return self
+
+    def texts(self) -> Any:
+        return measure_texts(self.counts, self.summaries, len(self.windows))
 
     def take(self, rows: Any) -> Piece:
         return Piece(
@@ -85,6 +110,16 @@ def joined_pieces(pieces: Sequence[Piece]) -> Piece:
     )
 
 
+def _keys(piece: Rows, rows: Any, texts: Sequence[Sequence[str | None]]) -> list[Key]:
+    """The window of each of some rows, and its values by code."""
+    columns = [
+        [of[code] for code in cast("list[int]", codes[rows].tolist())]
+        for of, codes in zip(texts, piece.codes, strict=True)
+    ]
+    values = list(zip(*columns, strict=True)) if columns else [()] * len(rows)
+    return list(zip(cast("list[int]", piece.windows[rows].tolist()), values, strict=True))
+
+
 def group_ids(columns: Iterable[Any], count: int) -> Any:
     """A number for each row, the same where all columns are the same, and ascending as they do."""
     ids, size = np.zeros(count, np.int64), 1
@@ -119,30 +154,34 @@ class KeyedStates:
 
     def __init__(self, texts: Sequence[Texts]) -> None:
         self.texts = texts
-        self.pieces: list[Piece] = []
+        self.pieces: list[Rows] = []
+        self.rows = 0
+        self.nbytes = 0
         self._unsettled_rows = 0
         self._unsettled_bytes = 0
-
-    @property
-    def rows(self) -> int:
-        return sum(len(piece.windows) for piece in self.pieces)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
 
     def fresh(self) -> KeyedStates:
         """The same without any state: for what is taken in as a whole, or not at all."""
         return KeyedStates(self.texts)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Rows) -> None:
         if not len(piece.windows):
             return
-        self.pieces.append(piece)
+        self._put(piece)
         self._unsettled_rows += len(piece.windows)
         self._unsettled_bytes += piece.nbytes
         if self._unsettled_rows > UNSETTLED_ROWS_MAX or self._unsettled_bytes > UNSETTLED_BYTES_MAX:
             self.settle()
+
+    def _put(self, piece: Rows) -> None:
+        self.pieces.append(piece)
+        self.rows += len(piece.windows)
+        self.nbytes += piece.nbytes
+
+    def _replace(self, pieces: Iterable[Rows]) -> None:
+        self.pieces, self.rows, self.nbytes = [], 0, 0
+        for piece in pieces:
+            self._put(piece)
 
     def absorb(self, others: KeyedStates) -> None:
         for piece in others.pieces:
@@ -153,16 +192,12 @@ class KeyedStates:
         self._unsettled_rows = self._unsettled_bytes = 0
         if not self.pieces:
             return
-        piece = joined_pieces(self.pieces)
-        self.pieces = [piece]
-        found = _repeated(group_ids([piece.windows, *piece.codes], len(piece.windows)))
-        if found is None:
-            return
-        rows, group_of, groups = found
-        once = np.ones(len(piece.windows), bool)
-        once[rows] = False
-        self.pieces = [piece.keep(once)] if once.any() else []
-        self.pieces.append(piece.take(rows).merged(group_of, groups))
+        own = [piece.arrays() for piece in self.pieces if not piece.is_lent]
+        pieces = [piece for piece in self.pieces if piece.is_lent]
+        pieces += [joined_pieces(own)] if own else []
+        columns = zip(*([piece.windows, *piece.codes] for piece in pieces), strict=True)
+        found = _repeated(group_ids([np.concatenate(column) for column in columns], self.rows))
+        self._replace(pieces if found is None else _merged(pieces, *found))
 
     def take_out(self, keys: Collection[Key]) -> list[tuple[list[Key], Piece]]:
         """The states of some groups, as pieces with the key of each row; they are here no more."""
@@ -171,11 +206,12 @@ class KeyedStates:
         found: list[tuple[list[Key], Piece]] = []
         for place, piece in enumerate(self.pieces):
             rows = cast("list[int]", np.flatnonzero(np.isin(piece.windows, windows)).tolist())
-            named = zip(rows, piece.keys(rows, listed), strict=True)
+            named = zip(rows, _keys(piece, rows, listed), strict=True)
             gone = {row: key for row, key in named if key in keys}
             if gone:
-                found.append((list(gone.values()), piece.take(np.array(list(gone)))))
+                found.append((list(gone.values()), piece.take(np.array(list(gone))).arrays()))
                 self.pieces[place] = piece.take(np.delete(np.arange(len(piece.windows)), list(gone)))
+        self._replace(self.pieces)
         return found
 
     def check(self, check_rows: Callable[[int], None], check_bytes: Callable[[int], None]) -> None:
@@ -184,6 +220,25 @@ class KeyedStates:
             self.settle()
             check_rows(self.rows)
         check_bytes(self.nbytes)
+
+
+def _merged(pieces: Sequence[Rows], rows: Any, group_of: Any, groups: int) -> list[Rows]:
+    """Pieces without the rows whose groups come again, and these merged. Rows are numbered through."""
+    again = np.zeros(sum(len(piece.windows) for piece in pieces), bool)
+    again[rows] = True
+    kept: list[Rows] = []
+    taken: list[Piece] = []
+    at = 0
+    for piece in pieces:
+        marks = again[at : at + len(piece.windows)]
+        at += len(marks)
+        if not marks.any():
+            kept.append(piece)
+            continue
+        taken.append(piece.take(np.flatnonzero(marks)).arrays())
+        if not marks.all():
+            kept.append(piece.keep(~marks))
+    return [*kept, joined_pieces(taken).merged(group_of[np.argsort(rows)], groups)]
 
 
 def _repeated(ids: Any) -> tuple[Any, Any, int] | None:

@@ -5,7 +5,7 @@ The bytes are those that `measures.Summary.shown` gives, group by group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -44,6 +44,27 @@ def joined(pieces: Sequence[Piece]) -> Any:
     """The pieces of each group as one text."""
     scalars = [pa.scalar(piece, BINARY) if isinstance(piece, bytes) else piece for piece in pieces]
     return pc.binary_join_element_wise(*scalars, pa.scalar(b"", BINARY))
+
+
+def measure_texts(counts: Mapping[str, Any], summaries: Mapping[str, Summaries], rows: int) -> Any:
+    """All measures of each group as one object, in the order of their names."""
+    parts: list[Piece] = [b"{"]
+    for index, name in enumerate(sorted([*counts, *summaries])):
+        parts.append(b"%b%b:" % (b"," if index else b"", orjson.dumps(name)))
+        parts += count_pieces(counts[name]) if name in counts else summary_pieces(summaries[name])
+    parts.append(b"}")
+    return joined(_fewer(parts)) if len(parts) > 2 else pa.array([b"{}"] * rows, BINARY)
+
+
+def _fewer(parts: Sequence[Piece]) -> list[Piece]:
+    """The same with constant pieces that follow each other as one."""
+    found: list[Piece] = []
+    for part in parts:
+        if isinstance(part, bytes) and found and isinstance(found[-1], bytes):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
 
 
 def count_pieces(counts: Any) -> list[Piece]:

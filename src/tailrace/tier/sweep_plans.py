@@ -1,0 +1,77 @@
+"""Which plans in the folder of a stream are still needed. All others may be swept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from tailrace.log.catalogue import DOCUMENT, plans_in
+from tailrace.log.image import StoredStreams
+from tailrace.store.companions import Companion, PlanBook, plan_name
+from tailrace.store.document_objects import DocumentObject, document_key
+from tailrace.store.manifest_model import Head
+from tailrace.store.meta_objects import MetaCorruptError, MetaObjects
+from tailrace.store.objects import ObjectMissingError
+from tailrace.store.segments import stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.store.objects import ObjectInfo, Objects
+
+_PLAN: Final = re.compile(r"plans/[0-9a-f]{64}\.json")
+
+# The plans that the server itself remembers of a stream; those in the bucket may be behind.
+Remembered = Callable[[Head], Awaitable[PlanBook]]
+
+
+def remembered_in(store: StoredStreams, head: Head) -> PlanBook:
+    """On a thread: the plans of a stream in the hot store."""
+    stream = store.stream_by_name(head.name)
+    if stream is None or stream.incarnation != head.incarnation:
+        return PlanBook()
+    return plans_in(stream.documents)
+
+
+async def superseded(
+    objects: Objects,
+    head: Head,
+    companions: AsyncIterator[Companion],
+    found: Sequence[ObjectInfo],
+    oldest_ns: int,
+    remembered: Remembered | None,
+) -> list[ObjectInfo]:
+    """Plans that no stream remembers and no companion was built by. Nobody may store plans meanwhile.
+
+    A plan that is wanted again is stored anew, so each is looked at once more: the listing is of before.
+    """
+    prefix = stream_prefix(head.stream_id)
+    plans = [info for info in found if _PLAN.fullmatch(info.key.removeprefix(prefix))]
+    book = await _recorded(objects, head) if plans else None
+    if book is None:
+        return []
+    known = {plan.hash for plan in book.plans}
+    if remembered is not None:
+        known |= {plan.hash for plan in (await remembered(head)).plans}
+    known |= {one.plan_hash async for one in companions}
+    named = {prefix + plan_name(plan_hash) for plan_hash in known}
+    return [info for info in plans if info.key not in named and await _is_older(objects, info.key, oldest_ns)]
+
+
+async def _recorded(objects: Objects, head: Head) -> PlanBook | None:
+    """The plans that the bucket remembers of a stream; None if that cannot be told."""
+    if DOCUMENT not in head.meta_keys:
+        return PlanBook()
+    try:
+        found = await MetaObjects(objects, 0).load(document_key(head.stream_id, DOCUMENT), DocumentObject)
+        return None if found is None else plans_in({DOCUMENT: bytes(found[0].document)})
+    except (MetaCorruptError, msgspec.DecodeError):
+        return None
+
+
+async def _is_older(objects: Objects, key: str, oldest_ns: int) -> bool:
+    try:
+        return (await objects.head(key)).modified_ns <= oldest_ns
+    except ObjectMissingError:
+        return False

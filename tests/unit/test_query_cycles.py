@@ -1,0 +1,56 @@
+"""What a search used is gone when it is over: no file waits for somebody to look for cycles."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+
+import pyarrow.parquet as pq
+import pytest
+
+from support.aggregate_model import rollup_view
+from support.companions import Stored, build, plan_of
+from support.queries import payload_of
+from support.search_model import registry_of
+from tailrace.query.collect import Collector
+from tailrace.query.families.body import WholeBody
+from tailrace.query.families.parquet_file import ParquetFile
+from tailrace.query.search_request import Asked, bind_request
+from tailrace.query.view import View
+
+
+@pytest.fixture(autouse=True)
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_collector_is_gone_with_its_search() -> None:
+    view = View(registry_of(None))
+    request = bind_request(Asked("id:a", 10, None, None, None), view.config, 1000)
+    collector = Collector(view, request, 0, 100)
+    assert collector.scan(1, [payload_of({"id": "a"})], None, time.monotonic() + 60) == 1
+    assert len(collector.top.hits) == 1
+    left = weakref.ref(collector)
+    del collector
+    assert left() is None
+
+
+def test_footers_of_closed_files_do_not_stay() -> None:
+    rows = [Stored(entry, payload_of({"id": "x", "at": entry})) for entry in range(1, 9)]
+    data = build(rows, plan_of(rollup_view().registry), families=["col"])["col"].data
+    gc.collect()
+    file = ParquetFile(WholeBody(data))
+    assert file.read(file.names[:1]).num_rows == 8
+    del file
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        assert not [one for one in gc.garbage if isinstance(one, pq.FileMetaData | pq.ParquetSchema)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

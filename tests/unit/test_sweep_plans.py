@@ -1,0 +1,186 @@
+"""Plans of the pipeline in the bucket: those that nobody needs are swept, and never another one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.manifests import CrashError, CrashingObjects, facts, segment
+from tailrace.clock import SYSTEM_CLOCK, Clock, FakeClock
+from tailrace.limits import Limits
+from tailrace.log.catalogue import DOCUMENT, encode_plans
+from tailrace.log.image import StoredStreams
+from tailrace.store.bucket import objects_under
+from tailrace.store.companions import Companion, PlanBook, PlanEntry, companion_name, plan_name
+from tailrace.store.document_objects import DocumentObject, document_key
+from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import Head
+from tailrace.store.meta_objects import MetaObjects
+from tailrace.store.objects import Objects, open_objects
+from tailrace.store.segments import stream_prefix
+from tailrace.tier.companion_seal import CompanionSealing
+from tailrace.tier.seal_job import Job, Publication, Report
+from tailrace.tier.sweep import Orphan, Sweeper
+
+_NAMES = count()
+HOUR_S = 3600
+MONTH_NS = 30 * 24 * HOUR_S * 10**9
+STREAM = facts(0).stream_id
+PREFIX = stream_prefix(STREAM)
+RECORDED, REMEMBERED, BUILT_BY, NOBODYS = (f"sha256:{digit * 64}" for digit in "abcd")
+
+
+def run(work: Callable[[Objects, Manifests], Awaitable[None]]) -> None:
+    async def running() -> None:
+        objects = open_objects(f"memory://sweep-plans-{next(_NAMES)}")
+        manifests = Manifests(objects, 1)
+        await _fill(objects, manifests)
+        await work(objects, manifests)
+        await objects.close()
+
+    asyncio.run(running())
+
+
+def _book(*hashes: str) -> PlanBook:
+    return PlanBook(False, tuple(PlanEntry(number, each, {}) for number, each in enumerate(hashes)))
+
+
+async def _fill(objects: Objects, manifests: Manifests) -> None:
+    """A stream with four plans: one that the bucket remembers, one that a companion was built by."""
+    await MetaObjects(objects, 1).put(
+        document_key(STREAM, DOCUMENT), DocumentObject(document=msgspec.Raw(encode_plans(_book(RECORDED))))
+    )
+    await manifests.publish(facts(4, meta_keys=(DOCUMENT,)), [segment(1, 4)])
+    name = companion_name(BUILT_BY, "col", 1, 4, "0" * 64, "parquet")
+    await objects.create(PREFIX + name, b"a companion")
+    companion = Companion("col", 1, 4, 4, name, 11, "0" * 64, {}, BUILT_BY)
+    await manifests.publish_companions(STREAM, [companion], [])
+    for plan_hash in (RECORDED, REMEMBERED, BUILT_BY, NOBODYS):
+        await objects.create(PREFIX + plan_name(plan_hash), b"a plan")
+
+
+async def _remembered(_head: Head) -> PlanBook:
+    return _book(REMEMBERED)
+
+
+def _later(hours: float) -> FakeClock:
+    clock = FakeClock(SYSTEM_CLOCK.now_ns())
+    clock.advance(hours * HOUR_S)
+    return clock
+
+
+async def _sweep(objects: Objects, hours: float, **options: Any) -> set[str]:
+    found: list[Orphan] = []
+    await Sweeper(objects, found.append, tombstone_ns=MONTH_NS, clock=_later(hours), **options).bucket()
+    return {orphan.key.removeprefix(PREFIX) for orphan in found}
+
+
+async def _plans(objects: Objects) -> set[str]:
+    return {info.key.removeprefix(PREFIX) async for info in objects_under(objects, f"{PREFIX}plans/")}
+
+
+def _names(hashes: Iterable[str]) -> set[str]:
+    return {plan_name(plan_hash) for plan_hash in hashes}
+
+
+def test_the_owner_sweeps_what_nobody_names_when_it_is_old() -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        options: dict[str, Any] = {"owner": manifests, "remembered": _remembered}
+        assert await _sweep(objects, 23, **options) == set()
+        assert await _sweep(objects, 25, dry_run=True, **options) == {plan_name(NOBODYS)}
+        assert await _sweep(objects, 25, **options) == {plan_name(NOBODYS)}
+        assert await _plans(objects) == _names((RECORDED, REMEMBERED, BUILT_BY))
+        assert await _sweep(objects, 1000, **options) == set()
+
+    run(work)
+
+
+def test_beside_a_server_nobody_else_sweeps_plans_and_alone_one_does() -> None:
+    async def work(objects: Objects, _: Manifests) -> None:
+        assert await _sweep(objects, 1000) == set()
+        assert await _sweep(objects, 2, offline=True) == _names((REMEMBERED, NOBODYS))
+
+    run(work)
+
+
+def test_plans_go_with_their_stream() -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        await manifests.bury(facts(4), SYSTEM_CLOCK.now_ns(), "deleted")
+        await _sweep(objects, 2)
+        assert await _plans(objects) == set()
+
+    run(work)
+
+
+@pytest.mark.parametrize("document", [None, b"", b"{}", b'{"version":1,"document":{"plans":7}}'])
+def test_what_the_stream_remembers_is_lost_or_damaged_and_nothing_goes(document: bytes | None) -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        key = document_key(STREAM, DOCUMENT)
+        await objects.delete([key])
+        if document is not None:
+            await objects.create(key, document)
+        assert await _sweep(objects, 1000, owner=manifests, remembered=_remembered) == set()
+
+    run(work)
+
+
+def test_a_plan_that_is_stored_again_meanwhile_stays() -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        async def store_again(head: Head) -> PlanBook:
+            """After the listing: too late to be seen in it."""
+            key = PREFIX + plan_name(NOBODYS)
+            data, etag = await objects.get(key)
+            await objects.replace(key, data, etag)
+            return await _remembered(head)
+
+        now_ns = SYSTEM_CLOCK.now_ns()
+        swept = await _sweep(objects, 0, owner=manifests, remembered=store_again, grace_ns=0, orphan_age_ns=0)
+        assert swept == set()
+        assert (await objects.head(PREFIX + plan_name(NOBODYS))).modified_ns >= now_ns
+
+    run(work)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_sweep_that_dies_anywhere_is_just_done_again(after: bool) -> None:
+    async def work(objects: Objects, _: Manifests) -> None:
+        for calls in range(12):
+            dying = CrashingObjects(objects, calls, after=after)
+            try:
+                await _sweep(dying, 25, owner=Manifests(dying, 1), remembered=_remembered)
+            except CrashError:
+                pass
+            assert await _plans(objects) >= _names((RECORDED, REMEMBERED, BUILT_BY))
+        await _sweep(objects, 25, owner=Manifests(objects, 1), remembered=_remembered)
+        assert await _plans(objects) == _names((RECORDED, REMEMBERED, BUILT_BY))
+
+    run(work)
+
+
+async def _store(objects: Objects, manifests: Manifests, path: Path, clock: Clock) -> None:
+    """As the sealer does it."""
+    with ThreadPoolExecutor(1) as threads:
+        sealing = CompanionSealing(StoredStreams(path), objects, manifests, threads, Limits(), clock)
+        publication = Publication(stream_id=STREAM, objects={plan_name(NOBODYS): b"a plan"})
+        job = Job(id=1, kind="plan", numbers=[1], publication=publication)
+        await sealing.do(job, Report(id=1))
+
+
+def test_an_old_plan_that_is_wanted_again_is_young_again(tmp_path: Path) -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        key = PREFIX + plan_name(NOBODYS)
+        before = await objects.head(key)
+        await _store(objects, manifests, tmp_path / "hot.db", SYSTEM_CLOCK)
+        assert await objects.head(key) == before, "it is young already"
+        await _store(objects, manifests, tmp_path / "hot.db", _later(13))
+        assert (await objects.head(key)).modified_ns > before.modified_ns
+        assert (await objects.get(key))[0] == b"a plan"
+
+    run(work)
