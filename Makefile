@@ -5,26 +5,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off
 NODE := tests/conformance/node_modules
+HUB_JS := clients/hub-js
 WORKERS ?= 3# tests at once: most of them wait more than they compute
 
 # Stamps lie beside what they vouch for, so removing an installation removes its stamp.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 NODE_STAMP := $(NODE)/.installed
+TSC_STAMP := $(HUB_JS)/node_modules/.installed
+HUB_JS_STAMP := $(HUB_JS)/dist/.built
+AUDIT := $(VENV)/audit
+PIP_AUDIT := pip-audit==2.10.1
 
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench nightly format docs lock clean
+.PHONY: help setup run test check bench nightly audit format docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
 
-setup: $(RUN_STAMP) $(DEV_STAMP) $(NODE_STAMP) ## install everything that running and testing need
+setup: $(RUN_STAMP) $(DEV_STAMP) $(NODE_STAMP) $(HUB_JS_STAMP) ## install everything that running and testing need
 
 run: $(RUN_STAMP) ## start a server; flags go into ARGS="--port 5000"
 	@exec $(BIN)/tailrace serve $(ARGS)
 
-test: check $(NODE_STAMP) ## check, then run every test
+test: check $(NODE_STAMP) $(HUB_JS_STAMP) ## check, then run every test
 	@echo "==> pytest"
 ifeq ($(ARGS),)
 	@# The public suite minds the clock: it runs by itself.
@@ -55,6 +60,10 @@ ifeq ($(ARGS),)
 	@$(BIN)/python -m pytest -m "not nightly" --timeout 0 --hypothesis-profile explore tests/property tests/unit
 endif
 
+audit: $(AUDIT)/.installed ## compare the locked packages with public advisories (needs the network)
+	@sh scripts/need npm
+	@$(AUDIT)/bin/python scripts/audit.py
+
 format: $(DEV_STAMP) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -69,7 +78,7 @@ lock: $(DEV_STAMP) ## resolve the locked versions again (needs uv in the environ
 		--no-header --no-annotate --constraint requirements/run.txt --output-file requirements/dev.txt
 
 clean: ## remove installations and caches, never data
-	rm -rf $(VENV) $(NODE) .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NODE) $(HUB_JS)/node_modules $(HUB_JS)/dist .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@sh scripts/need venv
@@ -88,8 +97,26 @@ $(DEV_STAMP): requirements/dev.txt $(RUN_STAMP)
 	@$(PIP) --require-hashes -r requirements/dev.txt
 	@touch $@
 
+# By itself: what it needs is not among the packages that it looks at.
+$(AUDIT)/.installed: Makefile
+	@sh scripts/need venv
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off $(PIP_AUDIT)
+	@touch $@
+
 $(NODE_STAMP): tests/conformance/package.json tests/conformance/package-lock.json
 	@sh scripts/need npm
 	@echo "==> installing the conformance suite (npm ci)"
 	@cd tests/conformance && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(TSC_STAMP): $(HUB_JS)/package.json $(HUB_JS)/package-lock.json
+	@sh scripts/need npm
+	@echo "==> installing the compiler of the hub's client (npm ci)"
+	@cd $(HUB_JS) && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(HUB_JS_STAMP): $(wildcard $(HUB_JS)/src/*.ts) $(HUB_JS)/tsconfig.json $(TSC_STAMP)
+	@echo "==> building the hub's client"
+	@cd $(HUB_JS) && rm -rf dist && node_modules/.bin/tsc
 	@touch $@

@@ -76,6 +76,24 @@ def mosquitto() -> tuple[Path, Path | None]:
     return _unpacked("mosquitto", MOSQUITTO_PACKAGES, "usr/sbin/mosquitto")
 
 
+def debian_postgres() -> Path:
+    """The directory of one version."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    if not found:
+        raise UnavailableError("no PostgreSQL of Debian's on this machine")
+    return found[-1].parent.parent
+
+
+def wal2json() -> Path:
+    """The output plugin, for whichever PostgreSQL of Debian there is."""
+    version = debian_postgres().name
+    library = f"usr/lib/postgresql/{version}/lib/wal2json.so"
+    installed = Path("/") / library
+    if installed.exists():
+        return installed
+    return _unpacked("wal2json", (f"postgresql-{version}-wal2json",), library)[0]
+
+
 def _unpacked(name: str, packages: tuple[str, ...], program: str) -> tuple[Path, Path | None]:
     root = PEERS / name
     binary = root / program
@@ -99,6 +117,7 @@ def main() -> int:
         ("redis", redis_server),
         ("nats", nats_server),
         ("mosquitto", mosquitto),
+        ("wal2json", wal2json),
     ):
         try:
             fetch()

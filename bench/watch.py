@@ -1,7 +1,7 @@
 """Live queries: the matcher alone, events over many connections, connections that only wait.
 
     python -m bench.watch matching [--subscriptions 1000,10000,100000] [--changes 2000]
-    python -m bench.watch latency [--connections 1000] [--rate 1000] [--seconds 15] [--stalled 10]
+    python -m bench.watch latency [--connections 1000] [--each 1] [--rate 1000] [--seconds 15] [--stalled 10]
     python -m bench.watch idle [--connections 1000,5000,10000]
     python -m bench.watch deliveries [--connections 10,200]
     python -m bench.watch shared
@@ -69,14 +69,24 @@ def _matching(given: argparse.Namespace) -> str:
 def _latency(given: argparse.Namespace) -> str:
     cpus = _cpus(given)
     found = [
-        watch_clients.latency(count, given.rate, given.seconds, cpus, stalled)
+        watch_clients.latency(count, given.rate, given.seconds, cpus, stalled, given.each)
         for count in given.connections or [1000]
         for stalled in dict.fromkeys((0, given.stalled))
     ]
-    head = ["connections", "of others, stalled", "changes/s", "events", "p50", "p99", "server"]
+    head = [
+        "connections",
+        "subscriptions",
+        "of others, stalled",
+        "changes/s",
+        "events",
+        "p50",
+        "p99",
+        "server",
+    ]
     rows = [
         [
             f"{one.connections:,}",
+            f"{one.subscriptions:,}",
             f"{one.stalled:,}",
             f"{one.changes_per_s:,.0f}",
             f"{one.events:,}",
@@ -149,6 +159,7 @@ def main() -> None:
     parser.add_argument("--connections", type=_numbers, default=None)
     parser.add_argument("--rate", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--each", type=int, default=1, help="subscriptions of a connection, for latency")
     parser.add_argument("--stalled", type=int, default=10)
     parser.add_argument("--server-cpus", type=_numbers, default=None)
     parser.add_argument("--write", action="store_true", help="also replace the table in docs/benchmarks.md")

@@ -13,6 +13,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,15 @@ from bench.processes import Running, free_port, launch
 DATABASE = "/v1/databases/default"
 OPEN_AT_ONCE = 100
 
+Queries = Sequence[dict[str, Any]]  # of one connection
+
 
 class Client(asyncio.Protocol):
-    """As little of a WebSocket client as will do: text frames in, one request out."""
+    """As little of a WebSocket client as will do: text frames in, its subscriptions out."""
 
-    def __init__(self, query: dict[str, Any], late_ms: list[float]) -> None:
-        self._query = query
+    def __init__(self, queries: Queries, late_ms: list[float]) -> None:
+        self._queries = queries
+        self._unanswered = len(queries)
         self._late_ms = late_ms
         self._buffer = b""
         self._open = False
@@ -59,7 +63,8 @@ class Client(asyncio.Protocol):
                 self.ready.set_exception(ConnectionError(head.decode("latin-1")[:200]))
                 return
             self._open, self._buffer = True, rest
-            self.send({"id": "s", "type": "subscribe", "payload": {"query": self._query}})
+            for number, query in enumerate(self._queries):
+                self.send({"id": f"s{number}", "type": "subscribe", "payload": {"query": query}})
         self._frames()
 
     def _frames(self) -> None:
@@ -89,7 +94,9 @@ class Client(asyncio.Protocol):
         if not self.ready.done():
             kind = json.loads(raw)["type"]
             if kind == "subscribe_ack":
-                self.ready.set_result(None)
+                self._unanswered -= 1
+                if not self._unanswered:
+                    self.ready.set_result(None)
             else:
                 self.ready.set_exception(ConnectionError(raw.decode()[:200]))
             return
@@ -118,15 +125,16 @@ class Bench:
         argv += ["--watch-connections", bound, "--connections", bound]
         self.server: Running = launch(argv, {}, port, "/readyz", self._directory / "log", cpus)
 
-    async def connect(self, queries: list[dict[str, Any]], late_ms: list[float]) -> list[Client]:
+    async def connect(self, queries: Sequence[Queries], late_ms: list[float]) -> list[Client]:
+        """A connection for each of these."""
         loop, port = asyncio.get_running_loop(), self.server.port
         clients: list[Client] = []
         for begin in range(0, len(queries), OPEN_AT_ONCE):
             some = queries[begin : begin + OPEN_AT_ONCE]
             made = await asyncio.gather(
                 *(
-                    loop.create_connection(lambda query=query: Client(query, late_ms), "127.0.0.1", port)
-                    for query in some
+                    loop.create_connection(lambda asked=asked: Client(asked, late_ms), "127.0.0.1", port)
+                    for asked in some
                 )
             )
             opened = [protocol for _, protocol in made]
@@ -175,10 +183,15 @@ async def _write(port: int, rate: int, seconds: float, rooms: int) -> int:
     return written
 
 
+def _of_room(number: int) -> dict[str, Any]:
+    return {"collection": "rooms", "filters": [{"field": "room", "op": "==", "value": number}]}
+
+
 class Late(NamedTuple):
     """How late events were."""
 
     connections: int
+    subscriptions: int
     stalled: int
     changes_per_s: float
     events: int
@@ -189,15 +202,18 @@ class Late(NamedTuple):
     def __str__(self) -> str:
         beside = f" beside {self.stalled} that read nothing" if self.stalled else ""
         return (
-            f"{self.connections:>8,} connections{beside}, {self.changes_per_s:,.0f} changes/s: "
+            f"{self.connections:>8,} connections, {self.subscriptions:,} subscriptions{beside}, "
+            f"{self.changes_per_s:,.0f} changes/s: "
             f"write to client p50 {self.p50_ms:.1f} ms, p99 {self.p99_ms:.1f} ms "
             f"over {self.events:,} events; "
             f"server {self.cores:.2f} cores"
         )
 
 
-def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | None, stalled: int) -> Late:
-    """Each connection watches a room of its own; each change is in one room.
+def latency(
+    connections: int, rate: int, seconds: float, cpus: frozenset[int] | None, stalled: int, each: int = 1
+) -> Late:
+    """Each connection watches rooms of its own, each of them by itself; each change is in one room.
 
     Those that are stalled ask for everything and read nothing, and talk nonsense before that.
     """
@@ -205,19 +221,16 @@ def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | 
     late_ms: list[float] = []
 
     async def main() -> int:
-        queries: list[dict[str, Any]] = [
-            {"collection": "rooms", "filters": [{"field": "room", "op": "==", "value": number}]}
-            for number in range(connections)
-        ]
-        await bench.connect(queries, late_ms)
-        for client in await bench.connect([{"collection": "rooms"}] * stalled, []):
+        rooms = [_of_room(number) for number in range(connections * each)]
+        await bench.connect([rooms[place::connections] for place in range(connections)], late_ms)
+        for client in await bench.connect([[{"collection": "rooms"}]] * stalled, []):
             assert client.transport is not None
             for _ in range(2):
                 client.send({"type": "nonsense", "payload": {}})
             client.transport.pause_reading()
-        await _write(bench.server.port, rate, 1.0, connections)
+        await _write(bench.server.port, rate, 1.0, connections * each)
         late_ms.clear()
-        written = await _write(bench.server.port, rate, seconds, connections)
+        written = await _write(bench.server.port, rate, seconds, connections * each)
         await asyncio.sleep(3.0)  # for the last of them to arrive
         return written
 
@@ -230,7 +243,8 @@ def latency(connections: int, rate: int, seconds: float, cpus: frozenset[int] | 
     late_ms.sort()
     # A document that changes its room concerns two of them.
     p50, p99 = (late_ms[int(len(late_ms) * share)] for share in (0.5, 0.99))
-    found = Late(connections, stalled, written / seconds, len(late_ms), p50, p99, spent_s / (seconds + 1))
+    cores, count = spent_s / (seconds + 1), connections * each
+    found = Late(connections, count, stalled, written / seconds, len(late_ms), p50, p99, cores)
     print(found)
     return found
 
@@ -271,7 +285,7 @@ def _fanned(count: int, rate: int, seconds: float, cpus: frozenset[int] | None) 
     bench = Bench(cpus, count)
 
     async def main() -> tuple[int, float]:
-        clients = await bench.connect([{"collection": "rooms"}] * count, [])
+        clients = await bench.connect([[{"collection": "rooms"}]] * count, [])
         before_s = bench.server.cpu_seconds()
         await _write(bench.server.port, rate, seconds, count)
         await asyncio.sleep(2.0)  # for the last of them to arrive
@@ -309,10 +323,7 @@ def idle(steps: list[int], cpus: frozenset[int] | None) -> list[Idle]:
         empty = bench.server.rss_bytes()
         clients: list[Client] = []
         for count in steps:
-            queries = [
-                {"collection": "rooms", "filters": [{"field": "room", "op": "==", "value": number}]}
-                for number in range(len(clients), count)
-            ]
+            queries = [[_of_room(number)] for number in range(len(clients), count)]
             begun = time.monotonic()
             clients += await bench.connect(queries, [])
             opened_s = time.monotonic() - begun

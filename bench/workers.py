@@ -27,7 +27,7 @@ from tailrace.workers.placement import Placement
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 20_000
-WARM_SECONDS = 2.0
+WARM_SECONDS = 8.0  # until the helpers of every worker run: starting them costs half a second of its core
 STREAMS = 8
 CHILD = b"tailrace.workers.child"
 

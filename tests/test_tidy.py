@@ -78,7 +78,10 @@ def test_nothing_is_left_unfinished() -> None:
 
 def test_nothing_names_the_machine_it_was_written_on() -> None:
     assert (
-        _matches(MACHINE, _files(".py", ".md", ".toml", ".json", ".js", ".c", ".txt", ".yml", ".sh", ""))
+        _matches(
+            MACHINE,
+            _files(".py", ".md", ".toml", ".json", ".js", ".mjs", ".ts", ".c", ".txt", ".yml", ".sh", ""),
+        )
         == []
     )
     assert _matches(RESOLVED, _files(".json")) == []

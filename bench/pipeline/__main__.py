@@ -20,7 +20,7 @@ from bench.pages import write_section
 from bench.pipeline import stages
 from bench.pipeline.place import Place, read_record
 from bench.pipeline.report import HEADING, SECTION, markdown
-from bench.places import DATA, RESULTS, ROOT
+from bench.places import BUILD, RESULTS, ROOT
 from bench.run import say
 
 
@@ -37,7 +37,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=None, help="seconds for each stage, instead of its own"
     )
-    parser.add_argument("--data", type=Path, default=DATA, help="directory for the servers' data")
+    # Apart from that of other benches, which remove theirs: events are loaded once and asked about often.
+    parser.add_argument(
+        "--data", type=Path, default=BUILD / "pipeline-data", help="directory for the servers' data"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for results")
     parser.add_argument("--tidy", action="store_true", help="remove data and events when all stages are done")
     parser.add_argument("--write", action="store_true", help="also replace the section in docs/benchmarks.md")

@@ -231,6 +231,7 @@ BUILDING: Sequence[tuple[str, str, str, str]] = (
     ("Spark while building, peak", "companions", "peak_spark_mb", " MB"),
     ("server while companions are built, peak", "companions", "peak_server_mb", " MB"),
     ("merge", "companions", "merge_s", " s"),
+    ("Spark while merging, peak", "companions", "merge_peak_spark_mb", " MB"),
     ("companions by payload, bytes", "companions", "per_raw_byte", "x"),
     ("server while it is asked, peak", "queries", "peak_server_mb", " MB"),
     ("append to searchable, worst", "fresh", "max_ms", " ms"),

@@ -17,6 +17,7 @@ TUNED: Final[dict[str, tuple[int, ...]]] = {
     "sqlite_cache_bytes": (16, 32, 64, 128, 256, 512),
     "append_queue_max_bytes": (16, 32, 64, 128, 256, 256),
     "segment_cache_max_bytes": (256, 512, 1024, 2048, 4096, 8192),
+    "search_companion_memory_max_bytes": (16, 32, 64, 128, 512, 1024),
     "search_companion_file_cache_max_bytes": (128, 256, 512, 1024, 2048, 4096),
     "pipeline_heap": (512, 512, 1024, 1024, 2048, 4096),  # a process of its own, beside the preset
     "memory_limit_bytes": PRESETS_MB,

@@ -43,10 +43,22 @@ NAMES: Final = (
     "workers.after_fold",
     "workers.before_switch",
     "workers.after_switch",
+    "hub.before_message",
+    "hub.after_message",
+    "hub.before_cursor",
+    "hub.after_cursor",
+    "hub.before_letter",
+    "hub.after_letter",
+    "hub.before_registration",
+    "hub.after_registration",
+    "hub.before_subscription",
+    "hub.after_subscription",
+    "hub.before_publish",
 )
 EXIT_CODE: Final = 137
 
 _name, _, _count = os.environ.get("TAILRACE_FAILPOINT", "").partition(":")
+ARMED: Final = bool(_name)  # where even a call would be too much
 _left = int(_count or 1)
 _server = 0  # the process that goes down as well
 

@@ -125,13 +125,20 @@ class Distribution:
 
 
 class Distributions:
-    """A histogram with one label, whose values are of a fixed set."""
+    """A histogram with labels: one whose values are of a fixed set, or those of whoever counts it."""
 
-    __slots__ = ("bounds", "by_label")
+    __slots__ = ("bounds", "by_label", "each")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.by_label: dict[str, Distribution] = {}
+        self.each: Callable[[], Iterable[tuple[list[str], Distribution]]] | None = None
+
+    def current(self) -> Iterable[tuple[list[str], Distribution]]:
+        for label, inner in list(self.by_label.items()):
+            yield [label], inner
+        if self.each is not None:
+            yield from self.each()
 
     def observe(self, value: float, label: str) -> None:
         found = self.by_label.get(label)
@@ -169,8 +176,8 @@ class _Collector:
                 continue
             if isinstance(held, Distributions):
                 family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
-                for label, inner in list(held.by_label.items()):
-                    family.add_metric([label], inner.cumulative(), inner.total)
+                for labels, inner in held.current():
+                    family.add_metric(labels, inner.cumulative(), inner.total)
                 yield family
                 continue
             shape = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

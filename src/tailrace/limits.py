@@ -242,7 +242,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gc_orphan_age: Annotated[
         int,
         # Longer than a pipeline takes from its first object to the publication of all.
-        Meta(ge=HOUR_MS, description="Age at which companions go that no manifest lists."),
+        Meta(
+            ge=HOUR_MS,
+            description="Age at which companions and plans go that nothing in the store names.",
+        ),
         Meta(extra={"unit": "ms"}),
     ] = DAY_MS
     search_companion_batch_segments: Annotated[
@@ -252,6 +255,13 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         BytesOrNone,
         Meta(description="Local disk cache of companions; they can be fetched again at any time."),
     ] = 1024 * MIB
+    search_companion_memory_max_bytes: Annotated[
+        Bytes, Meta(description="Memory for open companions and what was decoded of them.")
+    ] = 256 * MIB
+    lexicon_index_cache_max_bytes: Annotated[
+        BytesOrNone,
+        Meta(description="Local disk cache of the lexicons of routing keys, apart from other companions."),
+    ] = 64 * MIB
     metrics_flush_ms: Annotated[
         MillisOrNone, Meta(description="How often __stream_metrics__ is written; 0 never.")
     ] = 10_000
@@ -398,6 +408,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     watch_source_retry_ms: Annotated[
         Millis, Meta(description="Longest pause before a source that failed is tried again.")
     ] = 60_000
+    watch_metrics_collections: Annotated[
+        Count, Meta(description="Collections with labels of their own; the metrics of others are one row.")
+    ] = 100
     watch_slo_delivery_ms: Annotated[
         Millis, Meta(description="Time in which 99 of 100 events should be on their way to the client.")
     ] = 250
@@ -436,6 +449,13 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub_seen_ids: Annotated[Count, Meta(description="Messages of one identity that are known by id.")] = (
         10_000
     )
+    hub_seen_answer_bytes: Annotated[
+        Bytes, Meta(description="Answers of one identity that are kept for repeats.")
+    ] = MIB
+    hub_seen_bytes: Annotated[
+        Bytes,
+        Meta(description="Memory for messages known by id, of all identities; beyond it none is taken."),
+    ] = 512 * MIB
     hub_registry_actors: Annotated[Count, Meta(description="Addresses that can be registered.")] = 50_000
     hub_session_addresses: Annotated[Count, Meta(description="Addresses of one session.")] = 100
     hub_session_subscriptions: Annotated[Count, Meta(description="Subscriptions of one session.")] = 1000

@@ -154,6 +154,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "is one segment, the first that fits counts."
         ),
     ] = ""
+    watch_metrics_partitions: Annotated[
+        bool,
+        Meta(description="Label the metrics of a collection with the partition, where they have one."),
+    ] = False
     watch_summaries: Annotated[
         bool,
         Meta(description="Write summaries of all subscriptions to `__subs__` always, not only for jobs."),

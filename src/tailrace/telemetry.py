@@ -34,6 +34,8 @@ MATCH_SECONDS: Final = (
 JOB_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
+_COLLECTION: Final = ("database", "collection")  # `*` for all that have no labels of their own
+
 TABLE: Final[dict[str, Metric]] = {
     metric.name: metric
     for metric in (
@@ -112,7 +114,8 @@ TABLE: Final[dict[str, Metric]] = {
         ),
         gauge("pipeline_rss_bytes", "Memory of the whole pipeline, as it says."),
         gauge("pipeline_quarantined_segments", "Segments of which no companions can be built."),
-        gauge("companion_cache_bytes", "Local copies of companions."),
+        gauge("companion_cache_bytes", "Local copies of companions, without lexicons."),
+        gauge("lexicon_cache_bytes", "Local copies of lexicons of routing keys."),
         gauge("companion_opened_bytes", "Companions that are open in memory."),
         counter("companion_opens", "Companions fetched and opened for queries."),
         counter("companion_unusable", "Companions that were missing or damaged; queries decoded records."),
@@ -125,18 +128,56 @@ TABLE: Final[dict[str, Metric]] = {
         gauge("subscriptions", "Subscriptions that exist."),
         counter("webhook_deliveries", "Webhook calls, by outcome.", "outcome"),
         # Documents and live queries.
-        counter("watch_changes", "Changes of documents that were looked at, by what happened.", "op"),
-        gauge("watch_match_lag_changes", "Changes that are durable and not looked at yet."),
-        gauge("watch_partition_state", "Collections, by state.", "state"),
-        gauge("watch_generation", "Highest generation of a collection."),
-        counter("watch_match_candidates", "Predicates that the index found for them."),
-        counter("watch_match_hits", "Predicates that matched."),
-        gauge("watch_match_hit_ratio", "Share of the candidates that matched, since the start."),
-        histogram("watch_match_latency_seconds", "Time to find whom a change concerns.", MATCH_SECONDS),
-        counter("watch_match_fallback", "Predicates that the library evaluated."),
+        counter(
+            "watch_changes",
+            "Changes of documents that were looked at, by what happened; by partition if that is set.",
+            *_COLLECTION,
+            "op",
+            "partition",
+        ),
+        gauge(
+            "watch_match_lag_changes",
+            "Changes that are durable and not looked at yet; by partition if that is set.",
+            *_COLLECTION,
+            "partition",
+        ),
+        gauge(
+            "watch_partition_state",
+            "1 for the state that it is in, of others how many are; by partition if that is set.",
+            *_COLLECTION,
+            "state",
+            "partition",
+        ),
+        gauge("watch_generation", "Generation, of all others together the highest.", *_COLLECTION),
+        counter("watch_match_candidates", "Predicates that the index found for changes.", *_COLLECTION),
+        counter("watch_match_hits", "Predicates that matched.", *_COLLECTION),
+        gauge(
+            "watch_match_hit_ratio", "Share of the candidates that matched, since the start.", *_COLLECTION
+        ),
+        histogram(
+            "watch_match_latency_seconds", "Time to find whom a change concerns.", MATCH_SECONDS, *_COLLECTION
+        ),
+        counter("watch_match_fallback", "Predicates that the library evaluated.", *_COLLECTION),
         counter("watch_match_slow", "Changes that took longer than a millisecond to match."),
-        gauge("watch_index_predicates", "Different predicates that are watched, by what finds them.", "kind"),
-        gauge("watch_scan_list_predicates", "Those of them that no index can help with."),
+        gauge(
+            "watch_index_predicates",
+            "Different predicates that are watched, by what finds them.",
+            *_COLLECTION,
+            "kind",
+        ),
+        gauge("watch_scan_list_predicates", "Those of them that no index can help with.", *_COLLECTION),
+        counter(
+            "watch_dedup_dropped",
+            "What came twice and was left out, by where that was seen.",
+            *_COLLECTION,
+            "stage",
+        ),
+        gauge(
+            "watch_bloom_fp_ratio",
+            "Answers of the Bloom filter that should be no and were not, when a job made it last.",
+            *_COLLECTION,
+        ),
+        counter("watch_bloom_rebuilds", "Bloom filters that jobs have made and published.", *_COLLECTION),
         gauge("watch_connections", "Realtime connections, by transport.", "transport"),
         gauge("watch_subscriptions", "Subscriptions of realtime connections.", "state", "priority"),
         counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
@@ -172,15 +213,24 @@ TABLE: Final[dict[str, Metric]] = {
         counter("watch_source_repeats", "Changes of sources that were known already and left out."),
         counter("watch_source_restarts", "Sessions with sources that ended and were begun again."),
         counter("watch_source_gaps", "Times that a source could not go on from where it was."),
-        gauge("watch_source_lag_seconds", "Age of the newest change of the source that is furthest behind."),
+        gauge(
+            "watch_source_lag_seconds",
+            "Age of the newest change that was read while there is more, of its source.",
+            *_COLLECTION,
+        ),
+        gauge(
+            "watch_source_lag_changes",
+            "Changes that its source has and that are not written down yet; of databases, at least.",
+            *_COLLECTION,
+        ),
         gauge("watch_source_retained_bytes", "Log that a database keeps for us, the most of all sources."),
         # The hub.
         gauge("hub_sessions", "Sessions of actors, detached ones included."),
         gauge("hub_detached_sessions", "Sessions whose client may come back."),
         gauge("hub_actors", "Registered addresses, by whether they are durable.", "durable"),
         gauge("hub_registry_fill_ratio", "Registered addresses over what the registry holds."),
-        counter("hub_messages", "Messages of actors, by kind and result.", "kind", "result"),
-        counter("hub_deliveries", "Messages handed over, by mode.", "mode"),
+        counter("hub_messages", "Messages of actors, by kind and by what became of each.", "kind", "result"),
+        counter("hub_deliveries", "Copies of messages: to connections, from the log, kept.", "mode"),
         counter("hub_errors", "Errors told to actors, by code.", "code"),
         counter("hub_dead_letters", "Messages that could not be delivered, by reason.", "reason"),
         counter("hub_dropped", "Messages that a slow connection did not get."),
@@ -287,6 +337,7 @@ class Telemetry:
         self.pipeline_rss_bytes = Number()
         self.pipeline_quarantined_segments = Number()
         self.companion_cache_bytes = Number()
+        self.lexicon_cache_bytes = Number()
         self.companion_opened_bytes = Number()
         self.companion_opens = Number()
         self.companion_unusable = Number()
@@ -294,17 +345,20 @@ class Telemetry:
     def _count_watch(self) -> None:
         """Documents and live queries."""
         self.watch_changes = Numbers()
-        self.watch_match_lag_changes = Number()
+        self.watch_match_lag_changes = Numbers()
         self.watch_partition_state = Numbers()
-        self.watch_generation = Number()
-        self.watch_match_candidates = Number()
-        self.watch_match_hits = Number()
-        self.watch_match_hit_ratio = Number()
-        self.watch_match_latency_seconds = Distribution(MATCH_SECONDS)
-        self.watch_match_fallback = Number()
+        self.watch_generation = Numbers()
+        self.watch_match_candidates = Numbers()
+        self.watch_match_hits = Numbers()
+        self.watch_match_hit_ratio = Numbers()
+        self.watch_match_latency_seconds = Distributions(MATCH_SECONDS)
+        self.watch_match_fallback = Numbers()
         self.watch_match_slow = Number()
         self.watch_index_predicates = Numbers()
-        self.watch_scan_list_predicates = Number()
+        self.watch_scan_list_predicates = Numbers()
+        self.watch_dedup_dropped = Numbers()
+        self.watch_bloom_fp_ratio = Numbers()
+        self.watch_bloom_rebuilds = Numbers()
         self.watch_connections = Numbers()
         self.watch_subscriptions = Numbers()
         self.watch_deliveries = Numbers()
@@ -334,7 +388,8 @@ class Telemetry:
         self.watch_source_repeats = Number()
         self.watch_source_restarts = Number()
         self.watch_source_gaps = Number()
-        self.watch_source_lag_seconds = Number()
+        self.watch_source_lag_seconds = Numbers()
+        self.watch_source_lag_changes = Numbers()
         self.watch_source_retained_bytes = Number()
 
     def _count_hub(self) -> None:

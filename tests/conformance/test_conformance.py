@@ -19,6 +19,13 @@ from support.server import ServerProcess
 
 HERE = Path(__file__).resolve().parent
 SUITE_TESTS = 338
+# Bytes in memory (None: as many as by default), and whether there is a disk cache.
+CACHES: dict[str, tuple[str | None, bool]] = {
+    "none": ("0", False),
+    "tiny": ("4096", False),
+    "memory": (None, False),
+    "disk": ("0", True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +82,38 @@ def test_the_whole_public_suite_passes(server: ServerProcess, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(300)
-def test_e1_it_passes_through_an_edge(server: ServerProcess, tmp_path: Path) -> None:
-    """E-1."""
+@pytest.mark.parametrize(
+    "cache",
+    # Each takes most of a minute. With memory and disk together it is run below.
+    ["none", "disk", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tiny", "memory"))],
+)
+def test_e1_it_passes_through_an_edge(server: ServerProcess, tmp_path: Path, cache: str) -> None:
+    """E-1: whatever it keeps, and wherever."""
+    memory_bytes, disk = CACHES[cache]
+    edge = EdgeProcess(
+        tmp_path / "cache",
+        server.base_url,
+        args=["--cache-dir", str(tmp_path / "slices")] if disk else [],
+        env={} if memory_bytes is None else {"TAILRACE_EDGE_MEMORY_CACHE_BYTES": memory_bytes},
+        plain=True,
+    )
+    edge.start()
+    try:
+        _run_suite(edge, tmp_path)
+    finally:
+        edge.stop()
+
+
+@pytest.mark.timeout(300)
+def test_e1_it_passes_through_an_edge_that_is_warm(server: ServerProcess, tmp_path: Path) -> None:
+    """E-1, with both: what an earlier run has left is in nobody's way, also after a restart."""
     edge = EdgeProcess(
         tmp_path / "cache", server.base_url, args=["--cache-dir", str(tmp_path / "slices")], plain=True
     )
     edge.start()
     try:
+        _run_suite(edge, tmp_path)
+        edge.restart()
         _run_suite(edge, tmp_path)
     finally:
         edge.stop()

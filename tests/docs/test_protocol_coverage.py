@@ -10,10 +10,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "protocol-coverage.md"
 # The properties of live queries, the hub, the edge, searches, schemas, the pipeline and what is around them.
-# Those of several machines (W-36) have none here.
+# W-36 is about leases and handoffs between machines: there is one gateway, so that nothing could be tested.
 PROPERTIES = {
     "w": [number for number in range(1, 51) if number != 36],
-    "h": [number for number in range(1, 47) if number != 24],
+    "h": list(range(1, 47)),
     "e": list(range(1, 26)),
     "m": [1, 2, 3, 4],
     "s": [1, 2, 3, 4],

@@ -310,6 +310,52 @@ def test_serve_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists(), "a refused start leaves nothing behind"
 
 
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (("ls", "nothing/begins/like/this"), "streams"),
+        (("key", "list", "--file", "keys.json"), "keys"),
+        (("source", "ls", "default"), "sources"),
+        (("docs", "query", "default/nobodys"), "documents"),
+    ],
+)
+def test_an_empty_list_is_told_beside_the_output(
+    server: ServerProcess, tmp_path: Path, args: tuple[str, ...], what: str
+) -> None:
+    env = {"TAILRACE_ENDPOINT": server.base_url}
+    shown = tailrace(*args, env=env, cwd=tmp_path)
+    assert (shown.code, shown.out, shown.err) == (0, "", f"no {what}\n")
+    as_json = tailrace(*args, "--json", env=env, cwd=tmp_path)
+    assert (as_json.code, as_json.out, as_json.err) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--upstream", "ftp://somewhere"),
+        ("--upstream", "http://127.0.0.1:1,http://127.0.0.1:1"),
+        ("--upstream", "http://127.0.0.1:1,http://127.0.0.1:2"),
+    ],
+)
+def test_an_edge_without_a_good_upstream_is_wrong_usage(args: tuple[str, ...]) -> None:
+    done = tailrace("edge", *args)
+    assert (done.code, done.out) == (2, "")
+    assert "upstream" in done.err
+    assert done.err.endswith("(usage)\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else", b"PAR1" * 100])
+def test_a_file_that_is_no_segment_is_an_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "some.parquet"
+    path.write_bytes(content)
+    for flags in ((), ("--json",), ("--entries",)):
+        done = tailrace("inspect", "segment", str(path), *flags)
+        assert done.code == 1
+        assert "problem" in done.out
+        assert "is not a sound segment" in done.err
+
+
 def test_inspects_what_a_server_wrote(server: ServerProcess, name: str) -> None:
     _on(server, "append", name, '{"seen": "in the journal"}', "--create")
     directory = str(server.data_dir)

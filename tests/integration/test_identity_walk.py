@@ -37,6 +37,7 @@ BEYOND_PREFIXES: dict[str, set[int]] = {
     "GET /v1/server/_revocations": {403},
     "POST /v1/server/_revocations": {403},
     "GET /v1/streams": {200},  # with nothing in it
+    "GET /v1/databases": {200},  # likewise
     "POST /v1/traces": {403},
     "GET /v1/pipeline/plan": {403},
     "POST /v1/pipeline/plan": {403},
@@ -229,7 +230,7 @@ def test_a_token_for_other_streams_and_databases(place: Place, wire: Wire) -> No
         seen |= set() if named else {label}
         answer = ask(wire, operation, place.tokens["elsewhere"])
         assert answer.status in expected, (str(operation), answer.status, answer.body)
-        if operation.path == "/v1/streams" and operation.method == "GET":
+        if operation.path in ("/v1/streams", "/v1/databases") and operation.method == "GET":
             assert answer.json == []
     assert seen == set(BEYOND_PREFIXES), "a row for what is not there"
 

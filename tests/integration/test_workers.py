@@ -254,6 +254,8 @@ def test_documents_and_the_hub_are_one(call: Caller) -> None:
     assert call("PUT", "/v1/databases/shop").status in (200, 201)
     assert call("PUT", "/v1/databases/shop/collections/orders", {}).status in (200, 201)
     assert call("PUT", "/v1/databases/shop/docs/orders/1", {"total": 3}).status in (200, 201)
+    for reply in often(call, "GET", "/v1/databases"):
+        assert {"database": "shop", "collections": 1} in reply.body
     for reply in often(call, "GET", "/v1/databases/shop/docs/orders/1"):
         assert reply.status == 200, reply
     assert {reply.status for reply in often(call, "GET", "/hub/health")} == {200}

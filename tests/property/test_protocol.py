@@ -6,6 +6,7 @@ import base64
 import json
 import string
 from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -207,6 +208,37 @@ def test_nesting_has_a_limit(opening: bytes, closing: bytes) -> None:
         with pytest.raises(TailraceError):
             json_split.split(opening * depth + b"1" + closing * depth, 512)
     assert json_split.split(b"[" + b",".join([b'["[[[[",{}]'] * 2000) + b"]", 512)
+
+
+def _levels(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_levels, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(_levels, value), default=0)
+    return 0
+
+
+@given(
+    st.recursive(
+        st.sampled_from([1, "[[[[{{{{", "]}", '"[{\\']),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("a[{"), inner, max_size=3)
+        ),
+        max_leaves=12,
+    ),
+    st.integers(1, 8),
+)
+@example([[[]]], 2)
+@example([[[]]], 3)
+@example({"a": {"a": {}}}, 2)
+@example([{}, [[]], 1], 3)
+def test_what_is_nested_deeper_is_refused_and_nothing_else(value: Any, depth_max: int) -> None:
+    body = json.dumps(value, separators=(",", ":")).encode()
+    if _levels(value) > depth_max:
+        with pytest.raises(TailraceError, match=f"nested deeper than {depth_max} levels"):
+            json_split.split(body, depth_max)
+    else:
+        assert len(json_split.split(body, depth_max)) == (len(value) if isinstance(value, list) else 1)
 
 
 # -- events

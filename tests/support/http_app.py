@@ -64,6 +64,10 @@ class EchoHandler:
     def on_drain(self) -> None:
         self.drained += 1
 
+    def on_silence(self) -> None:
+        assert self.connection is not None
+        self.connection.send_text(b"are you gone")
+
     def on_close(self, code: int, reason: str) -> None:
         self.closed.append((code, reason))
 

@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.auth import ANONYMOUS, Action, Identity, authorise, covers, covers_pattern, visible_prefixes
+from tailrace.auth import (
+    ANONYMOUS,
+    Action,
+    Identity,
+    authorise,
+    covers,
+    covers_pattern,
+    visible_databases,
+    visible_prefixes,
+)
 from tailrace.auth.policy import ON_DATABASE, Access
 from tailrace.auth.tokens import SCOPES
 from tailrace.errors import TailraceError
@@ -20,6 +29,7 @@ GRANTED_BY: dict[Action, set[str]] = {
     Action.WRITE_STREAM: {"write", "manage"},
     Action.DELETE_STREAM: {"manage"},
     Action.LIST: {"read", "manage"},
+    Action.LIST_DATABASES: {"read", "manage"},
     Action.LIST_SYSTEM: {"manage"},
     Action.QUERY_STREAM: {"read", "manage"},
     Action.CONFIGURE_STREAM: {"manage"},
@@ -242,6 +252,21 @@ def test_databases() -> None:
         assert refusal(identity("manage"), action, db="app") == ""
         assert refusal(identity("manage", dbs=("b",)), action, db="app") == "forbidden"
         assert refusal(ANONYMOUS, action, db="app") == ""
+
+
+def test_a_listing_shows_the_databases_that_may_be_read() -> None:
+    there = ["b", "app", "c"]
+    shown = [
+        (ANONYMOUS, ["app", "b", "c"]),
+        (identity("manage"), ["app", "b", "c"]),
+        (identity("read", dbs=("c", "app", "gone")), ["app", "c"]),
+        (identity("manage", dbs=("b",)), ["b"]),
+        (identity("read", dbs=()), []),
+        (identity("read"), []),
+    ]
+    for who, names in shown:
+        assert visible_databases(who, there) == names
+        assert names == [name for name in sorted(there) if not refusal(who, Action.READ_DATABASE, db=name)]
 
 
 def test_a_pattern_has_to_be_covered_whole() -> None:

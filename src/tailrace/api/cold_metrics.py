@@ -14,7 +14,7 @@ from tailrace.tier.seal import Sealing
 def connect_cold(
     telemetry: Telemetry, sealing: Sealing, cold: ColdReader, companions: CompanionFiles
 ) -> None:
-    readers = (cold.parts, companions.parts)
+    readers = (cold.parts, companions.parts, companions.lexicons)
 
     def requests() -> Iterable[tuple[list[str], float]]:
         made = Counter(sealing.requests)
@@ -50,7 +50,7 @@ def connect_cold(
     telemetry.object_requests.each = requests
     telemetry.object_sent_bytes.read = sent
     telemetry.object_received_bytes.read = received
-    telemetry.cold_cache_bytes.read = lambda: 0 if cold.parts.cache is None else cold.parts.cache.bytes
+    telemetry.cold_cache_bytes.read = lambda: cold.parts.cached_bytes
     telemetry.cold_reads.reads[("cache",)] = lambda: cold.counts.hits
     telemetry.cold_reads.reads[("store",)] = lambda: cold.counts.misses
     telemetry.cold_reads.reads[("shared",)] = lambda: cold.counts.shared

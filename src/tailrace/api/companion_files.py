@@ -17,6 +17,7 @@ from tailrace.telemetry import Telemetry
 if TYPE_CHECKING:
     from tailrace.api.app import TailraceApp
 
+LEXICONS = "lexicons"  # the cache beside that of all other companions
 THREADS = 2  # that fetch and check
 READERS = 4  # that decode files for those who have no threads, and may wait for the others
 
@@ -31,7 +32,12 @@ class CompanionFiles:
         self._readers = Work(loop, READERS)
         cache_bytes = limits.search_companion_file_cache_max_bytes
         self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
-        self.shelf = Shelf(self.parts, self._work, self._readers)
+        lexicon_bytes = limits.lexicon_index_cache_max_bytes
+        self.lexicons = ObjectParts(url, cache_dir.with_name(LEXICONS), lexicon_bytes, limits, self._work)
+        memory_bytes = limits.search_companion_memory_max_bytes
+        self.shelf = Shelf(
+            self.parts, self._work, self._readers, lexicons=self.lexicons, bytes_max=memory_bytes
+        )
         self.library = Library(self.shelf, log.catalogue.of, log.reader.levels)
         self.keys = KeyLibrary(self.library)
         log.reader.history.keys = self.keys
@@ -43,9 +49,8 @@ class CompanionFiles:
         app.routing_keys.listing.lexicons = self.keys
         counts = self.shelf.counts
         telemetry.companion_opened_bytes.read = lambda: self.shelf.bytes
-        telemetry.companion_cache_bytes.read = lambda: (
-            0 if self.parts.cache is None else self.parts.cache.bytes
-        )
+        telemetry.companion_cache_bytes.read = lambda: self.parts.cached_bytes
+        telemetry.lexicon_cache_bytes.read = lambda: self.lexicons.cached_bytes
         telemetry.companion_opens.read = lambda: counts.fetched
         telemetry.companion_unusable.read = lambda: counts.unusable
 
@@ -53,3 +58,4 @@ class CompanionFiles:
         await self._readers.end()
         await self._work.end()
         await self.parts.close()
+        await self.lexicons.close()

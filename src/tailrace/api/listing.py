@@ -11,6 +11,7 @@ from tailrace.api.context import Context
 from tailrace.api.inspection.documents import observability_of, profile_kind_of
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.errors import TailraceError
+from tailrace.limits import Limits
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
@@ -29,7 +30,7 @@ class ListingRoutes:
         action = list_action(query)
         authorise(identity, action)
         system = action is Action.LIST_SYSTEM
-        limit = self._limit(query.get("limit"))
+        limit = page_limit(query, self._context.limits)
         after, prefix = query.get("after", ""), query.get("prefix", "")
         found: list[Stream] = []
         for visible in visible_prefixes(identity, prefix):
@@ -40,19 +41,26 @@ class ListingRoutes:
         found = found[:limit]
         head = answers.JSON_TYPE + answers.NO_STORE
         if more:
-            following = {"limit": str(limit), "after": found[-1].name}
-            following.update({name: query[name] for name in ("prefix", "system") if name in query})
-            head += line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
+            kept = {name: query[name] for name in ("prefix", "system") if name in query}
+            head += next_page("/v1/streams", limit, found[-1].name, **kept)
         exchange.respond(200, head, orjson.dumps([describe(stream) for stream in found]))
 
-    def _limit(self, text: str | None) -> int:
-        limits = self._context.limits
-        if text is None:
-            return limits.list_page
-        limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
-        if not 1 <= limit <= limits.list_page_max:
-            raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
-        return limit
+
+def page_limit(query: dict[str, str], limits: Limits) -> int:
+    """How much of a listing is asked for."""
+    text = query.get("limit")
+    if text is None:
+        return limits.list_page
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if not 1 <= limit <= limits.list_page_max:
+        raise TailraceError("invalid_request", f"limit must be 1 to {limits.list_page_max}")
+    return limit
+
+
+def next_page(path: str, limit: int, after: str, **kept: str) -> bytes:
+    """The header that says where a listing goes on."""
+    following = {"limit": str(limit), "after": after, **kept}
+    return line("Link", f'<{path}?{urlencode(following)}>; rel="next"')
 
 
 def list_action(query: dict[str, str]) -> Action:

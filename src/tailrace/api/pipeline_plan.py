@@ -57,7 +57,8 @@ class Plans:
         self._log = context.log
         self._sealing = sealing
         self._work = work
-        self._stored: OrderedDict[tuple[str, str], None] = OrderedDict()  # plans that are in the bucket
+        # The plan of each stream that is in the bucket: not those before it, which may be swept by now.
+        self._stored: OrderedDict[str, str] = OrderedDict()
         self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
         self.shows_places = False  # in the order of pages, so that those of several workers can be joined
 
@@ -132,9 +133,8 @@ class Plans:
         }
 
     async def _store(self, stream: Stream, folder: str, entry: PlanEntry) -> bool:
-        key = (folder, entry.hash)
-        if key in self._stored:
-            self._stored.move_to_end(key)
+        if self._stored.get(folder) == entry.hash:
+            self._stored.move_to_end(folder)
             return True
         plan = plan_of(stream, plans_in(stream.documents).keyed)
         if plan.hash != entry.hash:
@@ -147,7 +147,8 @@ class Plans:
         report = await self._sealing.ask("plan", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
-        self._stored[key] = None
+        self._stored[folder] = plan.hash
+        self._stored.move_to_end(folder)
         if len(self._stored) > REMEMBERED_MAX:
             self._stored.popitem(last=False)
         return True

@@ -20,6 +20,7 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
+from tailrace.log.scattered import ScatteredReader
 from tailrace.log.segment_list import read_segments
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
@@ -72,6 +73,7 @@ class SearchRoutes:
         self.searcher = Searcher(
             context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
         )
+        self.records = ScatteredReader(context.log.reader)
         self.counts = SearchCounts()
         self._sealed_early: dict[int, float] = {}  # by stream, when that was last asked for
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,7 +163,7 @@ class SearchRoutes:
         try:
             outcome = await self.searcher.search(stream, view, request, deadline if entered else begun)
             took_ms = int((time.monotonic() - begun) * 1000)
-            body = await body_of(outcome, request, stream, view, self._log.reader, took_ms)
+            body = await body_of(outcome, request, stream, view, self.records, took_ms)
         finally:
             if entered:
                 self.gate.leave()

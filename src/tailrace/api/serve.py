@@ -165,13 +165,14 @@ class Server:
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         self.pipeline.connect(self.app.details)
-        readers = (self._cold.parts, self._companions.parts)
+        readers = (self._cold.parts, self._companions.parts, self._companions.lexicons)
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.standing.state
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
-        self._memory.sheds += [self.app.search.tail.shed, self._companions.shelf.shed]
+        search = self.app.search
+        self._memory.sheds += [search.tail.shed, search.records.shed, self._companions.shelf.shed]
         node = self._node(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details

@@ -9,7 +9,15 @@ from tailrace.auth.edge_mark import EdgeMark, Vouched
 from tailrace.auth.grants import Grants
 from tailrace.auth.identity_file import IdentityFile, Register
 from tailrace.auth.issue import TokenReport, create_token, inspect_token
-from tailrace.auth.policy import Action, authorise, covers, covers_pattern, may, visible_prefixes
+from tailrace.auth.policy import (
+    Action,
+    authorise,
+    covers,
+    covers_pattern,
+    may,
+    visible_databases,
+    visible_prefixes,
+)
 from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token
 from tailrace.auth.verifier import TokenVerifier
 
@@ -35,5 +43,6 @@ __all__ = [
     "inspect_token",
     "make_key",
     "may",
+    "visible_databases",
     "visible_prefixes",
 ]

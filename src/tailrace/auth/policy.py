@@ -8,6 +8,7 @@ can forget them. Refusals come before existence is looked at.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Final, NoReturn
 
 from tailrace.auth.tokens import Identity, token_needed
@@ -54,6 +55,7 @@ class Action(enum.Enum):
     CLAIM_WAKE = ("__ds/subscriptions/{id}/claim", "read", Access.READ)
     ANSWER_WAKE = ("/callback, /ack, /release (by the wake's own token)", "", Access.NONE)
     PIPELINE = ("/v1/pipeline/plan, publish, heartbeat", "manage system", Access.NONE)
+    LIST_DATABASES = ("/v1/databases", "read", Access.NONE)
     READ_DATABASE = ("GET /v1/databases/{db}/collections, docs; POST query", "read", Access.NONE)
     WRITE_DATABASE = ("PUT, PATCH, DELETE docs; POST batch", "write", Access.NONE)
     MANAGE_DATABASE = ("PUT /v1/databases/{db}; collections; sources", "manage", Access.NONE)
@@ -213,6 +215,11 @@ def visible_prefixes(identity: Identity, prefix: str) -> tuple[str, ...]:
     return tuple(disjoint)
 
 
+def visible_databases(identity: Identity, names: Iterable[str]) -> list[str]:
+    """Those of the databases that a listing shows, in their order: the ones that may be read by name."""
+    return sorted(name for name in names if identity.anonymous or _has_database(identity, name))
+
+
 def _check_read(identity: Identity, name: str) -> None:
     if name.startswith("__"):
         if "system" in identity.scopes and identity.streams is not None and covers(identity, name):
@@ -252,12 +259,14 @@ def _check_reserved_write(identity: Identity, action: Action, name: str) -> None
 
 
 def _check_database(identity: Identity, db: str) -> None:
-    if identity.dbs is None:
-        allowed = "manage" in identity.scopes
-    else:
-        allowed = db in identity.dbs
-    if not allowed:
+    if not _has_database(identity, db):
         _forbid("the token does not cover this database")
+
+
+def _has_database(identity: Identity, db: str) -> bool:
+    if identity.dbs is None:
+        return "manage" in identity.scopes
+    return db in identity.dbs
 
 
 def _forbid(reason: str, *, scope: str = "") -> NoReturn:

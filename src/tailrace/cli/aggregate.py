@@ -25,8 +25,6 @@ For example:
     tailrace aggregate events requests --query 'level:error' --measure latency --json | jq .measures
 """
 _HOUR_MS: Final = 3_600_000
-_BAR_CELLS: Final = 24
-_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 command = App(name="aggregate", help=_HELP, help_format="markdown")
 
@@ -85,60 +83,11 @@ def _first_interval(session: Session, stream: str, rollup: str) -> str:
 
 
 def _show(found: dict[str, Any], measure: list[str] | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from tailrace.cli.aggregate_table import show
 
     rows = [(bucket["start"], group) for bucket in found["buckets"] for group in bucket["groups"]]
-    if not rows:
-        return
-    names: list[str] = measure or list(rows[0][1]["measures"])
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("start", no_wrap=True)
-    keys: list[str] = list(rows[0][1]["key"])
-    for key in keys:
-        table.add_column(Text(key), overflow="fold")
-    for name in names:
-        for column in _columns(name, rows[0][1]["measures"][name]):
-            table.add_column(Text(column), no_wrap=True, justify="right")
-    table.add_column("", no_wrap=True)
-    largest = max((group["measures"][names[0]]["count"] for _, group in rows), default=0) if names else 0
-    before = ""
-    for start, group in rows:
-        cells = [Text(start if start != before else "")]
-        cells += [Text("-" if group["key"][key] is None else group["key"][key]) for key in keys]
-        for name in names:
-            cells += [Text(_number(value)) for value in _values(group["measures"][name])]
-        bar_of = group["measures"][names[0]]["count"] if names else 0
-        table.add_row(*cells, Text(bar(bar_of, largest), "cyan"))
-        before = start
-    Console().print(table)
-
-
-def _columns(name: str, measured: dict[str, Any]) -> list[str]:
-    return [name] if len(measured) == 1 else [name, "avg", "p50", "p95", "p99", "max"]
-
-
-def _values(measured: dict[str, Any]) -> list[Any]:
-    if len(measured) == 1:
-        return [measured["count"]]
-    return [measured[name] for name in ("count", "avg", "p50", "p95", "p99", "max")]
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.3f}" if 0.001 <= abs(value) < 1e9 else f"{value:.3e}"
-
-
-def bar(value: int, largest: int) -> str:
-    """A bar in eighths of a cell; the largest value has the longest."""
-    if value <= 0 or largest <= 0:
-        return ""
-    eighths = max(1, value * _BAR_CELLS * 8 // largest)
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    if rows:
+        show(rows, measure or list(rows[0][1]["measures"]))
 
 
 def _tell(found: dict[str, Any]) -> None:

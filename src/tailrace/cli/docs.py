@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from typing import Annotated, Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import refusal, send
 from tailrace.cli.failures import UsageError
-from tailrace.cli.session import DEFAULT, Session, flush, put_json
+from tailrace.cli.session import DEFAULT, Session, flush, put_json, tell_none
 
 _HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.
 
@@ -23,7 +25,13 @@ For example:
     tailrace docs query default/orders --where 'doc.total > 3' --order total:desc
 
     tailrace docs rm default/orders/o-1
+
+    tailrace docs ls
+
+    tailrace docs ls default
 """
+
+PAGE: Final = 1000
 
 command = App(name="docs", help=_HELP, help_format="markdown")
 
@@ -97,6 +105,51 @@ def rm(
 
 
 @command.command
+def ls(
+    database: Annotated[str, Parameter(help="Whose collections; left out, the databases.")] = "",
+    /,
+    *,
+    limit: Annotated[int | None, Parameter(help="At most so many.")] = None,
+    session: Session = DEFAULT,
+) -> None:
+    """List databases, or the collections of one, in the order of their names."""
+    if limit is not None and limit < 1:
+        raise UsageError("--limit is 1 or more")
+    path = f"/v1/databases/{database}/collections" if database else "/v1/databases"
+    found = islice(_listed(session, path, min(limit or PAGE, PAGE)), limit)
+    if session.json:
+        for row in found:
+            put_json(row)
+        flush()
+    else:
+        _show(found, "no collections" if database else "no databases")
+
+
+def _listed(session: Session, path: str, page: int) -> Iterator[dict[str, Any]]:
+    """Page by page, as far as somebody looks."""
+    after = ""
+    while rows := request(session, "GET", path, query=urlencode({"limit": page, "after": after})):
+        yield from rows
+        if len(rows) < page:
+            return
+        after = next(iter(rows[-1].values()))
+
+
+def _show(rows: Iterator[dict[str, Any]], nothing: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        if not table.columns:
+            for name, value in row.items():
+                table.add_column(name, justify="right" if isinstance(value, int) else "left", no_wrap=True)
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else Text(value) for value in row.values()))
+    Console().print(table if table.columns else nothing)
+
+
+@command.command
 def query(
     collection: Annotated[str, Parameter(help="Database and collection.")],
     /,
@@ -119,6 +172,8 @@ def query(
     for document in found["documents"]:
         put_json(document if session.json else {"id": document["id"], **document["data"]})
     flush()
+    if not found["documents"] and not session.json:
+        tell_none("documents")
     if found["cursor"] is not None:
         sys.stderr.write(f"more than these {limit:,} match; --limit takes up to 1,000\n")
 

@@ -96,6 +96,8 @@ def segment(
             else:
                 put(_pairs(entry).encode() + b"\n")
     flush()
+    if problem := described.get("problem"):
+        raise RefusedError(f"{where} is not a sound segment: {problem}")
 
 
 @command.command

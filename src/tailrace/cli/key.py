@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.lifetimes import lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
-from tailrace.cli.session import DEFAULT, Session, put_json
+from tailrace.cli.session import DEFAULT, Session, put_json, tell_none
 
 if TYPE_CHECKING:
     from tailrace.auth import IdentityBook
@@ -88,6 +88,8 @@ def list_keys(*, file: InFile = None, session: Session = DEFAULT) -> None:
             streams = "all streams" if key["streams"] is None else ", ".join(key["streams"])
             ends = "never expires" if key["expiresAt"] is None else f"expires {_day(key['expiresAt'])}"
             print(f"{key['id']}  {key['sub']}  {' '.join(key['scopes'])}  {streams}  {ends}")
+    if not found and not session.json:
+        tell_none("keys")
 
 
 @command.command

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.failures import UsageError
-from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json
+from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,8 +69,7 @@ def _show(streams: Iterable[StreamDescriptor]) -> None:
             Text(stream.content_type or ""),
             "closed" if stream.closed else "open",
         )
-    console = Console()
     if table.row_count:
-        console.print(table)
+        Console().print(table)
     else:
-        console.print("no streams")
+        tell_none("streams")

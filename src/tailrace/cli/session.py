@@ -68,6 +68,12 @@ def flush() -> None:
     sys.stdout.buffer.flush()
 
 
+def tell_none(what: str) -> None:
+    """An empty list: said on standard error, so that whoever reads the output finds nothing in it."""
+    flush()
+    sys.stderr.write(f"no {what}\n")
+
+
 def end_at_interrupt() -> None:
     """From here on Ctrl-C ends the program at once, as something that was to be expected.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -122,6 +123,35 @@ class History:
                 return Skipped(missing.number, missing.entry, following - 1)
         rows = await cold.rows(prefix, info, footer, missing.entry, bytes_max)
         return [Block(*run) for run in rows]
+
+    async def payloads(self, missing: Sequence[Missing]) -> list[bytes]:
+        """Single entries that may lie anywhere; of segments nothing but their payloads is decoded."""
+        loop = asyncio.get_running_loop()
+        self.fetching += 1
+        try:
+            looked = await loop.run_in_executor(self._threads, self._look_each, missing)
+        finally:
+            self.fetching -= 1
+        wanted: dict[str, tuple[Segment, list[int]]] = {}
+        for one, found in zip(missing, looked, strict=True):
+            if isinstance(found, Segment):
+                wanted.setdefault(found.prefix + found.info.key, (found, []))[1].append(one.entry)
+        cold = [self._cold.payloads(*segment, entries) for segment, entries in wanted.values()]
+        fetched = dict(zip(wanted, await asyncio.gather(*cold), strict=True))
+        return [
+            found if isinstance(found, bytes) else fetched[found.prefix + found.info.key][one.entry]
+            for one, found in zip(missing, looked, strict=True)
+        ]
+
+    def _look_each(self, missing: Sequence[Missing]) -> list[bytes | Segment]:
+        """On a thread. Each payload, or the segment that has it."""
+        found: list[bytes | Segment] = []
+        for one in missing:
+            looked = self.look(one, 1)
+            found.append(
+                looked if isinstance(looked, Segment) else looked[0].payload(one.entry, one.owner.separator)
+            )
+        return found
 
     def look(self, missing: Missing, bytes_max: int) -> list[Block] | Segment:
         """Blocks if the hot store has them, else the segment. Waits for the disk and for nothing else."""

@@ -55,6 +55,11 @@ class Block:
     def memory_bytes(self) -> int:
         return len(self.body) + 12 * len(self.ends) + 200
 
+    def payload(self, entry: int, separator: int) -> bytes:
+        """One entry; `separator` is how many bytes lie between two."""
+        index = entry - self.first
+        return self.body[self.ends[index - 1] + separator if index else 0 : self.ends[index]]
+
 
 class Producer(msgspec.Struct, frozen=True, array_like=True):
     epoch: int

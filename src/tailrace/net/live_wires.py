@@ -110,5 +110,8 @@ class WsReader:
     def on_drain(self) -> None:
         self._reader.on_drain()
 
+    def on_silence(self) -> None:
+        """Nothing is said to whoever does not listen."""
+
     def on_close(self, code: int, reason: str) -> None:
         self._reader.gone()

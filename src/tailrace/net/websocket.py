@@ -75,6 +75,10 @@ class WebSocketHandler(Protocol):
         """The write buffer, once above its high-water mark, fell below the low one."""
         ...
 
+    def on_silence(self) -> None:
+        """The peer gave no sign of life and is given up: a last word, before the close frame."""
+        ...
+
     def on_close(self, code: int, reason: str) -> None:
         """The connection is over; called exactly once. 1006 if nobody said goodbye."""
         ...
@@ -367,7 +371,7 @@ class WebSocketConnection(asyncio.Protocol):
             # Silence of our own making proves nothing about the peer.
             self._alive_at = now
         if now - self._alive_at >= self.dead_s:
-            self.close(self.silence_code, "no sign of life")
+            self._give_up()
             return
         if self._frame_began and now - self._frame_began >= FRAME_S:
             self._fail(1002, "a frame was not finished in time")
@@ -380,6 +384,13 @@ class WebSocketConnection(asyncio.Protocol):
         self.deadline = min(ping_at, self._alive_at + self.dead_s)
         if self._frame_began:
             self.deadline = min(self.deadline, self._frame_began + FRAME_S)
+
+    def _give_up(self) -> None:
+        try:
+            self._handler.on_silence()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._handler_failed(error)
+        self.close(self.silence_code, "no sign of life")
 
     def drain(self) -> None:
         if not self.drains_itself:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from tailrace.errors import TailraceError
 
-_WINDOW = re.compile(r"(0|[1-9][0-9]{0,15})([smhd]?)")
+_WINDOW = re.compile(r"(0|[1-9][0-9]*)([smhd]?)")
 _WAIT = re.compile(r"([0-9]{1,12})(ms|s|m|h)?")
 _INSTANT = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2}:[0-9]{2})"
@@ -18,6 +18,7 @@ _WINDOW_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _WAIT_UNIT_MS = {None: 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 WINDOW_S_MAX = 2**53 - 1
+_WINDOW_DIGITS_MAX = len(str(WINDOW_S_MAX))
 # Instants are kept in 64 bits. What lies beyond (the year 2262) is as far away as can be said.
 INSTANT_NS_MAX = 2**63 - 1
 
@@ -29,9 +30,11 @@ def parse_window_s(text: str, header: str) -> int:
         raise TailraceError(
             "invalid_header", f"{header} must be whole seconds or <n>s, m, h or d", header=header
         )
-    window_s = int(match[1]) * _WINDOW_UNIT_S[match[2]]
-    if window_s > WINDOW_S_MAX:
-        raise TailraceError("invalid_header", f"{header} is more than can be counted", header=header)
+    too_long = len(match[1]) > _WINDOW_DIGITS_MAX
+    window_s = 0 if too_long else int(match[1]) * _WINDOW_UNIT_S[match[2]]
+    if too_long or window_s > WINDOW_S_MAX:
+        message = f"{header} is too large: at most {WINDOW_S_MAX} seconds"
+        raise TailraceError("invalid_header", message, header=header)
     return window_s
 
 

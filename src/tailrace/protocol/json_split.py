@@ -36,7 +36,8 @@ def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
         raise TailraceError("invalid_json", f"body is not valid JSON: {error}") from None
     except RecursionError:
         raise _too_deep(depth_max) from None
-    if body.count(b"[") + body.count(b"{") > depth_max and _is_deeper(body, entries, depth_max):
+    inside = depth_max - 1 if body.lstrip(_SPACE)[:1] == b"[" else depth_max
+    if any(_is_deeper(bytes(entry), inside) for entry in entries if len(entry) > 2 * inside):
         raise _too_deep(depth_max)
     return entries
 
@@ -48,13 +49,9 @@ def _check_utf8(entries: list[msgspec.Raw]) -> None:
             entry.decode()
 
 
-def _is_deeper(body: bytes, entries: list[msgspec.Raw], depth_max: int) -> bool:
-    """Looked at entry by entry: few have enough brackets to be worth the walk, however many there are."""
-    inside = depth_max - 1 if body.lstrip(_SPACE)[:1] == b"[" else depth_max
-    for entry in map(bytes, entries):
-        if entry.count(b"[") + entry.count(b"{") > inside and _depth(entry) > inside:
-            return True
-    return False
+def _is_deeper(entry: bytes, depth_max: int) -> bool:
+    """Each level has two brackets, so few entries are long enough; and few of these have that many."""
+    return entry.count(b"[") + entry.count(b"{") > depth_max and _depth(entry) > depth_max
 
 
 def _cut(body: bytes) -> list[msgspec.Raw]:

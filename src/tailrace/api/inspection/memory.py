@@ -17,7 +17,6 @@ from tailrace.api.memory_guard import MemoryGuard
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.protocol.durations import format_instant
-from tailrace.query.families.shelf import OPENED_BYTES_MAX
 from tailrace.store.cold import ColdReader
 from tailrace.store.object_parts import ObjectParts
 from tailrace.tier.checkpoint import Checkpoints
@@ -40,9 +39,9 @@ class Node(NamedTuple):
     companions: CompanionFiles
 
     @property
-    def readers(self) -> tuple[ObjectParts, ObjectParts]:
+    def readers(self) -> tuple[ObjectParts, ...]:
         """Those who fetch from the object store for queries."""
-        return self.cold.parts, self.companions.parts
+        return self.cold.parts, self.companions.parts, self.companions.lexicons
 
 
 def process(node: Node) -> Group:
@@ -109,8 +108,9 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
         },
         "mapped_files": {},
         "disk_caches": {
-            "segment_cache_bytes": cached_bytes(node.cold.parts),
-            "companion_cache_bytes": cached_bytes(node.companions.parts),
+            "segment_cache_bytes": node.cold.parts.cached_bytes,
+            "companion_cache_bytes": node.companions.parts.cached_bytes,
+            "lexicon_cache_bytes": node.companions.lexicons.cached_bytes,
         },
         "configured_budgets": {
             "ingest_queue_budget_bytes": limits.append_queue_max_bytes,
@@ -118,7 +118,8 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "block_cache_budget_bytes": limits.block_cache_bytes,
             "segment_cache_budget_bytes": limits.segment_cache_max_bytes,
             "companion_cache_budget_bytes": limits.search_companion_file_cache_max_bytes,
-            "companion_opened_budget_bytes": OPENED_BYTES_MAX,
+            "lexicon_cache_budget_bytes": limits.lexicon_index_cache_max_bytes,
+            "companion_opened_budget_bytes": limits.search_companion_memory_max_bytes,
             "tail_index_budget_bytes": limits.tail_index_max_bytes,
             "contract_budget_bytes": KEPT_BYTES,
             "sqlite_cache_budget_bytes": limits.sqlite_cache_bytes,
@@ -133,11 +134,6 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "checkpoints_pending": node.checkpoints.files_pending,
         },
     }
-
-
-def cached_bytes(parts: ObjectParts) -> int:
-    """A store on this disk needs no cache."""
-    return 0 if parts.cache is None else parts.cache.bytes
 
 
 _TOTALS = {
