@@ -583,6 +583,18 @@ def test_h9_h10_nobody_speaks_or_registers_as_somebody_else() -> None:
     assert {entry["identity"] for entry in denials} == {B}
 
 
+def test_h10_a_denial_is_told_when_it_is_in_the_audit() -> None:
+    world = guarded()
+    mallory = world.connect(B, authToken=token("t/b"))
+    world.taken(mallory)
+    world.hold()
+    world.say(mallory, "hub:unregister", {"actorAddress": A})
+    assert world.taken(mallory) == [], "an attempt that a crash could hide is not answered yet"
+    world.commit_held()
+    assert world.taken(mallory)[0]["payload"]["code"] == "unauthorized"
+    assert world.streams.bodies("hub/audit")[-1]["event"] == "denied"
+
+
 def test_one_more_session_of_an_identity_ends_the_oldest() -> None:
     world = guarded()
     first = world.connect(A, authToken=token("t/a"))

@@ -22,7 +22,7 @@ from tailrace.hub import (
     watching,
 )
 from tailrace.hub.effects import Effect, Listen
-from tailrace.hub.errors import HubError
+from tailrace.hub.errors import DeniedError, HubError
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
 from tailrace.hub.keeping import keep
@@ -182,7 +182,10 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         hub.count("messages", f"{_kind(request.envelope.type)}/refused")
         if error.code == "rate_limited":
             hub.count("rate_limited", str(error.details.get("kind", "")))
-        hub.refuse_request(session, request, error, now_ms)
+        if isinstance(error, DeniedError):
+            hub.refuse_denied(session, request, error)
+        else:
+            hub.refuse_request(session, request, error, now_ms)
     except Exception as error:
         if hub.options.on_bug is None:
             raise

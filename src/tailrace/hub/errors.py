@@ -103,6 +103,14 @@ class HubError(TailraceError):
         return f"HubError({self.code!r}, {self.message!r}, {self.extra!r})"
 
 
+class DeniedError(HubError):
+    """A refusal by the rules, told when its `record` is in the audit: no attempt is without a trace."""
+
+    def __init__(self, message: str, details: Mapping[str, object], record: bytes) -> None:
+        super().__init__("unauthorized", message, details)
+        self.record = record
+
+
 def hub_error(error: TailraceError) -> HubError:
     """The same refusal as the hub tells it. What it has no word for is a bug, and tells nothing."""
     if isinstance(error, HubError):

@@ -18,8 +18,8 @@ from tailrace.hub.asks import Asks
 from tailrace.hub.burying import Burials
 from tailrace.hub.convoys import Convoys
 from tailrace.hub.dead_letters import DeadLetters
-from tailrace.hub.effects import Append, Close, Effect, Send
-from tailrace.hub.errors import HubError, encode_error
+from tailrace.hub.effects import Append, Close, Effect, Send, Settled
+from tailrace.hub.errors import DeniedError, HubError, encode_error
 from tailrace.hub.flow import Flow
 from tailrace.hub.mailboxes import Mailboxes
 from tailrace.hub.message import HUB, encode, new_id
@@ -253,16 +253,7 @@ class Hub:
         self, session: Session, event: str, obj: str, result: str, now_ms: int, path: str | None = None
     ) -> None:
         """Who did what to whom, for operators."""
-        body = {
-            "at": now_ms,
-            "event": event,
-            "identity": f"@({path or session.path})" if path or session.path else None,
-            "session": session.id,
-            "remote": session.peer,
-            "object": obj,
-            "result": result,
-        }
-        self.effects.append(Append(AUDIT, msgspec.json.encode(body)))
+        self.effects.append(Append(AUDIT, _audited(session, event, obj, result, now_ms, path)))
 
     def seen_of(self, path: str) -> SeenSet:
         """What an identity has sent lately."""
@@ -302,8 +293,32 @@ class Hub:
             self.count("from_rewritten")
         return session.path
 
-    def denied(self, session: Session, action: str, reason: str, obj: str, now_ms: int) -> HubError:
+    def denied(self, session: Session, action: str, reason: str, obj: str, now_ms: int) -> DeniedError:
         """A refusal by the rules; failed attempts are audited."""
-        self.audit(session, "denied", obj, action, now_ms)
         details = {"action": action, "reason": reason, "errorCode": "PERMISSION_DENIED"}
-        return HubError("unauthorized", f"{action}: {reason}", details)
+        record = _audited(session, "denied", obj, action, now_ms)
+        return DeniedError(f"{action}: {reason}", details, record)
+
+    def refuse_denied(self, session: Session, request: Request, error: DeniedError) -> None:
+        """Told when it is in the audit, or cannot be: nobody goes on from an attempt that left no trace."""
+
+        def recorded(_: Settled, now_ms: int) -> None:
+            self.refuse_request(session, request, error, now_ms)
+
+        self.append(Append(AUDIT, error.record, recorded))
+
+
+def _audited(
+    session: Session, event: str, obj: str, result: str, now_ms: int, path: str | None = None
+) -> bytes:
+    return msgspec.json.encode(
+        {
+            "at": now_ms,
+            "event": event,
+            "identity": f"@({path or session.path})" if path or session.path else None,
+            "session": session.id,
+            "remote": session.peer,
+            "object": obj,
+            "result": result,
+        }
+    )
