@@ -164,7 +164,7 @@ class Collector:
         """
         self.matches += rows.bit_count()
         block = ROWS_AT_FIRST
-        while rows := self._hopeful(source, rows):
+        while rows := self.hopeful(source, rows):
             listed = rows_of(rows)
             # The newest first where larger comes first: times mostly grow, and offsets always do.
             some = listed[-block:][::-1] if self.request.sort[0].descending else listed[:block]
@@ -212,7 +212,7 @@ class Collector:
                 values.append(shown_value(source.edge(key.name, row, key.descending)))
         return values
 
-    def _hopeful(self, source: Indexed, rows: int) -> int:
+    def hopeful(self, source: Indexed, rows: int) -> int:
         """The rows that can get among the best, as far as the first sort key or two tell."""
         if not rows or not self.top.full:
             return rows

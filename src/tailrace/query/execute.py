@@ -227,7 +227,9 @@ class _Run:
         self._scan_until = now + (self._deadline - now) * (1 - WEIGHING_PART)
         indexed = [piece for piece in pieces if is_indexed(piece)]
         unread = [piece for piece in pieces if isinstance(piece, Stretch)]
-        spans, uncounted = await self._count_spans([piece for piece in pieces if isinstance(piece, Span)])
+        # Counted last, weighed first: not all of their files may find room in memory at once.
+        spans, uncounted = await self._count_spans([one for one in pieces[::-1] if isinstance(one, Span)])
+        spans.reverse()
         unread += [stretch for span in uncounted for stretch in self._stretches_of(span)]
         if not self._late:
             await self._on_thread(collector.count_sources, indexed)

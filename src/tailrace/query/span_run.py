@@ -262,11 +262,12 @@ class SpanRun:
         return [source.entries[row] for row in rows_of(doubtful)]
 
     def _touch(self, source: SpanSource, rows: int) -> None:
-        """Decodes all that taking the rows will need."""
-        for name in self._columns:
-            source.missing(name)
+        """Decodes all that taking the rows will need: columns only where a row can get among the best."""
         if self._collector.weighs and self._request.by_score:
             for name, tokens in self._collector.scanner.wanted.items():
                 source.text_lengths(name)
                 for token in tokens:
                     source.token_rows(name, token)
+        if self._columns and self._collector.hopeful(source, rows):
+            for name in self._columns:
+                source.column(name)

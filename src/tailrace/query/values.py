@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, date, datetime
 from functools import lru_cache
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
 from tailrace.schema.search_fields import Field
@@ -229,3 +229,19 @@ _CONVERTERS: Final[dict[str, Convert]] = {
     "date": to_date,
     "bool": to_bool,
 }
+
+
+def is_outside(comparison: str, bound: Any, bounds: tuple[Any, Any]) -> bool:
+    """Whether nothing from the least to the most of some values, all of one kind, stands so to a bound."""
+    least, most = bounds
+    match comparison:
+        case ">":
+            return most <= bound
+        case ">=":
+            return most < bound
+        case "<":
+            return least >= bound
+        case "<=":
+            return least > bound
+        case _:
+            return not least <= bound <= most

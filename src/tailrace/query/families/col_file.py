@@ -9,6 +9,7 @@ from tailrace.query.families.field_column import FieldColumn
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.family_format import ENTRY
+from tailrace.query.values import Value, is_outside
 from tailrace.store.arrow import INT64, numbers_of, pa
 
 
@@ -18,6 +19,8 @@ class ColFile:
     def __init__(self, file: ParquetFile, first: int, last: int) -> None:
         self._file = file
         self._columns: dict[str, FieldColumn] = {}
+        self._bounds: dict[str, tuple[Value, Value] | None] = {}
+        self._full: dict[str, bool] = {}
         rows: int = file.metadata.num_rows
         self.entries: Sequence[int] = range(first, last + 1)
         if rows != last - first + 1:
@@ -37,6 +40,20 @@ class ColFile:
 
     def has(self, name: str) -> bool:
         return name in self._file.names
+
+    def is_full(self, name: str) -> bool:
+        """Whether every row has a value; what only decoding could tell is no."""
+        found = self._full.get(name)
+        if found is None:
+            found = self._full[name] = self._file.leaf_is_full(name)
+        return found
+
+    def is_beyond(self, name: str, comparison: str, bound: Value) -> bool:
+        """Whether no row has a value on one side of a bound, as far as that is told without decoding."""
+        if name not in self._bounds:
+            self._bounds[name] = self._file.leaf_bounds(name)
+        bounds = self._bounds[name]
+        return bounds is not None and is_outside(comparison, bound, bounds)
 
     def column(self, name: str) -> FieldColumn:
         found = self._columns.get(name)

@@ -39,11 +39,12 @@ class FieldColumn:
         flat = lists.flatten()
         self._is_words = pa.types.is_string(flat.type) or pa.types.is_large_string(flat.type)
         self._parents: Any = None
+        self._starts: Any = None  # of each row among all values, where a row may have several
         if largest <= 1:
             flat = self._spread(flat, lengths)
         else:
             self._parents = pc.list_parent_indices(lists)
-        self._starts = lists.offsets
+            self._starts = lists.offsets
         if self._is_words:
             encoded = flat.dictionary_encode()
             self._words: Any = encoded.dictionary

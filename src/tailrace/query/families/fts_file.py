@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace.query import family_format as names
 from tailrace.query.families.body import Body, InnerBody, turns
-from tailrace.query.families.numbers import NONE, np, numbers_in
+from tailrace.query.families.numbers import NONE, narrowed, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in, check_facts
 from tailrace.query.families.published import UnusableFileError
 from tailrace.store.arrow import pc
@@ -43,6 +43,13 @@ class TextFacts(msgspec.Struct):
 
 class Postings(NamedTuple):
     """The entries with a token, ascending, and how often each has it."""
+
+    entries: Any
+    frequencies: Any
+
+
+class Packed(NamedTuple):
+    """The same in few bytes, to be kept: entries are counted from the first of the file."""
 
     entries: Any
     frequencies: Any
@@ -109,7 +116,7 @@ class FtsFile:
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
         self._terms_held_bytes = terms.held_bytes
-        self._found: OrderedDict[tuple[str, ...], Postings] = OrderedDict()
+        self._found: OrderedDict[tuple[str, ...], Packed] = OrderedDict()
         self._found_bytes = 0
         self._lengths: dict[str, Any] = {}
         self._lock = Lock()
@@ -123,13 +130,21 @@ class FtsFile:
     # -- tokens --------------------------------------------------------------------------------------------
 
     def postings(self, field: str, token: str) -> Postings:
+        found = self._packed(field, token)
+        return Postings(self._unpacked(found), found.frequencies)
+
+    def _packed(self, field: str, token: str) -> Packed:
         return self._kept(("token", field, token), lambda: self._looked_up(field, token))
 
-    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> Postings:
+    def _unpacked(self, found: Packed) -> Any:
+        return found.entries + np.int64(self.first)
+
+    def _kept(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> Packed:
         """What was looked up last stays: a split may speak for many spans, and each of them asks."""
         found = self._found.get(key)
         if found is None:
-            found = look_up()
+            looked_up = look_up()
+            found = Packed(narrowed(looked_up.entries - self.first), narrowed(looked_up.frequencies))
             with self._lock:
                 self._found[key] = found
                 self._found_bytes += found.nbytes
@@ -138,7 +153,7 @@ class FtsFile:
         return found
 
     def documents_with(self, field: str, token: str) -> int:
-        return len(self.postings(field, token).entries)
+        return len(self._packed(field, token).entries)
 
     def _looked_up(self, field: str, token: str) -> Postings:
         return self._postings_where(field, lambda terms: pc.equal(terms, token), (token, token))
@@ -197,15 +212,16 @@ class FtsFile:
             found = self._postings_where(field, lambda terms: pc.starts_with(terms, prefix), bounds)
             return Postings(np.unique(found.entries), NONE)
 
-        return self._kept(("start", field, prefix), look_up).entries
+        return self._unpacked(self._kept(("start", field, prefix), look_up))
 
     def lengths(self, field: str) -> Any:
         """The tokens of a text, for each number from the first to the last of the file; 0 without a text."""
         found = self._lengths.get(field)
         if found is None:
             texts = self._postings_where(field, lambda terms: terms.is_null(), None)
-            found = np.zeros(self.last - self.first + 1, np.int32)
-            found[texts.entries - self.first] = texts.frequencies
+            lengths = narrowed(texts.frequencies)
+            found = np.zeros(self.last - self.first + 1, lengths.dtype)
+            found[texts.entries - self.first] = lengths
             self._lengths[field] = found
         return found
 
@@ -220,7 +236,9 @@ class FtsFile:
         if not self.texts[field].positions:
             return None
         key = ("phrase", field, *tokens)
-        return self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), NONE)).entries
+        return self._unpacked(
+            self._kept(key, lambda: Postings(self._one_after_the_other(field, tokens), NONE))
+        )
 
     def _one_after_the_other(self, field: str, tokens: Sequence[str]) -> Any:
         """A phrase begins where each of its tokens says that it does, from the one with the fewest places."""

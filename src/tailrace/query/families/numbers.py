@@ -16,6 +16,11 @@ def numbers_in(array: Any) -> Any:
     return array.to_numpy(zero_copy_only=False)
 
 
+def narrowed(numbers: Any) -> Any:
+    """Numbers that are not negative, in as few bytes as the largest of them takes."""
+    return numbers.astype(np.min_scalar_type(numbers.max())) if len(numbers) else numbers
+
+
 def bits_at(rows: Any, count: int) -> int:
     """The set of these rows, of `count` rows there are."""
     if not len(rows):

@@ -106,6 +106,20 @@ class ParquetFile:
             self._bounds[key] = (found.min, found.max) if found is not None and found.has_min_max else None
         return self._bounds[key]
 
+    def leaf_bounds(self, column: str) -> tuple[Any, Any] | None:
+        """The smallest and largest value in a column of lists; None if that is not known of every group."""
+        leaf = next((path for path in self._leaves if _is_of(path, (column,))), None)
+        found = [] if leaf is None else [self.statistics(group, leaf) for group in range(self.groups)]
+        known = [bounds for bounds in found if bounds is not None]
+        if not known or len(known) < len(found):
+            return None
+        return min(least for least, _ in known), max(most for _, most in known)
+
+    def leaf_is_full(self, column: str) -> bool:
+        """Whether every list of a column has something in it, as far as that is told without decoding."""
+        leaves = [path for path in self._leaves if _is_of(path, (column,))]
+        return len(leaves) == 1 and not any(self.has_nulls(group, leaves[0]) for group in range(self.groups))
+
     def rows_in(self, group: int) -> int:
         rows: int = self.metadata.row_group(group).num_rows
         return rows

@@ -94,6 +94,8 @@ class SpanSource:
         return (min(found), max(found)) if found else None
 
     def within(self, name: str, comparison: str, bound: Value) -> int:
+        if self._col(name).is_beyond(name, comparison, bound):
+            return 0  # told by the file without decoding the column
         column, shift = self.column(name)
         return self._cut(column.within(comparison, bound), shift)
 
@@ -103,6 +105,8 @@ class SpanSource:
         return self._cut(column.multiple, shift)
 
     def missing(self, name: str) -> int:
+        if self._col(name).is_full(name):
+            return 0
         column, shift = self.column(name)
         return self.rows.all_rows & ~self._cut(column.present, shift)
 
@@ -122,14 +126,18 @@ class SpanSource:
         column, shift = self.column(name)
         return column.leaves(begin + shift, end + shift)
 
+    def _col(self, name: str) -> ColFile:
+        found = self._file(COL, name)
+        assert isinstance(found, ColFile)
+        return found
+
     def has_column(self, name: str) -> bool:
         found = self._file(COL, name)
         return isinstance(found, ColFile) and found.has(name)
 
     def column(self, name: str) -> tuple[FieldColumn, int]:
         """A column, and the place of our first row in it."""
-        found = self._file(COL, name)
-        assert isinstance(found, ColFile)
+        found = self._col(name)
         return found.column(name), bisect_left(found.entries, self._span.first)
 
     def _cut(self, bits: int, shift: int) -> int:

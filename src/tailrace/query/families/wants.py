@@ -21,6 +21,7 @@ from tailrace.query.bind import (
 from tailrace.query.families.span import Served, Span
 from tailrace.query.families.verdict import Verdict, judge
 from tailrace.query.family_format import COL, EXACT, FTS
+from tailrace.query.values import is_outside
 from tailrace.query.view import View
 
 
@@ -107,28 +108,12 @@ def is_beyond_times(query: Bound, primary: str, bounds: tuple[int, int]) -> bool
     """Whether nothing can match in a place where the times of `primary` lie within bounds."""
 
     def decide(clause: Clause) -> Verdict | None:
-        if isinstance(clause, Compares | Equals) and clause.field == primary and _is_beyond(clause, bounds):
-            return Verdict(0, 0)
-        return None
+        if not isinstance(clause, Compares | Equals) or clause.field != primary:
+            return None
+        comparison = clause.comparison if isinstance(clause, Compares) else "="
+        return Verdict(0, 0) if is_outside(comparison, clause.value, bounds) else None
 
     return not judge(query, 1, decide).maybe
-
-
-def _is_beyond(clause: Compares | Equals, bounds: tuple[int, int]) -> bool:
-    least, most = bounds
-    value = clause.value
-    assert not isinstance(value, str)
-    match clause.comparison if isinstance(clause, Compares) else "=":
-        case ">":
-            return most <= value
-        case ">=":
-            return most < value
-        case "<":
-            return least >= value
-        case "<=":
-            return least > value
-        case _:
-            return not least <= value <= most
 
 
 def _add(found: dict[str, Served], served: Served | None) -> bool:
