@@ -31,6 +31,10 @@ class UnreadableError(Exception):
 class UsageError(Exception):
     """The command was not put in a way that makes sense."""
 
+    def __init__(self, message: str, **extra: object) -> None:
+        super().__init__(message)
+        self.extra = extra
+
 
 def explain(error: Exception, *, as_json: bool) -> int:
     """Say on standard error what went wrong, and give the exit code. A bug is raised again as it is."""
@@ -45,6 +49,7 @@ def explain(error: Exception, *, as_json: bool) -> int:
         exit_code = UNREACHABLE if code in _NO_SERVER else REFUSED
     elif isinstance(error, SettingsError | UsageError):
         code, exit_code = "usage", USAGE
+        extra = error.extra if isinstance(error, UsageError) else extra
     elif isinstance(error, UnreachableError):
         code, exit_code = "unreachable", UNREACHABLE
     elif isinstance(error, UnreadableError):
