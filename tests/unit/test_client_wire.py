@@ -76,6 +76,11 @@ def test_only_what_is_safe_is_repeatable() -> None:
     assert not wire.append("s", b"x", content_type=JSON, close=True).repeatable
 
 
+class Row(msgspec.Struct, array_like=True):
+    a: int
+    b: int
+
+
 @pytest.mark.parametrize(
     ("data", "body", "parts"),
     [
@@ -90,6 +95,8 @@ def test_only_what_is_safe_is_repeatable() -> None:
         (bytearray(b"7"), b"7", [b"7"]),
         (memoryview(b"7"), b"7", [b"7"]),
         (msgspec.Raw(b"[1]"), b"[1]", [b"[1]"]),
+        ({1}, b"[[1]]", [b"[1]"]),  # one message: only lists and tuples are batches
+        (Row(1, 2), b"[[1,2]]", [b"[1,2]"]),
     ],
 )
 def test_json_data(data: Any, body: bytes, parts: list[bytes]) -> None:
