@@ -166,6 +166,25 @@ def test_what_was_appended_before_a_refusal_is_told(server: ServerProcess, name:
     assert f"go on with entry {count + 1:,}" in told["message"]
 
 
+@pytest.mark.parametrize(
+    "verb", [("append", "1", "--create"), ("read",), ("key", "create", "--sub", "a", "--scope", "read")]
+)
+def test_output_that_is_lost_is_a_failure(
+    server: ServerProcess, tmp_path: Path, name: str, verb: tuple[str, ...]
+) -> None:
+    # The key above all: nobody can show it again.
+    _on(server, "append", name, "1", "--create")
+    what = (*verb, "--file", str(tmp_path / "keys.json")) if verb[0] == "key" else (verb[0], name, *verb[1:])
+    found = environment({"TAILRACE_ENDPOINT": server.base_url})
+    del found["PYTHONUNBUFFERED"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command(*what), env=found, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    told = "tailrace: cannot write: No space left on device (unwritable)\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_lists_streams(server: ServerProcess) -> None:
     for last in ("b", "a"):
         _on(server, "append", f"cli-ls/{last}", "1", "2", "--create")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Final
@@ -14,6 +15,8 @@ UNREADABLE: Final = 2
 
 # What the client calls it when no answer came.
 _NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
+# A file or a disk that takes no more, most often that of standard output.
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class RefusedError(Exception):
@@ -60,6 +63,8 @@ def explain(error: Exception, *, as_json: bool) -> int:
         # The reader of our output left, as `head` does. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+        code, exit_code, message = "unwritable", REFUSED, f"cannot write: {error.strerror}"
     else:
         raise error
     if as_json:
