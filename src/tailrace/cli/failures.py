@@ -27,6 +27,19 @@ class UnreachableError(Exception):
     """No server answers."""
 
 
+def unreachable(url: str, reason: object) -> UnreachableError:
+    """What is told when there was no answer. A server that TLS kept us from is there all the same."""
+    told = str(reason)
+    if "CERTIFICATE_VERIFY_FAILED" in told:
+        why = told[told.index("CERTIFICATE_VERIFY_FAILED") :].partition(": ")[2].partition(" (_ssl")[0]
+        message = f"the certificate of {url} is not trusted ({why}); name yours in SSL_CERT_FILE"
+    elif "WRONG_VERSION_NUMBER" in told or "RECORD_LAYER_FAILURE" in told:
+        message = f"{url} does not speak TLS; is it an http:// address?"
+    else:
+        message = f"no server answers at {url}; start one with: tailrace serve"
+    return UnreachableError(message)
+
+
 class UnreadableError(Exception):
     """The object store cannot be read."""
 
