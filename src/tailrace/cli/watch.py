@@ -262,7 +262,9 @@ class _Watching:
             self._token = None
             self._begin(socket)
         elif kind == "error" and payload["code"] != "going_away":
-            raise RefusedError(payload["message"])
+            from tailrace.client import ClientError
+
+            raise ClientError(payload["code"], payload["message"])
 
     def _change(self, delta: dict[str, Any]) -> None:
         if not self._in_snapshot:
