@@ -199,3 +199,13 @@ def test_an_answer_that_is_not_ours_is_refused() -> None:
         wire.check(answer(302), 200)
     with pytest.raises(ClientError, match="malformed list"):
         wire.parse_list(answer(200, b"<html>"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(429, "overloaded"), (503, "unavailable"), (507, "insufficient_storage")]
+)
+def test_a_head_that_is_refused_for_now_has_the_code_of_other_requests(status: int, code: str) -> None:
+    # It has no body that could say so.
+    with pytest.raises(ClientError) as caught:
+        wire.check_head("s", wire.Answer(status, {}, b""))
+    assert (caught.value.code, caught.value.status) == (code, status)
