@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import StartServer
+from support.calls import Caller
 from support.cli import Finished, command, environment, tailrace
 from support.server import ServerProcess
 from tailrace.auth import create_token
@@ -135,6 +136,53 @@ def test_a_line_that_is_not_json_is_named_and_nothing_is_sent(server: ServerProc
     assert done.code == 2
     assert "entry 2 is not JSON" in done.err
     assert _on(server, "read", name).out == ""
+
+
+@pytest.mark.parametrize("producer", [(), ("--producer", "import")])
+def test_what_was_appended_before_a_line_that_is_not_json_is_told(
+    server: ServerProcess, name: str, producer: tuple[str, ...]
+) -> None:
+    # More than one piece of input: what came before the piece with the fault is on disk by then.
+    lines = b'"0123456789"\n' * 100_000 + b"nonsense\n1\n"
+    done = _on(server, "append", name, "--create", *producer, stdin=lines)
+    count = len(_on(server, "read", name).out.splitlines())
+    assert (done.code, 0 < count <= 100_000) == (2, True), done.err
+    assert "entry 100001 is not JSON" in done.err
+    assert f"; {count:,} entries were appended before that: go on with entry {count + 1:,}" in done.err
+    again = _on(server, "append", name, *producer, "--json", stdin=lines)
+    assert json.loads(again.err)["error"]["appended"] == count
+
+
+def test_what_was_appended_before_a_refusal_is_told(server: ServerProcess, name: str) -> None:
+    call = Caller(server)
+    assert call("PUT", name, headers={"Content-Type": "application/json"}).status == 201
+    assert call("POST", f"{name}/_schema", {"schema": {"type": "object"}}).status == 200
+    lines = b'{"n": "0123456789"}\n' * 60_000 + b"1\n"
+    done = _on(server, "append", name, "--json", stdin=lines)
+    count = len(_on(server, "read", name).out.splitlines())
+    told = json.loads(done.err)["error"]
+    assert (done.code, told["code"], 0 < count < 60_001) == (1, "invalid_request", True), told
+    assert told["appended"] == count
+    assert f"go on with entry {count + 1:,}" in told["message"]
+
+
+@pytest.mark.parametrize(
+    "verb", [("append", "1", "--create"), ("read",), ("key", "create", "--sub", "a", "--scope", "read")]
+)
+def test_output_that_is_lost_is_a_failure(
+    server: ServerProcess, tmp_path: Path, name: str, verb: tuple[str, ...]
+) -> None:
+    # The key above all: nobody can show it again.
+    _on(server, "append", name, "1", "--create")
+    what = (*verb, "--file", str(tmp_path / "keys.json")) if verb[0] == "key" else (verb[0], name, *verb[1:])
+    found = environment({"TAILRACE_ENDPOINT": server.base_url})
+    del found["PYTHONUNBUFFERED"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command(*what), env=found, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    told = "tailrace: cannot write: No space left on device (unwritable)\n"
+    assert (done.returncode, done.stderr) == (1, told)
 
 
 def test_lists_streams(server: ServerProcess) -> None:

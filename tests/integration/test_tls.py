@@ -9,6 +9,8 @@ import socket
 import ssl
 from pathlib import Path
 
+import pytest
+
 from support.calls import eventually
 from support.cli import tailrace
 from support.server import ServerProcess
@@ -92,3 +94,26 @@ def test_a_certificate_is_named_or_made(tmp_path: Path) -> None:
     done = tailrace("serve", "--data-dir", str(tmp_path / "data"), *both)
     assert done.code == 2
     assert "tls_self_signed" in done.err
+
+
+@pytest.mark.parametrize("verb", [("ls",), ("details",), ("hub", "ls"), ("watch", "default/orders")])
+def test_who_cannot_use_the_certificate_is_told_so(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    """ "No server answers" would send people to look for a server that is there."""
+    server = start(tmp_path, "--tls-self-signed")
+    url = f"https://localhost:{server.port}"
+    untrusted = tailrace(*verb, env={"TAILRACE_ENDPOINT": url})
+    assert (untrusted.code, "no server answers" in untrusted.err) == (3, False), untrusted.err
+    assert f"the certificate of {url} is not trusted" in untrusted.err
+    assert "SSL_CERT_FILE" in untrusted.err
+    nowhere = str(tmp_path / "missing.pem")
+    missing = tailrace(*verb, env={"TAILRACE_ENDPOINT": url, "SSL_CERT_FILE": nowhere})
+    assert (missing.code, missing.err) == (2, f"tailrace: SSL_CERT_FILE names no file: {nowhere} (usage)\n")
+    server.stop()
+
+
+@pytest.mark.parametrize("verb", [("ls",), ("details",), ("hub", "ls"), ("watch", "default/orders")])
+def test_who_expects_tls_where_there_is_none_is_told_so(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    server = ServerProcess(tmp_path / "data").start()
+    done = tailrace(*verb, env={"TAILRACE_ENDPOINT": f"https://127.0.0.1:{server.port}"})
+    assert (done.code, f"127.0.0.1:{server.port} does not speak TLS" in done.err) == (3, True), done.err
+    server.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from typing import Any
 
@@ -248,3 +249,13 @@ def test_w48_w50_limits_of_somebody_and_what_is_written_down(start_server: Start
         ).status
         == 403
     )
+
+
+def test_a_query_that_is_refused_has_the_code_of_the_server(server: ServerProcess) -> None:
+    for place, where, code in (
+        ("nowhere/orders", "true", "not_found"),
+        ("default/orders", "doc.n >", "invalid_query"),
+    ):
+        address = {"TAILRACE_ENDPOINT": server.base_url}
+        done = tailrace("watch", place, "--where", where, "--json", env=address)
+        assert (done.code, json.loads(done.err)["error"]["code"]) == (1, code), done.err

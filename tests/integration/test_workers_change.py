@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 from support.calls import Caller, eventually
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
+from support.workers import pid_of
 from tailrace import failpoints
 from tailrace.workers.delivery import FACT
 from tailrace.workers.layout import read_layout
@@ -156,3 +158,13 @@ def test_a_port_that_one_process_has_just_left_can_be_shared(tmp_path: Path) -> 
     server.start()
     assert Caller(server)("GET", "/healthz").status == 200
     server.stop()
+
+
+def test_a_server_that_is_stopped_while_its_workers_begin_leaves_at_once(tmp_path: Path) -> None:
+    # Told to drain before it has read its setup, a worker finds both in its input at the same time.
+    server = ServerProcess(tmp_path / "data", args=("--workers", "2")).start(ready=False)
+    eventually(lambda: pid_of(server, 1), lambda pid: pid is not None)
+    server.signal(signal.SIGINT)
+    assert server.wait_exit() == 0
+    assert "took longer" not in server.log
+    assert "the supervisor is gone" not in server.log

@@ -358,6 +358,11 @@ def test_create_token_refuses_nonsense() -> None:
         create_token("short", sub="x")
 
 
+def test_a_token_is_for_somebody() -> None:
+    with pytest.raises(TailraceError, match="subject of a token is empty"):
+        create_token(SECRET, sub="")
+
+
 def test_inspect_token_shows_what_is_wrong() -> None:
     clock = FakeClock()
     token = create_token(SECRET, sub="x", scopes=["read"], streams=["a/"], lifetime_s=60, clock=clock)

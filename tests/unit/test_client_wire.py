@@ -76,6 +76,11 @@ def test_only_what_is_safe_is_repeatable() -> None:
     assert not wire.append("s", b"x", content_type=JSON, close=True).repeatable
 
 
+class Row(msgspec.Struct, array_like=True):
+    a: int
+    b: int
+
+
 @pytest.mark.parametrize(
     ("data", "body", "parts"),
     [
@@ -90,6 +95,8 @@ def test_only_what_is_safe_is_repeatable() -> None:
         (bytearray(b"7"), b"7", [b"7"]),
         (memoryview(b"7"), b"7", [b"7"]),
         (msgspec.Raw(b"[1]"), b"[1]", [b"[1]"]),
+        ({1}, b"[[1]]", [b"[1]"]),  # one message: only lists and tuples are batches
+        (Row(1, 2), b"[[1,2]]", [b"[1,2]"]),
     ],
 )
 def test_json_data(data: Any, body: bytes, parts: list[bytes]) -> None:
@@ -192,3 +199,13 @@ def test_an_answer_that_is_not_ours_is_refused() -> None:
         wire.check(answer(302), 200)
     with pytest.raises(ClientError, match="malformed list"):
         wire.parse_list(answer(200, b"<html>"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(429, "overloaded"), (503, "unavailable"), (507, "insufficient_storage")]
+)
+def test_a_head_that_is_refused_for_now_has_the_code_of_other_requests(status: int, code: str) -> None:
+    # It has no body that could say so.
+    with pytest.raises(ClientError) as caught:
+        wire.check_head("s", wire.Answer(status, {}, b""))
+    assert (caught.value.code, caught.value.status) == (code, status)

@@ -41,6 +41,9 @@ def create_token(
 ) -> str:
     """An HS256 token with an id of its own; `lifetime_s` None makes one that never expires."""
     check_secret(secret)
+    if not sub:
+        # A variable that was never set: nobody could tell later whose token it is, or revoke it by name.
+        raise TailraceError("invalid_request", "the subject of a token is empty; say whom it is for")
     unknown = sorted(set(scopes) - SCOPES)
     if unknown:
         raise TailraceError(

@@ -22,6 +22,7 @@ def command(argv: Sequence[str]) -> int:
     arguments = list(argv)
     try:
         code = build(arguments)(spelled_out(arguments))
+        sys.stdout.flush()  # output that is lost is a failure, and is told while it can be
     except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
         code = explain(error, as_json="--json" in arguments)
     return code if isinstance(code, int) else 0

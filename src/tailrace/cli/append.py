@@ -23,7 +23,8 @@ _HELP: Final = """Append entries to a stream, and return when they are on disk.
 
 Entries come from the arguments, or from standard input when there are none. On a JSON stream every argument
 and every input line is one message. On any other stream every argument is one entry, and so is every line
-with `--lines`; without it the input is appended as it is, in pieces of up to 1 MiB.
+with `--lines`; without it the input is appended as it is, in pieces of up to 1 MiB. Where an entry is
+refused, the message says how many were appended before.
 
 For example:
 
@@ -175,18 +176,50 @@ def _send(
     stream: Stream, batches: Iterable[list[bytes]], key: str | None, producer: str | None
 ) -> tuple[int, str | None]:
     """Append batch after batch; how many entries that were, and the offset after the last."""
+    if producer is not None:
+        return _produce(stream, itertools.chain.from_iterable(batches), key, producer)
+    from tailrace.client import ClientError
+
     count, next_offset = 0, None
-    if producer is None:
+    try:
         for batch in batches:
             if batch and (result := stream.append_many(batch, key=key)) is not None:
                 count, next_offset = count + len(batch), result.next_offset
-        return count, next_offset
-    last = None
-    with stream.producer(producer) as writer:
-        for entry in itertools.chain.from_iterable(batches):
-            last = writer.append(_one_message(entry, stream), key=key)
-            count += 1
+    except UsageError as error:
+        raise UsageError(f"{error}{_after(count)}", appended=count) from None
+    except ClientError as error:
+        appended = error.extra.get("appended", 0)
+        count += appended if isinstance(appended, int) else 0
+        error.extra["appended"] = count
+        if not error.outcome_unknown:
+            error.message += _after(count)
+        raise
+    return count, next_offset
+
+
+def _produce(
+    stream: Stream, entries: Iterable[bytes], key: str | None, producer: str
+) -> tuple[int, str | None]:
+    count, last = 0, None
+    try:
+        with stream.producer(producer) as writer:
+            for entry in entries:
+                last = writer.append(_one_message(entry, stream), key=key)
+                count += 1
+    except UsageError as error:
+        # What was queued went out before we came here, unless the producer failed as well.
+        if last is not None and last.exception() is not None:
+            raise
+        raise UsageError(f"{error}{_after(count)}", appended=count) from None
     return count, last.result().next_offset if last else None
+
+
+def _after(count: int) -> str:
+    """Where to go on: whoever mends the input and sends all of it again would have the beginning twice."""
+    if not count:
+        return ""
+    were = "entry was" if count == 1 else "entries were"
+    return f"; {count:,} {were} appended before that: go on with entry {count + 1:,}"
 
 
 def _one_message(entry: bytes, stream: Stream) -> bytes:

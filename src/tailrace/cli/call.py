@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tailrace.cli.failures import UnreachableError, UsageError
+from tailrace.cli.failures import UsageError, unreachable
 
 if TYPE_CHECKING:
     import httpx2
@@ -60,10 +62,8 @@ def send(
         with httpx2.Client(timeout=_ANSWER_S_MAX) as http:
             where = session.url.rstrip("/") + path
             return http.request(method, where, content=body, headers=sent | (headers or {}))
-    except httpx2.TransportError:
-        raise UnreachableError(
-            f"no server answers at {session.url}; start one with: tailrace serve"
-        ) from None
+    except httpx2.TransportError as error:
+        raise unreachable(session.url, error) from None
 
 
 def authorization(session: Session) -> dict[str, str]:
@@ -77,6 +77,9 @@ def authorization(session: Session) -> dict[str, str]:
         value = settings.authorization()
     except ValueError as error:
         raise UsageError(str(error)) from None
+    # Whoever makes a connection would be told that some file is missing, and not which.
+    if (trusted := os.environ.get("SSL_CERT_FILE")) and not Path(trusted).is_file():
+        raise UsageError(f"SSL_CERT_FILE names no file: {trusted}")
     return {} if value is None else {"Authorization": value.decode()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Final
@@ -14,6 +15,8 @@ UNREADABLE: Final = 2
 
 # What the client calls it when no answer came.
 _NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
+# A file or a disk that takes no more, most often that of standard output.
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class RefusedError(Exception):
@@ -24,12 +27,29 @@ class UnreachableError(Exception):
     """No server answers."""
 
 
+def unreachable(url: str, reason: object) -> UnreachableError:
+    """What is told when there was no answer. A server that TLS kept us from is there all the same."""
+    told = str(reason)
+    if "CERTIFICATE_VERIFY_FAILED" in told:
+        why = told[told.index("CERTIFICATE_VERIFY_FAILED") :].partition(": ")[2].partition(" (_ssl")[0]
+        message = f"the certificate of {url} is not trusted ({why}); name yours in SSL_CERT_FILE"
+    elif "WRONG_VERSION_NUMBER" in told or "RECORD_LAYER_FAILURE" in told:
+        message = f"{url} does not speak TLS; is it an http:// address?"
+    else:
+        message = f"no server answers at {url}; start one with: tailrace serve"
+    return UnreachableError(message)
+
+
 class UnreadableError(Exception):
     """The object store cannot be read."""
 
 
 class UsageError(Exception):
     """The command was not put in a way that makes sense."""
+
+    def __init__(self, message: str, **extra: object) -> None:
+        super().__init__(message)
+        self.extra = extra
 
 
 def explain(error: Exception, *, as_json: bool) -> int:
@@ -45,6 +65,7 @@ def explain(error: Exception, *, as_json: bool) -> int:
         exit_code = UNREACHABLE if code in _NO_SERVER else REFUSED
     elif isinstance(error, SettingsError | UsageError):
         code, exit_code = "usage", USAGE
+        extra = error.extra if isinstance(error, UsageError) else extra
     elif isinstance(error, UnreachableError):
         code, exit_code = "unreachable", UNREACHABLE
     elif isinstance(error, UnreadableError):
@@ -55,6 +76,8 @@ def explain(error: Exception, *, as_json: bool) -> int:
         # The reader of our output left, as `head` does. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+        code, exit_code, message = "unwritable", REFUSED, f"cannot write: {error.strerror}"
     else:
         raise error
     if as_json:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli import hub_care
-from tailrace.cli.failures import UnreachableError, UsageError
+from tailrace.cli.call import authorization
+from tailrace.cli.failures import UsageError, unreachable
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def join(session: Session, address: str | None = None) -> Generator[Hub]:
     from tailrace.client import ClientError, Retries
     from tailrace.client.hub import Hub
 
+    authorization(session)
     try:
         hub = Hub(
             session.url,
@@ -64,8 +66,7 @@ def join(session: Session, address: str | None = None) -> Generator[Hub]:
     except ClientError as error:
         if error.code != "connect_failed":
             raise
-        message = f"no server answers at {session.url}; start one with: tailrace serve"
-        raise UnreachableError(message) from None
+        raise unreachable(session.url, error) from None
 
 
 def json_of(text: str | None) -> bytes:

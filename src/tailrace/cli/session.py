@@ -44,7 +44,7 @@ DEFAULT: Final = Session()
 def connect(session: Session) -> Generator[Client]:
     """A client that gives up soon: a person is waiting."""
     from tailrace.cli.call import authorization
-    from tailrace.cli.failures import UnreachableError
+    from tailrace.cli.failures import unreachable
     from tailrace.client import Client, ClientError, Retries
 
     authorization(session)
@@ -55,8 +55,7 @@ def connect(session: Session) -> Generator[Client]:
         except ClientError as error:
             if error.code != "connect_failed":
                 raise
-            message = f"no server answers at {session.url}; start one with: tailrace serve"
-            raise UnreachableError(message) from None
+            raise unreachable(session.url, error) from None
 
 
 def put(line: bytes) -> None:

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import authorization, get_json
 from tailrace.cli.docs import split
-from tailrace.cli.failures import RefusedError, UnreachableError
+from tailrace.cli.failures import RefusedError, unreachable
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
 if TYPE_CHECKING:
@@ -209,9 +209,7 @@ class _Watching:
                     self._follow(socket)
             except (OSError, ConnectionClosed) as error:
                 if not reached:
-                    raise UnreachableError(
-                        f"no server answers at {self._session.url}; start one with: tailrace serve"
-                    ) from error
+                    raise unreachable(self._session.url, error) from error
             time.sleep(pause_s)
             pause_s = min(_PAUSE_S_MAX, 2 * pause_s)
 
@@ -264,7 +262,9 @@ class _Watching:
             self._token = None
             self._begin(socket)
         elif kind == "error" and payload["code"] != "going_away":
-            raise RefusedError(payload["message"])
+            from tailrace.client import ClientError
+
+            raise ClientError(payload["code"], payload["message"])
 
     def _change(self, delta: dict[str, Any]) -> None:
         if not self._in_snapshot:

@@ -31,9 +31,13 @@ def body_of(data: Data, content_type: str) -> bytes:
     octets = _octets(data)
     if octets is not None:
         return octets
-    if is_json(content_type):
-        return _encode(data)
-    return _text(data, content_type)
+    if not is_json(content_type):
+        return _text(data, content_type)
+    body = _encode(data)
+    if body.startswith(b"[") and not isinstance(data, (list, tuple, msgspec.Raw)):
+        # A set, for instance: one message, which the server would take apart as a batch.
+        return b"[" + body + b"]"
+    return body
 
 
 def parts_of(data: Data, content_type: str) -> list[bytes]:

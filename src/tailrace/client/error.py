@@ -23,6 +23,13 @@ PRODUCER_CONFLICT = "producer_conflict"
 
 NO_ANSWER = 0
 
+# What a status without a body says about a server that takes nothing just now.
+_FOR_NOW = {
+    429: ("overloaded", "the server has too much to do; try again"),
+    503: ("unavailable", "the server cannot be asked just now; try again"),
+    507: ("insufficient_storage", "the disk of the server is full"),
+}
+
 
 class ClientError(TailraceError):
     """A request that failed: the server's code, status, message and further fields, or the client's own."""
@@ -100,6 +107,8 @@ def refusal_of(stream: str, status: int, headers: Mapping[str, str]) -> ClientEr
     elif status == 403:
         needed = f"this needs the scope {scope[1]}" if scope else "the token does not cover this stream"
         code, message = "forbidden", needed
+    elif status in _FOR_NOW:
+        code, message = _FOR_NOW[status]
     else:
         return None
     return ClientError(code, message, status=status, headers=headers)

@@ -29,7 +29,7 @@ logger = logging.getLogger("tailrace.workers")
 
 
 def main() -> int:
-    setup = Setup.decode(sys.stdin.buffer.readline())
+    setup = Setup.decode(_first_line(sys.stdin.fileno()))
     settings = setup.settings
     configure(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
@@ -77,6 +77,12 @@ async def work(setup: Setup) -> None:
     finally:
         await server.stop()
         directory.close()
+
+
+def _first_line(descriptor: int) -> bytes:
+    """The line and not a byte more: an order that came with it is for whoever reads the descriptor next."""
+    with open(descriptor, "rb", buffering=0, closefd=False) as unbuffered:
+        return unbuffered.readline()
 
 
 async def _orders(loop: asyncio.AbstractEventLoop) -> asyncio.StreamReader:
