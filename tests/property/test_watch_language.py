@@ -16,11 +16,11 @@ from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.errors import TailraceError
 from tailrace.watch.cel import compile_text, environments
 from tailrace.watch.change import Change, ChangeEntry, Images, Op, Prev
-from tailrace.watch.index import Index
+from tailrace.watch.index import Index, Probed
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import value
 from tailrace.watch.matcher import BATCH_MIN, Found, Interest, Matcher
-from tailrace.watch.predicate import Part, Predicate
+from tailrace.watch.predicate import EITHER, Part, Predicate
 from tailrace.watch.query import read_query
 from tailrace.watch.rules import Rule
 from tailrace.watch.values import CostError, EvaluationError
@@ -255,12 +255,14 @@ def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None
                 index.add(predicate)
         document = maker.document()
         index.sample.add(document)
-        found: dict[Predicate, int] = {}
+        found: Probed[Predicate] = Probed()
         index.probe(document, found)
-        assert found.keys() <= set(predicates.values()), "nothing that was taken out comes back"
+        candidates = found.sure | found.maybe
+        assert candidates <= set(predicates.values()), "nothing that was taken out comes back"
         matching = {predicate for predicate in predicates.values() if predicate.matches(document)}
-        assert matching <= found.keys()
-        assert {one for one, lookups in found.items() if lookups == one.lookups} <= matching
+        assert matching <= candidates
+        assert found.sure | {one for one in found.maybe if one.lookups == EITHER} <= matching
+        assert not found.sure & found.maybe
 
 
 def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Change:
@@ -287,13 +289,14 @@ def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | N
 def test_w21_many_changes_together_are_what_they_are_one_by_one(seed: int) -> None:
     maker = Maker(seed)
     matcher: Matcher[int] = Matcher(10_000)
-    interests: list[Interest] = []
+    subscribed: dict[int, Interest] = {}
     for number in range(100):
         try:
-            interests.append(Interest(Predicate([Part(*compile_text(indexable(maker)))]), None))
+            interest = Interest(Predicate([Part(*compile_text(indexable(maker)))]), None)
         except TailraceError:
             continue
-        matcher.add(interests[-1], number)
+        subscribed[number] = interest
+        matcher.add(interest, number)
     for _ in range(2):
         changes: list[Change] = []
         for seq in range(BATCH_MIN + 8):
@@ -301,23 +304,21 @@ def test_w21_many_changes_together_are_what_they_are_one_by_one(seed: int) -> No
             changes.append(change_of(seq, before, after if before is not None else maker.document()))
         together = matcher.matches_of(changes)
         for change, found in zip(changes, together, strict=True):
+            hits = matcher.hits
             alone = matcher.found(change)
             assert told(found) == told(alone)
-            assert len(told(found)) == sum(one.event(change) is not None for one in distinct(interests))
-        gone = set(maker.random.sample(interests, 10))
-        for interest in gone:
-            for number in range(100):
-                matcher.discard(interest, number)
-        hashes = {interest.whole.hash for interest in gone}
-        interests = [one for one in interests if one.whole.hash not in hashes]
+            events = {number: one.event(change) for number, one in subscribed.items()}
+            assert told(found) == {number: event for number, event in events.items() if event is not None}
+            different = {subscribed[number].whole.hash for number in told(found)}
+            assert matcher.hits - hits == len(different), "one that many watch is found once"
+        for number in maker.random.sample(sorted(subscribed), 10):
+            matcher.discard(subscribed.pop(number), number)
 
 
-def told(found: Found[int]) -> dict[tuple[int, ...], tuple[str, str]]:
-    return {tuple(sorted(one.subscribers)): (one.op, one.reason) for one in found.matches}
-
-
-def distinct(interests: list[Interest]) -> list[Interest]:
-    return list({one.whole.hash: one for one in interests}.values())
+def told(found: Found[int]) -> dict[int, tuple[str, str]]:
+    pairs = [(who, (one.op, one.reason)) for one in found.matches for who in one.subscribers]
+    assert len(pairs) == len(dict(pairs)), "everybody is told once"
+    return dict(pairs)
 
 
 def test_intervals_find_exactly_those_that_hold_the_point() -> None:

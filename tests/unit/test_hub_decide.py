@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from typing import Any
 
 import pytest
 
 from support.hub_world import HUB, START_MS, World
 from tailrace.hub import decide
+from tailrace.hub.decide import LOOKED_AT_AT_ONCE
 from tailrace.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
@@ -591,3 +593,23 @@ def test_queue_stats_and_metrics_are_the_callers_own() -> None:
     assert (stats["queueDepth"], stats["pauseThreshold"], stats["mode"]) == (0, 1000, "push")
     world.wait(60_000)
     assert world.ask(session, "hub:metrics")["payload"]["scope"] == "session"
+
+
+def test_a_tick_looks_at_so_many_sessions_then_others_have_their_turn() -> None:
+    world = World()
+    actors = [world.actor(f"@(t/a{number})") for number in range(2 * LOOKED_AT_AT_ONCE + 1)]
+    for number, actor in enumerate(actors):
+        world.say(actor, "hub:send", {"to": "@(t/a0)", "type": "t", "data": number})
+    ends = len(actors) - 1
+    world.turns = deque()
+    world.now += 10 * 60_000
+    world.run(decide.tick(world.hub, world.now))
+    looked_at = [actor.minute.began_ms > actor.opened_ms for actor in actors]
+    assert looked_at == [number < LOOKED_AT_AT_ONCE for number in range(len(actors))]
+    assert len(list(world.hub.senders)) == len(actors) - LOOKED_AT_AT_ONCE
+    world.lose(actors[ends])
+    while world.turn():
+        pass
+    assert all(actor.minute.began_ms > actor.opened_ms for actor in actors[:ends])
+    assert actors[ends].minute.began_ms == actors[ends].opened_ms, "who left meanwhile is not looked at"
+    assert not list(world.hub.senders)

@@ -12,9 +12,9 @@ from tailrace.api.watch.objectives import BUCKET_S, MINUTES, Window
 from tailrace.errors import TailraceError
 from tailrace.watch import view_files
 from tailrace.watch.cel import compile_text
-from tailrace.watch.index import Index
+from tailrace.watch.index import Index, Probed
 from tailrace.watch.names import PartitionPatterns, partition_of
-from tailrace.watch.predicate import Predicate, conditions_of
+from tailrace.watch.predicate import EITHER, UNDECIDED, Part, Predicate, conditions_of
 from tailrace.watch.query import read_query
 from tailrace.watch.sample import Sample
 from tailrace.watch.syntax import shape
@@ -91,17 +91,34 @@ def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> N
         index.sample.add({"kind": "same", "n": -number})
     assert sum(index.refile(50) for _ in range(5)) == 200
     assert (index.kinds["range"], index.kinds["equal"]) == (200, 0)
-    found: dict[Predicate, int] = {}
+    found: Probed[Predicate] = Probed()
     index.probe({"kind": "same", "n": 10.5}, found)
-    assert {one for one in predicates if one.matches({"kind": "same", "n": 10.5})} <= found.keys()
-    assert len(found) < 20
+    candidates = found.sure | found.maybe
+    assert {one for one in predicates if one.matches({"kind": "same", "n": 10.5})} <= candidates
+    assert len(candidates) < 20
     assert index.refile(500) == 0
     for one in predicates:
         index.discard(one)
     assert len(index) == 0
-    found.clear()
+    found = Probed()
     index.probe({"kind": "same", "n": 10.5}, found)
-    assert not found
+    assert not found.sure
+    assert not found.maybe
+
+
+def test_w21_an_or_of_comparisons_is_true_wherever_it_is_found_unless_it_says_more() -> None:
+    said = {
+        "doc.a == 'x' || doc.b > 3": EITHER,
+        "doc.a == 'x' || doc.b == 1 || doc.c in ['y', 'z']": EITHER,
+        "doc.a == 'x' || (doc.b > 3 && doc.b < 9)": EITHER,
+        "doc.a == 'x' || (doc.b > 3 && doc.a == 'y')": UNDECIDED,
+        "doc.a == 'x' || (doc.b > 3 && size(doc.c) > 2)": UNDECIDED,
+        "(doc.a == 'x' || doc.b > 3) && size(doc.c) > 2": UNDECIDED,
+        "doc.a == 'x' || 'y' in doc.c": UNDECIDED,
+        "doc.a == 'x' || doc.b > 9007199254740993": UNDECIDED,
+    }
+    for where, lookups in said.items():
+        assert Predicate([Part(*compile_text(where))]).lookups == lookups, where
 
 
 def test_windows_forget_what_is_old() -> None:

@@ -6,8 +6,10 @@ the end of a socket, a second that has passed. Each gives the effects that follo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,7 +23,7 @@ from tailrace.hub import (
     registering,
     watching,
 )
-from tailrace.hub.effects import Effect, Listen
+from tailrace.hub.effects import Effect, Listen, Turn
 from tailrace.hub.errors import DeniedError, HubError
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import in_grace
@@ -35,6 +37,7 @@ from tailrace.hub.state import Hub
 PING_BYTES_MAX: Final = 64
 PONG: Final = b'{"type":"pong"}'
 EXPIRED_AT_ONCE: Final = 1000
+LOOKED_AT_AT_ONCE: Final = 500  # sessions, or senders, in one turn of a tick
 IN_GRACE: Final = frozenset(("hub:refresh_token", "hub:heartbeat", "hub:disconnect"))
 BY_HTTP: Final = frozenset(
     (
@@ -43,6 +46,7 @@ BY_HTTP: Final = frozenset(
     )
 )
 
+T = TypeVar("T")
 Handler = Callable[[Hub, Session, Request, int], None]
 HANDLERS: Final[dict[str, Handler]] = {
     "hub:heartbeat": connecting.heartbeat,
@@ -134,17 +138,30 @@ def tick(hub: Hub, now_ms: int) -> list[Effect]:
         connecting.tick(hub, session, now_ms)
         if session.state != CONNECTING:
             hub.connecting.discard(session)
-    for session in tuple(hub.sessions.values()):
-        connecting.tick(hub, session, now_ms)
+    _by_turns(hub, iter(tuple(hub.sessions.values())), partial(_tick_session, hub), now_ms)
     hub.asks.tick(now_ms)
     registering.expire(hub, now_ms, EXPIRED_AT_ONCE)
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
     hub.sweeping.tick(now_ms)
-    hub.forget_seen(now_ms)
+    _by_turns(hub, iter(tuple(hub.senders)), hub.forget_seen, now_ms)
     hub.mailboxes.cursors.write_again(now_ms)
     flush(hub)
     return finish(hub, now_ms)
+
+
+def _by_turns(hub: Hub, items: Iterator[T], look: Callable[[T, int], None], now_ms: int) -> None:
+    """Looks at all of them, so many at once, then others have their turn: no message waits for thousands."""
+    some = list(islice(items, LOOKED_AT_AT_ONCE))
+    for item in some:
+        look(item, now_ms)
+    if len(some) == LOOKED_AT_AT_ONCE:
+        hub.effects.append(Turn(partial(_by_turns, hub, items, look)))
+
+
+def _tick_session(hub: Hub, session: Session, now_ms: int) -> None:
+    if hub.sessions.get(session.id) is session:  # it has not ended meanwhile
+        connecting.tick(hub, session, now_ms)
 
 
 def flush(hub: Hub) -> None:

@@ -114,35 +114,41 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
 
     def _ack(self, offset: bytes, now_ms: int) -> bytes:
         texts, message_id = self.texts, self.plain.id.encode()
-        return (
-            b'{"id":"%b%b%b","deliveredAt":%d%b%b","duplicate":false},"pattern":"tell","correlationId":"%b",'
-            b'"timestamp":%d,"metadata":{},"ttl":null,"signature":null}'
-            % (
+        now = str(now_ms).encode()
+        return b"".join(
+            (
+                b'{"id":"',
                 new_id(now_ms).encode(),
                 texts.ack,
                 message_id,
-                now_ms,
+                b'","deliveredAt":',
+                now,
                 texts.ack_middle,
                 offset,
+                b'","duplicate":false},"pattern":"tell","correlationId":"',
                 message_id,
-                now_ms,
+                b'","timestamp":',
+                now,
+                b',"metadata":{},"ttl":null,"signature":null}',
             )
         )
 
     def _record(self, offset: bytes, now_ms: int) -> bytes:
         texts, payload = self.texts, self.plain.payload
-        return (
-            b'{"ev":"accepted","at":%d,"id":"%b","copy":"%b%b%b","bytes":%d,"sentAt":%d%b%b","shard":"0"}'
-            % (
-                now_ms,
+        return b"".join(
+            (
+                b'{"ev":"accepted","at":',
+                str(now_ms).encode(),
+                b',"id":"',
                 self.plain.id.encode(),
+                b'","copy":"',
                 self.copy_id.encode(),
                 texts.trace,
                 payload.type.encode(),
-                len(payload.data),
-                self.accepted_ms,
+                b'","bytes":%d,"sentAt":%d' % (len(payload.data), self.accepted_ms),
                 texts.trace_end,
                 offset,
+                b'","shard":"0"}',
             )
         )
 
@@ -205,18 +211,20 @@ def keep(hub: Hub, session: Session, plain: Plain, frame: bytes, now_ms: int) ->
     texts = _texts(hub.via, route.sender, route.target)
     kept = _Kept(hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask)
     box.appends += 1
-    body = (
-        b'{"id":"%b%b%b","payload":%b,"pattern":"tell","correlationId":null,"timestamp":%d,"metadata":{%b%b",'
-        b'"hubSeq":%d},"ttl":null,"signature":null}'
-        % (
+    body = b"".join(
+        (
+            b'{"id":"',
             copy_id.encode(),
             route.head,
             payload.type.encode(),
+            b'","payload":',
             payload.data,
-            now_ms,
+            b',"pattern":"tell","correlationId":null,"timestamp":',
+            str(now_ms).encode(),
+            b',"metadata":{',
             route.own,
             identifier.encode(),
-            seq,
+            b'","hubSeq":%d},"ttl":null,"signature":null}' % seq,
         )
     )
     return Append(texts.stream, body, kept.settled, texts.key)

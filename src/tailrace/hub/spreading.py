@@ -40,7 +40,7 @@ def _spread(
     left: list[Recipient] = []
     for recipient in recipients:
         session, path = recipient
-        frame = b"%b%b%b%b%b%b" % (start, PAIRS[number >> 8], PAIRS[number & 255], end, path.encode(), rest)
+        frame = b"".join((start, PAIRS[number >> 8], PAIRS[number & 255], end, path.encode(), rest))
         if (
             session.state != CONNECTED
             or session.detached_until_ms

@@ -6,7 +6,7 @@ Everything here runs on the loop thread, takes the time as an argument and asks 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -269,11 +269,17 @@ class Hub:
             )
         return found
 
-    def forget_seen(self, now_ms: int) -> None:
-        """Identities that sent nothing for a while cost nothing."""
-        for path in list(self._seen):
-            self._seen[path].expire(now_ms)
-            if not len(self._seen[path]) and self._seen[path].floor_ms < 0:
+    @property
+    def senders(self) -> Iterable[str]:
+        """Identities of which it is known what they sent lately."""
+        return self._seen
+
+    def forget_seen(self, path: str, now_ms: int) -> None:
+        """An identity that sent nothing for a while costs nothing."""
+        found = self._seen.get(path)
+        if found is not None:
+            found.expire(now_ms)
+            if not len(found) and found.floor_ms < 0:
                 del self._seen[path]
 
     def go_on(self, session: Session, now_ms: int) -> None:

@@ -2,7 +2,8 @@
 
 Every predicate is filed under the conjunct that the fewest documents satisfy. A bucket that grows is indexed
 again by the next conjunct of its predicates. What comes out of a probe is a superset of what matches; the
-predicates themselves decide, unless all their conjuncts were looked up on the way to them.
+predicates themselves decide, unless all their conjuncts were looked up on the way to them. Which those are is
+known when they are filed: they are kept apart, and taken out of a bucket all at once.
 
 Most values are looked for by one predicate alone, which then stands in the table itself: a bucket is made for
 the second one.
@@ -37,6 +38,10 @@ class Filed(Protocol):
 
     @property
     def branches(self) -> Sequence[tuple[Condition, ...]]: ...
+    @property
+    def lookups(self) -> int:
+        """It is true of every document that it was found for by so many of its conjuncts."""
+        ...
 
 
 T = TypeVar("T", bound=Filed)
@@ -46,14 +51,39 @@ def _weight(condition: Condition, sample: Sample) -> float:
     return sample.share(condition) * _WEIGHTS.get(condition.kind, 1)
 
 
+class Probed(Generic[T]):
+    """What was found for one document."""
+
+    __slots__ = ("maybe", "sure")
+
+    def __init__(self) -> None:
+        self.sure: set[T] = set()  # they match
+        self.maybe: set[T] = set()  # whether these do has to be decided
+
+    def take(self, item: T, depth: int) -> None:
+        """One that so many of its conjuncts led to."""
+        if item.lookups == depth:
+            self.sure.add(item)
+        else:
+            self.maybe.add(item)
+
+    def take_all(self, items: list[T], depth: int) -> None:
+        for item in items:
+            if item.lookups == depth:
+                self.sure.add(item)
+            else:
+                self.maybe.add(item)
+
+
 class _Bucket(Generic[T]):
     """Items that share a conjunct."""
 
-    __slots__ = ("_used", "below", "entries")
+    __slots__ = ("_used", "below", "maybe", "sure")
 
     def __init__(self, used: Used) -> None:
         self._used = used
-        self.entries: list[T] | set[T] = []
+        self.sure: Sequence[T] | set[T] = ()  # those of which every conjunct led here
+        self.maybe: Sequence[T] | set[T] = ()
         self.below: _Level[T] | None = None
 
     def _rest(self, item: T) -> tuple[Condition, ...]:
@@ -70,30 +100,31 @@ class _Bucket(Generic[T]):
         if self.below is not None and rest:
             self.below.add(item, rest, sample)
             return
-        entries = self.entries
-        if isinstance(entries, set):
-            entries.add(item)
-        elif item not in entries:
-            entries.append(item)
-            if len(entries) > LIST_MAX:
-                self.entries = set(entries)
-        if rest and len(self.entries) > BUCKET_MAX and len(self._used) <= DEPTH_MAX:
+        self._keep(item)
+        size = len(self.sure) + len(self.maybe)
+        if rest and size > BUCKET_MAX and len(self._used) <= DEPTH_MAX:
             self._split(sample)
+
+    def _keep(self, item: T) -> None:
+        if item.lookups == len(self._used):
+            self.sure = _with(self.sure, item)
+        else:
+            self.maybe = _with(self.maybe, item)
 
     def _split(self, sample: Sample) -> None:
         below: _Level[T] = _Level(self._used)
-        kept: list[T] = []
-        for item in self.entries:
+        kept = (*self.sure, *self.maybe)
+        self.sure, self.maybe = (), ()
+        for item in kept:
             rest = self._rest(item)
             if rest:
                 below.add(item, rest, sample)
             else:
-                kept.append(item)
-        self.below, self.entries = below, kept if len(kept) <= LIST_MAX else set(kept)
+                self._keep(item)
+        self.below = below
 
     def discard(self, item: T) -> None:
-        if item in self.entries:
-            self.entries.remove(item)
+        self.sure, self.maybe = _without(self.sure, item), _without(self.maybe, item)
         if self.below is not None:
             self.below.discard(item, self._rest(item))
             if self.below.is_empty:
@@ -101,21 +132,40 @@ class _Bucket(Generic[T]):
 
     @property
     def is_empty(self) -> bool:
-        return not self.entries and self.below is None
+        return not self.sure and not self.maybe and self.below is None
 
-    def collect(self, document: Any, found: dict[T, int]) -> None:
-        depth = len(self._used)
-        for item in self.entries:
-            found[item] = depth
+    def collect(self, document: Any, found: Probed[T]) -> None:
+        if self.sure:
+            found.sure.update(self.sure)
+        if self.maybe:
+            found.maybe.update(self.maybe)
         if self.below is not None:
             self.below.probe(document, found)
 
-    def collect_both(self, old: Any, new: Any, was: dict[T, int], now: dict[T, int]) -> None:
-        depth = len(self._used)
-        for item in self.entries:
-            was[item] = now[item] = depth
+    def collect_both(self, old: Any, new: Any, was: Probed[T], now: Probed[T], both: list[T]) -> None:
+        both += self.sure
+        if self.maybe:
+            was.maybe.update(self.maybe)
+            now.maybe.update(self.maybe)
         if self.below is not None:
-            self.below.probe_both(old, new, was, now)
+            self.below.probe_both(old, new, was, now, both)
+
+
+def _with(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
+    """With one more, if it is not there: a list, or a set of very many."""
+    if isinstance(items, set):
+        items.add(item)
+        return items
+    if item in items:
+        return items
+    return [*items, item] if len(items) < LIST_MAX else {*items, item}
+
+
+def _without(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
+    if isinstance(items, set):
+        items.discard(item)
+        return items
+    return [one for one in items if one is not item] if item in items else items
 
 
 class _Level(Generic[T]):
@@ -209,21 +259,20 @@ class _Level(Generic[T]):
         table = tables.setdefault(path, {}) if make else tables.get(path, {})
         return [(table, one) for one in value] if kind == "among" else [(table, value)]
 
-    def probe(self, document: Any, found: dict[T, int]) -> None:
+    def probe(self, document: Any, found: Probed[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
             _collect(table.get(_key(gets[path](document))), depth, document, found)
         for path, ranges in self.ranges.items():
             value = gets[path](document)
             if type(value) is float or type(value) is int:
-                for item in ranges.holding(float(value)):
-                    found[item] = depth
+                found.take_all(ranges.holding(float(value)), depth)
         for path, by_length in self.prefix.items():
             _collect_prefixes(by_length, gets[path](document), depth, document, found)
         if self.contains or self.has:
             self._probe_rare(document, found)
 
-    def _probe_rare(self, document: Any, found: dict[T, int]) -> None:
+    def _probe_rare(self, document: Any, found: Probed[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.contains.items():
             for element in elements(gets[path](document)):
@@ -232,37 +281,37 @@ class _Level(Generic[T]):
             if gets[path](document) is not MISSING:
                 _collect(known, depth, document, found)
 
-    def probe_both(self, old: Any, new: Any, was: dict[T, int], now: dict[T, int]) -> None:
+    def probe_both(self, old: Any, new: Any, was: Probed[T], now: Probed[T], both: list[T]) -> None:
         """As `probe` of a document before and after a change: most of its fields are what they were."""
         gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
             get = gets[path]
-            one, other = _key(get(old)), _key(get(new))
+            one, other = get(old), get(new)
+            if type(one) is not str or type(other) is not str:
+                one, other = class_of(one), class_of(other)
             if one != other:
                 _collect(table.get(one), depth, old, was)
                 _collect(table.get(other), depth, new, now)
             elif (known := table.get(one)) is not None:
-                _collect_both(known, depth, old, new, was, now)
+                _collect_both(known, depth, old, new, was, now, both)
         for path, ranges in self.ranges.items():
             get = gets[path]
             one, other = get(old), get(new)
             held: list[T] = []
             if type(one) is float or type(one) is int:
                 held = ranges.holding(float(one))
-                for item in held:
-                    was[item] = depth
+                was.take_all(held, depth)
             if type(other) is float or type(other) is int:
                 if other != one or type(one) is bool:
                     held = ranges.holding(float(other))
-                for item in held:
-                    now[item] = depth
+                now.take_all(held, depth)
         for path, by_length in self.prefix.items():
             get = gets[path]
             one, other = get(old), get(new)
             if type(one) is str and one == other:
                 for length, table in by_length.items():
                     if (known := table.get(one[:length])) is not None:
-                        _collect_both(known, depth, old, new, was, now)
+                        _collect_both(known, depth, old, new, was, now, both)
             else:
                 _collect_prefixes(by_length, one, depth, old, was)
                 _collect_prefixes(by_length, other, depth, new, now)
@@ -282,21 +331,30 @@ def _key(value: Any) -> Any:
     return value if type(value) is str else class_of(value)
 
 
-def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: dict[T, int]) -> None:
+def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: Probed[T]) -> None:
     if known is not None:
         if isinstance(known, _Bucket):
             known.collect(document, found)
         else:
-            found[known] = depth
+            found.take(known, depth)
 
 
 def _collect_both(
-    known: T | _Bucket[T], depth: int, old: Any, new: Any, was: dict[T, int], now: dict[T, int]
+    known: T | _Bucket[T],
+    depth: int,
+    old: Any,
+    new: Any,
+    was: Probed[T],
+    now: Probed[T],
+    both: list[T],
 ) -> None:
     if isinstance(known, _Bucket):
-        known.collect_both(old, new, was, now)
+        known.collect_both(old, new, was, now, both)
+    elif known.lookups == depth:
+        both.append(known)
     else:
-        was[known] = now[known] = depth
+        was.maybe.add(known)
+        now.maybe.add(known)
 
 
 def _collect_prefixes(
@@ -304,7 +362,7 @@ def _collect_prefixes(
     value: Any,
     depth: int,
     document: Any,
-    found: dict[T, int],
+    found: Probed[T],
 ) -> None:
     if type(value) is str:
         for length, table in by_length.items():
@@ -317,7 +375,7 @@ class Index(Generic[T]):
     def __init__(self, scan_max: int) -> None:
         self._scan_max = scan_max
         self._top: _Level[T] = _Level(())
-        self.scan: dict[T, int] = {}  # those that no conjunct leads to
+        self.scan: set[T] = set()  # those that no conjunct leads to
         self.sample = Sample()
         self.kinds: Counter[str] = Counter()  # predicates by what finds them
         self._filed: dict[T, tuple[Condition, ...]] = {}
@@ -334,39 +392,44 @@ class Index(Generic[T]):
     def add(self, item: T) -> None:
         """In force from the next probe on. Each is added once."""
         if not item.branches:
-            self.scan[item] = 0
+            self.scan.add(item)
         filed = tuple(self._top.add(item, conditions, self.sample) for conditions in item.branches)
         # Most have one conjunct, which is how they are filed: then that is one tuple and not two.
         self._filed[item] = item.branches[0] if filed in item.branches[:1] else filed
         self.kinds.update(condition.kind for condition in filed)
 
     def discard(self, item: T) -> None:
-        self.scan.pop(item, None)
+        self.scan.discard(item)
         for conditions in item.branches:
             self._top.discard(item, conditions)
         self.kinds.subtract(condition.kind for condition in self._filed.pop(item, ()))
 
-    def probe(self, document: dict[str, Any] | None, found: dict[T, int]) -> None:
-        """Adds all that may match the document, and how many of their conjuncts were looked up for that."""
+    def probe(self, document: dict[str, Any] | None, found: Probed[T]) -> None:
+        """Adds all that may match the document."""
         if document is not None:
-            found.update(self.scan)
+            for item in self.scan:
+                found.take(item, 0)
             self._top.probe(document, found)
 
     def probe_both(
         self,
         old: dict[str, Any] | None,
         new: dict[str, Any] | None,
-        was: dict[T, int],
-        now: dict[T, int],
+        was: Probed[T],
+        now: Probed[T],
+        both: list[T],
     ) -> None:
-        """Adds all that may match what a document was, and all that may match what it is now."""
+        """Adds all that may match what a document was, and all that may match what it is now.
+
+        Those of `both` match both, and are not among the others.
+        """
         if old is None or new is None:
             self.probe(old, was)
             self.probe(new, now)
             return
-        was.update(self.scan)
-        now.update(self.scan)
-        self._top.probe_both(old, new, was, now)
+        for item in self.scan:
+            _collect_both(item, 0, old, new, was, now, both)
+        self._top.probe_both(old, new, was, now, both)
 
     def refile(self, limit: int) -> int:
         """Looks at some predicates, and moves those that were filed before it was known how documents are.

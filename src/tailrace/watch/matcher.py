@@ -8,14 +8,15 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from tailrace import __version__
 from tailrace.watch.batch import NO_ROW, Rows, has_arrays
-from tailrace.watch.change import Change
-from tailrace.watch.index import Index
-from tailrace.watch.predicate import SEMANTICS, UNDECIDED, Condition, Predicate
+from tailrace.watch.change import Change, Document
+from tailrace.watch.index import Index, Probed
+from tailrace.watch.predicate import EITHER, SEMANTICS, UNDECIDED, Condition, Predicate
 from tailrace.watch.values import CostError
 
 S = TypeVar("S")
 
 EventOp = Literal["insert", "update", "delete"]
+Event = tuple[EventOp, str]  # and the reason
 Knowledge = tuple[bool | None, bool | None]  # whether something matched before, and after; None: not known
 FEW_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
 BATCH_MIN: Final = 32  # changes that are worth an array
@@ -33,14 +34,14 @@ class Interest:
         self.whole = whole
         self.rule = rule  # None: everybody with the scope may read
 
-    def event(
-        self, change: Change, was: bool | None = None, now: bool | None = None
-    ) -> tuple[EventOp, str] | None:
-        """What the change is to whoever watches this; raises CostError if it cannot be afforded.
+    def event(self, change: Change) -> Event | None:
+        """What the change is to whoever watches this; raises CostError if it cannot be afforded."""
+        return self.event_of(change.before, change.after, None, None)
 
-        Whether the images match may be known already.
-        """
-        before, after = change.before, change.after
+    def event_of(
+        self, before: Document | None, after: Document | None, was: bool | None, now: bool | None
+    ) -> Event | None:
+        """As `event`, from both images; whether they match may be known already."""
         if was is None:
             was = before is not None and self.whole.matches(before)
         if now is None:
@@ -62,6 +63,8 @@ class Interest:
 
 
 class Match(NamedTuple, Generic[S]):
+    """All to whom a change is the same."""
+
     subscribers: Collection[S]
     op: EventOp
     reason: str
@@ -145,67 +148,81 @@ class Matcher(Generic[S]):
             if self._rows is not None and shared.row is not None:
                 self._rows.discard(shared.row)
 
-    def _probed(self, change: Change) -> tuple[dict[Shared[S], int], dict[Shared[S], int]]:
-        """What may match the document before the change, and what the one after it."""
-        was: dict[Shared[S], int] = {}
-        now: dict[Shared[S], int] = {}
-        self.index.probe_both(change.before, change.after, was, now)
-        return was, now
+    def _probed(self, change: Change) -> tuple[Probed[Shared[S]], Probed[Shared[S]], list[Shared[S]]]:
+        """What may match the document before the change, what the one after it, and what matches both."""
+        was: Probed[Shared[S]] = Probed()
+        now: Probed[Shared[S]] = Probed()
+        both: list[Shared[S]] = []
+        self.index.probe_both(change.before, change.after, was, now, both)
+        return was, now, both
 
     def candidates_of(self, change: Change) -> list[Interest]:
         """What the index finds, without deciding or counting anything."""
-        was, now = self._probed(change)
-        return [shared.interest for shared in was | now]
+        was, now, both = self._probed(change)
+        return [shared.interest for shared in (*both, *_all(was, now))]
 
     def found(self, change: Change) -> Found[S]:
         """Every match."""
-        was, now = self._probed(change)
-        self.candidates += len(was | now)
-        apart = {
-            shared: (_known(shared, was), _known(shared, now))
-            for found in (was, now)
-            for shared, lookups in found.items()
-            if lookups != shared.lookups
-        }
-        return self._sorted_out(change, _certain(was), _certain(now), apart)
-
-    def _decided(
-        self, shared: Shared[S], change: Change, was: bool | None, now: bool | None, too_costly: set[S]
-    ) -> Match[S] | None:
-        interest = shared.interest
-        self.fallbacks += interest.whole.fallback
-        try:
-            event = interest.event(change, was, now)
-        except CostError:
-            too_costly.update(shared.subscribers)
-            return None
-        if event is None:
-            return None
-        self.hits += 1
-        return Match(shared.subscribers, *event)
+        was, now, both = self._probed(change)
+        apart: dict[Shared[S], Knowledge] = {}
+        if was.maybe or now.maybe:
+            self.candidates += len(both) + len(_all(was, now))
+            for probed in (was, now):
+                for shared in probed.maybe:
+                    if shared.lookups == EITHER:
+                        probed.sure.add(shared)
+                    elif shared not in apart:
+                        apart[shared] = _known(shared, was), _known(shared, now)
+        else:
+            self.candidates += len(both) + len(was.sure | now.sure)
+        return self._sorted_out(change, was.sure, now.sure, both, apart)
 
     def _sorted_out(
-        self, change: Change, was: set[Shared[S]], now: set[Shared[S]], apart: Mapping[Shared[S], Knowledge]
+        self,
+        change: Change,
+        was: set[Shared[S]],
+        now: set[Shared[S]],
+        both: list[Shared[S]],
+        apart: Mapping[Shared[S], Knowledge],
     ) -> Found[S]:
         """What a change is to those who matched before it or after it, and to those who have to be asked."""
         if change.after is not None:
             self.index.sample.add(change.after)
-        matches: list[Match[S]] = []
+        told: dict[Event, list[Shared[S]]] = {}
         too_costly: set[S] = set()
-        for shared, (before, after) in apart.items():
-            was.discard(shared)
-            now.discard(shared)
-            match = self._decided(shared, change, before, after, too_costly)
-            if match is not None:
-                matches.append(match)
-        if was or now:
+        if apart:
+            was -= apart.keys()
+            now -= apart.keys()
+            told = self._decided(change, apart, too_costly)
+        stayed = was & now
+        if stayed or both:
+            told.setdefault(("update", "changed"), []).extend((*both, *stayed))
+        if len(now) > len(stayed):
             entered = "created" if change.before is None else "entered"
+            told.setdefault(("insert", entered), []).extend(now - stayed)
+        if len(was) > len(stayed):
             left = "deleted" if change.after is None else "left"
-            self.hits += len(was | now)
-            matches += [Match(shared.subscribers, "update", "changed") for shared in was & now]
-            matches += [Match(shared.subscribers, "insert", entered) for shared in now - was]
-            matches += [Match(shared.subscribers, "delete", left) for shared in was - now]
-        return Found(matches, too_costly)
+            told.setdefault(("delete", left), []).extend(was - stayed)
+        self.hits += sum(map(len, told.values()))
+        return Found([Match(_subscribers(who), *what) for what, who in told.items()], too_costly)
+
+    def _decided(
+        self, change: Change, apart: Mapping[Shared[S], Knowledge], too_costly: set[S]
+    ) -> dict[Event, list[Shared[S]]]:
+        """One by one."""
+        before, after = change.before, change.after
+        told: dict[Event, list[Shared[S]]] = {}
+        for shared, (was, now) in apart.items():
+            interest = shared.interest
+            self.fallbacks += interest.whole.fallback
+            try:
+                event = interest.event_of(before, after, was, now)
+            except CostError:
+                too_costly.update(shared.subscribers)
+                continue
+            if event is not None:
+                told.setdefault(event, []).append(shared)
+        return told
 
     # -- many at once ----------------------------------------------------------------------------------
 
@@ -226,44 +243,47 @@ class Matcher(Generic[S]):
         asked_rows: list[int] = []
         asked_on: list[int] = []  # the document to decide it on
         hits: list[set[Shared[S]]] = []  # of each document
+        stayed: list[list[Shared[S]]] = []  # of each change: those that match both of its documents
         apart: list[dict[Shared[S], Knowledge]] = []  # those that have no row
         for change in changes:
-            was, now = self._probed(change)
-            self.candidates += len(was | now)
+            was, now, both = self._probed(change)
+            self.candidates += len(both) + len(_all(was, now))
             alone: dict[Shared[S], Knowledge] = {}
-            for image, candidates in ((change.before, was), (change.after, now)):
-                certain: set[Shared[S]] = set()
-                for shared, lookups in candidates.items():
-                    if lookups == shared.lookups:
-                        certain.add(shared)
+            for image, probed in ((change.before, was), (change.after, now)):
+                for shared in probed.maybe:
+                    if shared.lookups == EITHER:
+                        probed.sure.add(shared)
                         continue
                     row = shared.row if shared.row is not None else _given_row(rows, shared)
                     if row == NO_ROW:
-                        alone[shared] = (_known(shared, was), _known(shared, now))
+                        alone[shared] = _known(shared, was), _known(shared, now)
                     else:
                         asked.append(shared)
                         asked_rows.append(row)
                         asked_on.append(len(documents))
                 documents.append({} if image is None else image)
-                hits.append(certain)
+                hits.append(probed.sure)
+            stayed.append(both)
             apart.append(alone)
         for place in rows.holding(documents, asked_rows, asked_on):
             hits[asked_on[place]].add(asked[place])
-        return [
-            self._sorted_out(change, hits[2 * number], hits[2 * number + 1], apart[number])
-            for number, change in enumerate(changes)
-        ]
+        sides = zip(changes, hits[::2], hits[1::2], stayed, apart, strict=True)
+        return [self._sorted_out(*one) for one in sides]
 
 
-def _certain(found: Mapping[Shared[S], int]) -> set[Shared[S]]:
-    """Those of which all was looked up."""
-    return {shared for shared, lookups in found.items() if lookups == shared.lookups}
+def _all(was: Probed[Shared[S]], now: Probed[Shared[S]]) -> set[Shared[S]]:
+    return was.sure | was.maybe | now.sure | now.maybe
 
 
-def _known(shared: Shared[S], found: Mapping[Shared[S], int]) -> bool | None:
+def _known(shared: Shared[S], found: Probed[Shared[S]]) -> bool | None:
     """Whether it matches, as far as looking it up tells; what was not found does not."""
-    lookups = found.get(shared)
-    return False if lookups is None else True if lookups == shared.lookups else None
+    return None if shared in found.maybe else shared in found.sure
+
+
+def _subscribers(who: list[Shared[S]]) -> Collection[S]:
+    if len(who) == 1:
+        return who[0].subscribers
+    return [subscriber for shared in who for subscriber in shared.subscribers]
 
 
 def _given_row(rows: Rows, shared: Shared[Any]) -> int:

@@ -31,6 +31,7 @@ EXACT_BELOW: Final = 2**53
 ConditionKind = Literal["equal", "among", "range", "prefix", "contains", "has"]
 Path = tuple[str, ...]
 UNDECIDED: Final = -1
+EITHER: Final = -2
 # Both are looked up in one table.
 TABLES: Final = {"among": "equal"}
 _BELOW: Final = float("-inf")
@@ -258,7 +259,10 @@ class Predicate:
         # What the index files it under: one list of conjuncts, or one for each branch of an OR.
         self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
         # It is true where so many of its conjuncts were looked up: there is nothing else to decide.
+        # One that is `EITHER` is true wherever it is found at all.
         self.lookups = _lookups(known) if self.is_plain or not parts else UNDECIDED
+        if len(self.branches) > 1 and _is_either(parts):
+            self.lookups = EITHER
 
     def _truths(self, part: Part, rest: list[Node]) -> list[Truth]:
         """What is left to decide of a part, if anything is."""
@@ -275,7 +279,8 @@ class Predicate:
         return self._rest is None and len(self.branches) == 1
 
     def matches(self, doc: Any) -> bool:
-        for condition in self._tests:
+        # Equalities come first, and what is decided was mostly found by one: the others say no sooner.
+        for condition in reversed(self._tests):
             if not holds_on(condition, doc):
                 return False
         rest = self._rest
@@ -286,6 +291,17 @@ def _lookups(conditions: Sequence[Condition]) -> int:
     """How often an index looks for these, if it looks for each of them."""
     places = {(TABLES.get(one.kind, one.kind), one.path) for one in conditions}
     return len(conditions) if len(places) == len(conditions) else UNDECIDED
+
+
+def _is_either(parts: Sequence[Part]) -> bool:
+    """Whether it says that one of several comparisons holds, each of which a look-up decides, and no more."""
+    if len(parts) != 1 or parts[0].variables is not None or len(flatten(parts[0].node, "_&&_")) != 1:
+        return False
+    for branch in flatten(parts[0].node, "_||_"):
+        taken, rest = _taken(branch)
+        if rest or len(_merged(taken)) != 1:
+            return False
+    return True
 
 
 def _branches(parts: Sequence[Part]) -> tuple[tuple[Condition, ...], ...]:
