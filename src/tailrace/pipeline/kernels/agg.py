@@ -26,9 +26,13 @@ from tailrace.query.family_format import (
     AGG,
     COUNT,
     DIMENSIONS,
+    HISTOGRAM,
     INTERVAL_MS,
     MEASURE,
     ROLLUP,
+    SKETCH,
+    SUM_REST,
+    UNPLACED,
     WINDOW_START,
     cut_name,
 )
@@ -55,8 +59,12 @@ SCHEMA: Final = pa.schema(
         *states.SCHEMA,
     ]
 )
-REPEATED: Final = [ROLLUP, f"{DIMENSIONS}.list.element", MEASURE]
-PACKED: Final = [INTERVAL_MS, WINDOW_START, COUNT]
+# Counts are small numbers, most of them 1. The buckets of a sketch ascend.
+REPEATED: Final = [
+    *(ROLLUP, f"{DIMENSIONS}.list.element", MEASURE, COUNT, SUM_REST, UNPLACED),
+    *(f"{HISTOGRAM}.key_value.key", f"{HISTOGRAM}.key_value.value", f"{SKETCH}.key_value.value"),
+]
+PACKED: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
 
 # A measure's own pointers, as members of a small record made of what lies at them.
 _PLACES: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
@@ -284,7 +292,7 @@ class AggBuilder:
 
 def write_agg(tables: Iterable[Any], facts: dict[str, str]) -> tuple[bytes, int]:
     """Rows in order, however they are cut into tables, as a file; and how many they were."""
-    with CompanionWriter(SCHEMA, facts, repeated=REPEATED, packed=PACKED) as writer:
+    with CompanionWriter(SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS) as writer:
         held: list[Any] = []
         rows, before = 0, None
         for section, table in _sections(tables):
