@@ -94,10 +94,8 @@ class Turns:
     def next(self) -> Sequence[SegmentWork]:
         """Empty if there are none left."""
         with self._lock:
-            left = len(self._works) - self._at
-            turn = self._works[
-                self._at : self._at + max(1, min(TURN_SEGMENTS_MAX, left // (2 * self._cores)))
-            ]
+            share = -(-(len(self._works) - self._at) // (2 * self._cores))
+            turn = self._works[self._at : self._at + min(TURN_SEGMENTS_MAX, share)]
             self._at += len(turn)
             return turn
 
@@ -162,7 +160,7 @@ class CompanionJob:
         yield from self._run([work], self._memory_bytes // 2, True, alone=True)
 
     def _spread(self, works: Sequence[SegmentWork], memory_bytes: int, reference: bool) -> Iterator[Outcome]:
-        """Turns of a few segments each, as many at once as there are cores.
+        """Turns of a few segments each, as many at once as Spark has cores.
 
         One job over all partitions would tell of its results in their order, and run two of them at a time.
         An error of a turn is raised when the others are done.
@@ -181,7 +179,7 @@ class CompanionJob:
                 finished.put(None)
 
         failed: Exception | None = None
-        threads = min(self._cores, len(works))
+        threads = min(self._cores + 1, len(works))  # one more turn is planned and waits for a core
         with _one_row_at_a_time(self._spark), ThreadPoolExecutor(threads, "companions") as pool:
             try:
                 for _ in range(threads):
