@@ -66,6 +66,8 @@ REPEATED: Final = [
 ]
 PACKED: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
 
+BOUNDS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # what row groups are chosen by
+
 _DENSE: Final = 8  # so many marks for each member are quicker than sorting
 
 # A measure's own pointers, as members of a small record made of what lies at them.
@@ -336,7 +338,9 @@ class AggBuilder:
 
 def write_agg(found: Iterable[tuple[Section, Any]], facts: dict[str, str]) -> tuple[bytes, int]:
     """Rows in order, however sections are cut into tables, as a file; and how many they were."""
-    with CompanionWriter(SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS) as writer:
+    with CompanionWriter(
+        SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS, bounds=BOUNDS
+    ) as writer:
         held: list[Any] = []
         rows, before = 0, None
         for section, table in found:

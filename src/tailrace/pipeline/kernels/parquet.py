@@ -150,7 +150,7 @@ class CompanionWriter:
     `repeated` columns get a dictionary, `packed` ones (paths of integers) are stored as small differences,
     `sorted_bytes` as what is new after the value before, `bytes_apart` as lengths and then all bytes.
     `bloom` ones have a filter, sized by `bloom_values`, the most values a row group has. A page
-    has `page_rows` rows at most.
+    has `page_rows` rows at most. Of `bounds`, or of all columns, smallest and largest values are told.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class CompanionWriter:
         bloom: str | None = None,
         bloom_values: int = 0,
         page_rows: int = PAGE_ROWS_MAX,
+        bounds: Sequence[str] | None = None,
         sink: Any = None,
     ) -> None:
         self.rows = 0
@@ -185,7 +186,7 @@ class CompanionWriter:
                 **dict.fromkeys(sorted_bytes, "DELTA_BYTE_ARRAY"),
                 **dict.fromkeys(bytes_apart, "DELTA_LENGTH_BYTE_ARRAY"),
             },
-            write_statistics=True,
+            write_statistics=True if bounds is None else list(bounds),
             write_page_index=True,
             write_page_checksum=True,
             max_rows_per_page=page_rows,
