@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.pipeline")
 
 BATCH_ROWS_SETTING: Final = "spark.sql.execution.arrow.maxRecordsPerBatch"
-TASKS_PER_CORE: Final = 4
+TURN_SEGMENTS_MAX: Final = 4  # what is published together, as long as much is waiting
 
 
 class OtherVersionError(Exception):
@@ -79,6 +82,29 @@ def segment_works(plan: StreamPlan, work: CompanionsWork) -> list[SegmentWork]:
     ]
 
 
+class Turns:
+    """Hands out segments in their order, a few at a time; the last ones alone, so that all end together."""
+
+    def __init__(self, works: Sequence[SegmentWork], cores: int) -> None:
+        self._works = works
+        self._cores = cores
+        self._at = 0
+        self._lock = Lock()
+
+    def next(self) -> Sequence[SegmentWork]:
+        """Empty if there are none left."""
+        with self._lock:
+            share = -(-(len(self._works) - self._at) // (2 * self._cores))
+            turn = self._works[self._at : self._at + min(TURN_SEGMENTS_MAX, share)]
+            self._at += len(turn)
+            return turn
+
+    def stop(self) -> None:
+        """Hand out nothing more."""
+        with self._lock:
+            self._at = len(self._works)
+
+
 class CompanionJob:
     """Builds batches of segments. One that kills its worker is found by halving, and is built alone."""
 
@@ -93,7 +119,7 @@ class CompanionJob:
     ) -> None:
         self._spark = spark
         self._store = store
-        self._tasks_max = cores * TASKS_PER_CORE
+        self._cores = cores
         self._memory_bytes = memory_bytes
         self._reference = reference
 
@@ -134,15 +160,51 @@ class CompanionJob:
         yield from self._run([work], self._memory_bytes // 2, True, alone=True)
 
     def _spread(self, works: Sequence[SegmentWork], memory_bytes: int, reference: bool) -> Iterator[Outcome]:
-        rows = [self._descriptor(work, memory_bytes, reference) for work in works]
+        """Turns of a few segments each, as many at once as Spark has cores.
+
+        One job over all partitions would tell of its results in their order, and run two of them at a time.
+        An error of a turn is raised when the others are done.
+        """
+        rows = {work.segment.object: self._descriptor(work, memory_bytes, reference) for work in works}
+        turns = Turns(works, self._cores)
+        finished: SimpleQueue[Sequence[Outcome] | Exception | None] = SimpleQueue()
+
+        def work_off() -> None:
+            try:
+                while turn := turns.next():
+                    finished.put(self._built(turn, [rows[work.segment.object] for work in turn]))
+            except Exception as error:  # noqa: BLE001 - it is raised by whoever waits
+                finished.put(error)
+            finally:
+                finished.put(None)
+
+        failed: Exception | None = None
+        threads = min(self._cores + 1, len(works))  # one more turn is planned and waits for a core
+        with _one_row_at_a_time(self._spark), ThreadPoolExecutor(threads, "companions") as pool:
+            try:
+                for _ in range(threads):
+                    pool.submit(work_off)
+                while threads:
+                    found = finished.get()
+                    if found is None:
+                        threads -= 1
+                    elif isinstance(found, OtherVersionError):
+                        raise found
+                    elif isinstance(found, Exception):
+                        failed = failed or found
+                    else:
+                        yield from found
+            finally:
+                turns.stop()
+        if failed is not None:
+            raise failed
+
+    def _built(self, turn: Sequence[SegmentWork], rows: list[dict[str, object]]) -> list[Outcome]:
+        """One task, that builds one segment after the other."""
         spark: Any = self._spark
-        with _one_row_at_a_time(spark):
-            # As a table: rows would first be pickled, and unpickled by workers that do nothing else.
-            frame = spark.createDataFrame(pa.Table.from_pylist(rows, schema=DESCRIPTOR))
-            frame = frame.repartition(min(len(works), self._tasks_max))
-            built = frame.mapInArrow(build_companions, RESULT_DDL)
-            found = built.toLocalIterator(prefetchPartitions=True)
-            yield from _outcomes(found, works)
+        # As a table: rows would first be pickled, and unpickled by workers that do nothing else.
+        frame = spark.createDataFrame(pa.Table.from_pylist(rows, schema=DESCRIPTOR))
+        return list(_outcomes(frame.coalesce(1).mapInArrow(build_companions, RESULT_DDL).collect(), turn))
 
     def _descriptor(self, work: SegmentWork, memory_bytes: int, reference: bool) -> dict[str, object]:
         segment = work.segment
@@ -171,7 +233,7 @@ def is_alive(spark: SparkSession) -> bool:
     return True
 
 
-def _outcomes(rows: Iterator[Any], works: Sequence[SegmentWork]) -> Iterator[Outcome]:
+def _outcomes(rows: Iterable[Any], works: Sequence[SegmentWork]) -> Iterator[Outcome]:
     """Rows of one segment come together, and a segment is whole when all of its families are there."""
     by_object = {work.segment.object: work for work in works}
     files: dict[str, list[File]] = {}

@@ -71,7 +71,7 @@ class WriteStates(NamedTuple):
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         covers = _covers(self.order, sum(_rows_in(self.order.store, key) for key in self.order.inputs))
         tables = (_plain(pa.Table.from_batches([batch]), agg.SCHEMA) for batch in batches)
-        data, groups = agg.write_agg(tables, facts_of(AGG, covers))
+        data, groups = agg.write_agg(agg.sections(tables), facts_of(AGG, covers))
         built = Built(AGG, data, covers.rows, {"groups": groups})
         check_built(built)
         yield _put(self.order, built)

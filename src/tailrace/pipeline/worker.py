@@ -6,7 +6,6 @@ the JVM: a task fetches its segment from the object store and puts the files the
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import hashlib
 import io
@@ -26,6 +25,7 @@ from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, load_plan
+from tailrace.store.blocking import Steps
 from tailrace.store.objects import ObjectExistsError, ObjectMissingError, Objects, ObjectsError, open_objects
 from tailrace.store.segments import CorruptSegmentError, stream_prefix
 
@@ -82,7 +82,7 @@ class Stores:
     """Object stores and plans of this process; a worker serves many tasks."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
+        self._steps = Steps()
         self._opened: dict[str, Objects] = {}
         self._plans: OrderedDict[str, BuildPlan] = OrderedDict()
 
@@ -93,7 +93,7 @@ class Stores:
         return store
 
     def get(self, url: str, key: str) -> bytes:
-        return self._runner.run(self.at(url).get(key))[0]
+        return self._steps.run(self.at(url).get(key))[0]
 
     def tail(self, url: str, key: str, guess_bytes: int) -> bytes:
         """Enough of the end of a Parquet file to read its footer, as a file of its own."""
@@ -105,15 +105,15 @@ class Stores:
         return b"PAR1" + end[-length:]
 
     def size(self, url: str, key: str) -> int:
-        return self._runner.run(self.at(url).head(key)).size
+        return self._steps.run(self.at(url).head(key)).size
 
     def range(self, url: str, key: str, start: int, stop: int) -> bytes:
-        return self._runner.run(self.at(url).get_range(key, start, stop))
+        return self._steps.run(self.at(url).get_range(key, start, stop))
 
     def put(self, url: str, key: str, data: bytes) -> None:
         """Names tell contents: an object that is there already is this one."""
         try:
-            self._runner.run(self.at(url).create(key, data))
+            self._steps.run(self.at(url).create(key, data))
         except ObjectExistsError:
             pass
 

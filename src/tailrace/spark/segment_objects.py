@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.spark.process_cache import ProcessCache
 from tailrace.store.arrow import BINARY, INT64, integer_scalar, pa
+from tailrace.store.blocking import Steps
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.segment_reader import Footer, read_tables
 from tailrace.store.segment_tail import keep, tail_of
@@ -21,15 +21,15 @@ class SegmentObjects:
     """The objects of one store, as blocking reads. One per process; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._runner = asyncio.Runner()
+        self._steps = Steps()
         self._objects = open_objects(url)
 
     def close(self) -> None:
-        self._runner.run(self._objects.close())
-        self._runner.close()
+        self._steps.run(self._objects.close())
+        self._steps.close()
 
     def footer(self, key: str, size: int) -> Footer:
-        return self._runner.run(_footer(self._objects, key, size))
+        return self._steps.run(_footer(self._objects, key, size))
 
     def tables(
         self, key: str, footer: Footer, indices: Sequence[int], columns: Sequence[str], bytes_max: int
@@ -40,7 +40,7 @@ class SegmentObjects:
             reach = footer.reach(indices[at], bytes_max)
             run = [index for index in indices[at:] if index <= reach]
             start, stop = footer.group(run[0]).start, footer.group(run[-1]).stop
-            raw = self._runner.run(self._objects.get_range(key, start, stop))
+            raw = self._steps.run(self._objects.get_range(key, start, stop))
             yield from read_tables(footer, run, raw, columns)
             at += len(run)
 

@@ -7,7 +7,6 @@ lists, whatever the rows of the new run are: so each batch has one content, howe
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from tailrace.spark.sink_appends import Append, value_ends
 from tailrace.spark.sink_rows import SinkError
 from tailrace.store.arrow import BINARY, INT32, STRING, integers, pa, pq
+from tailrace.store.blocking import Steps
 from tailrace.store.objects import ObjectExistsError, Objects, open_objects
 
 FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
@@ -102,19 +102,19 @@ class Staging:
     """One staging location, as blocking calls. Made where it is needed; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._runner = asyncio.Runner()
+        self._steps = Steps()
         self._objects: Objects = open_objects(url)
         self._lock = Lock()
 
     def close(self) -> None:
-        self._runner.run(self._objects.close())
-        self._runner.close()
+        self._steps.run(self._objects.close())
+        self._steps.close()
 
     def put(self, query: str, batch: int, part: Part) -> Part:
         """Writes the rows of a part to a file of its own."""
         assert part.inline is not None
         name = f"{part.partition:06}-{secrets.token_hex(8)}.parquet"
-        self._runner.run(self._objects.create(_folder(query, batch) + name, part.inline))
+        self._steps.run(self._objects.create(_folder(query, batch) + name, part.inline))
         return msgspec.structs.replace(part, file=name, inline=None)
 
     def rows(self, commit: Commit, part: Part) -> bytes:
@@ -122,7 +122,7 @@ class Staging:
             return part.inline
         key = _folder(commit.query, commit.batch) + str(part.file)
         with self._lock:  # several partitions are sent at once
-            data, _ = self._runner.run(self._objects.get(key))
+            data, _ = self._steps.run(self._objects.get(key))
         if hashlib.sha256(data).hexdigest() != part.sha256:
             raise SinkError(f"{key} is not what was staged; nothing of it was sent")
         return data
@@ -144,11 +144,11 @@ class Staging:
             settled = msgspec.structs.replace(commit, parts=parts)
         key = _commit_key(commit.query, commit.batch)
         try:
-            self._runner.run(self._objects.create(key, msgspec.json.encode(settled)))
+            self._steps.run(self._objects.create(key, msgspec.json.encode(settled)))
         except ObjectExistsError:
-            data, _ = self._runner.run(self._objects.get(key))
+            data, _ = self._steps.run(self._objects.get(key))
             return msgspec.json.decode(data, type=Commit), False
-        if self._runner.run(self._objects.list_after(f"{commit.query}/", key, 1)):
+        if self._steps.run(self._objects.list_after(f"{commit.query}/", key, 1)):
             self.forget(commit.query, commit.batch)
             raise SinkError(
                 f"batch {commit.batch} was committed by another run of the same query, which is ahead; "
@@ -158,16 +158,16 @@ class Staging:
 
     def forget(self, query: str, batch: int) -> None:
         """Takes a commit back of which nothing was accepted."""
-        self._runner.run(self._objects.delete([_commit_key(query, batch)]))
+        self._steps.run(self._objects.delete([_commit_key(query, batch)]))
 
     def discard(self, query: str, batch: int, names: Sequence[str]) -> None:
-        self._runner.run(self._objects.delete([_folder(query, batch) + name for name in names]))
+        self._steps.run(self._objects.delete([_folder(query, batch) + name for name in names]))
 
     def sweep(self, query: str, batch: int) -> None:
         """Removes all batches before the last one: nobody will run them again."""
-        listed = self._runner.run(self._objects.list_after(f"{query}/"))
+        listed = self._steps.run(self._objects.list_after(f"{query}/"))
         kept = _folder(query, max(0, batch - KEPT_BATCHES + 1))
-        self._runner.run(self._objects.delete([info.key for info in listed if info.key < kept]))
+        self._steps.run(self._objects.delete([info.key for info in listed if info.key < kept]))
 
 
 def _folder(query: str, batch: int) -> str:

@@ -26,9 +26,13 @@ from tailrace.query.family_format import (
     AGG,
     COUNT,
     DIMENSIONS,
+    HISTOGRAM,
     INTERVAL_MS,
     MEASURE,
     ROLLUP,
+    SKETCH,
+    SUM_REST,
+    UNPLACED,
     WINDOW_START,
     cut_name,
 )
@@ -55,8 +59,16 @@ SCHEMA: Final = pa.schema(
         *states.SCHEMA,
     ]
 )
-REPEATED: Final = [ROLLUP, f"{DIMENSIONS}.list.element", MEASURE]
-PACKED: Final = [INTERVAL_MS, WINDOW_START, COUNT]
+# Counts are small numbers, most of them 1. The buckets of a sketch ascend.
+REPEATED: Final = [
+    *(ROLLUP, f"{DIMENSIONS}.list.element", MEASURE, COUNT, SUM_REST, UNPLACED),
+    *(f"{HISTOGRAM}.key_value.key", f"{HISTOGRAM}.key_value.value", f"{SKETCH}.key_value.value"),
+]
+PACKED: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
+
+BOUNDS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # what row groups are chosen by
+
+_DENSE: Final = 8  # so many marks for each member are quicker than sorting
 
 # A measure's own pointers, as members of a small record made of what lies at them.
 _PLACES: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
@@ -83,7 +95,7 @@ class _RollupRows:
             called: _bound(measure.include, config, f"{path}.measures.{called}")
             for called, measure in self._measures.items()
         }
-        self.intervals = sorted({cast("int", interval_ms(text)) for text in rollup.intervals})
+        self._intervals = sorted({cast("int", interval_ms(text)) for text in rollup.intervals})
         self._makes = {
             called: _maker(measure)
             for called, measure in self._measures.items()
@@ -182,61 +194,104 @@ class _RollupRows:
                 values = numbers_from(values, histogram=measure.histogram is not None)
             measured[name] = _Numbers(members, values)
         counted = {name: np.concatenate(held) for name, held in self._counted.items() if held}
-        return Gathered(np.concatenate(self._times), ranked, counted, measured)
+        times = np.concatenate(self._times)
+        windows = {span_ms: grouped(times // span_ms) for span_ms in self._intervals}
+        return Gathered(times, windows, ranked, counted, measured)
 
     @property
     def is_empty(self) -> bool:
         return not self._members
 
-    def table(self, gathered: Gathered, name: str, places: tuple[int, ...], span_ms: int) -> Any:
-        """The rows of one interval, in order, by the dimensions at some places."""
-        windows = gathered.times - gathered.times % span_ms
-        ids = group_ids([windows, *(gathered.ranked[place][0] for place in places)], len(windows))
-        _, leads, group_of = np.unique(ids, return_index=True, return_inverse=True)
-        tables: list[Any] = []
-        groups: list[Any] = []
-        for called, measure in self._measures.items():
-            of, table = self._states(gathered, called, measure, group_of, len(leads))
-            groups.append(of)
-            tables.append(table)
-        group = np.concatenate(groups)
-        order = np.argsort(group, kind="stable")
-        which = np.repeat(np.arange(len(groups)), [len(of) for of in groups])[order]
-        rows = leads[group[order]]
-        count = len(rows)
-        columns = [
-            pa.repeat(pa.scalar(name, STRING), count),
-            pa.repeat(pa.scalar(span_ms, INT64), count),
-            from_numpy(windows[rows], INT64),
-            _dimensions([gathered.ranked[place] for place in places], rows),
-            pa.array(list(self._measures), STRING).take(pa.array(which)),
-            *pa.concat_tables(tables).combine_chunks().take(pa.array(order)).columns,
-        ]
-        return pa.Table.from_arrays(columns, schema=SCHEMA)
+    def tables(self, gathered: Gathered, name: str, places: tuple[int, ...]) -> Iterator[tuple[Section, Any]]:
+        """The rows of each interval, in order, by the dimensions at some places."""
+        ranks = [gathered.ranked[place][0] for place in places]
+        alike = grouped(group_ids(ranks, len(gathered.times)))
+        for span_ms, windows in gathered.windows.items():
+            groups = grouped(windows.of * alike.number + alike.of)
+            states_of, group, which = self._rows(gathered, groups)
+            rows = groups.members[group]
+            columns = [
+                pa.repeat(pa.scalar(name, STRING), len(rows)),
+                pa.repeat(pa.scalar(span_ms, INT64), len(rows)),
+                from_numpy(gathered.times[rows] // span_ms * span_ms, INT64),
+                _dimensions([gathered.ranked[place] for place in places], rows),
+                pa.array(list(self._measures), STRING).take(pa.array(which)),
+                *states_of.columns,
+            ]
+            yield (name, span_ms), pa.Table.from_arrays(columns, schema=SCHEMA)
 
-    def _states(
-        self, gathered: Gathered, name: str, measure: Measure, group_of: Any, groups: int
-    ) -> tuple[Any, Any]:
-        """The states of a measure, and the group of each: one, or more if a count would not fit."""
+    def _rows(self, gathered: Gathered, groups: Groups) -> tuple[Any, Any, Any]:
+        """The states of all measures, group by group; and of each row the group and the measure."""
+        count = len(self._measures)
+        if not self._makes:
+            found = [self._states(gathered, *one, groups) for one in self._measures.items()]
+            group, which = np.divmod(np.arange(groups.number * count), count)
+            return states.table_of_groups(found, groups.number), group, which
+        # Summaries by others: of these a group has more than one where a count would not fit.
+        tables, of = list[Any](), list[Any]()
+        for name, measure in self._measures.items():
+            if measure.kind == "summary_parts":
+                numbers, table = self._parts(gathered.measured[name], groups, self._makes[name])
+            else:
+                found = self._states(gathered, name, measure, groups)
+                numbers, table = np.arange(groups.number), states.table_of_groups([found], groups.number)
+            tables.append(table)
+            of.append(numbers)
+        group = np.concatenate(of)
+        order = np.argsort(group, kind="stable")
+        which = np.repeat(np.arange(count), [len(numbers) for numbers in of])
+        whole = pa.concat_tables(tables).combine_chunks().take(pa.array(order))
+        return whole.combine_chunks(), group[order], which[order]
+
+    def _states(self, gathered: Gathered, name: str, measure: Measure, groups: Groups) -> Any:
+        """A count or a summary for each group."""
         if measure.kind == "count":
-            counts = np.bincount(group_of[gathered.counted[name]], minlength=groups)
-            return np.arange(groups), states.table_of_counts(counts)
+            return np.bincount(groups.of[gathered.counted[name]], minlength=groups.number)
         members, values = gathered.measured[name]
-        of = group_of[members]
-        if measure.kind == "summary":
-            return np.arange(groups), states.table_of_summaries(summaries_of(values, of, groups))
-        found: list[list[Parts]] = [[] for _ in range(groups)]
-        for group, parts in zip(cast("list[int]", of.tolist()), values.tolist(), strict=True):
+        return summaries_of(values, groups.of[members], groups.number)
+
+    def _parts(self, waiting: _Numbers, groups: Groups, make: Callable[[], Summary]) -> tuple[Any, Any]:
+        """The group of each state, and the states."""
+        found: list[list[Parts]] = [[] for _ in range(groups.number)]
+        of = cast("list[int]", groups.of[waiting.members].tolist())
+        for group, parts in zip(of, waiting.values.tolist(), strict=True):
             found[group].append(parts)
-        summed = [(group, one) for group in range(groups) for one in _summed(found[group], self._makes[name])]
+        summed = [(group, one) for group, parts in enumerate(found) for one in _summed(parts, make)]
         rows = [states.summary_row(summary) for _, summary in summed]
         return np.array([group for group, _ in summed]), states.table_of_rows(rows)
+
+
+Section = tuple[str, int]  # what a rollup is stored under, and an interval
+
+
+class Groups(NamedTuple):
+    """Members by group; groups are numbered as what they were made of ascends."""
+
+    of: Any
+    number: int  # of groups
+    members: Any  # one of each group
+
+
+def grouped(ids: Any) -> Groups:
+    """Members with one number are one group; there are some."""
+    low = int(ids.min())
+    width = int(ids.max()) - low + 1
+    if width <= _DENSE * len(ids):
+        marks = np.zeros(width, bool)
+        marks[ids - low] = True
+        of = (np.cumsum(marks) - 1)[ids - low]
+    else:
+        of = np.unique(ids, return_inverse=True)[1]
+    members = np.empty(int(of.max()) + 1, np.int64)
+    members[of] = np.arange(len(ids))
+    return Groups(of, len(members), members)
 
 
 class Gathered(NamedTuple):
     """The members of a rollup, one behind the other."""
 
     times: Any
+    windows: dict[int, Groups]  # by interval
     ranked: list[tuple[Any, list[str | None]]]  # of each dimension
     counted: dict[str, Any]  # by measure, which members count
     measured: dict[str, _Numbers]
@@ -249,9 +304,8 @@ class Cut(NamedTuple):
     rollup: _RollupRows
     places: tuple[int, ...]
 
-    def tables(self, gathered: Gathered) -> Iterator[Any]:
-        for span_ms in self.rollup.intervals:
-            yield self.rollup.table(gathered, self.name, self.places, span_ms)
+    def tables(self, gathered: Gathered) -> Iterator[tuple[Section, Any]]:
+        return self.rollup.tables(gathered, self.name, self.places)
 
 
 class AggBuilder:
@@ -272,22 +326,24 @@ class AggBuilder:
     def finish(self) -> list[Built]:
         gathered = {rollup.name: rollup.gathered() for rollup in self._rollups if not rollup.is_empty}
         cuts = sorted((cut for rollup in self._rollups for cut in rollup.cuts), key=_name_bytes)
-        tables = (
-            table
+        found = (
+            section
             for cut in cuts
             if cut.rollup.name in gathered
-            for table in cut.tables(gathered[cut.rollup.name])
+            for section in cut.tables(gathered[cut.rollup.name])
         )
-        data, count = write_agg(tables, facts_of(AGG, self._covers))
+        data, count = write_agg(found, facts_of(AGG, self._covers))
         return [Built(AGG, data, self._covers.rows, {"groups": count})]
 
 
-def write_agg(tables: Iterable[Any], facts: dict[str, str]) -> tuple[bytes, int]:
-    """Rows in order, however they are cut into tables, as a file; and how many they were."""
-    with CompanionWriter(SCHEMA, facts, repeated=REPEATED, packed=PACKED) as writer:
+def write_agg(found: Iterable[tuple[Section, Any]], facts: dict[str, str]) -> tuple[bytes, int]:
+    """Rows in order, however sections are cut into tables, as a file; and how many they were."""
+    with CompanionWriter(
+        SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS, bounds=BOUNDS
+    ) as writer:
         held: list[Any] = []
         rows, before = 0, None
-        for section, table in _sections(tables):
+        for section, table in found:
             if section != before and rows >= GROUP_ROWS_MIN:
                 writer.write(pa.concat_tables(held).combine_chunks())
                 held, rows = [], 0
@@ -306,7 +362,7 @@ def write_agg(tables: Iterable[Any], facts: dict[str, str]) -> tuple[bytes, int]
         return writer.finish(), writer.rows
 
 
-def _sections(tables: Iterable[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
+def sections(tables: Iterable[Any]) -> Iterator[tuple[Section, Any]]:
     """Tables of one rollup and interval each, with both."""
     for table in tables:
         if not table.num_rows:

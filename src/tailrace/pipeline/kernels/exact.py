@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import (
     BINARY,
+    byte_order,
     np,
     offsets_of,
     pa,
@@ -124,7 +125,7 @@ def _grouped(name: str, stored: Any, entries: Any) -> Any:
     """Entries by value, in the order of values."""
     encoded = stored.dictionary_encode()
     dictionary = encoded.dictionary
-    order = to_numpy(pc.sort_indices(dictionary)).astype(np.int64)
+    order = byte_order(dictionary)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     ranks = rank[to_numpy(encoded.indices)]

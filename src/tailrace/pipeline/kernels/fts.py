@@ -9,7 +9,16 @@ from typing import Any, Final
 
 import msgspec
 
-from tailrace.pipeline.kernels.arrays import STRING, np, offsets_of, pa, pc, stable_order, to_numpy
+from tailrace.pipeline.kernels.arrays import (
+    STRING,
+    byte_order,
+    np,
+    offsets_of,
+    pa,
+    pc,
+    stable_order,
+    to_numpy,
+)
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import FieldColumn
 from tailrace.pipeline.kernels.parquet import Built, Range, facts_of
@@ -109,7 +118,7 @@ def _ranked(tokens: Sequence[Any]) -> tuple[Any, Any]:
     """The different terms in order, and for each token which of them it is."""
     unified = pa.chunked_array(tokens).unify_dictionaries()
     dictionary = unified.chunk(0).dictionary
-    order = to_numpy(pc.sort_indices(dictionary)).astype(np.int64)
+    order = byte_order(dictionary)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     codes = np.concatenate([to_numpy(chunk.indices) for chunk in unified.chunks])

@@ -30,7 +30,9 @@ from tailrace.query.family_format import (
 from tailrace.store import segment_tail
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
-PAGE_ROWS_MAX: Final = 1024
+# Whoever reads a page reads its neighbours too, and every page is compressed by itself: short ones are larger
+# and take longer to write. They are there for programs that look into page indexes.
+PAGE_ROWS_MAX: Final = 4096
 BLOOM_FALSE_POSITIVES: Final = (
     0.026  # a byte for each value; filters are powers of two, and less is twice that
 )
@@ -147,7 +149,8 @@ class CompanionWriter:
 
     `repeated` columns get a dictionary, `packed` ones (paths of integers) are stored as small differences,
     `sorted_bytes` as what is new after the value before, `bytes_apart` as lengths and then all bytes.
-    `bloom` ones have a filter, sized by `bloom_values`, the most values a row group has.
+    `bloom` ones have a filter, sized by `bloom_values`, the most values a row group has. A page
+    has `page_rows` rows at most. Of `bounds`, or of all columns, smallest and largest values are told.
     """
 
     def __init__(
@@ -161,6 +164,8 @@ class CompanionWriter:
         bytes_apart: Sequence[str] = (),
         bloom: str | None = None,
         bloom_values: int = 0,
+        page_rows: int = PAGE_ROWS_MAX,
+        bounds: Sequence[str] | None = None,
         sink: Any = None,
     ) -> None:
         self.rows = 0
@@ -181,10 +186,10 @@ class CompanionWriter:
                 **dict.fromkeys(sorted_bytes, "DELTA_BYTE_ARRAY"),
                 **dict.fromkeys(bytes_apart, "DELTA_LENGTH_BYTE_ARRAY"),
             },
-            write_statistics=True,
+            write_statistics=True if bounds is None else list(bounds),
             write_page_index=True,
             write_page_checksum=True,
-            max_rows_per_page=PAGE_ROWS_MAX,
+            max_rows_per_page=page_rows,
             bloom_filter_options=filters,
             store_schema=False,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from tailrace.pipeline.kernels.arrays import BINARY, DOUBLE, INT32, INT64, from_numpy, np, pa
+from tailrace.pipeline.kernels.arrays import BINARY, DOUBLE, INT32, INT64, from_numpy, np, offsets_of, pa
 from tailrace.query.family_format import (
     COUNT,
     HISTOGRAM,
@@ -22,7 +22,7 @@ from tailrace.query.family_format import (
 )
 from tailrace.query.measures import SCALE, Histogram, Number, Summary, nearest_ratio, total_of
 from tailrace.query.states.exact_sums import halves_of
-from tailrace.query.states.spread import Spread, coded, sketch_from
+from tailrace.query.states.spread import Spread, coded, joined_spreads, sketch_from
 from tailrace.query.states.summaries import Summaries
 
 Row = tuple[object, ...]
@@ -110,34 +110,90 @@ def table_of_rows(rows: Sequence[Row]) -> Any:
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def table_of_counts(counts: Any) -> Any:
-    columns = [from_numpy(counts.astype(np.int64), INT64)]
-    columns += [pa.nulls(len(counts), field.type) for field in list(SCHEMA)[1:]]
+def table_of_groups(measures: Sequence[Any], groups: int) -> Any:
+    """A row for each measure of each group, group by group, as `count_row` and `summary_row` make them.
+
+    A measure is its counts, as an array, or its summaries.
+    """
+    summed = [(place, found) for place, found in enumerate(measures) if isinstance(found, Summaries)]
+    rows = _Rows(len(measures), groups)
+    counts = [found.counts if isinstance(found, Summaries) else found for found in measures]
+    columns = [from_numpy(np.stack(counts, axis=1).astype(np.int64).reshape(-1), INT64)]
+    nearest = [(place, _nearest(found)) for place, found in summed]
+    columns.append(rows.numbers(nearest, DOUBLE))
+    columns.append(rows.numbers([(place, found.sums.rests) for place, found in summed], DOUBLE))
+    columns.append(rows.exact_sums(summed))
+    edges = [
+        [(place, np.where(found.counts == 0, 0, found[edge]), found.counts == 0) for place, found in summed]
+        for edge in _EDGES
+    ]
+    whole = {place for place, found in summed if found.whole}
+    columns += [rows.numbers(edge, DOUBLE) for edge in edges]
+    columns += [rows.numbers([one for one in edge if one[0] in whole], INT64) for edge in edges]
+    columns.append(
+        rows.buckets([(place, found.histogram) for place, found in summed if found.histogram is not None])
+    )
+    columns.append(rows.numbers([(place, np.zeros(groups, np.int64)) for place, _ in summed], INT64))
+    columns.append(rows.buckets([(place, found.sketch) for place, found in summed]))
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
-def table_of_summaries(found: Summaries) -> Any:
-    """What `summary_row` makes of each of them."""
-    size, sums = len(found.counts), found.sums
-    nearest, exact = sums.nearest, pa.nulls(size, BINARY)
-    if sums.beyond:
-        nearest, stored = nearest.copy(), list[bytes | None]([None] * size)
-        for row, total in sums.beyond.items():
-            nearest[row], stored[row] = nearest_ratio(total, 1 << SCALE), stored_sum(total)
-        exact = pa.array(stored, BINARY)
-    is_empty = found.counts == 0
-    edges = [np.where(is_empty, 0, edge) for edge in (found.smallest, found.largest)]
-    doubles = [pa.array(edge.astype(np.float64), DOUBLE, mask=is_empty) for edge in edges]
-    wholes = [pa.nulls(size, INT64)] * 2
-    if found.whole:
-        wholes = [pa.array(edge, INT64, mask=is_empty) for edge in edges]
-    histogram = pa.nulls(size, BUCKETS) if found.histogram is None else _buckets(found.histogram)
-    columns = [from_numpy(found.counts, INT64), from_numpy(nearest, DOUBLE), from_numpy(sums.rests, DOUBLE)]
-    columns += [exact, *doubles, *wholes, histogram, from_numpy(np.zeros(size, np.int64), INT64)]
-    return pa.Table.from_arrays([*columns, _buckets(found.sketch)], schema=SCHEMA)
+_EDGES: Final = (Summaries._fields.index("smallest"), Summaries._fields.index("largest"))
 
 
-def _buckets(spread: Spread) -> Any:
-    codes, counts = from_numpy(spread.codes.astype(np.int32), INT32), from_numpy(spread.counts, INT64)
-    starts = pa.array(spread.starts.astype(np.int32), INT32)
-    return pa.MapArray.from_arrays(starts, codes, counts, type=BUCKETS)
+class _Rows:
+    """Columns of rows that lie group by group, from parts that know the place of their measure."""
+
+    def __init__(self, size: int, groups: int) -> None:
+        self._shape = groups, size
+
+    def numbers(self, parts: Sequence[tuple[Any, ...]], kind: Any) -> Any:
+        """Parts are a place, its numbers and, where some are missing, which."""
+        if not parts:
+            return pa.nulls(self._shape[0] * self._shape[1], kind)
+        values = np.zeros(self._shape, np.float64 if kind == DOUBLE else np.int64)
+        is_null = np.ones(self._shape, bool)
+        for place, numbers, *missing in parts:
+            values[:, place] = numbers
+            is_null[:, place] = missing[0] if missing else False
+        return pa.array(values.reshape(-1), kind, mask=is_null.reshape(-1))
+
+    def exact_sums(self, summed: Sequence[tuple[int, Summaries]]) -> Any:
+        groups, size = self._shape
+        if not any(found.sums.beyond for _, found in summed):
+            return pa.nulls(groups * size, BINARY)
+        stored = list[bytes | None]([None] * (groups * size))
+        for place, found in summed:
+            for group, total in found.sums.beyond.items():
+                stored[group * size + place] = stored_sum(total)
+        return pa.array(stored, BINARY)
+
+    def buckets(self, parts: Sequence[tuple[int, Spread]]) -> Any:
+        groups, size = self._shape
+        if not parts:
+            return pa.nulls(groups * size, BUCKETS)
+        sizes = np.zeros(self._shape, np.int64)
+        is_null = np.ones(self._shape, bool)
+        for place, spread in parts:
+            sizes[:, place] = np.diff(spread.starts)
+            is_null[:, place] = False
+        spread = parts[0][1]
+        if len(parts) > 1:
+            by_group = np.arange(groups * len(parts)).reshape(len(parts), groups).T.reshape(-1)
+            spread = joined_spreads([part for _, part in parts]).take(by_group)
+        return pa.MapArray.from_arrays(
+            pa.array(offsets_of(sizes.reshape(-1)).astype(np.int32), INT32),
+            from_numpy(spread.codes.astype(np.int32), INT32),
+            from_numpy(spread.counts, INT64),
+            type=BUCKETS,
+            mask=pa.array(is_null.reshape(-1)),
+        )
+
+
+def _nearest(found: Summaries) -> Any:
+    if not found.sums.beyond:
+        return found.sums.nearest
+    nearest = found.sums.nearest.copy()
+    for row, total in found.sums.beyond.items():
+        nearest[row] = nearest_ratio(total, 1 << SCALE)
+    return nearest

@@ -15,11 +15,27 @@ _IN_TOKENS: Final = np.array(
 
 def tokens_in(values: Any) -> tuple[Any, Any]:
     """The tokens of texts, one behind the other, and how many each text has."""
-    if pc.all(pc.string_is_ascii(values)).as_py():
-        tokens, counts = _ascii_tokens(values)
-        if not len(tokens) or pc.max(pc.binary_length(tokens)).as_py() <= TOKEN_BYTES_MAX:
-            return tokens, counts
-    return _tokens_of_distinct(values)
+    is_ascii = pc.string_is_ascii(values)
+    if not pc.any(is_ascii, min_count=0).as_py():
+        return _tokens_of_distinct(values)
+    tokens, counts = _ascii_tokens(values.filter(is_ascii))
+    if len(tokens) and pc.max(pc.binary_length(tokens)).as_py() > TOKEN_BYTES_MAX:
+        return _tokens_of_distinct(values)
+    marks = to_numpy(is_ascii)
+    if marks.all():
+        return tokens, counts
+    return _mixed(marks, (tokens, counts), _tokens_of_distinct(values.filter(pc.invert(is_ascii))))
+
+
+def _mixed(marks: Any, marked: tuple[Any, Any], others: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Tokens of marked texts and of the others, in the order of the texts."""
+    counts = np.empty(len(marks), np.int64)
+    counts[marks], counts[~marks] = marked[1], others[1]
+    starts = np.empty(len(marks), np.int64)
+    starts[marks] = offsets_of(marked[1])[:-1]
+    starts[~marks] = offsets_of(others[1])[:-1] + len(marked[0])
+    encoded = pa.concat_arrays([marked[0], others[0]]).dictionary_encode()
+    return encoded.take(pa.array(spans(starts, counts))), counts
 
 
 def _ascii_tokens(values: Any) -> tuple[Any, Any]:

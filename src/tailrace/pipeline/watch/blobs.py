@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Final
 
 from tailrace.spark.process_cache import ProcessCache
+from tailrace.store.blocking import Steps
 from tailrace.store.objects import (
     ObjectConflictError,
     ObjectExistsError,
@@ -22,16 +22,16 @@ class Blobs:
     """One store. Made where it is needed; never pickled."""
 
     def __init__(self, url: str) -> None:
-        self._runner = asyncio.Runner()
+        self._steps = Steps()
         self._objects: Objects = open_objects(url)
 
     def get(self, key: str) -> bytes:
-        return self._runner.run(self._objects.get(key))[0]
+        return self._steps.run(self._objects.get(key))[0]
 
     def create(self, key: str, data: bytes) -> bool:
         """Whether it is new. What is there already stays."""
         try:
-            self._runner.run(self._objects.create(key, data))
+            self._steps.run(self._objects.create(key, data))
         except ObjectExistsError:
             return False
         return True
@@ -39,24 +39,24 @@ class Blobs:
     def find(self, key: str) -> tuple[bytes, str] | None:
         """The object and its etag."""
         try:
-            return self._runner.run(self._objects.get(key))
+            return self._steps.run(self._objects.get(key))
         except ObjectMissingError:
             return None
 
     def replace(self, key: str, data: bytes, etag: str | None) -> bool:
         """Whether this is the object now: somebody else may have been faster."""
         try:
-            self._runner.run(self._objects.replace(key, data, etag))
+            self._steps.run(self._objects.replace(key, data, etag))
         except ObjectConflictError:
             return False
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._runner.run(self._objects.delete(keys))
+        self._steps.run(self._objects.delete(keys))
 
     def close(self) -> None:
-        self._runner.run(self._objects.close())
-        self._runner.close()
+        self._steps.run(self._objects.close())
+        self._steps.close()
 
 
 _kept: ProcessCache[str, Blobs] = ProcessCache(Blobs, STORES_KEPT)

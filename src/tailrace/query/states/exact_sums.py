@@ -5,7 +5,8 @@ that lie in one range of magnitudes, and all that people measure do, fit in that
 beside them as a whole number of 2 ** -1074.
 
 To add, doubles are cut into pieces of 32 bits, from the lowest bit that any of them has. Pieces of one place
-are added as 64-bit integers, in which a thousand million of them find room.
+are added as 64-bit integers, in which a thousand million of them find room. Numbers that are added up by one
+grouping after the other are cut once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PIECES_MAX: Final = 8  # of a sum; doubles further apart are added one by one
 _BITS: Final = 32
 _MASK: Final = (1 << _BITS) - 1
 _MANTISSA: Final = 53
+_ADDENDS_MAX: Final = 1 << (_MANTISSA - _BITS - 1)  # so many pieces add up in a double without an error
 
 
 class Sums(NamedTuple):
@@ -40,6 +42,47 @@ class Sums(NamedTuple):
                 place: self.beyond[row] for place, row in enumerate(rows.tolist()) if row in self.beyond
             }
         return Sums(self.nearest[rows], self.rests[rows], beyond)
+
+
+class Addends(NamedTuple):
+    """Numbers cut into pieces, as doubles: of each place, in units of 2 ** (low + 32 * place)."""
+
+    pieces: Any
+    low: int
+
+    def take(self, places: Any) -> Addends:
+        return Addends(self.pieces[:, places], self.low)
+
+
+def addends_of(numbers: Any) -> Addends | None:
+    """None if there are too many numbers, or they are too far apart."""
+    if not 0 < len(numbers) <= _ADDENDS_MAX:
+        return None
+    if numbers.dtype == np.int64:
+        pieces = np.stack([numbers & _MASK, numbers >> _BITS])
+        return Addends(pieces.astype(np.float64), 0)
+    some = numbers != 0
+    if not some.any():
+        return Addends(np.zeros((1, len(numbers))), 0)
+    fractions, exponents = np.frexp(numbers)
+    low = int(exponents[some].min()) - _MANTISSA
+    count = _pieces(low, int(exponents[some].max()))
+    if count > PIECES_MAX:
+        return None
+    held = np.zeros((len(numbers), count), np.int64)
+    whole = (fractions * float(1 << _MANTISSA)).astype(np.int64)
+    shifts = np.where(some, exponents.astype(np.int64) - _MANTISSA - low, 0)
+    _add_pieces(held, np.arange(len(numbers)), whole, shifts)
+    return Addends(np.ascontiguousarray(held.T.astype(np.float64)), low)
+
+
+def sums_of_addends(addends: Addends, group_of: Any, groups: int) -> Sums:
+    """What `sums_of` makes of the numbers themselves."""
+    held = np.zeros((groups, len(addends.pieces) + 1), np.int64)  # one more for what is carried
+    for place, pieces in enumerate(addends.pieces):
+        held[:, place] = np.bincount(group_of, weights=pieces, minlength=groups)
+    _carry(held)
+    return _halves(held, addends.low)
 
 
 def sums_of(numbers: Any, group_of: Any, groups: int) -> Sums:
@@ -98,8 +141,7 @@ def _added(doubles: Any, group_of: Any, groups: int) -> Sums:
         return Sums(np.zeros(groups), np.zeros(groups), {})
     fractions, exponents = np.frexp(doubles)
     low = int(exponents.min()) - _MANTISSA
-    width = int(exponents.max()) - low
-    pieces = width // _BITS + 3  # one of them for what is carried
+    pieces = _pieces(low, int(exponents.max()))
     if pieces > PIECES_MAX:
         return _added_one_by_one(doubles, group_of, groups)
     held = np.zeros((groups, pieces), np.int64)
@@ -107,6 +149,11 @@ def _added(doubles: Any, group_of: Any, groups: int) -> Sums:
     _add_pieces(held, group_of, whole, exponents.astype(np.int64) - _MANTISSA - low)
     _carry(held)
     return _halves(held, low)
+
+
+def _pieces(low: int, high: int) -> int:
+    """Of numbers between two exponents; one of them for what is carried."""
+    return (high - low) // _BITS + 3
 
 
 def _add_pieces(held: Any, group_of: Any, whole: Any, shifts: Any) -> None:

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 from tailrace.query.families.numbers import np
 from tailrace.query.measures import Summary
-from tailrace.query.states.exact_sums import Sums, joined_sums, merged_sums, sums_of
+from tailrace.query.states.exact_sums import (
+    Addends,
+    Sums,
+    addends_of,
+    joined_sums,
+    merged_sums,
+    sums_of,
+    sums_of_addends,
+)
 from tailrace.query.states.spread import (
     Spread,
     bucket_codes,
@@ -27,14 +35,17 @@ class Numbers(NamedTuple):
     values: Any
     codes: Any
     exponents: Any  # None if there is no histogram
+    addends: Addends | None  # None if they are added up as they are
 
     def take(self, places: Any) -> Numbers:
         exponents = None if self.exponents is None else self.exponents[places]
-        return Numbers(self.values[places], self.codes[places], exponents)
+        addends = None if self.addends is None else self.addends.take(places)
+        return Numbers(self.values[places], self.codes[places], exponents, addends)
 
 
 def numbers_from(values: Any, *, histogram: bool) -> Numbers:
-    return Numbers(values, bucket_codes(values), exponents_of(values) if histogram else None)
+    exponents = exponents_of(values) if histogram else None
+    return Numbers(values, bucket_codes(values), exponents, addends_of(values))
 
 
 class Summaries(NamedTuple):
@@ -97,9 +108,13 @@ class Summaries(NamedTuple):
 def summaries_of(numbers: Numbers, group_of: Any, groups: int) -> Summaries:
     """The summary of each group, by the group of each number."""
     histogram = None if numbers.exponents is None else tallied(numbers.exponents, group_of, groups)
+    if numbers.addends is None:
+        sums = sums_of(numbers.values, group_of, groups)
+    else:
+        sums = sums_of_addends(numbers.addends, group_of, groups)
     return Summaries(
         np.bincount(group_of, minlength=groups),
-        sums_of(numbers.values, group_of, groups),
+        sums,
         *_edges(numbers.values, numbers.values, group_of, groups),
         histogram,
         collapsed(tallied(numbers.codes, group_of, groups)),

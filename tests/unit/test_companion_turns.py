@@ -1,0 +1,43 @@
+"""Segments are handed out in turns: in their order, few at a time, and each once."""
+
+from __future__ import annotations
+
+from tailrace.pipeline.companions import TURN_SEGMENTS_MAX, SegmentWork, Turns
+from tailrace.pipeline.model import PlanRef, Segment
+
+
+def _works(count: int) -> list[SegmentWork]:
+    plan = PlanRef(1, "sha256:00", "plan", ("col",))
+    return [
+        SegmentWork("stream", "id", plan, Segment(f"segment {at}", at, at, 1, 1, "00")) for at in range(count)
+    ]
+
+
+def _sizes(count: int, cores: int) -> list[int]:
+    works = _works(count)
+    turns = Turns(works, cores)
+    found: list[SegmentWork] = []
+    sizes: list[int] = []
+    while turn := turns.next():
+        sizes.append(len(turn))
+        found += turn
+    assert found == works
+    return sizes
+
+
+def test_much_is_handed_out_in_groups_and_the_rest_one_by_one() -> None:
+    assert _sizes(20, 2) == [4, 4, 3, 3, 2, 1, 1, 1, 1]
+    assert max(_sizes(1000, 2)) == TURN_SEGMENTS_MAX
+
+
+def test_few_segments_keep_all_cores_busy() -> None:
+    assert _sizes(3, 2) == [1, 1, 1]
+    assert _sizes(16, 8) == [1] * 16
+    assert _sizes(0, 2) == []
+
+
+def test_nothing_is_handed_out_after_a_stop() -> None:
+    turns = Turns(_works(9), 1)
+    assert turns.next()
+    turns.stop()
+    assert not turns.next()
