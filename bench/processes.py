@@ -35,7 +35,7 @@ def pinned(argv: Sequence[str], cpus: frozenset[int] | None) -> list[str]:
     return ["taskset", "-c", ",".join(map(str, sorted(cpus))), *argv]
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -64,13 +64,13 @@ def rss_bytes(pid: int) -> int:
 
 def tree_rss_bytes(pid: int) -> int:
     """Of a process and all that it started."""
-    return sum(map(rss_bytes, _descendants(pid)))
+    return sum(map(rss_bytes, descendants(pid)))
 
 
 def tree_cpu_seconds(pid: int) -> float:
     """Of a process and all that it started and that still run."""
     ticks = 0
-    for one in _descendants(pid):
+    for one in descendants(pid):
         try:
             fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -98,7 +98,7 @@ class Running:
     def cpu_seconds_of(self, word: str) -> float:
         """Of those children, the server itself left out, that were started with this word."""
         ticks = 0
-        for pid in _descendants(self.process.pid)[1:]:
+        for pid in descendants(self.process.pid)[1:]:
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

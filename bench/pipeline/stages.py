@@ -18,6 +18,7 @@ import msgspec
 from bench import machine
 from bench.pipeline.place import Figures, Place, Record, read_record
 from bench.places import ROOT
+from bench.processes import descendants
 from bench.run import say
 
 END_S_MAX = 30.0
@@ -107,14 +108,27 @@ def adopt() -> None:
 
 
 def _reap() -> None:
-    deadline = time.monotonic() + END_S_MAX
+    """Waits for those that outlived their stage, and ends whoever does not end by itself."""
+    asked = time.monotonic() + END_S_MAX / 2
+    deadline = asked + END_S_MAX
     while time.monotonic() < deadline:
         try:
             found, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        if not found:
-            time.sleep(0.1)
+        if found:
+            continue
+        if time.monotonic() > asked:
+            for pid in descendants(os.getpid())[1:]:
+                _signal(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _signal(pid: int, how: signal.Signals) -> None:
+    try:
+        os.kill(pid, how)
+    except ProcessLookupError:
+        pass
 
 
 def inside(stage: Stage, place: Place) -> int:
