@@ -117,6 +117,12 @@ def markdown(places: Sequence[Place]) -> str:
     )
     out += ["", "Rows a second in Spark:", ""]
     out += _table(["", *sizes], _dict_rows(found, "spark", "rows_per_s"))
+    out += [
+        "",
+        "The Prisma server with its limits raised, as far as it got in eight minutes:",
+        "",
+    ]
+    out += _table(["", *sizes], _peer_rows(found))
     out += ["", "Building and holding:", ""]
     out += _table(["", *sizes], _building_rows(found))
     out += ["", "Processor time of one core, microseconds an event:", ""]
@@ -217,6 +223,33 @@ def _dict_rows(found: Sequence[Found], stage: str, name: str) -> list[list[str]]
     columns = [cast("dict[str, float]", _figures(one, stage).get(name, {})) for one in found]
     names = dict.fromkeys(key for column in columns for key in column)
     return [[key, *(number(column[key]) if key in column else "" for column in columns)] for key in names]
+
+
+PEER: Sequence[tuple[str, str, str]] = (
+    ("events taken", "events", ""),
+    ("ingest, batches of 1,000", "ingest_per_s", " events/s"),
+    ("peak memory while loading", "peak_loading_mb", " MB"),
+    ("peak memory while asked", "peak_asked_mb", " MB"),
+    ("bytes at rest", "bytes_at_rest", " B"),
+)
+
+
+def _peer_rows(found: Sequence[Found]) -> list[list[str]]:
+    peers = [_figures(one, "peer") for one in found]
+    rows = [
+        [title, *(f"{number(one[name])}{unit}" if name in one else "" for one in peers)]
+        for title, name, unit in PEER
+    ]
+    asked: list[dict[str, Json]] = [one.get("classes", {}) for one in peers]
+    for name in dict.fromkeys(name for one in asked for name in one):
+        rows.append([name, *(_peer_cell(one[name]) if name in one else "" for one in asked)])
+    return rows
+
+
+def _peer_cell(asked: Json) -> str:
+    late = asked["asked"] - asked["whole"]
+    cell = f"{asked['p50_ms']:,.1f} ms"
+    return f"{cell}, {late} of {asked['asked']} not answered in full" if late else cell
 
 
 BUILDING: Sequence[tuple[str, str, str, str]] = (

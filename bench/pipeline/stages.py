@@ -49,6 +49,7 @@ ALL = (
     Stage("engines", "engines", 300, 240, "DuckDB and Polars on the same files"),
     Stage("spark", "io", 400, 240, "source, sink and history in Spark"),
     Stage("live", "live", 900, 0, "how long sealed segments wait for companions; a pipeline at rest"),
+    Stage("peer", "peer", 1200, 0, "the Prisma server with these events, as far as it gets"),
 )
 BY_NAME = {stage.name: stage for stage in ALL}
 
