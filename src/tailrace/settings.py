@@ -48,6 +48,15 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "else one less than there are.",
         ),
     ] = 0
+    processor_turn_us: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100_000,
+            description="How long a turn of the processor is to be, in microseconds: with short ones the "
+            "server is let in sooner where others compute (Linux 6.12 and newer). 0: as the system does.",
+        ),
+    ] = 100
     preset: Annotated[
         Literal["default", "small"],
         Meta(description="A set of limits: small keeps caches and queues at a quarter."),

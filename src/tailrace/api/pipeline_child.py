@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from tailrace import turns
 from tailrace.api.context import Context
 from tailrace.api.java import find_java
 from tailrace.api.pipeline_state import FRESH_S, Demand, PipelineState
@@ -210,7 +211,7 @@ class PipelineChild:
         """
         os.setsid()
         niceness = self._context.settings.pipeline_nice
-        os.nice(niceness)
+        turns.step_back(niceness)
         with contextlib.suppress(OSError):  # no such kernel: then niceness is enough
             AUTOGROUP.write_text(str(niceness))
 

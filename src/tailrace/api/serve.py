@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from tailrace import __version__
+from tailrace import __version__, turns
 from tailrace.api import request_log, restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
@@ -72,6 +72,7 @@ def run(settings: Settings) -> int:
     request_log.configure(settings.log_requests, settings.edge_signing_key)
     for told in unknown_variables(os.environ):
         logger.warning(told)
+    turns.ask_for(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
     gc.freeze()

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tailrace import __version__
+from tailrace import __version__, turns
 from tailrace.auth import bind_check
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.edge.app import EdgeApp
@@ -55,6 +55,7 @@ def run(settings: Settings) -> int:
     configure(settings.log_level, settings.log_format)
     for told in unknown_variables(os.environ):
         logger.warning(told)
+    turns.ask_for(settings.processor_turn_us)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     try:

@@ -16,7 +16,7 @@ import time
 from array import array
 from pathlib import Path
 
-from tailrace import failpoints
+from tailrace import failpoints, turns
 from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
@@ -188,7 +188,7 @@ def say(line: str) -> None:
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
-    os.nice(5)
+    turns.step_back(5)
     failpoints.in_child()
     store: StoredStreams | None = None
     lines: list[str] = []

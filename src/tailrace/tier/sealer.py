@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace import failpoints
+from tailrace import failpoints, turns
 from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Stream
 from tailrace.logs import configure
@@ -420,7 +420,7 @@ def _say(line: bytes) -> None:
 
 
 def main() -> None:
-    os.nice(5)
+    turns.step_back(5)
     failpoints.in_child()
     configure("warning", "auto")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))

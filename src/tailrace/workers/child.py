@@ -15,7 +15,7 @@ import sys
 
 import uvloop
 
-from tailrace import ending
+from tailrace import ending, turns
 from tailrace.api import request_log, restore
 from tailrace.api.serve import SWITCH_INTERVAL_S
 from tailrace.errors import TailraceError
@@ -34,6 +34,7 @@ def main() -> int:
     configure(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
     add_to_all(worker=setup.index)
+    turns.ask_for(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
