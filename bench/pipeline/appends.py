@@ -15,10 +15,14 @@ import orjson
 from bench.evlog.events import block_of
 from bench.evlog.measure import percentile_ms
 from bench.processes import PeerError
+from tailrace import turns
 
 STREAM = "probe"
 WRITERS = 4
 RATE_PER_S = 50.0  # of each writer: far from what a server can take, so that waiting is not its own doing
+
+# A writer elsewhere would not share its cores with Spark: it is the server's waiting that is measured.
+TURN_US = 100
 
 
 class Appends:
@@ -62,6 +66,7 @@ class Appends:
         }
 
     def _write(self, taken: list[float]) -> None:
+        turns.ask_for(TURN_US)
         body = orjson.dumps(block_of(98, 0, 0.0)[0])
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
         due = time.perf_counter()
