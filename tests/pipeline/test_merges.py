@@ -18,12 +18,12 @@ from support.pipeline import Shelf
 from support.queries import payload_of
 from tailrace.pipeline.kernels import key_runs
 from tailrace.pipeline.kernels.agg import SCHEMA
+from tailrace.pipeline.kernels.agg_sums import merge_states
 from tailrace.pipeline.kernels.keys import INDEX_SCHEMA, LEXICON_SCHEMA
 from tailrace.pipeline.kernels.parquet import WRITER, Range
 from tailrace.pipeline.kernels.splits import merge_splits
 from tailrace.pipeline.merge import MergeJob
 from tailrace.pipeline.model import MergeWork, StreamPlan
-from tailrace.pipeline.transforms.agg import merge_states
 from tailrace.pipeline.worker import build_one
 from tailrace.query.family_format import key_hash
 
@@ -91,18 +91,12 @@ def _work(family: str, level: int, first: int, last: int, inputs: list[dict[str,
     return MergeWork(family, level, first, last, tuple(objects), tuple(digests))
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_merged_is_what_all_at_once_would_be(
-    spark: SparkSession, shelf: Shelf, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) -> None:
     companions = _companions(shelf, 3)
     whole = build(_rows(1, 42), shelf.plan)
     stream = StreamPlan("s", STREAM_ID, 0, shelf.ref)
     job = MergeJob(spark, shelf.url)
-    if not native:
-        monkeypatch.setattr("tailrace.pipeline.merge.NATIVE", ())
-    families = ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts")
-    for family in families if native else ("agg",):
+    for family in ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts"):
         if family not in companions:
             continue
         publication = job.run(stream, _work(family, 1, 1, 42, companions[family]))
@@ -209,5 +203,5 @@ def _place(row: dict[str, Any]) -> Any:
 
 def _merged(rows: list[dict[str, Any]], batch_rows: int = 5) -> list[dict[str, Any]]:
     cuts = [rows[at : at + batch_rows] for at in range(0, len(rows), batch_rows)]
-    batches = [pa.RecordBatch.from_pylist(cut, schema=SCHEMA) for cut in cuts]
-    return [row for batch in merge_states(iter(batches)) for row in batch.to_pylist()]
+    tables = [pa.Table.from_pylist(cut, schema=SCHEMA) for cut in cuts]
+    return [row for table in merge_states(tables) for row in table.to_pylist()]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import mmap
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from tailrace.pipeline.failpoints import reached
-from tailrace.pipeline.kernels import agg, key_runs, keys, splits
+from tailrace.pipeline.kernels import agg, agg_runs, agg_sums, exact_runs, key_runs, keys, splits
 from tailrace.pipeline.kernels.arrays import pa, pq
-from tailrace.pipeline.kernels.exact_runs import merged
 from tailrace.pipeline.kernels.exact_tables import write_exact
-from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
-from tailrace.pipeline.kernels.segment import check_built
-from tailrace.pipeline.worker import StoredFile, stores
+from tailrace.pipeline.kernels.parquet import CompanionWriter, Range, facts_of
+from tailrace.pipeline.kernels.segment import check_file
+from tailrace.pipeline.worker import StoredFile, shed, stores
 from tailrace.query.family_format import (
     AGG,
     EXACT,
     FACT_ROWS,
-    FTS,
     ROUTING_KEY_INDEX,
     ROUTING_KEY_LEXICON,
     companion_name,
@@ -37,8 +37,6 @@ FILE: Final = pa.schema(
         pa.field("stats", pa.string()),
     ]
 )
-READ_ROWS: Final = 1024
-_FOOTER_GUESS: Final = 64 << 10
 
 
 class MergeOrder(NamedTuple):
@@ -53,28 +51,28 @@ class MergeOrder(NamedTuple):
     inputs: tuple[str, ...]
 
 
-def read_companions(batches: Iterator[Any]) -> Iterator[Any]:
-    """For `mapInArrow`: rows of Parquet companions, wherever they lie, a few at a time."""
-    for batch in batches:
-        for row in batch.to_pylist():
-            raw = stores().get(row["store"], row["object"])
-            file = pq.ParquetFile(pa.BufferReader(raw))
-            for found in file.iter_batches(batch_size=READ_ROWS, use_threads=False):
-                yield pa.RecordBatch.from_arrays(found.columns, names=found.schema.names)
+class MergeRuns(NamedTuple):
+    """For `mapInArrow` over one row: rows are sorted already, and files are read side by side.
 
-
-class WriteStates(NamedTuple):
-    """For `mapInArrow`: sorted states of one partition in, one row about the written companion out."""
+    Of each a few rows are in memory, and of what is written one row group: it grows on disk.
+    """
 
     order: MergeOrder
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        covers = _covers(self.order, sum(_rows_in(self.order.store, key) for key in self.order.inputs))
-        tables = (_plain(pa.Table.from_batches([batch]), agg.SCHEMA) for batch in batches)
-        data, groups = agg.write_agg(agg.sections(tables), facts_of(AGG, covers))
-        built = Built(AGG, data, covers.rows, {"groups": groups})
-        check_built(built)
-        yield _put(self.order, built)
+        for _ in batches:
+            files = [pq.ParquetFile(StoredFile(self.order.store, key)) for key in self.order.inputs]
+            covers = _covers(self.order, sum(map(_rows_said, files)))
+            facts = facts_of(self.order.family, covers)
+            with tempfile.TemporaryFile(prefix="tailrace-merge-") as sink:
+                stats = _WRITERS[self.order.family](self.order.family, files, facts, sink)
+                sink.flush()
+                data = memoryview(mmap.mmap(sink.fileno(), 0, access=mmap.ACCESS_READ))
+                check_file(self.order.family, data, covers.rows)
+                row = _put(self.order, data, covers.rows, stats)
+            del files, data
+            shed()
+            yield row
 
 
 class MergeSplits(NamedTuple):
@@ -86,51 +84,36 @@ class MergeSplits(NamedTuple):
         for _ in batches:
             data = [stores().get(self.order.store, key) for key in self.order.inputs]
             covers = _covers(self.order, sum(map(splits.rows_in, data)))
-            yield _put(self.order, splits.merge_splits(data, covers))
+            built = splits.merge_splits(data, covers)
+            row = _put(self.order, built.data, built.rows, built.stats)
+            del data, built
+            shed()
+            yield row
 
 
-class MergeExact(NamedTuple):
-    """For `mapInArrow` over one row: runs are sorted already, and are read side by side."""
-
-    order: MergeOrder
-
-    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for _ in batches:
-            files = [pq.ParquetFile(StoredFile(self.order.store, key)) for key in self.order.inputs]
-            covers = _covers(self.order, sum(map(_rows_said, files)))
-            data = write_exact(merged(files), facts_of(EXACT, covers))
-            built = Built(EXACT, data, covers.rows, {})
-            check_built(built)
-            yield _put(self.order, built)
+def _agg(_: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
+    states = agg_sums.merge_states(agg_runs.merged(files))
+    groups = agg.write_agg(agg.sections(states), facts, sink)[1]
+    return {"groups": groups}
 
 
-class MergeKeys(NamedTuple):
-    """For `mapInArrow` over one row: as with `exact`."""
+def _exact(_: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
+    write_exact(exact_runs.merged(files), facts, sink)
+    return {}
 
-    order: MergeOrder
 
-    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        schema, form, size = _SHAPES[self.order.family]
-        for _ in batches:
-            files = [pq.ParquetFile(StoredFile(self.order.store, key)) for key in self.order.inputs]
-            covers = _covers(self.order, sum(map(_rows_said, files)))
-            facts = facts_of(self.order.family, covers)
-            with CompanionWriter(schema, facts, bloom_values=size, **form) as writer:
-                for table in _cut(key_runs.merged(files, schema), size):
-                    writer.write(table)
-                data = writer.finish()
-            built = Built(self.order.family, data, covers.rows, {"keys": writer.rows})
-            check_built(built)
-            yield _put(self.order, built)
+def _keys(family: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -> dict[str, int]:
+    schema, form = _SHAPES[family]
+    size = keys.GROUP_ROWS
+    with CompanionWriter(schema, facts, bloom_values=size, sink=sink, **form) as writer:
+        for table in _cut(key_runs.merged(files, schema), size):
+            writer.write(table)
+        writer.finish()
+    return {"keys": writer.rows}
 
 
 def _covers(order: MergeOrder, rows: int) -> Range:
     return Range(order.stream_id, order.first, order.last, rows, order.plan_hash)
-
-
-def _rows_in(store: str, key: str) -> int:
-    """How many entries a companion speaks for, from its footer."""
-    return _rows_said(pq.ParquetFile(pa.BufferReader(stores().tail(store, key, _FOOTER_GUESS))))
 
 
 def _rows_said(file: Any) -> int:
@@ -155,32 +138,32 @@ def _cut(tables: Iterable[Any], size: int) -> Iterator[Any]:
         yield pa.concat_tables(held).combine_chunks()
 
 
-def _plain(table: Any, schema: Any) -> Any:
-    """Columns of Spark under our own schema, which knows what is never null."""
-    arrays = [table.column(field.name).combine_chunks().cast(field.type) for field in schema]
-    return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _put(order: MergeOrder, built: Built) -> Any:
-    sha256 = hashlib.sha256(built.data).hexdigest()
+def _put(order: MergeOrder, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:
+    sha256 = hashlib.sha256(data).hexdigest()
     name = companion_name(order.plan_hash, order.family, order.first, order.last, sha256)
     key = stream_prefix(order.stream_id) + name
     reached("after_write", "worker")
-    stores().put(order.store, key, built.data)
+    stores().put(order.store, key, data)
     reached("after_put", "worker")
     row: dict[str, object] = {
         "object": key,
-        "rows": built.rows,
-        "bytes": len(built.data),
+        "rows": rows,
+        "bytes": len(data),
         "sha256": sha256,
-        "stats": msgspec.json.encode(built.stats).decode(),
+        "stats": msgspec.json.encode(stats).decode(),
     }
     return pa.RecordBatch.from_pylist([row], schema=FILE)
 
 
-# Schema, how its columns are written, rows of a row group.
-_SHAPES: Final[dict[str, tuple[Any, dict[str, Any], int]]] = {
-    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, keys.INDEX_FORM, keys.GROUP_ROWS),
-    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, keys.LEXICON_FORM, keys.GROUP_ROWS),
+# Schema, and how its columns are written.
+_SHAPES: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
+    ROUTING_KEY_INDEX: (keys.INDEX_SCHEMA, keys.INDEX_FORM),
+    ROUTING_KEY_LEXICON: (keys.LEXICON_SCHEMA, keys.LEXICON_FORM),
 }
-MERGED: Final = (ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON, EXACT, AGG, FTS)
+# What they answer are the statistics of the companion.
+_WRITERS: Final[dict[str, Callable[[str, Sequence[Any], dict[str, str], Any], dict[str, int]]]] = {
+    ROUTING_KEY_INDEX: _keys,
+    ROUTING_KEY_LEXICON: _keys,
+    EXACT: _exact,
+    AGG: _agg,
+}

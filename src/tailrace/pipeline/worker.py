@@ -95,22 +95,13 @@ class Stores:
     def get(self, url: str, key: str) -> bytes:
         return self._steps.run(self.at(url).get(key))[0]
 
-    def tail(self, url: str, key: str, guess_bytes: int) -> bytes:
-        """Enough of the end of a Parquet file to read its footer, as a file of its own."""
-        size = self.size(url, key)
-        end = self.range(url, key, max(size - guess_bytes, 0), size)
-        length = int.from_bytes(end[-8:-4], "little") + 8
-        if length > len(end):
-            end = self.range(url, key, max(size - length, 0), size)
-        return b"PAR1" + end[-length:]
-
     def size(self, url: str, key: str) -> int:
         return self._steps.run(self.at(url).head(key)).size
 
     def range(self, url: str, key: str, start: int, stop: int) -> bytes:
         return self._steps.run(self.at(url).get_range(key, start, stop))
 
-    def put(self, url: str, key: str, data: bytes) -> None:
+    def put(self, url: str, key: str, data: bytes | memoryview) -> None:
         """Names tell contents: an object that is there already is this one."""
         try:
             self._steps.run(self.at(url).create(key, data))

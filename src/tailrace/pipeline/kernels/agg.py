@@ -336,10 +336,12 @@ class AggBuilder:
         return [Built(AGG, data, self._covers.rows, {"groups": count})]
 
 
-def write_agg(found: Iterable[tuple[Section, Any]], facts: dict[str, str]) -> tuple[bytes, int]:
+def write_agg(
+    found: Iterable[tuple[Section, Any]], facts: dict[str, str], sink: Any = None
+) -> tuple[bytes, int]:
     """Rows in order, however sections are cut into tables, as a file; and how many they were."""
     with CompanionWriter(
-        SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS, bounds=BOUNDS
+        SCHEMA, facts, repeated=REPEATED, packed=PACKED, page_rows=GROUP_ROWS, bounds=BOUNDS, sink=sink
     ) as writer:
         held: list[Any] = []
         rows, before = 0, None

@@ -145,7 +145,7 @@ class _CheckedSink:
 
 
 class CompanionWriter:
-    """One Parquet file in memory. Every table that is written is a row group.
+    """One Parquet file, in memory if there is no `sink`. Every table that is written is a row group.
 
     `repeated` columns get a dictionary, `packed` ones (paths of integers) are stored as small differences,
     `sorted_bytes` as what is new after the value before, `bytes_apart` as lengths and then all bytes.

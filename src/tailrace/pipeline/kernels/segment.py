@@ -162,9 +162,13 @@ def _view(plan: BuildPlan) -> View:
 
 def check_built(built: Built) -> None:
     """Opens a Parquet file that was just made: its footer and rows are as they should be."""
-    if built.family == FTS:
-        return
-    file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(built.data)))
+    if built.family != FTS:
+        check_file(built.family, built.data, built.rows)
+
+
+def check_file(family: str, data: bytes | memoryview, rows: int) -> None:
+    """The same of a file that may not be in memory as a whole."""
+    file: Any = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)))
     facts = file.metadata.metadata
-    assert facts[b"tailrace.family"] == built.family.encode(), "the footer tells another family"
-    assert built.family not in (COL, MBLK) or file.metadata.num_rows == built.rows, "a row for each entry"
+    assert facts[b"tailrace.family"] == family.encode(), "the footer tells another family"
+    assert family not in (COL, MBLK) or file.metadata.num_rows == rows, "a row for each entry"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tailrace.pipeline.kernels.agg import SCHEMA
 from tailrace.pipeline.kernels.arrays import np, pa, pc, to_numpy
@@ -26,34 +26,17 @@ from tailrace.query.family_format import (
 from tailrace.query.measures import Summary
 from tailrace.query.values import INT64_MAX
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
-KEYS: Final = (ROLLUP, INTERVAL_MS, WINDOW_START, DIMENSIONS, MEASURE)
-DDL: Final = (
-    "rollup string, interval_ms bigint, window_start bigint, dimensions array<string>, measure string, "
-    "count bigint, sum double, sum_rest double, sum_exact binary, min double, max double, "
-    "min_whole bigint, max_whole bigint, histogram map<int,bigint>, unplaced bigint, sketch map<int,bigint>"
-)
+ADDED_ROWS: Final = 4096
 
 Row = dict[str, Any]
 
 
-def merge_agg(states: DataFrame) -> DataFrame:
-    """Rows of one group meet in one partition and follow each other; then they are added up as they come."""
-    frame: Any = states
-    return frame.repartition(*KEYS).sortWithinPartitions(*KEYS).mapInArrow(merge_states, DDL)
-
-
-def merge_states(batches: Iterator[Any]) -> Iterator[Any]:
+def merge_states(tables: Iterable[Any]) -> Iterator[Any]:
     """Sorted rows in, one row for each group and measure out."""
     held: Any = None  # the last group so far: it may go on
-    for batch in batches:
-        rows = _typed(batch)
+    for rows in _cut(tables):
         if held is not None:
             rows = pa.concat_tables([held, rows]).combine_chunks()
-        if not rows.num_rows:
-            continue
         starts = _starts(rows)
         yield from _merged(rows.slice(0, starts[-1]), starts[:-1])
         held = rows.slice(starts[-1])
@@ -61,10 +44,11 @@ def merge_states(batches: Iterator[Any]) -> Iterator[Any]:
         yield from _merged(held, np.zeros(1, np.int64))
 
 
-def _typed(batch: Any) -> Any:
-    """Columns of Spark as ours, without marks of what is never null: Spark compares what comes back."""
-    arrays = [batch.column(field.name).cast(field.type) for field in SCHEMA]
-    return pa.Table.from_arrays(arrays, names=SCHEMA.names)
+def _cut(tables: Iterable[Any]) -> Iterator[Any]:
+    """A few rows at a time: those that are added up become objects of Python."""
+    for table in tables:
+        for at in range(0, table.num_rows, ADDED_ROWS):
+            yield table.slice(at, ADDED_ROWS).combine_chunks()
 
 
 def _starts(rows: Any) -> Any:
@@ -105,7 +89,7 @@ def _merged(rows: Any, starts: Any) -> Iterator[Any]:
         rows = pa.concat_tables([rows.take(pa.array(starts[once])), _table([row for _, row in added])])
         places = np.concatenate([groups[once], [group for group, _ in added]])
         rows = rows.combine_chunks().take(pa.array(np.argsort(places, kind="stable")))
-    yield from rows.combine_chunks().to_batches()
+    yield rows.combine_chunks()
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -144,4 +128,4 @@ def _content(row: Row) -> tuple[Any, ...]:
 def _table(rows: list[tuple[object, ...]]) -> Any:
     columns = zip(*rows, strict=True)
     arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    return pa.Table.from_arrays(arrays, names=SCHEMA.names)
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)

@@ -1,1 +1,0 @@
-"""Transforms over companions: pure, DataFrame to DataFrame, one concept in each module."""
