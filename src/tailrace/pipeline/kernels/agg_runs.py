@@ -27,8 +27,8 @@ def merged(files: Sequence[Any], read_rows: int = READ_ROWS) -> Iterator[Any]:
         if not holding:
             return
         # What a run has not read yet is not smaller than the last row that it has.
-        bound = min((run.last() for run in holding if run.has_more), default=None)
-        taken = [table for run in holding if (table := run.take(bound)).num_rows]
+        bound = min((run.last for run in holding if run.has_more), default=None)
+        taken = [table for run in holding if (table := run.take(bound)) is not None]
         if len(taken) == 1:
             yield taken[0]
         elif taken:

@@ -16,7 +16,9 @@ class BatchRun:
         self._batches = file.iter_batches(batch_size=read_rows, use_threads=False)
         self._key_of = key_of
         self._left = file.metadata.num_rows
+        self._first: Any = None
         self.held: Any = None  # rows that were read and not yet taken
+        self.last: Any = None  # the key of the last of these
 
     @property
     def has_more(self) -> bool:
@@ -25,22 +27,23 @@ class BatchRun:
     def fill(self) -> None:
         """Reads on if nothing is held."""
         if self.held is None and self.has_more:
-            self.read()
-
-    def read(self) -> None:
-        """A few rows more."""
-        found = pa.Table.from_batches([next(self._batches)])
-        self._left -= found.num_rows
-        self.held = found if self.held is None else pa.concat_tables([self.held, found])
-
-    def last(self) -> Any:
-        return self._key_of(self.held, self.held.num_rows - 1)
+            self._hold(pa.Table.from_batches([next(self._batches)]))
+            self._left -= self.held.num_rows
+            self.last = self._key_of(self.held, self.held.num_rows - 1)
 
     def take(self, upto: Any) -> Any:
-        """The rows with keys that are not larger; all of them if there is no bound."""
-        count = self.held.num_rows
-        if upto is not None:
-            count = bisect_right(range(count), upto, key=lambda row: self._key_of(self.held, row))
+        """The rows with keys that are not larger, all of them without a bound; None if there are none."""
+        # Making a key takes long, and files of entries that follow each other seldom overlap.
+        if upto is None or self.last <= upto:
+            taken, self.held = self.held, None
+            return taken
+        if self._first > upto:
+            return None
+        count = bisect_right(range(self.held.num_rows), upto, key=lambda row: self._key_of(self.held, row))
         taken = self.held.slice(0, count)
-        self.held = self.held.slice(count) if count < self.held.num_rows else None
+        self._hold(self.held.slice(count))
         return taken
+
+    def _hold(self, table: Any) -> None:
+        self.held = table
+        self._first = self._key_of(table, 0)
