@@ -21,7 +21,7 @@ from tailrace.pipeline.kernels.agg import SCHEMA
 from tailrace.pipeline.kernels.agg_sums import merge_states
 from tailrace.pipeline.kernels.keys import INDEX_SCHEMA, LEXICON_SCHEMA
 from tailrace.pipeline.kernels.parquet import WRITER, Range
-from tailrace.pipeline.kernels.splits import merge_splits
+from tailrace.pipeline.kernels.splits import PIECE_POSTINGS, merge_splits
 from tailrace.pipeline.merge import MergeJob
 from tailrace.pipeline.model import MergeWork, StreamPlan
 from tailrace.pipeline.worker import build_one
@@ -110,7 +110,10 @@ def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) 
             assert data == whole[family].data, family
 
 
-def test_many_splits_become_one(shelf: Shelf) -> None:
+@pytest.mark.parametrize("piece_postings", [1, 7, PIECE_POSTINGS])
+def test_many_splits_become_one(shelf: Shelf, piece_postings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many postings are put in order at once."""
+    monkeypatch.setattr("tailrace.pipeline.kernels.splits.PIECE_POSTINGS", piece_postings)
     data = [build(_rows(1 + 7 * number, 7), shelf.plan, families=["fts"])["fts"].data for number in range(10)]
     built = merge_splits(data, Range(STREAM_ID, 1, 70, 70, shelf.ref.hash))
     assert built.data == build(_rows(1, 70), shelf.plan, families=["fts"])["fts"].data

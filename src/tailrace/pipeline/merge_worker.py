@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -15,6 +15,7 @@ from tailrace.pipeline.kernels import agg, agg_runs, agg_sums, exact_runs, key_r
 from tailrace.pipeline.kernels.arrays import pa, pq
 from tailrace.pipeline.kernels.exact_tables import write_exact
 from tailrace.pipeline.kernels.parquet import CompanionWriter, Range, facts_of
+from tailrace.pipeline.kernels.row_groups import row_groups
 from tailrace.pipeline.kernels.segment import check_file
 from tailrace.pipeline.worker import StoredFile, shed, stores
 from tailrace.query.family_format import (
@@ -76,7 +77,7 @@ class MergeRuns(NamedTuple):
 
 
 class MergeSplits(NamedTuple):
-    """For `mapInArrow` over one row: the postings of all splits are put in order at once."""
+    """For `mapInArrow` over one row: the postings of all splits, one field after the other."""
 
     order: MergeOrder
 
@@ -106,7 +107,7 @@ def _keys(family: str, files: Sequence[Any], facts: dict[str, str], sink: Any) -
     schema, form = _SHAPES[family]
     size = keys.GROUP_ROWS
     with CompanionWriter(schema, facts, bloom_values=size, sink=sink, **form) as writer:
-        for table in _cut(key_runs.merged(files, schema), size):
+        for table in row_groups(key_runs.merged(files, schema), size):
             writer.write(table)
         writer.finish()
     return {"keys": writer.rows}
@@ -118,24 +119,6 @@ def _covers(order: MergeOrder, rows: int) -> Range:
 
 def _rows_said(file: Any) -> int:
     return int(file.metadata.metadata[FACT_ROWS.encode()])
-
-
-def _cut(tables: Iterable[Any], size: int) -> Iterator[Any]:
-    """Rows as they come, in row groups of one size."""
-    held: list[Any] = []
-    rows = 0
-    for table in tables:
-        at = 0
-        while at < table.num_rows:
-            piece = table.slice(at, size - rows)
-            held.append(piece)
-            rows += piece.num_rows
-            at += piece.num_rows
-            if rows == size:
-                yield pa.concat_tables(held).combine_chunks()
-                held, rows = [], 0
-    if held:
-        yield pa.concat_tables(held).combine_chunks()
 
 
 def _put(order: MergeOrder, data: bytes | memoryview, rows: int, stats: dict[str, int]) -> Any:

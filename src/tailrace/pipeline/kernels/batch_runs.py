@@ -27,9 +27,10 @@ class BatchRun:
     def fill(self) -> None:
         """Reads on if nothing is held."""
         if self.held is None and self.has_more:
-            self._hold(pa.Table.from_batches([next(self._batches)]))
-            self._left -= self.held.num_rows
-            self.last = self._key_of(self.held, self.held.num_rows - 1)
+            found = pa.Table.from_batches([next(self._batches)])
+            self._left -= found.num_rows
+            self.last = self._key_of(found, found.num_rows - 1)
+            self._hold(found)
 
     def take(self, upto: Any) -> Any:
         """The rows with keys that are not larger, all of them without a bound; None if there are none."""
