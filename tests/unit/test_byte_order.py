@@ -30,3 +30,13 @@ def test_texts_are_sorted_by_their_bytes(texts: set[str]) -> None:
 def test_one_value_that_is_empty_among_many() -> None:
     values = [b"", *(b"%08d" % number for number in range(400, 0, -1))]
     assert [values[at] for at in byte_order(pa.array(values, BINARY)).tolist()] == sorted(values)
+
+
+@given(st.permutations([b"", b"\0", b"/", b"/api/v1/", b"/api/v1/orders/", b"\xff" * 9]), st.integers(1, 40))
+def test_many_that_begin_alike(pieces: list[bytes], apart: int) -> None:
+    """More than are left to the library, the very first ones among them."""
+    ends = [b"%0*d" % (apart, number) for number in range(260)]
+    values = sorted(
+        {piece + other + end for piece in pieces for other in pieces[:2] for end in ends}, key=hash
+    )
+    assert [values[at] for at in byte_order(pa.array(values, BINARY)).tolist()] == sorted(values)

@@ -7,7 +7,7 @@ described for everybody in docs/companions.md; numbers and names here are stored
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import xxhash
@@ -144,9 +144,12 @@ def companion_name(plan_hash: str, family: str, first: int, last: int, sha256: s
     return f"companions/{plan}/{family}/{first:020}-{last:020}.{sha256[:16]}.{EXTENSIONS[family]}"
 
 
+unsigned_key_hash: Final[Callable[[bytes], int]] = xxhash.xxh3_64_intdigest  # `key_hash` has the same bits
+
+
 def key_hash(key: bytes) -> int:
     """XXH3-64 as a signed number, as Parquet and Spark compare it."""
-    hashed = xxhash.xxh3_64_intdigest(key)
+    hashed = unsigned_key_hash(key)
     return hashed - (1 << 64) if hashed & _SIGN else hashed
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from tailrace.pipeline.kernels.arrays import BINARY, np, pa, pq, to_numpy
+from tailrace.pipeline.kernels.arrays import np, pa, pq, to_numpy
 from tailrace.pipeline.kernels.columns import FieldColumn, column_of, column_of_values
 from tailrace.pipeline.kernels.decoding import Decoder, Leaves, Tokens
 from tailrace.query.values import converter, values_at
@@ -24,7 +25,7 @@ class StoredRows(NamedTuple):
 
     entries: Any  # numpy int64
     keys: Any  # Arrow dictionary of binary, with nulls; None if nobody asked
-    payloads: list[bytes] | None
+    payloads: list[memoryview] | None
     groups: Any  # numpy: how many rows each row group has
 
 
@@ -53,14 +54,19 @@ def read_rows(file: Any, turn: list[int], *, payloads: bool) -> StoredRows:
     keys = table.column(KEY).combine_chunks()
     if not pa.types.is_dictionary(keys.type):
         keys = keys.dictionary_encode()
-    found: list[bytes] | None = None
-    if payloads:
-        # As bytes: a text would be decoded only to be encoded again.
-        stored = table.column(PAYLOAD).combine_chunks()
-        plain = pa.Array.from_buffers(BINARY, len(stored), stored.buffers(), offset=stored.offset)
-        found = plain.to_pylist()
+    found = _pieces(table.column(PAYLOAD).combine_chunks()) if payloads else None
     groups = np.array([file.metadata.row_group(index).num_rows for index in turn])
     return StoredRows(to_numpy(table.column(ENTRY)), keys, found, groups)
+
+
+def _pieces(stored: Any) -> list[memoryview]:
+    """The bytes of each text, as they lie there: nothing is copied."""
+    _, starts, data = stored.buffers()
+    edges: list[int] = np.frombuffer(starts, np.int32)[
+        stored.offset : stored.offset + len(stored) + 1
+    ].tolist()
+    held = memoryview(b"" if data is None else data)
+    return [held[first:last] for first, last in pairwise(edges)]
 
 
 def open_segment(raw: bytes | memoryview) -> Any:

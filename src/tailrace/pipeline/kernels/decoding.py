@@ -7,10 +7,10 @@ shape (no object, a member of another type on the way, an older version) take th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import astuple
 
 from tailrace.query.view import View
 from tailrace.schema.pointer import ABSENT, find
@@ -36,6 +36,16 @@ class _Node:
         else:
             self.children.setdefault(tokens[at], _Node()).add(tokens, at + 1)
 
+    def arrange(self, example: object) -> None:
+        """Members in the order in which records have them: there the decoder looks for the next one first."""
+        if not isinstance(example, dict):
+            return
+        record = cast("dict[str, object]", example)
+        places = {name: place for place, name in enumerate(record)}
+        self.children = dict(sorted(self.children.items(), key=lambda one: places.get(one[0], len(places))))
+        for name, child in self.children.items():
+            child.arrange(record.get(name))
+
     @property
     def opaque(self) -> bool:
         """Taken as it is, whatever it is: it is a leaf itself, or there is an array on the way."""
@@ -54,10 +64,10 @@ class Decoder:
         for tokens in self._pointers:
             root.add(tokens)
         self._root = root
-        self._decode = msgspec.json.Decoder(_shape(root)).decode
+        self._decode: Callable[[memoryview], object] | None = None  # made for the first record
 
     def leaves(
-        self, entries: Sequence[int], payloads: Sequence[bytes]
+        self, entries: Sequence[int], payloads: Sequence[memoryview]
     ) -> tuple[dict[Tokens, Leaves], dict[int, object]]:
         """By pointer, what lies there in each row; and the records, by row, that were decoded whole."""
         members, whole = self._members(entries, payloads)
@@ -71,9 +81,12 @@ class Decoder:
         return found, whole
 
     def _members(
-        self, entries: Sequence[int], payloads: Sequence[bytes]
+        self, entries: Sequence[int], payloads: Sequence[memoryview]
     ) -> tuple[list[object], dict[int, object]]:
         whole: dict[int, object] = {}
+        if self._decode is None:
+            self._root.arrange(self._view.record(entries[0], payloads[0]))
+            self._decode = msgspec.json.Decoder(_shape(self._root)).decode
         decode, record_of = self._decode, self._view.record
         if not self._reference and entries[0] >= self._first_current:
             try:
@@ -108,8 +121,9 @@ def _shape(node: _Node) -> Any:
 
 def _spread(node: _Node, members: Sequence[Any], path: Tokens, found: dict[Tokens, Leaves]) -> None:
     """Columns of leaves from a column of structs."""
-    for index, (name, child) in enumerate(node.children.items()):
-        leaves = list(map(attrgetter(f"m{index}"), members))
+    columns = zip(*map(astuple, members), strict=True)
+    for (name, child), column in zip(node.children.items(), columns, strict=True):
+        leaves = list(column)
         here = (*path, name)
         if not child.opaque:
             empty = child.empty

@@ -126,6 +126,8 @@ def _grouped(name: str, stored: Any, entries: Any) -> Any:
     encoded = stored.dictionary_encode()
     dictionary = encoded.dictionary
     order = byte_order(dictionary)
+    if len(order) == len(stored):  # ids never repeat
+        return rows_of(name, stored.take(pa.array(order)), np.arange(len(order) + 1), entries[order])
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     ranks = rank[to_numpy(encoded.indices)]

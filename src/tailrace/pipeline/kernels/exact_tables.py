@@ -32,7 +32,7 @@ def rows_of(name: str, values: Any, offsets: Any, entries: Any) -> Any:
     columns = [
         pa.array([name]).take(pa.array(np.zeros(len(values), np.int64))),
         values,
-        lists(INT64_LIST, offsets, from_numpy(entries.astype(np.int64), INT64)),
+        lists(INT64_LIST, offsets, from_numpy(entries.astype(np.int64, copy=False), INT64)),
     ]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 

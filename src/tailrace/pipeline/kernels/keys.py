@@ -29,7 +29,7 @@ from tailrace.query.family_format import (
     ROUTING_KEY_LEXICON,
     SPAN_FIRSTS,
     SPAN_LASTS,
-    key_hash,
+    unsigned_key_hash,
 )
 
 GROUP_ROWS: Final = 4096  # small: a page of a listing reads one row group
@@ -112,7 +112,7 @@ class KeysBuilder:
         encoded = pa.concat_arrays(self._keys).dictionary_encode()
         keys = encoded.dictionary
         numbers = to_numpy(encoded.indices)[places]
-        hashes = np.fromiter(map(key_hash, keys.to_pylist()), np.int64, len(keys))
+        hashes = np.fromiter(map(unsigned_key_hash, keys.to_pylist()), np.uint64, len(keys)).view(np.int64)
         by_hash = _order(hashes, keys)
         rank = np.empty(len(keys), dtype=np.int64)
         rank[by_hash] = np.arange(len(keys))

@@ -39,6 +39,8 @@ BLOOM_FALSE_POSITIVES: Final = (
 BLOOM_VALUES_MIN: Final = 64
 
 _ZSTD_LEVEL: Final = 1
+# A file is written in hundreds of small pieces: they are put together before Python sees them.
+_PIECE_BYTES: Final = 1 << 18
 
 
 class Range(NamedTuple):
@@ -172,11 +174,12 @@ class CompanionWriter:
         self._facts = facts
         self._target = pa.BufferOutputStream() if sink is None else sink
         self._sink = _CheckedSink(self._target)
+        self._pieces = pa.BufferedOutputStream(pa.PythonFile(self._sink, "w"), _PIECE_BYTES)
         filters = None
         if bloom is not None:
             filters = {bloom: {"ndv": max(bloom_values, BLOOM_VALUES_MIN), "fpp": BLOOM_FALSE_POSITIVES}}
         self._writer = pq.ParquetWriter(
-            self._sink,
+            self._pieces,
             schema,
             compression="zstd",
             compression_level=_ZSTD_LEVEL,
@@ -201,8 +204,10 @@ class CompanionWriter:
 
     def finish(self) -> bytes:
         """The whole file; empty if it went to a sink of the caller's."""
+        self._pieces.flush()
         self._writer.add_key_value_metadata({**self._facts, **self._sink.begin_tail()})
         self._writer.close()
+        self._pieces.flush()
         self._sink.end_tail()
         if not isinstance(self._target, pa.BufferOutputStream):
             return b""
