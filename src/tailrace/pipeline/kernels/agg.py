@@ -11,7 +11,8 @@ in the order of the file, and written before those of the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple, cast
 
 from tailrace.pipeline.kernels import states
@@ -19,6 +20,7 @@ from tailrace.pipeline.kernels.arrays import INT64, STRING, from_numpy, list_of,
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import distinct
 from tailrace.pipeline.kernels.decoding import Tokens
+from tailrace.pipeline.kernels.levels import Groups, Level, grouped, joined_states, level_of
 from tailrace.pipeline.kernels.matching import fields_of, matching
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.query.bind import Bound
@@ -40,6 +42,7 @@ from tailrace.query.includes import bind_include
 from tailrace.query.measures import Parts, PartsReader, Summary
 from tailrace.query.states.keyed import group_ids
 from tailrace.query.states.summaries import numbers_from, summaries_of
+from tailrace.query.states.tallies import tallies_of
 from tailrace.query.values import INT64_MAX
 from tailrace.schema.convert import text_of
 from tailrace.schema.instants import FIRST_MS, LAST_MS
@@ -47,6 +50,7 @@ from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.search_config import Measure, Rollup, SearchConfig, interval_ms
 
 GROUP_ROWS: Final = 16_384
+GROUPS_AT_ONCE: Final = 4096  # so many groups and more are made by themselves
 GROUP_ROWS_MIN: Final = 512  # a row group is of one rollup and interval, if there are so many rows
 
 SCHEMA: Final = pa.schema(
@@ -67,8 +71,6 @@ REPEATED: Final = [
 PACKED: Final = [INTERVAL_MS, WINDOW_START, f"{SKETCH}.key_value.key"]
 
 BOUNDS: Final = [ROLLUP, INTERVAL_MS, WINDOW_START]  # what row groups are chosen by
-
-_DENSE: Final = 8  # so many marks for each member are quicker than sorting
 
 # A measure's own pointers, as members of a small record made of what lies at them.
 _PLACES: Final = ("/0", "/1", "/2", "/3", "/4", "/5")
@@ -196,59 +198,96 @@ class _RollupRows:
         counted = {name: np.concatenate(held) for name, held in self._counted.items() if held}
         times = np.concatenate(self._times)
         windows = {span_ms: grouped(times // span_ms) for span_ms in self._intervals}
-        return Gathered(times, windows, ranked, counted, measured)
+        return Gathered(times, windows, ranked, counted, measured, [])
 
     @property
     def is_empty(self) -> bool:
         return not self._members
 
-    def tables(self, gathered: Gathered, name: str, places: tuple[int, ...]) -> Iterator[tuple[Section, Any]]:
-        """The rows of each interval, in order, by the dimensions at some places."""
-        ranks = [gathered.ranked[place][0] for place in places]
-        alike = grouped(group_ids(ranks, len(gathered.times)))
-        for span_ms, windows in gathered.windows.items():
-            groups = grouped(windows.of * alike.number + alike.of)
-            states_of, group, which = self._rows(gathered, groups)
-            rows = groups.members[group]
-            columns = [
-                pa.repeat(pa.scalar(name, STRING), len(rows)),
-                pa.repeat(pa.scalar(span_ms, INT64), len(rows)),
-                from_numpy(gathered.times[rows] // span_ms * span_ms, INT64),
-                _dimensions([gathered.ranked[place] for place in places], rows),
-                pa.array(list(self._measures), STRING).take(pa.array(which)),
-                *states_of.columns,
-            ]
-            yield (name, span_ms), pa.Table.from_arrays(columns, schema=SCHEMA)
+    def tables(self, gathered: Gathered, cuts: Iterable[Cut]) -> Iterator[tuple[Section, Any]]:
+        """The rows of some cuts in order, interval by interval. The cut by all dimensions comes first."""
+        held = list[tuple[Cut, Level]]()
+        for cut in cuts:
+            if self._makes:
+                yield from self._tables_with_parts(gathered, cut)
+                continue
+            for level in self._levels(gathered, cut):
+                held.append((cut, level))
+                if sum(one.number for _, one in held) >= GROUPS_AT_ONCE:
+                    yield from self._tables(gathered, held)
+                    held.clear()
+        if held:
+            yield from self._tables(gathered, held)
 
-    def _rows(self, gathered: Gathered, groups: Groups) -> tuple[Any, Any, Any]:
-        """The states of all measures, group by group; and of each row the group and the measure."""
+    def _levels(self, gathered: Gathered, cut: Cut) -> Iterator[Level]:
+        of, number = gathered.alike(cut.places)
+        levels = gathered.levels if len(cut.places) == len(self._dimensions) else list(gathered.levels)
+        states_of = partial(self._found, gathered)
+        for span_ms, windows in gathered.windows.items():
+            ids = partial(_ids, windows.of, of, number)
+            levels.append(level_of(span_ms, ids, levels, states_of))
+            yield levels[-1]
+
+    def _tables(self, gathered: Gathered, held: list[tuple[Cut, Level]]) -> Iterator[tuple[Section, Any]]:
+        """Small levels are made together: most of what they cost is not by their size."""
         count = len(self._measures)
-        if not self._makes:
-            found = [self._states(gathered, *one, groups) for one in self._measures.items()]
-            group, which = np.divmod(np.arange(groups.number * count), count)
-            return states.table_of_groups(found, groups.number), group, which
-        # Summaries by others: of these a group has more than one where a count would not fit.
+        levels = [level for _, level in held]
+        whole = states.table_of_groups(joined_states(levels), sum(level.number for level in levels))
+        at = 0
+        for cut, level in held:
+            rows, which = np.repeat(level.members, count), np.tile(np.arange(count), level.number)
+            yield self._table(gathered, cut, level.span_ms, (rows, which, whole.slice(at, len(rows))))
+            at += len(rows)
+
+    def _table(
+        self, gathered: Gathered, cut: Cut, span_ms: int, found: tuple[Any, Any, Any]
+    ) -> tuple[Section, Any]:
+        """Of each row a member, the measure and the state."""
+        rows, which, states_of = found
+        columns = [
+            pa.repeat(pa.scalar(cut.name, STRING), len(rows)),
+            pa.repeat(pa.scalar(span_ms, INT64), len(rows)),
+            from_numpy(gathered.times[rows] // span_ms * span_ms, INT64),
+            _dimensions([gathered.ranked[place] for place in cut.places], rows),
+            pa.array(list(self._measures), STRING).take(pa.array(which)),
+            *states_of.columns,
+        ]
+        return (cut.name, span_ms), pa.Table.from_arrays(columns, schema=SCHEMA)
+
+    def _tables_with_parts(self, gathered: Gathered, cut: Cut) -> Iterator[tuple[Section, Any]]:
+        of, number = gathered.alike(cut.places)
+        for span_ms, windows in gathered.windows.items():
+            groups = grouped(_ids(windows.of, of, number, slice(None)))
+            yield self._table(gathered, cut, span_ms, self._rows_with_parts(gathered, groups))
+
+    def _rows_with_parts(self, gathered: Gathered, groups: Groups) -> tuple[Any, Any, Any]:
+        """Summaries by others: a group has more than one where a count would not fit."""
         tables, of = list[Any](), list[Any]()
         for name, measure in self._measures.items():
             if measure.kind == "summary_parts":
                 numbers, table = self._parts(gathered.measured[name], groups, self._makes[name])
             else:
-                found = self._states(gathered, name, measure, groups)
-                numbers, table = np.arange(groups.number), states.table_of_groups([found], groups.number)
+                found = joined_states([Level(0, groups.members, [self._state(gathered, name, groups)])])
+                numbers, table = np.arange(groups.number), states.table_of_groups(found, groups.number)
             tables.append(table)
             of.append(numbers)
         group = np.concatenate(of)
         order = np.argsort(group, kind="stable")
-        which = np.repeat(np.arange(count), [len(numbers) for numbers in of])
+        which = np.repeat(np.arange(len(self._measures)), [len(numbers) for numbers in of])
         whole = pa.concat_tables(tables).combine_chunks().take(pa.array(order))
-        return whole.combine_chunks(), group[order], which[order]
+        return groups.members[group[order]], which[order], whole.combine_chunks()
 
-    def _states(self, gathered: Gathered, name: str, measure: Measure, groups: Groups) -> Any:
-        """A count or a summary for each group."""
-        if measure.kind == "count":
+    def _found(self, gathered: Gathered, groups: Groups) -> list[Any]:
+        return [self._state(gathered, name, groups) for name in self._measures]
+
+    def _state(self, gathered: Gathered, name: str, groups: Groups) -> Any:
+        """A count or a summary for each group, the latter as tallies if it may be one."""
+        if self._measures[name].kind == "count":
             return np.bincount(groups.of[gathered.counted[name]], minlength=groups.number)
         members, values = gathered.measured[name]
-        return summaries_of(values, groups.of[members], groups.number)
+        of = groups.of[members]
+        tallies = tallies_of(values, of, groups.number)
+        return summaries_of(values, of, groups.number) if tallies is None else tallies
 
     def _parts(self, waiting: _Numbers, groups: Groups, make: Callable[[], Summary]) -> tuple[Any, Any]:
         """The group of each state, and the states."""
@@ -264,29 +303,6 @@ class _RollupRows:
 Section = tuple[str, int]  # what a rollup is stored under, and an interval
 
 
-class Groups(NamedTuple):
-    """Members by group; groups are numbered as what they were made of ascends."""
-
-    of: Any
-    number: int  # of groups
-    members: Any  # one of each group
-
-
-def grouped(ids: Any) -> Groups:
-    """Members with one number are one group; there are some."""
-    low = int(ids.min())
-    width = int(ids.max()) - low + 1
-    if width <= _DENSE * len(ids):
-        marks = np.zeros(width, bool)
-        marks[ids - low] = True
-        of = (np.cumsum(marks) - 1)[ids - low]
-    else:
-        of = np.unique(ids, return_inverse=True)[1]
-    members = np.empty(int(of.max()) + 1, np.int64)
-    members[of] = np.arange(len(ids))
-    return Groups(of, len(members), members)
-
-
 class Gathered(NamedTuple):
     """The members of a rollup, one behind the other."""
 
@@ -295,6 +311,15 @@ class Gathered(NamedTuple):
     ranked: list[tuple[Any, list[str | None]]]  # of each dimension
     counted: dict[str, Any]  # by measure, which members count
     measured: dict[str, _Numbers]
+    levels: list[Level]  # by all dimensions, of which others are made
+
+    def alike(self, places: tuple[int, ...]) -> tuple[Any, int]:
+        """By some dimensions, the number of each member's group, and how many numbers there are."""
+        if len(places) == 1:
+            codes, texts = self.ranked[places[0]]
+            return codes, len(texts)
+        groups = grouped(group_ids([self.ranked[place][0] for place in places], len(self.times)))
+        return groups.of, groups.number
 
 
 class Cut(NamedTuple):
@@ -303,9 +328,6 @@ class Cut(NamedTuple):
     name: str
     rollup: _RollupRows
     places: tuple[int, ...]
-
-    def tables(self, gathered: Gathered) -> Iterator[tuple[Section, Any]]:
-        return self.rollup.tables(gathered, self.name, self.places)
 
 
 class AggBuilder:
@@ -328,9 +350,9 @@ class AggBuilder:
         cuts = sorted((cut for rollup in self._rollups for cut in rollup.cuts), key=_name_bytes)
         found = (
             section
-            for cut in cuts
-            if cut.rollup.name in gathered
-            for section in cut.tables(gathered[cut.rollup.name])
+            for rollup, of_it in groupby(cuts, lambda cut: cut.rollup)
+            if rollup.name in gathered
+            for section in rollup.tables(gathered[rollup.name], of_it)
         )
         data, count = write_agg(found, facts_of(AGG, self._covers))
         return [Built(AGG, data, self._covers.rows, {"groups": count})]
@@ -389,6 +411,11 @@ def _dimensions(ranked: list[tuple[Any, list[str | None]]], rows: Any) -> Any:
     flat = np.stack(places, axis=1).reshape(-1) if places else np.zeros(0, np.int64)
     values = pa.array(texts, STRING).take(pa.array(flat, INT64))
     return lists(SCHEMA.field(DIMENSIONS).type, offsets, values)
+
+
+def _ids(windows: Any, alike: Any, number: int, places: Any) -> Any:
+    """A number for each window and group of some members."""
+    return windows[places] * number + alike[places]
 
 
 def _name_bytes(cut: Cut) -> bytes:

@@ -78,11 +78,22 @@ def addends_of(numbers: Any) -> Addends | None:
 
 def sums_of_addends(addends: Addends, group_of: Any, groups: int) -> Sums:
     """What `sums_of` makes of the numbers themselves."""
-    held = np.zeros((groups, len(addends.pieces) + 1), np.int64)  # one more for what is carried
-    for place, pieces in enumerate(addends.pieces):
-        held[:, place] = np.bincount(group_of, weights=pieces, minlength=groups)
+    return sums_from(added_addends(addends, group_of, groups))
+
+
+def added_addends(addends: Addends, group_of: Any, groups: int) -> Addends:
+    """Pieces added up by the group of each; again and again, as long as all are of one cut."""
+    added = [np.bincount(group_of, weights=pieces, minlength=groups) for pieces in addends.pieces]
+    return Addends(np.stack(added), addends.low)
+
+
+def sums_from(added: Addends) -> Sums:
+    """The sums that pieces add up to."""
+    count, groups = added.pieces.shape
+    held = np.zeros((groups, count + 1), np.int64)  # one more for what is carried
+    held[:, :count] = added.pieces.T
     _carry(held)
-    return _halves(held, addends.low)
+    return _halves(held, added.low)
 
 
 def sums_of(numbers: Any, group_of: Any, groups: int) -> Sums:

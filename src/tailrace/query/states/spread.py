@@ -62,20 +62,26 @@ def joined_spreads(parts: Sequence[Spread]) -> Spread:
     return Spread(_starts_of(sizes), codes, counts)
 
 
-def tallied(codes: Any, group_of: Any, groups: int) -> Spread:
-    """How often each code occurs in each group."""
+def tallied(codes: Any, group_of: Any, groups: int, times: Any = None) -> Spread:
+    """How often each code occurs in each group; a code may stand for so many `times`."""
     if not len(codes):
         return Spread(np.zeros(groups + 1, np.int64), codes, np.zeros(0, np.int64))
     low = int(codes.min())
     width = int(codes.max()) - low + 1
     keys = group_of * width + (codes - low)
     if groups * width <= _DENSE * len(codes):
-        counted = np.bincount(keys, minlength=groups * width)
+        counted = np.bincount(keys, times, minlength=groups * width)
         found = np.flatnonzero(counted)
-        return _cut(found, width, low, counted[found], groups)
-    keys.sort()
+        return _cut(found, width, low, counted[found].astype(np.int64), groups)
+    if times is None:
+        keys.sort()
+    else:
+        order = np.argsort(keys)
+        keys, times = keys[order], times[order]
     firsts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    counts = np.diff(np.concatenate([firsts, [len(keys)]]))
+    counts = (
+        np.diff(np.concatenate([firsts, [len(keys)]])) if times is None else np.add.reduceat(times, firsts)
+    )
     return _cut(keys[firsts], width, low, counts, groups)
 
 

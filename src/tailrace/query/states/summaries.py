@@ -85,7 +85,7 @@ class Summaries(NamedTuple):
         counts = np.zeros(groups, np.int64)
         np.add.at(counts, group_of, self.counts)
         some = self.counts > 0
-        edges = _edges(self.smallest[some], self.largest[some], group_of[some], groups)
+        edges = edges_of(self.smallest[some], self.largest[some], group_of[some], groups)
         histogram = None
         if self.histogram is not None:
             histogram = merged_spreads(self.histogram, group_of, groups)
@@ -115,7 +115,7 @@ def summaries_of(numbers: Numbers, group_of: Any, groups: int) -> Summaries:
     return Summaries(
         np.bincount(group_of, minlength=groups),
         sums,
-        *_edges(numbers.values, numbers.values, group_of, groups),
+        *edges_of(numbers.values, numbers.values, group_of, groups),
         histogram,
         collapsed(tallied(numbers.codes, group_of, groups)),
     )
@@ -135,7 +135,8 @@ def joined_summaries(parts: Sequence[Summaries]) -> Summaries:
     )
 
 
-def _edges(smallest: Any, largest: Any, group_of: Any, groups: int) -> tuple[Any, Any]:
+def edges_of(smallest: Any, largest: Any, group_of: Any, groups: int) -> tuple[Any, Any]:
+    """The smallest and the largest of each group."""
     whole = smallest.dtype == np.int64
     least = np.full(groups, INT64_MAX if whole else np.inf, smallest.dtype)
     most = np.full(groups, -INT64_MAX - 1 if whole else -np.inf, smallest.dtype)
