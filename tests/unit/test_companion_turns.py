@@ -26,7 +26,7 @@ def _sizes(count: int, cores: int) -> list[int]:
 
 
 def test_much_is_handed_out_in_groups_and_the_rest_one_by_one() -> None:
-    assert _sizes(20, 2) == [4, 4, 3, 3, 2, 1, 1, 1, 1]
+    assert _sizes(20, 2) == [5, 4, 3, 2, 2, 1, 1, 1, 1]
     assert max(_sizes(1000, 2)) == TURN_SEGMENTS_MAX
 
 

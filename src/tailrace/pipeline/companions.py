@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.pipeline")
 
 BATCH_ROWS_SETTING: Final = "spark.sql.execution.arrow.maxRecordsPerBatch"
-TURN_SEGMENTS_MAX: Final = 4  # what is published together, as long as much is waiting
+# As long as much is waiting. Each turn is a job of Spark, which costs as much as a good part of a segment.
+TURN_SEGMENTS_MAX: Final = 8
 
 
 class OtherVersionError(Exception):

@@ -38,6 +38,12 @@ SETTINGS: Final[Mapping[str, str]] = {
     # Spark owns the cores.
     "spark.executorEnv.POLARS_MAX_THREADS": "1",
     "spark.executorEnv.OMP_NUM_THREADS": "1",
+    # Workers keep what they freed for the next segment: pages that come new from the system are most of what
+    # memory costs. Each task gives back at its end; Arrow's allocator also does after these milliseconds.
+    "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "spark.executorEnv.MALLOC_TOP_PAD_": str(16 << 20),
+    "spark.executorEnv.MIMALLOC_PURGE_DELAY": "5000",
     "spark.python.worker.reuse": "true",
     "spark.sql.pyspark.worker.logging.enabled": "true",
     # The work is bound by CPU: a second attempt beside the first only doubles it.

@@ -161,14 +161,16 @@ class StoredFile(io.RawIOBase):
 
 def build_companions(batches: Iterator[Any]) -> Iterator[Any]:
     """For `mapInArrow`: each row describes a segment, whatever happens to it comes out as rows."""
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield pa.RecordBatch.from_pylist(build_one(row), schema=RESULT)
-            shed()
+    try:
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield pa.RecordBatch.from_pylist(build_one(row), schema=RESULT)
+    finally:
+        shed()
 
 
 def shed() -> None:
-    """Give memory back to the system: a worker serves many segments, and should not grow with them."""
+    """Give memory back to the system: a worker serves many tasks, and should not grow with them."""
     pa.default_memory_pool().release_unused()
     try:
         ctypes.CDLL(None).malloc_trim(0)
