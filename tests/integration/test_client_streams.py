@@ -127,6 +127,44 @@ def test_append_many_tells_how_far_it_got(server: ServerProcess, client: Any, na
     assert stream.read().body == b"onetwo"
 
 
+@pytest.mark.parametrize(
+    ("content_type", "good", "bad", "count"),
+    [
+        (JSON, {"one": "x" * 1000}, object(), 2500),
+        (JSON, {"one": "x" * 1000}, "\ud800", 2500),
+        (TEXT, "one", 7, 2),
+    ],
+)
+def test_append_many_tells_how_far_it_got_before_what_cannot_be_encoded(
+    client: Any, name: str, content_type: str, good: Any, bad: Any, count: int
+) -> None:
+    stream = client.stream(name, content_type=content_type)
+    stream.create()
+    with pytest.raises(ClientError) as caught:
+        stream.append_many([*[good] * count, bad, good])
+    assert isinstance(caught.value, TypeError)
+    assert raised(caught) == (0, "not_encodable")
+    appended = caught.value.extra["appended"]
+    assert isinstance(appended, int)
+    assert 0 < appended <= count
+    assert sum(page.body.count(b"one") for page in stream.pages()) == appended
+
+
+def test_append_many_tells_how_far_it_got_before_its_iterable_failed(client: Any, name: str) -> None:
+    stream = client.stream(name, content_type=TEXT)
+    stream.create()
+
+    def lines() -> Iterator[str]:
+        yield "one"
+        yield "two"
+        raise OSError("the file is gone")
+
+    with pytest.raises(OSError, match="the file is gone") as caught:
+        stream.append_many(lines())
+    assert caught.value.__notes__ == ["2 items were appended before this"]
+    assert stream.read().body == b"onetwo"
+
+
 def test_keys(client: Any, name: str) -> None:
     stream = client.stream(name, content_type=JSON)
     stream.create()

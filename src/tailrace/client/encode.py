@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
+from tailrace.client.error import NotEncodableError
 from tailrace.client.model import JSON_TYPE, is_json
 
 # Any value msgspec can encode: dicts, lists, numbers, datetimes, dataclasses, Structs...
@@ -65,15 +66,17 @@ def join(parts: list[bytes], content_type: str) -> bytes:
 def groups(
     items: Iterable[Data], content_type: str, *, bytes_max: int, count_max: int
 ) -> Iterator[list[bytes]]:
-    """Cut items into bodies of a bounded size. Entries of byte streams are never joined."""
+    """Cut items into bodies of a bounded size. Entries of byte streams are never joined.
+
+    NotEncodableError for an item that no body can hold.
+    """
     group: list[bytes] = []
     size = 0
     for item in items:
+        part = _part(item, content_type)
         if not is_json(content_type):
-            yield [body_of(item, content_type)]
+            yield [part]
             continue
-        octets = _octets(item)
-        part = _encode(item) if octets is None else octets
         if group and (size + len(part) > bytes_max or len(group) >= count_max):
             yield group
             group, size = [], 0
@@ -81,6 +84,17 @@ def groups(
         size += len(part) + 1
     if group:
         yield group
+
+
+def _part(item: Data, content_type: str) -> bytes:
+    """One item of several: of JSON one message, whatever it is."""
+    try:
+        if not is_json(content_type):
+            return body_of(item, content_type)
+        octets = _octets(item)
+        return _encode(item) if octets is None else octets
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise NotEncodableError(str(error)) from error
 
 
 def _octets(data: Data) -> bytes | None:

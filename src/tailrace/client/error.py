@@ -20,6 +20,7 @@ OUTCOME_UNKNOWN = "outcome_unknown"
 INVALID_ANSWER = "invalid_answer"
 INVALID_NAME = "invalid_name"  # the server has it, too
 PRODUCER_CONFLICT = "producer_conflict"
+NOT_ENCODABLE = "not_encodable"
 
 NO_ANSWER = 0
 
@@ -66,6 +67,13 @@ class ClientError(TailraceError):
 
     def __repr__(self) -> str:
         return f"ClientError({self.code!r}, {self.message!r}, status={self._status})"
+
+
+class NotEncodableError(ClientError, TypeError):
+    """One of several values is nothing that a stream can take. Nothing of its request was sent."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(NOT_ENCODABLE, reason)
 
 
 class _ErrorBody(msgspec.Struct):

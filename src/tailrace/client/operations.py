@@ -129,7 +129,8 @@ class Operations:
     ) -> Steps[AppendResult | None]:
         """Append item after item in as few requests as possible; the receipt of the last, None if no items.
 
-        An error in the middle carries in `extra["appended"]` how many items had been committed before it.
+        An error in the middle carries in `extra["appended"]` how many items had been committed before it, one
+        that the iterable itself raises in a note.
         """
         result: AppendResult | None = None
         appended = 0
@@ -141,16 +142,19 @@ class Operations:
         groups = encode.groups(
             chain([first], items), content_type, bytes_max=BATCH_BYTES_MAX, count_max=BATCH_COUNT_MAX
         )
-        for group in groups:
-            body = encode.join(group, content_type)
-            try:
+        try:
+            for group in groups:
+                body = encode.join(group, content_type)
                 result = yield from self._append(
                     body, content_type=content_type, key=key, timestamp=timestamp
                 )
-            except ClientError as error:
-                error.extra["appended"] = appended
-                raise
-            appended += len(group)
+                appended += len(group)
+        except ClientError as error:
+            error.extra["appended"] = appended
+            raise
+        except Exception as error:  # of the caller's own iterable
+            error.add_note(f"{appended:,} items were appended before this")
+            raise
         return result
 
     def _append(
