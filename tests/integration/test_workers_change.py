@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,6 +159,31 @@ def test_a_port_that_one_process_has_just_left_can_be_shared(tmp_path: Path) -> 
     server.start()
     assert Caller(server)("GET", "/healthz").status == 200
     server.stop()
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_on_a_port_that_is_in_use_nothing_is_shared_out(tmp_path: Path, filled: Filled, workers: str) -> None:
+    data_dir = tmp_path / "data"
+    shutil.copytree(filled.data_dir, data_dir)
+    before = on_disk(data_dir)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for directory in (data_dir, tmp_path / "new"):
+            refused = ServerProcess(directory, port=port, args=("--workers", workers)).start(ready=False)
+            assert refused.wait_exit() == 1
+            assert f"cannot listen on 127.0.0.1 port {port}" in refused.log
+            if workers == "1":
+                break  # a single server looks at nothing but its own directory
+    assert on_disk(data_dir) == before
+    assert not on_disk(tmp_path / "new")
+
+
+def on_disk(directory: Path) -> dict[str, tuple[int, int]]:
+    """Every file but the server's output, with when it was changed."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.stat().st_size) for path in found
+    }
 
 
 def test_a_server_that_is_stopped_while_its_workers_begin_leaves_at_once(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import shutil
@@ -11,7 +10,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Final
@@ -30,6 +28,7 @@ from tailrace.workers import bucket
 from tailrace.workers.arrange import arrange
 from tailrace.workers.layout import Layout
 from tailrace.workers.placement import FIRST
+from tailrace.workers.port import reserve
 from tailrace.workers.setup import Setup
 
 logger = logging.getLogger("tailrace.workers")
@@ -37,7 +36,6 @@ logger = logging.getLogger("tailrace.workers")
 RETRY_S: Final = 0.2
 RETRY_S_MAX: Final = 10.0
 STEADY_S: Final = 30.0  # who has lived so long begins with the shortest pause again
-PORT_S_MAX: Final = 5.0
 STOP_S: Final = 10.0  # beyond the time that draining may take
 
 
@@ -47,19 +45,24 @@ def run(settings: Settings) -> int:
     for told in unknown_variables(os.environ):
         logger.warning(told)
     try:
+        # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
+        port = reserve(settings.host, settings.port)
         root = DataDirectory(settings.data_dir)
         try:
             if settings.workers == 1:
-                return single.run(own_settings(settings, root, arrange(settings, root), FIRST))
-            return run_several(settings, root)
+                layout = arrange(settings, root)
+                port.close()  # a single server shares it with nobody
+                return single.run(own_settings(settings, root, layout, FIRST))
+            return run_several(settings, root, port)
         finally:
             root.close()
+            port.close()
     except TailraceError as error:
         sys.stderr.write(f"tailrace: {error}\n")
         return 1
 
 
-def run_several(settings: Settings, root: DataDirectory) -> int:
+def run_several(settings: Settings, root: DataDirectory, port: socket.socket) -> int:
     restored: Restored | None = None
     if settings.bootstrap:
         restored = asyncio.run(bucket.bootstrap(settings, root))
@@ -68,7 +71,7 @@ def run_several(settings: Settings, root: DataDirectory) -> int:
     layout = arrange(settings, root)
     if settings.take_over:
         asyncio.run(bucket.take_over(settings, root, layout))
-    return asyncio.run(Supervisor(settings, root, layout, restored).run())
+    return asyncio.run(Supervisor(settings, root, layout, port, restored).run())
 
 
 def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
@@ -160,15 +163,19 @@ class Worker:
 
 class Supervisor:
     def __init__(
-        self, settings: Settings, root: DataDirectory, layout: Layout, restored: Restored | None = None
+        self,
+        settings: Settings,
+        root: DataDirectory,
+        layout: Layout,
+        port: socket.socket,
+        restored: Restored | None = None,
     ) -> None:
         self._settings = settings
         self._root = root
         self._layout = layout
         self._restored = restored
         self._sockets = ""
-        self._reserved: socket.socket | None = None
-        self._port = settings.port
+        self._port = int(port.getsockname()[1])
         self.stopping = asyncio.Event()
         self._workers: list[Worker] = []
 
@@ -197,11 +204,8 @@ class Supervisor:
         # Paths of sockets are short, whatever the data directory is called; only we may enter.
         self._sockets = tempfile.mkdtemp(prefix="tailrace-")
         try:
-            await self._reserve_port()
             return await self._run()
         finally:
-            if self._reserved is not None:
-                self._reserved.close()
             shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def _run(self) -> int:
@@ -243,43 +247,6 @@ class Supervisor:
         except TimeoutError:
             logger.warning("workers took longer than %d s", seconds)
 
-    async def _reserve_port(self) -> None:
-        """Bound and never listened on: the port stays ours while workers come and go."""
-        host, port = self._settings.host, self._settings.port
-        deadline = time.monotonic() + PORT_S_MAX
-        while True:
-            try:
-                self._reserved = _bound(host, port)
-                self._port = int(self._reserved.getsockname()[1])
-            except OSError as error:
-                # Workers of a supervisor that was killed a moment ago may still be letting go.
-                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                    await asyncio.sleep(0.05)
-                    continue
-                reason = error.strerror or error
-                raise TailraceError(
-                    "unavailable", f"cannot listen on {host} port {port}: {reason}"
-                ) from error
-            else:
-                return
-
     def _hang_up(self) -> None:
         for worker in self._workers:
             worker.signal(signal.SIGHUP)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket on the address. That nobody else listens there is seen without sharing it first."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    if port:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    bound = socket.socket(family, kind, protocol)
-    # The first for connections of a server that has just left, and did not share the port.
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        bound.setsockopt(socket.SOL_SOCKET, option, 1)
-    bound.bind(address)
-    return bound
