@@ -28,16 +28,16 @@ SETTLE_SECONDS = 3.0
 PATIENCE_SECONDS = 120.0
 
 
-def start_server(directory: Path, connections: int) -> Running:
-    port = free_port()
+def start_server(directory: Path, connections: int, port: int = 0) -> Running:
+    port = port or free_port()
     bound = str(connections)
     argv = [sys.executable, "-m", "tailrace", "serve", "--data-dir", str(directory / "data")]
     argv += ["--port", str(port), "--pipeline", "off", "--connections", bound, "--live-connections", bound]
     return launch(argv, {}, port, "/readyz", directory / "server.log", None)
 
 
-def start_edge(directory: Path, server: Running) -> Running:
-    port = free_port()
+def start_edge(directory: Path, server: Running, port: int = 0) -> Running:
+    port = port or free_port()
     argv = [sys.executable, "-m", "tailrace", "edge", "--listen", f"127.0.0.1:{port}"]
     argv += ["--upstream", f"http://127.0.0.1:{server.port}"]
     return launch(argv, {}, port, "/readyz", directory / "edge.log", None)

@@ -63,6 +63,25 @@ class Fanout(msgspec.Struct, frozen=True):
     append_us: Latency
 
 
+class Follow(msgspec.Struct, frozen=True):
+    """Readers that come back. Delivered is what was followed by a control; data without one is incomplete."""
+
+    readers: int
+    seconds: float
+    finished: int
+    least: int
+    most: int
+    delivered: int
+    missed: int
+    doubled: int
+    incomplete: int
+    losses: int
+    refusals: int
+    rotations: int
+    all_us: Latency
+    calm_us: Latency
+
+
 def decoded(out: bytes, kind: type[Result]) -> Result:
     """A server that answers what cannot be measured fails its own reading, not the run."""
     try:
@@ -107,6 +126,9 @@ class Generator:
     def fanout(self, port: int, **options: str | int | float | bool) -> Fanout:
         process = self.start(port, mode="fanout", **options)
         return decoded(self._output(process, 300.0), Fanout)
+
+    def follow(self, process: subprocess.Popen[bytes], patience_s: float) -> Follow:
+        return decoded(self._output(process, patience_s), Follow)
 
 
 def append_options(wire: Wire, name: str = "bench") -> dict[str, str | int | float | bool]:

@@ -110,5 +110,6 @@ struct protocol {
 extern const struct protocol protocol_append, protocol_read, protocol_redis, protocol_redis_read, protocol_redis_page, protocol_nats;
 void run_closed_loop(const struct options *o, const struct protocol *p);
 void run_fanout(const struct options *o);
+void run_follow(const struct options *o);
 
 #endif

@@ -16,6 +16,7 @@ static const char usage[] =
     "       redis       XADD;  redis-read: XREVRANGE ... COUNT 1;  redis-page: XRANGE pages to the tail\n"
     "       nats        JetStream publish, waiting for each acknowledgement\n"
     "       fanout      --readers SSE readers of one stream, one writer at --rate messages/s\n"
+    "       follow      --readers SSE readers that come back until the stream is closed, at most --seconds\n"
     "  --host A          IPv4 address (127.0.0.1)      --port N\n"
     "  --path T          path, key or subject; %d becomes the stream number (with --unique the request number)\n"
     "  --method M        HTTP method (POST)            --content-type T   (application/octet-stream)\n"
@@ -96,6 +97,7 @@ int main(int argc, char **argv) {
     bool fanout = strcmp(o.mode, "fanout") == 0;
     if (fanout && o.rate_per_s == 0) o.rate_per_s = 100;
     if (fanout) run_fanout(&o);
+    else if (strcmp(o.mode, "follow") == 0) run_follow(&o);
     else run_closed_loop(&o, protocol_of(o.mode));
     return 0;
 }
