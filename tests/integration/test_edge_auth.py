@@ -28,6 +28,12 @@ def _token(
     return create_token(secret, sub="somebody", scopes=list(scopes), streams=streams, lifetime_s=lifetime_s)
 
 
+def _expired(scope: str) -> str:
+    """Long enough ago that no difference of clocks excuses it."""
+    claims = {"sub": "somebody", "scope": scope, "exp": int(time.time()) - 3600}
+    return jwt.encode(claims, SECRET, algorithm="HS256")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process = ServerProcess(tmp_path_factory.mktemp("server") / "data", env=ENV).start()
@@ -64,12 +70,13 @@ def test_e19_nobody_reads_what_is_kept_without_the_right_to(edge: EdgeProcess, s
         None: 401,
         "rubbish.of.three": 401,
         _token("read", secret=OTHER_SECRET): 401,
+        _expired("read"): 401,
         _token("write"): 403,
         _token("read", streams=["others/"]): 403,
     }
     for token, status in wrong.items():
         for name in (stream, "secrets/none"):
-            for live in ("", "&live=sse", "&live=long-poll"):
+            for live in ("", "&live=sse", "&live=long-poll", "&live=ws"):
                 reply = Caller(edge, token)("GET", f"{name}?offset=-1{live}")
                 assert reply.status == status, (token, name, live)
                 assert "www-authenticate" in reply.headers

@@ -11,6 +11,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cli import tailrace
+from support.edge import EdgeProcess
 from support.hub_client import Actor
 from support.mongo_server import MongoServer
 from support.sources import wait_until
@@ -22,6 +23,7 @@ SECRET = "shared-secret-4c1f0d2a9b8e7f60-and-more"
 RECOVERY = "recovery-key-77aa55cc33ee11dd-and-more"
 HMAC_SECRET = "ab" * 16 + "cd" * 16
 PASSWORD = "hunter2-of-the-database"
+SIGNING_KEY = "signing-key-of-the-edge-5566778899aabbcc"
 QUERY_SECRET = "query-secret-90817263"
 
 
@@ -79,6 +81,45 @@ def test_no_secret_is_in_any_log(tmp_path: Path, start_server: StartServer, form
     assert [secret for path in files for secret in secrets_of([key]) if secret in path.read_text()] == []
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_no_secret_is_in_the_log_of_an_edge_or_of_workers(
+    tmp_path: Path, start_server: StartServer, form: str
+) -> None:
+    """The edge has secrets of its own: what it signs with, and its token."""
+    env = {
+        "TAILRACE_AUTH_JWT_SECRET": SECRET,
+        "TAILRACE_EDGE_SIGNING_KEY": SIGNING_KEY,
+        "TAILRACE_LOG_LEVEL": "debug",
+        "TAILRACE_LOG_FORMAT": form,
+        "TAILRACE_LOG_REQUESTS": "all",
+    }
+    server = start_server("--workers", "2", env=env)
+    own = create_token(SECRET, sub="edge", scopes=["read"])
+    token_file = tmp_path / "token"
+    token_file.write_text(own)
+    args = ["--token-file", str(token_file)]
+    edge = EdgeProcess(tmp_path / "edge" / "cache", server.base_url, args=args, env=env)
+    edge.start()
+    manager = create_token(SECRET, sub="manager", scopes=["manage"])
+    foreign = create_token(SECRET[::-1], sub="foreign", scopes=["manage"])
+    given = [manager, foreign]
+    call = Caller(edge, manager)
+    _use(edge.port, call, given)
+    call("POST", "orders", [{"id": 1}])
+    with Wire(edge.port).connect() as reader:
+        bearer = {"Authorization": f"Bearer {manager}"}
+        reader.send(request_bytes("GET", "/v1/stream/orders?offset=-1&live=sse", bearer))
+        assert reader.read_head().status == 200
+        assert b"data:" in reader.read_chunk()
+    server.kill()  # whatever an edge has to say about a server that is gone
+    eventually(lambda: call("GET", "orders?offset=now").status, lambda status: status == 503)
+    edge.stop()
+    logs = edge.log + server.log
+    assert "stopping" in edge.log, "the log is on"
+    assert '"worker"' in server.log or "worker=" in server.log, "that of workers, too"
+    assert [secret for secret in [*secrets_of([*given, own]), SIGNING_KEY] if secret in logs] == []
+
+
 def _use(port: int, call: Caller, tokens: list[str]) -> None:
     """In the right place and in the wrong ones: URLs, bodies, other headers, requests that cannot be read."""
     wire = Wire(port)
@@ -131,9 +172,12 @@ def test_no_command_shows_what_it_was_given(tmp_path: Path) -> None:
         ("key", "list"),
         ("token", "create", "--sub", "x", "--scope", "nonsense"),
         ("serve", "--host", "not an address", "--data-dir", str(tmp_path / "data")),
+        ("edge", "--upstream", f"http://user:{PASSWORD}@127.0.0.1:1"),
+        ("ls", "--endpoint", f"http://user:{PASSWORD}@127.0.0.1:1"),
     )
     for command in commands:
         done = tailrace(*command, env=env)
         assert done.code != 0
         assert SECRET not in done.out + done.err
         assert token not in done.out + done.err
+        assert PASSWORD not in done.out + done.err

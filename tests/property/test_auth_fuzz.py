@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from support.edge import EdgeProcess
 from support.server import ServerProcess
 from support.wire import Wire, request_bytes
 from tailrace.auth import Identity, IdentityBook, TokenVerifier, create_token, make_key
@@ -144,21 +145,30 @@ def test_claims_of_any_form_make_a_token_invalid_never_stronger(
         assert (found.streams is None) == ("streams" not in claims)
 
 
-# -- a real server
+# -- a real server, and a real edge
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+@pytest.fixture(scope="module", params=["server", "edge"])
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    """A server, and the same server behind an edge that checks tokens itself."""
     env = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_AUTH_PUBLIC_STREAMS": "public/"}
     process = ServerProcess(tmp_path_factory.mktemp("fuzz") / "data", env=env).start()
-    manager = Wire(process.port, bearer=create_token(SECRET, sub="m", scopes=["manage"]))
+    door = process
+    if request.param == "edge":
+        shown = {**env, "TAILRACE_EDGE_EXPOSE_SERVER": "true"}  # else there is less to get at
+        door = EdgeProcess(tmp_path_factory.mktemp("fuzz") / "edge", process.base_url, env=shown)
+        door.start()
+    manager = Wire(door.port, bearer=create_token(SECRET, sub="m", scopes=["manage"]))
     for name in ("secret/one", "mine/one", "public/one"):
         body = HIDDEN if name.startswith("secret") else b"open"
         assert manager.put(name, "text/plain", body).status == 201
+        assert manager.get(f"/v1/stream/{name}").body == body, "an edge may have it in its cache"
     manager.close()
-    wire = Wire(process.port)
+    wire = Wire(door.port)
     yield wire
     wire.close()
+    if door is not process:
+        door.stop()
     process.stop()
 
 

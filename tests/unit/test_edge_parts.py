@@ -101,6 +101,23 @@ def test_upstreams_as_they_are_written() -> None:
             parse_origins(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://me:hunter2@a",
+        "http://hunter2@a:1",
+        "http://a:1,http://me:hunter2@b",
+        "http://me:1,hunter2@b:1",
+        "b=http://me:x/hunter2@b",
+        "http://a:1?token=hunter2",
+    ],
+)
+def test_a_password_in_an_upstream_is_not_shown(text: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parse_origins(text)
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_higher_epoch_drops_what_was_known() -> None:
     dropped: list[tuple[str, str]] = []
     book = FactBook(lambda name, reason: dropped.append((name, reason)))

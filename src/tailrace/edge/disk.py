@@ -76,7 +76,7 @@ class DiskCache:
             return None
         self._files.move_to_end(digest)
         path = self._path(digest)
-        found = await self._context.loop.run_in_executor(self._threads, _read, path, key, epoch)
+        found = await self._context.loop.run_in_executor(self._threads, read_slice, path, key, epoch)
         if found is None:
             self._forget(digest)
             return None
@@ -99,7 +99,7 @@ class DiskCache:
     async def _write(self, digest: str, head: bytes, body: bytes) -> None:
         path = self._path(digest)
         try:
-            size = await self._context.loop.run_in_executor(self._threads, _write, path, head, body)
+            size = await self._context.loop.run_in_executor(self._threads, write_slice, path, head, body)
         except OSError as error:
             if self._on:
                 self._on = False
@@ -163,7 +163,7 @@ def _scan(directory: Path) -> list[tuple[str, int]]:
     return [(name, size) for _, name, size in sorted(found)]
 
 
-def _write(path: Path, head: bytes, body: bytes) -> int:
+def write_slice(path: Path, head: bytes, body: bytes) -> int:
     path.parent.mkdir(exist_ok=True)
     rest = head + body
     data = LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
@@ -177,7 +177,7 @@ def _write(path: Path, head: bytes, body: bytes) -> int:
     return len(data)
 
 
-def _read(path: Path, key: Key, epoch: int) -> tuple[Head, bytes] | None:
+def read_slice(path: Path, key: Key, epoch: int) -> tuple[Head, bytes] | None:
     """A file's content, or None if it is not what it should be."""
     try:
         data = path.read_bytes()

@@ -28,7 +28,8 @@ class Origin(NamedTuple):
 
 def parse_origins(text: str) -> list[Origin]:
     """The upstreams of a comma-separated list; refuses what cannot be one."""
-    origins = [_parse(item.strip()) for item in text.split(",") if item.strip()]
+    items = [text] if "@" in text else text.split(",")  # whose password may have a comma
+    origins = [_parse(item.strip()) for item in items if item.strip()]
     if not origins:
         raise SettingsError("an edge needs an upstream: tailrace edge --upstream http://host:4437")
     if len({origin.id for origin in origins}) != len(origins):
@@ -46,8 +47,13 @@ def _parse(text: str) -> Origin:
         port = -1
     plain = parts.path in ("", "/") and not parts.query and not parts.username and not parts.password
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not plain:
-        raise SettingsError(f"an upstream is given as http://host:port or https://host:port, not {text!r}")
+        raise SettingsError(f"an upstream is given as http://host:port or https://host:port{_instead(text)}")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = port or (443 if tls else 80)
     shown = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return Origin(named[1] if named else f"{parts.scheme}://{shown}:{port}", parts.hostname, port, tls)
+
+
+def _instead(text: str) -> str:
+    """What was given instead, if that may be shown: a password in it is nobody's business."""
+    return ", without a user or a password" if "@" in text else f", not {text.partition('?')[0]!r}"
