@@ -15,6 +15,8 @@ from support.retention import TEXT, append, folder, texts, wait_idle
 from support.sealing import SEALING_ENV, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
+from support.workers import names_of
+from tailrace.store.companions import companion_name
 
 ENV = {
     **SEALING_ENV,
@@ -27,6 +29,8 @@ LEFT_BEHIND = (
     "manifest/00000000000000000001-00000000000000000008.0123456789abcdef.json",
     "producers/0000000002.0123456789abcdef.json",
 )
+
+COMPANION = companion_name(f"sha256:{'a' * 64}", "col", 1, 8, "0" * 64, "parquet")
 
 
 @pytest.fixture
@@ -108,6 +112,33 @@ def test_tombstones_are_forgotten_when_their_time_is_over(server: ServerProcess,
     wait_swept(http)
     assert (http.get("a").body, http.get("b").body) == (texts(1, 5), texts(1, 4))
     assert tailrace("verify", "--data-dir", str(server.data_dir)).code == 0
+
+
+def test_several_workers_sweep_what_is_theirs(server: ServerProcess) -> None:
+    server.args = ("--workers", "2")
+    server.start()
+    http = Wire(server.port)
+    names = [next(names_of(worker, 2)) for worker in range(2)]
+    for name in (*names, "dead"):
+        assert http.put(name, TEXT).status == 201
+        append(http, name, 1, 9)
+    assert http.call("POST", "/v1/server/_seal").status == 200
+    assert http.delete("dead").status == 204
+    wait_until(lambda: not (folder(server.data_dir, "dead") / "segments").exists(), "the segments deleted")
+    folders = [folder(server.data_dir, name) for name in names]
+    kept = [path for one in folders for path in leave(one, segment(10, 12).key, "meta/touch.json")]
+    # One is young for what a pipeline made, whose runs may take a day.
+    kept += [path for one in folders for path in leave(one, COMPANION.replace("8", "9"))]
+    gone = [path for one in folders for path in leave(one, *LEFT_BEHIND)]
+    gone += [path for one in folders for path in leave(one, COMPANION, hours=25)]
+    gone += leave(folder(server.data_dir, "dead"), LEFT_BEHIND[0])
+    wait_until(lambda: not any(path.exists() for path in gone), "leftovers swept")
+    assert all(path.exists() for path in kept)
+    assert (folder(server.data_dir, "dead") / "manifest.json").exists()
+    for name in names:
+        assert http.get(name).body == texts(1, 9)
+    assert tailrace("verify", "--data-dir", str(server.data_dir)).code == 0
+    http.close()
 
 
 @pytest.mark.parametrize("step", ["gc.before_sweep", "gc.after_sweep", "gc.before_forget"])

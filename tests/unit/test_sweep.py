@@ -15,6 +15,7 @@ from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, ru
 from tailrace.clock import SYSTEM_CLOCK, FakeClock
 from tailrace.store.bucket import objects_under
 from tailrace.store.manifest import Manifests
+from tailrace.store.manifest_model import Head
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.segments import stream_prefix
 from tailrace.tier.sweep import Orphan, Sweeper
@@ -105,6 +106,29 @@ def test_a_deleted_stream_loses_what_a_crash_left_of_it() -> None:
         assert await sweep(objects, 31 * 24) == []
         assert await keys_of(objects) == {"manifest.json"}
         await sweep(objects, 31 * 24, offline=True)
+        assert await keys_of(objects) == set()
+
+    run(work)
+
+
+def test_what_anybody_may_sweep_is_for_the_first_of_several_workers_and_tombstones_stay() -> None:
+    async def owns(_head: Head) -> bool:
+        return False
+
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        await manifests.publish(facts(2), [segment(1, 2)])
+        await put(objects, segment(1, 1).key, "producers/0000000009.0123456789abcdef.json")
+        options: dict[str, Any] = {"owner": manifests, "owns": owns}
+        assert await sweep(objects, 2, share="rest", **options) == []
+        assert len(await sweep(objects, 2, share="first", **options)) == 2
+        await manifests.bury(facts(2), SYSTEM_CLOCK.now_ns(), "deleted")
+        await put(objects, "companions/x", "plans/x")
+        assert await sweep(objects, 2, share="rest", **options) == []
+        assert len(await sweep(objects, 2, share="first", **options)) == 2
+        for share in ("rest", "first"):
+            assert await sweep(objects, 24 * 40, share=share, **options) == []
+        assert await keys_of(objects) == {"manifest.json"}
+        await sweep(objects, 24 * 40, owner=manifests)
         assert await keys_of(objects) == set()
 
     run(work)

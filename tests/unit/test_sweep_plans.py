@@ -102,6 +102,24 @@ def test_the_owner_sweeps_what_nobody_names_when_it_is_old() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("share", ["first", "rest"])
+def test_one_of_several_workers_sweeps_plans_of_its_own_streams_only(share: str) -> None:
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        options: dict[str, Any] = {"owner": manifests, "remembered": _remembered, "share": share}
+        assert await _sweep(objects, 1000, owns=_nobodys, **options) == set()
+        assert await _sweep(objects, 1000, owns=_ours, **options) == {plan_name(NOBODYS)}
+
+    run(work)
+
+
+async def _ours(_head: Head) -> bool:
+    return True
+
+
+async def _nobodys(_head: Head) -> bool:
+    return False
+
+
 def test_beside_a_server_nobody_else_sweeps_plans_and_alone_one_does() -> None:
     async def work(objects: Objects, _: Manifests) -> None:
         assert await _sweep(objects, 1000) == set()

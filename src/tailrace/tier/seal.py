@@ -35,6 +35,7 @@ from tailrace.tier.seal_job import Kind, Publication, Report, SealerSetup
 from tailrace.tier.seal_runs import SealRuns
 from tailrace.tier.sealer_process import SealerProcess
 from tailrace.tier.standing import Standing
+from tailrace.tier.sweep import Share
 from tailrace.tier.sweeps import Sweeps
 from tailrace.tier.trims import Trims
 
@@ -71,6 +72,7 @@ class Sealing:
         self.meta = MetaRecording(self, log, settings.recovery_key)
         self.trims = Trims(self, log)
         self.sweeps = Sweeps(self, log)
+        self.share: Share = "all"  # of the sweep, if this is one of several workers
         self._turns = FileTurns(log, self._due, self.pressure, self._others_wait, loop.time())
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
@@ -227,6 +229,7 @@ class Sealing:
                 deployment=self.standing.owner.deployment,
                 fence=self.standing.owner.fence,
                 limits=self._log.limits,
+                share=self.share,
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.ask(kind, numbers, sealed, after, publication)

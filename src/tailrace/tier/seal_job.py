@@ -10,7 +10,7 @@ from tailrace.limits import Limits
 from tailrace.store.companions import Companion
 from tailrace.store.object_book import Count, RecordedHead, Timing
 from tailrace.store.segments import SegmentInfo
-from tailrace.tier.sweep import Swept
+from tailrace.tier.sweep import Share, Swept
 
 Kind = Literal["seal", "heads", "bury", "trim", "meta", "sweep", "publish", "plan", "compact"]
 
@@ -26,6 +26,7 @@ class SealerSetup(msgspec.Struct, kw_only=True):
     deployment: str
     fence: int
     limits: Limits
+    share: Share = "all"  # of the sweep
 
 
 class Publication(msgspec.Struct, kw_only=True, omit_defaults=True):

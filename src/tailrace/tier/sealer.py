@@ -47,7 +47,7 @@ from tailrace.tier.meta_seal import MetaSealing
 from tailrace.tier.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
 from tailrace.tier.stored import reached_by_forks
 from tailrace.tier.sweep import Orphan, Sweeper
-from tailrace.tier.sweep_plans import remembered_in
+from tailrace.tier.sweep_plans import has_stream, remembered_in
 
 logger = logging.getLogger("tailrace.sealer")
 
@@ -346,6 +346,8 @@ class Sealer:
             _log_orphan,
             owner=self._manifests,
             remembered=self._remembered,
+            share=self._setup.share,
+            owns=None if self._setup.share == "all" else self._owns,
             grace_ns=self._limits.sweep_age_ms * MS_NS,
             tombstone_ns=self._limits.tombstone_ms * MS_NS,
             segment_grace_ns=self._limits.gc_segment_grace * MS_NS,
@@ -353,6 +355,10 @@ class Sealer:
         )
         report.after = await sweeper.turn(job.after) or ""
         report.swept = sweeper.seen
+
+    async def _owns(self, head: Head) -> bool:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, has_stream, self._store, head)
 
     async def _remembered(self, head: Head) -> PlanBook:
         loop = asyncio.get_running_loop()

@@ -14,13 +14,17 @@ again, whoever is writing:
 
 Tombstones that nobody needs any more go if the owner of the bucket sweeps (`owner`), or nobody uses it
 (`offline`). Folders without a head can only be told from new streams when nobody does.
+
+Several workers are one owner in several processes (`share`): what anybody may take away is the first one's to
+find; what the pipeline made is for the worker that has the stream, since it keeps others from publishing
+meanwhile. Tombstones stay: a fork of that name may be recorded by any of them at that very moment.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -48,6 +52,11 @@ OLD_LIFE_NS = 24 * 3600 * SECOND_NS
 # Readers may be at segments that became part of another one, and queries elsewhere hold their names.
 SEGMENT_NS = 24 * 3600 * SECOND_NS
 LOOKS_MAX = 5
+
+# What one of several sweepers of a bucket looks after: everything, or a worker's part of it.
+Share = Literal["all", "first", "rest"]
+# Whether a living stream is this worker's.
+Owns = Callable[[Head], Awaitable[bool]]
 
 
 class Orphan(msgspec.Struct, frozen=True):
@@ -78,7 +87,7 @@ class Sweeper:
     """Sweeps one bucket. `report` is called with each orphan, before it is deleted.
 
     `owner`: the manifests of the server that owns the bucket and runs in this very process. `remembered`: the
-    plans that it knows.
+    plans that it knows. `owns`: the streams that are its own, if it is one of several workers.
     """
 
     def __init__(
@@ -88,6 +97,8 @@ class Sweeper:
         *,
         owner: Manifests | None = None,
         remembered: Remembered | None = None,
+        share: Share = "all",
+        owns: Owns | None = None,
         grace_ns: int = GRACE_NS,
         tombstone_ns: int,
         segment_grace_ns: int = SEGMENT_NS,
@@ -99,6 +110,9 @@ class Sweeper:
         self._objects = objects
         self._owner = owner
         self._remembered = remembered
+        assert (share == "all") == (owns is None)
+        self._share: Share = share
+        self._owns = owns
         self._manifests = owner or Manifests(objects, 0)
         self._report = report
         self._grace_ns = grace_ns
@@ -154,10 +168,12 @@ class Sweeper:
         try:
             made = [info for info in old if info.key.startswith(pipelines)]
             old = [info for info in old if not info.key.startswith(pipelines)]
-            if old:
-                await self._drop(await self._judge(stream_id, old))
             if made:
                 await self._made_by_pipelines(stream_id, made, now_ns)
+            if self._share == "rest":
+                return
+            if old:
+                await self._drop(await self._judge(stream_id, old))
             before_ns = now_ns - self._tombstone_ns
             written_ns = next((info.modified_ns for info in found if info.key == head_key), None)
             if written_ns is not None and (self._offline or written_ns < before_ns):
@@ -186,7 +202,10 @@ class Sweeper:
         async with self._manifests.hold(stream_id):
             stored = await self._manifests.load(stream_id)
             if stored is None or stored.head.deleted is not None:
-                await self._drop(await self._judge(stream_id, old))
+                if self._share != "rest":
+                    await self._drop(await self._judge(stream_id, old))
+                return
+            if self._owns is not None and not await self._owns(stored.head):
                 return
             oldest_ns = now_ns if self._offline else now_ns - self._orphan_age_ns
             old = [info for info in old if info.modified_ns <= oldest_ns]
@@ -269,7 +288,7 @@ class Sweeper:
             return
         self.seen.tombstones += 1
         owner = Manifests(self._objects, stored.head.fence) if self._offline else self._owner
-        if owner is not None and not self._dry_run:
+        if owner is not None and self._share == "all" and not self._dry_run:
             self.seen.forgotten += await owner.forget(stream_id, before_ns)
 
 

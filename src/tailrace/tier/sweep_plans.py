@@ -26,6 +26,12 @@ _PLAN: Final = re.compile(r"plans/[0-9a-f]{64}\.json")
 Remembered = Callable[[Head], Awaitable[PlanBook]]
 
 
+def has_stream(store: StoredStreams, head: Head) -> bool:
+    """On a thread: whether the hot store has the very stream of a manifest."""
+    stream = store.stream_by_name(head.name)
+    return stream is not None and stream.incarnation == head.incarnation
+
+
 def remembered_in(store: StoredStreams, head: Head) -> PlanBook:
     """On a thread: the plans of a stream in the hot store."""
     stream = store.stream_by_name(head.name)

@@ -48,6 +48,7 @@ class WorkerServer(Server):
         doors = {index: setup.door(index) for index in workers}
         super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
         circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
+        self.sealing.share = "first" if setup.index == FIRST else "rest"
         self.log.is_elsewhere = lambda name: circle.placement.home(name) != circle.own
         self._homes = homes.Homes(self.log, circle)
         self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)

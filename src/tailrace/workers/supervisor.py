@@ -89,8 +89,6 @@ def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index:
         changed |= {"bootstrap": False, "take_over": False}  # that is done
         if index != FIRST:
             changed["pipeline"] = "off"  # the first worker's is that of all
-        # One worker cannot know what another is about to write: sweeping is left to `tailrace gc`.
-        changed["limits"] = msgspec.structs.replace(settings.limits, sweep_interval_ms=0)
     return msgspec.structs.replace(settings, **changed)
 
 
