@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.calls import Caller, eventually
-from support.cutting_proxy import CuttingProxy
+from support.cutting_proxy import CuttingProxy, Direction
 from support.edge import Asked, EdgeProcess, cached, metrics
 from support.server import ServerProcess
 from support.wire import fresh
@@ -161,6 +162,55 @@ def test_e13_what_was_deleted_is_not_served(server: ServerProcess, start_edge: S
         assert deletes("PUT", name, [7, 8, 9], headers=JSON).status == 201
         eventually(lambda: edge("GET", name).raw, lambda raw: raw == b"[7,8]")  # noqa: B023
         assert cached(edge, name).body == [7, 8]
+
+
+def test_e13_a_source_that_is_gone_for_all_but_its_forks_is_not_served(
+    server: ServerProcess, start_edge: Start
+) -> None:
+    """E-13: its entries live on in the forks, and are no longer its own."""
+    edge, owner = Caller(start_edge()), Caller(server)
+    for deletes in (edge, owner):
+        name = _made(edge, "source")
+        forked = {"Stream-Forked-From": f"/v1/stream/{name}"}
+        assert owner("PUT", f"{name}/fork", headers=forked).status == 201
+        assert cached(edge, name).body == [0, 1]
+        assert cached(edge, f"{name}/fork").body == [0, 1]
+        assert deletes("DELETE", name).status == 204
+        if deletes is edge:
+            assert edge("GET", name).status == 410
+        eventually(lambda: edge("GET", name).status, lambda status: status == 410)  # noqa: B023
+        assert edge("GET", f"{name}/fork").body == [0, 1]
+
+
+def test_e13_an_answer_that_was_on_its_way_is_not_kept(server: ServerProcess, tmp_path: Path) -> None:
+    """E-13: asked for before the stream was deleted and made anew, and arrived after."""
+    held, gate = threading.Event(), threading.Event()
+
+    def hold(direction: Direction, piece: bytes) -> None:
+        if direction == "answer" and piece.endswith(b"[0,1]") and not held.is_set():
+            held.set()
+            assert gate.wait(60)
+
+    args = ("--cache-dir", str(tmp_path / "slices"))
+    with CuttingProxy(server.port) as proxy, ThreadPoolExecutor(1) as threads:
+        process = EdgeProcess(tmp_path / "edge", proxy.base_url, args=args)
+        process.start()
+        edge = Caller(process)
+        name = _made(edge, "flight")
+        proxy.before = hold
+        early = threads.submit(edge, "GET", name)
+        assert held.wait(60)
+        assert edge("DELETE", name).status == 204
+        assert edge("GET", name).status == 404, "it does not wait for the answer that is under way"
+        assert edge("PUT", name, [7, 8, 9], headers=JSON).status == 201
+        gate.set()
+        assert early.result().body == [0, 1]
+        for _ in range(3):
+            assert edge("GET", name).raw == b"[7,8]"
+        assert cached(edge, name).body == [7, 8]
+        process.restart(kill=True)
+        assert edge("GET", name).raw == b"[7,8]"
+        process.stop()
 
 
 def _slices(directory: Path) -> list[Path]:

@@ -28,6 +28,8 @@ class CuttingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self.decide: Decide = decide or _never
+        # May wait: what comes behind on the same connection waits as well, and nothing else does.
+        self.before: Callable[[Direction, bytes], None] = _at_once
         self.cuts = 0
         self.requests = 0
 
@@ -114,6 +116,7 @@ class _Pair:
     def _pump(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
         try:
             while piece := source.recv(PIECE_BYTES):
+                self._proxy.before(direction, piece)
                 if self._proxy.judge(direction, piece):
                     break
                 target.sendall(piece)
@@ -124,6 +127,10 @@ class _Pair:
 
 def _never(_direction: Direction, _piece: bytes) -> bool:
     return False
+
+
+def _at_once(_direction: Direction, _piece: bytes) -> None:
+    return
 
 
 def at_random(seed: int, share: float) -> Decide:
