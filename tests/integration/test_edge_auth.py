@@ -15,6 +15,7 @@ from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess
 from support.wire import Connection, request_bytes
 from tailrace.auth import create_token
+from tailrace.settings import Settings
 
 SECRET = "a secret that is long enough for tokens"
 OTHER_SECRET = "another secret that is long enough, too"
@@ -180,3 +181,12 @@ def test_credentials_that_cannot_be_checked_are_the_owners_to_judge(
             assert b"data:[1,2" in connection.read_chunk()
     finally:
         edge.stop()
+
+
+def test_an_edge_without_keys_is_for_this_machine_only() -> None:
+    assert Settings().edge_listen.startswith("127.0.0.1:")
+    for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:0"):
+        refused = tailrace("edge", "--listen", address, "--upstream", "http://127.0.0.1:1")
+        assert refused.code != 0
+        assert "refusing to listen" in refused.err
+        assert "without authentication" in refused.err
