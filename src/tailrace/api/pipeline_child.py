@@ -169,7 +169,8 @@ class PipelineChild:
         if find_spec("pyspark") is None:
             self._become("unavailable", "the spark extra is not installed: pip install 'tailrace[spark]'")
             return
-        if await find_java(ask=not at_start) is None:
+        elsewhere = self._context.settings.pipeline_master.startswith("sc://")  # Connect has its own Java
+        if not elsewhere and await find_java(ask=not at_start) is None:
             if self._state.state != "unavailable":
                 logger.warning(NO_JAVA)
             self._become("unavailable", "no Java 17+ was found")

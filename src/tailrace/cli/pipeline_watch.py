@@ -233,9 +233,9 @@ def shadow(
 @contextmanager
 def _running(session: Session, engine: Engine) -> Generator[tuple[Any, Place]]:
     """A Spark session and a server; what goes wrong becomes what every command says of it."""
-    from tailrace.cli.pipeline_run import check_java
+    from tailrace.cli.spark_needs import need_spark
 
-    check_java()
+    need_spark(engine.master)
     from pyspark.errors import PySparkException
 
     from tailrace.client.error import ClientError

@@ -12,6 +12,7 @@ from cyclopts import App, Group, Parameter
 
 from tailrace.cli.failures import RefusedError, UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
+from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -63,7 +64,7 @@ def sql(
         raise UsageError("--json, --csv and --out exclude each other")
     if query is None and out is not None:
         raise UsageError("--out needs a query")
-    _need_spark()
+    need_spark(master)
     from tailrace.spark.options import OptionError
     from tailrace.spark.sql import as_of as parse_as_of
 
@@ -87,13 +88,6 @@ def sql(
                 _answer(shell, query, printing, out, here=not is_local(master))
         finally:
             spark.stop()
-
-
-def _need_spark() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("pyspark") is None:
-        raise RefusedError("this needs Spark: pip install 'tailrace[spark]', and Java 17 or newer")
 
 
 def _answer(shell: Shell, query: str, printing: str, out: Path | None, *, here: bool = False) -> None:
