@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.offers import FakePipeline, configured, fill, plan, seal, sealed, u
 from support.sealing import wait_until
 from support.server import ServerProcess
 from tailrace.api.java import version_in
+from tailrace.pipeline.owner import Owner
 
 PATIENCE_S = 300.0  # a JVM, on a machine that does other things as well
 StartServer = Callable[..., ServerProcess]
@@ -54,6 +56,8 @@ def test_a_pipeline_elsewhere_tells_how_it_is(start_server: StartServer) -> None
     assert (idle["mode"], idle["state"], idle["pid"]) == ("external", "off", None)
     shown = sealed(call, "ev", 2)
     assert pipeline_of(call)["backlog"]["segments"] == 2
+    with closing(Owner(server.base_url)) as owner:
+        assert owner.backlog_segments() == 2
     gate = {"configured_limit": 64, "current_limit": 0, "active": 0, "queued": 2}
     assert async_index_of(call) == gate
     assert call("POST", "/v1/pipeline/heartbeat", BEAT).body == {"drain": False}

@@ -13,10 +13,11 @@ from cyclopts import App, Group, Parameter
 
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
 from tailrace.cli.session import URL_DEFAULT
+from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
+    from tailrace.pipeline.owner import Owner
     from tailrace.pipeline.run import Options, Progress
-    from tailrace.pipeline.status import Status
 
 _HELP: Final = """Build companions, merge and compact with Spark, until Ctrl-C or, with `--once`, all is done.
 
@@ -85,7 +86,8 @@ def run(
     supervised: Annotated[int | None, Parameter(show=False)] = None,
 ) -> int:
     """Run the pipeline."""
-    check_java()
+    if supervised is None:
+        need_spark(master)
     from tailrace.pipeline.run import Options
     from tailrace.pipeline.session import extra_settings
 
@@ -131,6 +133,7 @@ def _run_supervised(descriptor: int, options: Options) -> int:
         "conf": None if orders.conf is None else tuple(extra_settings(orders.conf).items()),
     }
     options = options._replace(**{name: value for name, value in given.items() if value is not None})
+    need_spark(options.master)
     return _run(orders.endpoint, leash.token, options)
 
 
@@ -142,8 +145,7 @@ def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> in
     configure("info", "auto")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)
-    progress = Bar() if sys.stderr.isatty() else None
-    pipeline = Pipeline(owner, options, progress)
+    pipeline = Pipeline(owner, options, _progress(owner))
     signal.signal(signal.SIGTERM, _ending(pipeline.stop))
     try:
         pipeline.run()
@@ -158,6 +160,15 @@ def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> in
     finally:
         owner.close()
     return 0
+
+
+def _progress(owner: Owner) -> Progress | None:
+    if not sys.stderr.isatty():
+        return None
+    from tailrace.cli.pipeline_bar import Bar
+
+    logging.getLogger("tailrace.pipeline").setLevel(logging.WARNING)  # the bar tells the rest
+    return Bar(owner.backlog_segments)
 
 
 def _ending(stop: Callable[[], None]) -> Callable[[int, object], None]:
@@ -185,42 +196,3 @@ def _token_from(token: str | None, file: Path | None) -> Callable[[], str | None
     if not file.is_file():
         raise UsageError(f"{file} is no file")
     return lambda: file.read_text().strip()
-
-
-def check_java() -> None:
-    """Say what is missing before Spark says it in its own way."""
-    import os
-    import shutil
-    from importlib.util import find_spec
-
-    if find_spec("pyspark") is None:
-        raise RefusedError("PySpark is not installed; install tailrace[spark]")
-    home = os.environ.get("JAVA_HOME")
-    if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
-        raise RefusedError("no Java 17+ found: set JAVA_HOME, or put java on the PATH")
-
-
-class Bar:
-    """One line for whoever watches a backfill."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True)
-
-    def starting(self, master: str) -> None:
-        self._console.print(f"starting Spark at {master}, which takes some seconds …", style="dim")
-
-    def batch(self, job: str, segments: int) -> None:
-        self._console.print(f"{job}: {segments} to do")
-
-    def done(self, status: Status) -> None:
-        totals = status.totals
-        self._console.print(
-            f"{totals.segments} segments, {totals.rows} entries, {totals.bytes_in >> 20} MiB read, "
-            f"{totals.bytes_out >> 20} MiB written, {totals.quarantined} given up"
-        )
-
-
-if TYPE_CHECKING:
-    _: Progress = Bar()

@@ -87,6 +87,10 @@ class Owner:
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
         return self._ask("POST", "/v1/pipeline/heartbeat", HeartbeatAnswer, {}, heartbeat)
 
+    def backlog_segments(self) -> int:
+        """How many segments wait to be built: a plan lists only those that come next."""
+        return self._ask("GET", "/v1/server/_details", _Details, {}).runtime.pipeline.backlog.segments
+
     def _ask(
         self, method: str, path: str, shape: type[T], parameters: dict[str, str], body: object = None
     ) -> T:
@@ -123,6 +127,22 @@ class Owner:
 
 class _Published(msgspec.Struct):
     result: str
+
+
+class _Backlog(msgspec.Struct):
+    segments: int
+
+
+class _Pipeline(msgspec.Struct):
+    backlog: _Backlog
+
+
+class _Runtime(msgspec.Struct):
+    pipeline: _Pipeline
+
+
+class _Details(msgspec.Struct):
+    runtime: _Runtime
 
 
 class _Error(msgspec.Struct):

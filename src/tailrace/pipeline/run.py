@@ -66,7 +66,11 @@ class Progress(Protocol):
 
     def starting(self, master: str) -> None: ...
 
-    def batch(self, job: str, segments: int) -> None: ...
+    def batch(self, job: str, count: int) -> None: ...
+
+    def advance(self, job: str, status: Status) -> None:
+        """One of the batch is through, whatever became of it."""
+        ...
 
     def done(self, status: Status) -> None: ...
 
@@ -77,8 +81,11 @@ class Quiet:
     def starting(self, master: str) -> None:
         logger.info("starting Spark at %s", master)
 
-    def batch(self, job: str, segments: int) -> None:
-        logger.info("%s: %d", job, segments)
+    def batch(self, job: str, count: int) -> None:
+        logger.info("%s: %d", job, count)
+
+    def advance(self, job: str, status: Status) -> None:
+        """Each publication is logged."""
 
     def done(self, status: Status) -> None:
         """The heartbeat tells enough."""
@@ -191,6 +198,7 @@ class Pipeline:
             self._tries.tried(work.segment.object, work.plan.hash)
         for outcome in job.run(works):
             publisher.add(outcome)
+            self._progress.advance("companions", self.status)
         publisher.flush()
         put_off = {outcome.work.segment.object for outcome in publisher.put_off}
         for work in works:
@@ -215,6 +223,7 @@ class Pipeline:
                 futures[pool.submit(build, stream, work)] = stream, work
             for future in as_completed(futures):
                 self._publish_merge(spark, *futures[future], future)
+                self._progress.advance("merge", self.status)
 
     def _publish_merge(
         self, spark: SparkSession, stream: StreamPlan, work: Merging, future: Future[Offer | None]
