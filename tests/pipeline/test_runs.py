@@ -21,21 +21,18 @@ def station(start_server: StartServer, tmp_path: Path) -> Iterator[Station]:
     found.close()
 
 
+TASK_STEPS = ("after_fetch", "mid_build", "after_write", "after_put")
+STEPS = (*TASK_STEPS, "before_publish", "after_publish")
+OFTEN = "driver:after_publish"  # the others take long
 KILLS = (
-    "worker:after_fetch",
-    "worker:mid_build",
-    "worker:after_write",
-    "worker:after_put",
-    "driver:before_publish",
-    "jvm:after_fetch",
-    "jvm:after_write",
-    "jvm:after_put",
+    *(f"worker:{step}" for step in TASK_STEPS),
+    *(f"{part}:{step}" for part in ("jvm", "driver") for step in STEPS),
 )
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kill", ["driver:after_publish", *[pytest.param(kill, marks=pytest.mark.nightly) for kill in KILLS]]
+    "kill", [kill if kill == OFTEN else pytest.param(kill, marks=pytest.mark.nightly) for kill in KILLS]
 )
 def test_p1_p2_i3_killed_and_run_again_and_then_nothing(station: Station, tmp_path: Path, kill: str) -> None:
     """Companions, and one segment of all when they are there; whoever dies on the way."""

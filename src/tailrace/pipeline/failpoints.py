@@ -2,7 +2,7 @@
 
 `TAILRACE_PIPELINE_FAILPOINT=worker:mid_build:/some/file` kills a Python worker the first time that step is
 reached by anybody who can create the file. The file is what lets the next attempt pass. The part is `driver`,
-`worker` or `jvm`, the one the reaching process belongs to.
+`worker` or `jvm`: those of the process that reaches the step. A driver has no worker that could be meant.
 """
 
 from __future__ import annotations
@@ -30,16 +30,34 @@ def reached(name: str, role: Literal["driver", "worker"]) -> None:
         return
     assert name in NAMES, name
     part, chosen, path = wanted.split(":", 2)
-    if chosen != name or part not in (role, "jvm") or (part == "jvm" and role == "driver"):
+    if chosen != name or (part, role) == ("worker", "driver"):
         return
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return
-    victim = os.getpid() if part == role else _parent(os.getppid())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(_victim(part, role), signal.SIGKILL)
+
+
+def _victim(part: str, role: str) -> int:
+    """The driver has started a JVM, which has started a daemon, which has started the worker."""
+    if part == role:
+        return os.getpid()
+    if role == "driver":
+        return _jvm_of(os.getpid())
+    jvm = _parent(os.getppid())
+    return jvm if part == "jvm" else _parent(jvm)
+
+
+def _jvm_of(pid: int) -> int:
+    for entry in Path("/proc").iterdir():
+        try:
+            if (entry / "comm").read_text() == "java\n" and _parent(int(entry.name)) == pid:
+                return int(entry.name)
+        except OSError:
+            continue  # no process, or one that has ended meanwhile
+    raise AssertionError("this driver has no JVM")
 
 
 def _parent(pid: int) -> int:
-    """The JVM has started a daemon, which has started the worker."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
