@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -17,9 +18,12 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.hub_client import registered
+from support.offers import plan, seal
+from support.pipeline import run_once
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
+from tailrace.pipeline.owner import Owner
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,7 +33,7 @@ JSON = "application/json"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(Path(name).name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -72,6 +76,32 @@ def test_the_pulse_of_repositories(
     drawn = target.read_text(encoding="utf-8")
     assert drawn.count("<rect") == 7
     assert "2026-01-01 00:00:00: 9" in drawn
+
+
+def test_sums_of_an_archive_are_those_of_spark(
+    spark: SparkSession,
+    start_server: StartServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By scanning, and once the pipeline has built them."""
+    server = start_server(env={"TAILRACE_PIPELINE": "off"})
+    monkeypatch.setenv("TAILRACE_ENDPOINT", server.base_url)
+    archive = tmp_path / "2026-01-01-15.json.gz"
+    loading, compare = load("gharchive/load"), load("gharchive/compare")
+    with gzip.open(archive, "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in loading.made_up(1200))
+    loading.main("github/archive", str(archive))
+    assert compare.main("github/archive")
+    assert "with a scan: equal" in capsys.readouterr().out
+    call = Caller(server)
+    seal(call, "github/archive")
+    with closing(Owner(server.base_url)) as owner:
+        run_once(owner, spark, monkeypatch, jobs=("companions",), directory=tmp_path / "pipeline")
+    eventually(lambda: plan(call, "github/archive")["work"], lambda work: not work)
+    assert compare.main("github/archive")
+    assert "with ready-made sums: equal" in capsys.readouterr().out
 
 
 @pytest.mark.nightly
