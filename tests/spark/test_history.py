@@ -14,6 +14,7 @@ from support.spark_rows import Filled, served
 from support.wire import Wire
 from tailrace.protocol import offsets
 from tailrace.spark import read_stream_history
+from tailrace.spark.sql import Shell
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -99,3 +100,40 @@ def test_p10_history_is_promoted_as_every_reader_gets_it(
     versions = source.load("ev").selectExpr("entry", "headers['schema-version'] as version").collect()
     assert {row.version for row in versions if row.entry <= 7} == {"1"}
     assert {row.version for row in versions if row.entry > 7} == {"2"}
+
+
+ODD = (
+    *('{"a":1,"a":2}', '{"x":"\\ud800"}', '{"\\udc00":1}'),
+    *('{"n":1e400}', f'{{"n":{"7" * 60}}}', "[" * 200 + "]" * 200, "null", "-0", '{"":{"a b":[]}}'),
+)
+
+
+def test_p10_entries_that_are_no_variant_are_null_everywhere(
+    spark: SparkSession, start_server: Callable[..., ServerProcess]
+) -> None:
+    """JSON that Spark has no variant for does not fail a read: not by the source, natively or in SQL."""
+    server = start_server(env=SEALING_ENV)
+    http = Wire(server.port)
+    http.put("odd", JSON)
+    for text in ODD:
+        assert http.post("odd", JSON, f"[{text}]".encode()).status == 204
+    wait_sealed(server.data_dir)
+    assert http.post("odd", JSON, ODD[0].encode()).status == 204
+    http.close()
+    source = spark.read.format("tailrace").options(
+        endpoint=server.base_url, valueFormat="json", sealedEntriesMin="1"
+    )
+    frames = {
+        "value": [
+            source.load("odd"),
+            read_stream_history(spark, "odd", endpoint=server.base_url, value_format="json"),
+        ],
+        "json": [Shell(spark, {"endpoint": server.base_url}).query("select * from odd")],
+    }
+    found = [
+        [row.text for row in frame.selectExpr("entry", f"to_json({name}) as text").orderBy("entry").collect()]
+        for name, made in frames.items()
+        for frame in made
+    ]
+    assert found[0] == found[1] == found[2]
+    assert [number for number, text in enumerate(found[0]) if text is None] == [0, 1, 2, len(ODD)]

@@ -6,6 +6,7 @@ payload, epoch` (see `store/arrow.py`). What leaves has exactly the Arrow schema
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -217,10 +218,25 @@ def _text(payload: Any, rows: Any) -> Any:
 
 
 def _variants(texts: Any, kind: Any) -> Any:
+    return pa.array([_variant(text) for text in texts.to_pylist()], kind)
+
+
+def _variant(text: str) -> dict[str, bytes] | None:
+    """None for what Spark's own `try_parse_json` has no variant for: the two read the same entries."""
     from pyspark.sql.types import VariantVal
 
-    found: list[dict[str, bytes]] = []
-    for text in texts.to_pylist():
+    try:
+        json.loads(text, object_pairs_hook=_keys_once)
         variant = VariantVal.parseJson(text)
-        found.append({"value": bytes(variant.value), "metadata": bytes(variant.metadata)})
-    return pa.array(found, kind)
+    except (_TwiceError, UnicodeEncodeError):  # a key twice in an object, or half a surrogate pair
+        return None
+    return {"value": bytes(variant.value), "metadata": bytes(variant.metadata)}
+
+
+class _TwiceError(Exception):
+    """A key is twice in an object."""
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> None:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise _TwiceError

@@ -185,7 +185,7 @@ class _History:
 
     def _value(self) -> Column:
         if self._value_format == "json":
-            return f.parse_json(f.col("payload").cast("string"))
+            return f.try_parse_json(f.col("payload").cast("string"))  # null where there is none: see columns
         return f.col("payload").cast(self._value_format)
 
 
