@@ -24,6 +24,7 @@ from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.client import Client
 from tailrace.pipeline.owner import Owner
+from tailrace.spark.sql import Shell
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -102,6 +103,11 @@ def test_sums_of_an_archive_are_those_of_spark(
     eventually(lambda: plan(call, "github/archive")["work"], lambda work: not work)
     assert compare.main("github/archive")
     assert "with ready-made sums: equal" in capsys.readouterr().out
+    listed = Shell(spark, {"endpoint": server.base_url}).query(
+        "select family, first, last, rows from tailrace.companions where stream = 'github/archive'"
+    )
+    families = {"agg", "col", "exact", "routing_key_index"}
+    assert {tuple(row) for row in listed.collect()} == {(family, 1, 1200, 1200) for family in families}
 
 
 @pytest.mark.nightly
