@@ -2,7 +2,7 @@
 
     python spark_query.py <endpoint> <source> <target> <directory> [once]
 
-Prints `running` when batches begin, and `done` at the end of a bounded run.
+Prints `running` and where our package is when batches begin, and `done` at the end of a bounded run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import tailrace
 from support.spark import open_session
 
 
@@ -22,6 +23,7 @@ def main(endpoint: str, source: str, target: str, directory: str, once: str = ""
     frame = (
         spark.readStream.format("tailrace")
         .options(endpoint=endpoint, stream=source, startingOffsets="earliest", maxOffsetsPerTrigger="40")
+        .option("sealedEntriesMin", "1")
         .load()
         # Other partitions on every attempt, so that only what was staged can be right.
         .select("value")
@@ -33,7 +35,7 @@ def main(endpoint: str, source: str, target: str, directory: str, once: str = ""
         .option("checkpointLocation", str(place / "checkpoint"))
     )
     query = (writer.trigger(availableNow=True) if once else writer).start()
-    print("running", flush=True)
+    print("running", tailrace.__file__, flush=True)
     query.awaitTermination()
     print("done", flush=True)
 
