@@ -29,7 +29,8 @@ def station(start_server: StartServer, tmp_path: Path) -> Iterator[Station]:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_p8_p15_small_segments_become_one(station: Station) -> None:
-    fill(station, "events", 5)
+    """As many as a compaction takes: with one more, whichever four are through first may be joined alone."""
+    fill(station, "events", 4)
     before = corpus(station, "events"), content(station, "events")
     station.run("--jobs", "companions,merge,compact")
     eventually(lambda: station.plan("events")["work"], lambda work: not work)
@@ -38,7 +39,7 @@ def test_p8_p15_small_segments_become_one(station: Station) -> None:
     answer = station.search("events", "service:svc1")
     assert answer["coverage"]["scanned_segments"] == 0
     assert answer["coverage"]["indexed_segments"] == 1
-    assert len(station.call("GET", "/v1/stream/events?offset=-1")) == 5 * EVENTS
+    assert len(station.call("GET", "/v1/stream/events?offset=-1")) == 4 * EVENTS
 
 
 @pytest.mark.nightly
