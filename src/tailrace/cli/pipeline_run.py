@@ -86,8 +86,7 @@ def run(
     supervised: Annotated[int | None, Parameter(show=False)] = None,
 ) -> int:
     """Run the pipeline."""
-    if supervised is None:
-        need_spark(master)
+    need_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
     from tailrace.pipeline.run import Options
     from tailrace.pipeline.session import extra_settings
 
