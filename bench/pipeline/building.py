@@ -19,7 +19,7 @@ from bench.run import say
 
 IDLE_S = 20.0
 # As a server starts its own: where the system schedules by session, only a session's niceness counts.
-NICELY = 'echo 10 > /proc/self/autogroup; exec nice -n 10 "$@"'
+NICELY = 'echo 10 > /proc/self/autogroup; exec ionice -c 3 nice -n 10 "$@"'
 
 
 def companions(place: Place) -> Figures:

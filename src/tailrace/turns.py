@@ -1,4 +1,4 @@
-"""Turns of the processor: a server gets its turn soon, and whoever helps it waits.
+"""Turns of the processor and of the disk: a server gets its turn soon, and whoever helps it waits.
 
 Linux 6.12 and newer let a process say how long its turns are to be, and whoever asks for short ones is let in
 sooner when it wakes up. A server wakes up for every request and computes for microseconds; where Spark
@@ -13,10 +13,14 @@ import os
 import platform
 import struct
 import sys
+from collections.abc import Mapping
 from typing import Final
 
-# By machine; the C library has no function for it.
+# By machine; the C library has no functions for these.
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+_OF_A_PROCESS: Final = 1
+_WHEN_NOBODY_ELSE: Final = 3 << 13  # a class of its own, in which there are no levels
 # size, policy, flags, niceness, priority, length of a turn in ns, and two for deadlines
 _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
 _AS_THE_SYSTEM_DOES_US: Final = 0
@@ -27,16 +31,27 @@ def ask_for(turn_us: int) -> None:
 
     Whoever was started under another policy than the usual one keeps it: somebody has thought about it.
     """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     wanted = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, niceness, 0, turn_us * 1000, 0, 0)
-    # A kernel that knows no such thing says so, and that is all.
-    ctypes.CDLL(None).syscall(number, 0, wanted, 0)
+    _ask_the_kernel(_SCHED_SETATTR, 0, wanted, 0)
 
 
 def step_back(niceness: int) -> None:
     """In a helper: what the server asked for is not for it, and the server comes first."""
     os.nice(niceness)
     ask_for(_AS_THE_SYSTEM_DOES_US)
+
+
+def leave_the_disk_to_others() -> None:
+    """In a helper whose work can wait: read and write when nobody else does, where disks have such turns."""
+    if sys.platform == "linux":
+        _ask_the_kernel(_IOPRIO_SET, _OF_A_PROCESS, 0, _WHEN_NOBODY_ELSE)
+
+
+def _ask_the_kernel(numbers: Mapping[str, int], *arguments: int | bytes) -> None:
+    """One that knows no such thing says so, and that is all."""
+    number = numbers.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, *arguments)

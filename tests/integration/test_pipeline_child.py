@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -37,6 +38,11 @@ BEAT: dict[str, Any] = {
 
 def pipeline_of(call: Caller) -> dict[str, Any]:
     return call("GET", "/v1/server/_details").body["runtime"]["pipeline"]
+
+
+def io_class(pid: int) -> str:
+    told = subprocess.run(["ionice", "-p", str(pid)], capture_output=True, text=True, check=True)
+    return told.stdout.strip()
 
 
 def async_index_of(call: Caller) -> dict[str, int]:
@@ -136,6 +142,7 @@ def test_p17_a_pipeline_has_a_process_group_and_a_lower_priority(
     pid = eventually(lambda: pipeline_of(call)["pid"], lambda found: found is not None)
     assert os.getpgid(pid) == pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+    assert io_class(pid) == "idle"
     session = Path(f"/proc/{pid}/autogroup")
     if session.exists():  # where sessions are scheduled, niceness alone would mean nothing to the server
         assert session.read_text().split()[-1] == "10"

@@ -213,6 +213,7 @@ class PipelineChild:
         os.setsid()
         niceness = self._context.settings.pipeline_nice
         turns.step_back(niceness)
+        turns.leave_the_disk_to_others()
         with contextlib.suppress(OSError):  # no such kernel: then niceness is enough
             AUTOGROUP.write_text(str(niceness))
 

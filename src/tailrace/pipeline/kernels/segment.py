@@ -74,7 +74,7 @@ def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: 
         builders, reader = prepare(request)
     except TailraceError as refusal:
         raise UnusablePlanError(refusal.message) from refusal
-    with _no_cycles():
+    with no_cycles():
         rows = 0
         for batch in read_segment(raw, reader):
             for builder in builders:
@@ -88,7 +88,7 @@ def build_segment(raw: bytes, request: BuildRequest, step: Step = lambda _name: 
 
 
 @contextmanager
-def _no_cycles() -> Generator[None]:
+def no_cycles() -> Generator[None]:
     """Records never refer to themselves: looking for that over and over, with thousands held, costs much."""
     paused = gc.isenabled()
     gc.disable()
