@@ -20,7 +20,7 @@ from bench.evlog.events import BLOCK, block_of
 from bench.pipeline.place import Figures, Place
 from bench.run import say
 from tailrace.pipeline.kernels.batch import Batch
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, prepare, read_segment
+from tailrace.pipeline.kernels.segment import BuildRequest, build_segment, no_cycles, prepare, read_segment
 from tailrace.profiles.evlog import Evlog
 from tailrace.profiles.evlog_config import EvlogConfig
 from tailrace.profiles.profile import GENERIC, EvlogProfile, install
@@ -123,7 +123,12 @@ def _spent(raw: bytes, request: BuildRequest, sizes: defaultdict[str, float] | N
 
 
 def _time_families(raw: bytes, request: BuildRequest, into: defaultdict[str, float]) -> None:
-    """CPU time of reading, and of each builder."""
+    """CPU time of reading, and of each builder; cycles are not looked for, as in a task."""
+    with no_cycles():
+        _time_steps(raw, request, into)
+
+
+def _time_steps(raw: bytes, request: BuildRequest, into: defaultdict[str, float]) -> None:
     builders, reader = prepare(request)
     for batch in _timed(read_segment(raw, reader), into):
         for builder in builders:
