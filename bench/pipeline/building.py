@@ -51,10 +51,10 @@ def appends(place: Place) -> Figures:
         with Appends(target.server.port) as busy:
             built = build(target, place, "companions")
     return {
-        "idle": idle.figures(),
-        "busy": busy.figures(),
+        "idle": idle.figures,
+        "busy": busy.figures,
         "rows_per_s": built["rows_per_s"],
-        "p99_ratio": busy.figures()["p99_ms"] / idle.figures()["p99_ms"],
+        "p99_ratio": busy.figures["p99_ms"] / idle.figures["p99_ms"],
     }
 
 
