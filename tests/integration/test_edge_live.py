@@ -46,7 +46,8 @@ def test_e4_e24_many_readers_are_one_connection_upstream(server: ServerProcess, 
     name = fresh("edge-many")
     writer = Writer(server, name)
     writer.append(3)
-    before = upstream_sockets(server)
+    # The edge looks at the registry from when that is there, which may be seconds after its own start.
+    before = eventually(lambda: upstream_sockets(server), bool)
     counted = metrics(edge)
     followers = [Follower(edge.port, name, "sse") for _ in range(READERS)]
 
