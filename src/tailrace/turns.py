@@ -1,9 +1,9 @@
 """Turns of the processor and of the disk: a server gets its turn soon, and whoever helps it waits.
 
 Linux 6.12 and newer let a process say how long its turns are to be, and whoever asks for short ones is let in
-sooner when it wakes up. A server wakes up for every request and computes for microseconds; where Spark
-computes on the same cores for seconds, it would otherwise wait until a turn of Spark is over. Nobody gets
-more of the processor by this. Other systems are asked for nothing, and nothing depends on it.
+sooner when it wakes up. A server wakes up for every request and computes for microseconds; where other
+programs compute on the same cores, it would otherwise wait until a turn of theirs is over. Nobody gets more
+of the processor by this. Other systems are asked for nothing, and nothing depends on it.
 """
 
 from __future__ import annotations
