@@ -2,15 +2,19 @@
 
 Exit codes: 0 if nothing is known against any of them, 1 if there are advisories, 2 if that could not be found
 out for all of them. An advisory service that is not reached is no good news: pip-audit by itself says that
-there are no known vulnerabilities when it has found none of the packages.
+there are no known vulnerabilities when it has found none of the packages. Then the index that pip installs
+from is asked, which tells the advisories of the newest version of a package, and says nothing of others.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ("requirements/run.txt", "requirements/dev.txt")
 NPM_LOCKS = ("tests/conformance", "clients/hub-js", "bench")
 CLEAN, VULNERABLE, UNKNOWN = 0, 1, 2
+INDEX_S_MAX = 30.0
+
+Pin = tuple[str, str]  # a package and the version of it that is locked
 
 
 class Outcome(NamedTuple):
@@ -44,6 +51,29 @@ def of_pip_audit(output: str, errors: str) -> Outcome:
     ]
     skipped = [found["skip_reason"] for found in dependencies if "skip_reason" in found]
     return Outcome(advisories, skipped if dependencies else ["it found no packages"])
+
+
+def pins_in(requirements: str) -> list[Pin]:
+    return re.findall(r"^([\w.-]+)==([^\s;\\]+)", requirements, re.MULTILINE)
+
+
+def of_index(pins: Iterable[Pin], ask: Callable[[str], Any]) -> Outcome:
+    """What the index says of packages; `ask` has its document of one."""
+    outcome = Outcome([], [])
+    for name, version in pins:
+        try:
+            told = ask(name)
+            newest, found = told["info"]["version"], told["vulnerabilities"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            outcome.unknown.append(f"{name} {version}: {error}")
+            continue
+        if newest != version:
+            outcome.unknown.append(f"{name} {version}: the index speaks of {newest} only")
+            continue
+        for one in found:
+            mended = {"fix_versions": one.get("fixed_in")}
+            outcome.advisories.append(f"{name} {version}: {one['id']}, mended in {_versions(mended)}")
+    return outcome
 
 
 def of_npm_audit(output: str, errors: str) -> Outcome:
@@ -74,12 +104,26 @@ def _run(command: Sequence[str], directory: Path) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def _ask_index(name: str) -> Any:
+    """Pip knows where its index is, and tells it to nobody but itself."""
+    index: str = importlib.import_module("pip._internal.models.index").PyPI.pypi_url
+    with urllib.request.urlopen(f"{index}/{name}/json", timeout=INDEX_S_MAX) as answer:  # noqa: S310
+        return json.load(answer)
+
+
+def _python(name: str) -> Outcome:
+    command = [sys.executable, "-m", "pip_audit", "--requirement", name, "--require-hashes"]
+    command += ["--disable-pip", "--progress-spinner", "off", "--format", "json"]
+    found = of_pip_audit(*_run(command, ROOT))
+    if not found.unknown:
+        return found
+    print(f"{name}: pip-audit says: {found.unknown[0]}; the index is asked for newest versions")
+    told = of_index(pins_in((ROOT / name).read_text()), _ask_index)
+    return Outcome(sorted({*found.advisories, *told.advisories}), told.unknown)
+
+
 def _looks() -> list[tuple[str, Outcome]]:
-    found: list[tuple[str, Outcome]] = []
-    for name in REQUIREMENTS:
-        command = [sys.executable, "-m", "pip_audit", "--requirement", name, "--require-hashes"]
-        command += ["--disable-pip", "--progress-spinner", "off", "--format", "json"]
-        found.append((name, of_pip_audit(*_run(command, ROOT))))
+    found = [(name, _python(name)) for name in REQUIREMENTS]
     for name in NPM_LOCKS:
         command = ["npm", "audit", "--package-lock-only", "--json"]
         found.append((f"{name}/package-lock.json", of_npm_audit(*_run(command, ROOT / name))))

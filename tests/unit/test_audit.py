@@ -82,3 +82,24 @@ def test_what_was_not_reached_is_not_clean(
     shown = capsys.readouterr().out
     assert "lock: NOT KNOWN" in shown
     assert "services were not reached" in shown
+
+
+def test_where_pip_audit_fails_the_index_speaks_of_newest_versions(audit: ModuleType) -> None:
+    pins = audit.pins_in("a==1.0 \\\n    --hash=sha256:00\nb==2.1 ; python_version < '3.12' \\\nc==3\nd==4\n")
+    assert pins == [("a", "1.0"), ("b", "2.1"), ("c", "3"), ("d", "4")]
+    told = {
+        "a": {"info": {"version": "1.0"}, "vulnerabilities": []},
+        "b": {"info": {"version": "2.2"}, "vulnerabilities": []},
+        "c": {"info": {"version": "3"}, "vulnerabilities": [{"id": "PYSEC-3", "fixed_in": ["3.1"]}]},
+    }
+
+    def ask(name: str) -> object:
+        if name not in told:
+            raise OSError("no route")
+        return told[name]
+
+    outcome = audit.of_index(pins, ask)
+    assert outcome.advisories == ["c 3: PYSEC-3, mended in 3.1"]
+    assert outcome.unknown == ["b 2.1: the index speaks of 2.2 only", "d 4: no route"]
+    assert audit.of_index(pins[:1], ask).code == audit.CLEAN
+    assert audit.of_index(pins[:2], ask).code == audit.UNKNOWN
