@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Generator as Iterating
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -106,14 +109,14 @@ class Generator:
                 argv += [flag, str(value)]
         return subprocess.Popen(pinned(argv, self.cpus), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def _output(self, process: subprocess.Popen[bytes], patience_s: float) -> bytes:
+    def _output(self, process: subprocess.Popen[bytes], patience_s: float, *, said: bool = False) -> bytes:
         try:
             out, err = process.communicate(timeout=patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             raise PeerError(f"load did not end within {patience_s:.0f} s") from None
-        if process.returncode not in (0, 3) or not out:
+        if process.returncode not in (0, 3) or not (out or said):
             raise PeerError(err.decode(errors="replace").strip() or f"load exited with {process.returncode}")
         return out
 
@@ -126,6 +129,23 @@ class Generator:
     def fanout(self, port: int, **options: str | int | float | bool) -> Fanout:
         process = self.start(port, mode="fanout", **options)
         return decoded(self._output(process, 300.0), Fanout)
+
+    @contextmanager
+    def reporting(
+        self, kind: type[Result], port: int, every: float, **options: str | int | float | bool
+    ) -> Iterating[Iterator[Result]]:
+        """A program that reports every so many seconds, and ends with the block at the latest."""
+        with self.start(port, every=every, **options) as process:
+            try:
+                yield self._reports(kind, process)
+            finally:
+                process.kill()
+
+    def _reports(self, kind: type[Result], process: subprocess.Popen[bytes]) -> Iterator[Result]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield decoded(line, kind)
+        self._output(process, patience_s=5.0, said=True)
 
     def follow(self, process: subprocess.Popen[bytes], patience_s: float) -> Follow:
         return decoded(self._output(process, patience_s), Follow)

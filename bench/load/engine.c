@@ -154,10 +154,45 @@ static bool serve(const struct options *o, const struct protocol *p, struct conn
     return next_request(o, p, c, now);
 }
 
+static void print_report(const struct options *o, double seconds, double cpu) {
+    uint64_t errors = 0;
+    bool first = true;
+    int messages = o->array > 0 ? o->array : 1;
+    printf("{\"mode\":\"%s\",\"connections\":%d,\"streams\":%d,\"body_bytes\":%d,\"seconds\":%.4f,\"ops\":%llu,\"ops_per_s\":%.1f,"
+           "\"messages_per_s\":%.1f,\"bytes\":%llu,\"bytes_per_s\":%.0f,",
+           o->mode, o->connections, o->streams, o->body_bytes, seconds, (unsigned long long)run.good,
+           (double)run.good / seconds, (double)run.good * messages / seconds, (unsigned long long)run.bytes,
+           (double)run.bytes / seconds);
+    hist_print(&run.latency, "latency_us");
+    printf(",\"status\":{");
+    for (int s = 0; s < 1000; s++) {
+        if (run.statuses[s] == 0) continue;
+        printf("%s\"%d\":%llu", first ? "" : ",", s, (unsigned long long)run.statuses[s]);
+        first = false;
+        if (s < 200 || s > 299) errors += run.statuses[s];
+    }
+    printf("},\"errors\":%llu,\"reconnects\":%llu,\"stalled\":%s,\"load_cpu_share\":%.3f}\n",
+           (unsigned long long)(errors + run.unanswered), (unsigned long long)run.reconnects,
+           run.stalled ? "true" : "false", cpu / seconds);
+    fflush(stdout);
+}
+
+/* What has come since the last report, or since the measuring began. */
+static void report(const struct options *o, uint64_t now) {
+    print_report(o, (double)(now - run.begin_ns) / 1e9, cpu_seconds() - run.begin_cpu);
+    memset(&run.latency, 0, sizeof run.latency);
+    memset(run.statuses, 0, sizeof run.statuses);
+    run.good = run.bytes = run.reconnects = run.unanswered = 0;
+    start_measuring(now);
+}
+
 static bool finished(const struct options *o, uint64_t now) {
     if (!run.measuring && now >= run.begin_ns) start_measuring(now), run.end_ns = now + (uint64_t)(o->seconds * 1e9);
     if (run.count_target) return run.replies >= run.count_target;
-    return run.measuring && now >= run.end_ns;
+    if (!run.measuring) return false;
+    if (now >= run.end_ns) return true;
+    if (o->every_seconds > 0 && now >= run.begin_ns + (uint64_t)(o->every_seconds * 1e9)) report(o, now);
+    return false;
 }
 
 static void loop_one(const struct options *o, const struct protocol *p, struct connection *c) {
@@ -190,28 +225,6 @@ static void loop_many(const struct options *o, const struct protocol *p, struct 
     }
 }
 
-static void print_report(const struct options *o, double seconds, double cpu) {
-    uint64_t errors = 0;
-    bool first = true;
-    int messages = o->array > 0 ? o->array : 1;
-    printf("{\"mode\":\"%s\",\"connections\":%d,\"streams\":%d,\"body_bytes\":%d,\"seconds\":%.4f,\"ops\":%llu,\"ops_per_s\":%.1f,"
-           "\"messages_per_s\":%.1f,\"bytes\":%llu,\"bytes_per_s\":%.0f,",
-           o->mode, o->connections, o->streams, o->body_bytes, seconds, (unsigned long long)run.good,
-           (double)run.good / seconds, (double)run.good * messages / seconds, (unsigned long long)run.bytes,
-           (double)run.bytes / seconds);
-    hist_print(&run.latency, "latency_us");
-    printf(",\"status\":{");
-    for (int s = 0; s < 1000; s++) {
-        if (run.statuses[s] == 0) continue;
-        printf("%s\"%d\":%llu", first ? "" : ",", s, (unsigned long long)run.statuses[s]);
-        first = false;
-        if (s < 200 || s > 299) errors += run.statuses[s];
-    }
-    printf("},\"errors\":%llu,\"reconnects\":%llu,\"stalled\":%s,\"load_cpu_share\":%.3f}\n",
-           (unsigned long long)(errors + run.unanswered), (unsigned long long)run.reconnects,
-           run.stalled ? "true" : "false", cpu / seconds);
-}
-
 void run_closed_loop(const struct options *o, const struct protocol *p) {
     struct connection *all = calloc((size_t)o->connections, sizeof *all);
     poller = epoll_create1(EPOLL_CLOEXEC);
@@ -230,8 +243,6 @@ void run_closed_loop(const struct options *o, const struct protocol *p) {
     else for (int i = 0; i < o->connections; i++) begin_request(o, p, &all[i], now_ns());
     if (polled(o)) loop_many(o, p, all);
     else loop_one(o, p, &all[0]);
-    uint64_t end = o->count ? run.last_ns : now_ns();
-    double cpu = cpu_seconds() - run.begin_cpu;
-    print_report(o, (double)(end - run.begin_ns) / 1e9, cpu);
+    report(o, o->count ? run.last_ns : now_ns());
     if (run.stalled) exit(3);
 }

@@ -26,9 +26,14 @@ struct reader {
     uint64_t sent_ns;
     char request[1024];
 };
+struct counts {
+    uint64_t sent, appended, failed, delivered, duplicates, reconnects;
+};
 static struct {
-    struct hist delivery, append;
-    uint64_t sent, appended, failed, delivered, duplicates, reconnects, opened, total;
+    struct hist delivery, append; /* since the last report */
+    struct counts now, reported;
+    uint64_t opened, total, begin_ns;
+    double begin_cpu;
     const struct options *o;
 } run;
 static int poller;
@@ -37,11 +42,11 @@ static char receive_buffer[RECV_BUFFER_BYTES];
 static void message_seen(struct reader *r, uint64_t number, uint64_t due_ns) {
     if (number >= run.total) return;
     if (r->seen[number / 8] & (1 << (number % 8))) {
-        run.duplicates++;
+        run.now.duplicates++;
         return;
     }
     r->seen[number / 8] |= (uint8_t)(1 << (number % 8));
-    run.delivered++;
+    run.now.delivered++;
     hist_add(&run.delivery, now_ns() - due_ns);
 }
 
@@ -97,16 +102,16 @@ static void open_reader(struct reader *r) {
 }
 
 static void reopen(struct reader *r) {
-    if (r->is_writer && r->busy) run.failed++;
+    if (r->is_writer && r->busy) run.now.failed++;
     close(r->fd);
     r->busy = false;
-    run.reconnects++;
+    run.now.reconnects++;
     open_reader(r);
 }
 
 static void writer_answered(struct reader *w) {
-    if (w->reply.status >= 200 && w->reply.status < 300) run.appended++, hist_add(&run.append, now_ns() - w->sent_ns);
-    else run.failed++;
+    if (w->reply.status >= 200 && w->reply.status < 300) run.now.appended++, hist_add(&run.append, now_ns() - w->sent_ns);
+    else run.now.failed++;
     w->busy = false;
     reply_reset(&w->reply);
 }
@@ -136,13 +141,13 @@ static void poll_once(int timeout_ms) {
         if (events[i].data.ptr) readable(events[i].data.ptr);
 }
 
-/* Sends message number run.sent on an idle connection; false when all are busy. */
+/* Sends message number run.now.sent on an idle connection; false when all are busy. */
 static bool send_message(struct reader *writers, uint64_t due_ns) {
     struct reader *w = writers;
     while (w < writers + WRITERS && w->busy) w++;
     if (w == writers + WRITERS) return false;
     char body[512], path[512];
-    int head = snprintf(body, sizeof body, "{\"n\":%llu,\"t\":%llu,\"p\":\"", (unsigned long long)run.sent, (unsigned long long)due_ns);
+    int head = snprintf(body, sizeof body, "{\"n\":%llu,\"t\":%llu,\"p\":\"", (unsigned long long)run.now.sent, (unsigned long long)due_ns);
     while (head < run.o->body_bytes - 2 && head < 500) body[head++] = 'x';
     head += sprintf(body + head, "\"}");
     fill_path(path, sizeof path, run.o->path, 0);
@@ -150,8 +155,32 @@ static bool send_message(struct reader *writers, uint64_t due_ns) {
     w->busy = true;
     w->sent_ns = now_ns();
     send_all(w->fd, w->request, (size_t)n);
-    run.sent++;
+    run.now.sent++;
     return true;
+}
+
+/* What has come since the last report. What is on its way then counts in the next one: only sums tell what was missed. */
+static void report(uint64_t now) {
+    struct counts c = {run.now.sent - run.reported.sent, run.now.appended - run.reported.appended, run.now.failed - run.reported.failed,
+                       run.now.delivered - run.reported.delivered, run.now.duplicates - run.reported.duplicates,
+                       run.now.reconnects - run.reported.reconnects};
+    double seconds = (double)(now - run.begin_ns) / 1e9, cpu = cpu_seconds() - run.begin_cpu;
+    uint64_t expected = c.appended * (uint64_t)run.o->readers;
+    printf("{\"mode\":\"fanout\",\"readers\":%d,\"rate_per_s\":%d,\"seconds\":%.3f,\"offered\":%llu,\"sent\":%llu,\"appended\":%llu,\"append_errors\":%llu,"
+           "\"expected\":%llu,\"delivered\":%llu,\"duplicates\":%llu,\"reconnects\":%llu,\"load_cpu_share\":%.3f,",
+           run.o->readers, run.o->rate_per_s, seconds, (unsigned long long)run.total, (unsigned long long)c.sent, (unsigned long long)c.appended,
+           (unsigned long long)c.failed, (unsigned long long)expected, (unsigned long long)c.delivered,
+           (unsigned long long)c.duplicates, (unsigned long long)c.reconnects, cpu / seconds);
+    hist_print(&run.delivery, "delivery_us");
+    printf(",");
+    hist_print(&run.append, "append_us");
+    printf("}\n");
+    fflush(stdout);
+    memset(&run.delivery, 0, sizeof run.delivery);
+    memset(&run.append, 0, sizeof run.append);
+    run.reported = run.now;
+    run.begin_ns = now;
+    run.begin_cpu = cpu_seconds();
 }
 
 static void write_at_rate(struct reader *writers) {
@@ -160,28 +189,16 @@ static void write_at_rate(struct reader *writers) {
     struct epoll_event e = {.events = EPOLLIN | EPOLLET, .data.ptr = NULL};
     epoll_ctl(poller, EPOLL_CTL_ADD, timer, &e);
     uint64_t patience = start + (uint64_t)(2e9 * run.o->seconds); /* a server that cannot keep up ends the run late, not never */
-    while (run.sent < run.total && now_ns() < patience) {
-        uint64_t due = start + run.sent * step_ns;
+    while (run.now.sent < run.total && now_ns() < patience) {
+        uint64_t due = start + run.now.sent * step_ns;
         if (now_ns() >= due && send_message(writers, due)) continue;
         uint64_t wake = now_ns() >= due ? now_ns() + 200000 : due;
         struct itimerspec at = {.it_value = {.tv_sec = (time_t)(wake / 1000000000u), .tv_nsec = (long)(wake % 1000000000u)}};
         timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
         poll_once(1000);
+        if (run.o->every_seconds > 0 && now_ns() >= run.begin_ns + (uint64_t)(run.o->every_seconds * 1e9)) report(now_ns());
     }
     close(timer);
-}
-
-static void print_report(double seconds, double cpu) {
-    uint64_t expected = run.appended * (uint64_t)run.o->readers;
-    printf("{\"mode\":\"fanout\",\"readers\":%d,\"rate_per_s\":%d,\"seconds\":%.3f,\"offered\":%llu,\"sent\":%llu,\"appended\":%llu,\"append_errors\":%llu,"
-           "\"expected\":%llu,\"delivered\":%llu,\"duplicates\":%llu,\"reconnects\":%llu,\"load_cpu_share\":%.3f,",
-           run.o->readers, run.o->rate_per_s, seconds, (unsigned long long)run.total, (unsigned long long)run.sent, (unsigned long long)run.appended,
-           (unsigned long long)run.failed, (unsigned long long)expected, (unsigned long long)run.delivered,
-           (unsigned long long)run.duplicates, (unsigned long long)run.reconnects, cpu / seconds);
-    hist_print(&run.delivery, "delivery_us");
-    printf(",");
-    hist_print(&run.append, "append_us");
-    printf("}\n");
 }
 
 void run_fanout(const struct options *o) {
@@ -201,12 +218,11 @@ void run_fanout(const struct options *o) {
         if (now_ns() > until) die("only %llu of %d readers were answered", (unsigned long long)run.opened, o->readers);
         poll_once(100);
     }
-    uint64_t begin = now_ns();
-    double cpu = cpu_seconds();
+    run.begin_ns = now_ns();
+    run.begin_cpu = cpu_seconds();
     write_at_rate(all + o->readers);
     uint64_t written = now_ns(), until = written + (uint64_t)(o->drain_seconds * 1e9);
-    cpu = cpu_seconds() - cpu;
-    uint64_t expected = run.sent * (uint64_t)o->readers;
-    while (now_ns() < until && (run.delivered < expected || run.appended + run.failed < run.sent)) poll_once(20);
-    print_report((double)(written - begin) / 1e9, cpu);
+    uint64_t expected = run.now.sent * (uint64_t)o->readers;
+    while (now_ns() < until && (run.now.delivered < expected || run.now.appended + run.now.failed < run.now.sent)) poll_once(20);
+    report(written);
 }

@@ -43,6 +43,7 @@ struct options {
     int array; /* > 0: the body is a JSON array of this many messages of body_bytes each */
     double seconds;
     double warmup_seconds;
+    double every_seconds; /* > 0: report, and count anew, each time this has passed */
     uint64_t count; /* > 0: stop after this many replies instead of after `seconds` */
     bool create;    /* PUT (or the like) each stream first */
     bool unique, scatter;

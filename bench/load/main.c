@@ -1,4 +1,4 @@
-/* load: a small load generator for durable stream servers. Prints one JSON object. See --help. */
+/* load: a small load generator for durable stream servers. Prints JSON objects. See --help. */
 #define _GNU_SOURCE
 #include "load.h"
 
@@ -10,7 +10,7 @@
 #include <sys/resource.h>
 
 static const char usage[] =
-    "load --mode MODE --port N [options]   (prints one JSON object; latencies in microseconds)\n"
+    "load --mode MODE --port N [options]   (prints one JSON object, or with --every one a line; latencies in microseconds)\n"
     "modes: append      closed-loop HTTP requests (POST by default; --method GET|PUT for others)\n"
     "       read        catch-up reads that follow Stream-Next-Offset to the tail, then start again\n"
     "       redis       XADD;  redis-read: XREVRANGE ... COUNT 1;  redis-page: XRANGE pages to the tail\n"
@@ -25,19 +25,20 @@ static const char usage[] =
     "  --connections N   (64)                          --streams N        (1)\n"
     "  --seconds S       measured time (5)             --warmup S         before it (1)\n"
     "  --count N         stop after N replies instead  --create           create the streams first\n"
+    "  --every S         print an object each S seconds, of what came in these (not for --count or follow)\n"
     "  --unique          a new path for each request   --discard          read: let the kernel drop body bytes\n"
     "  --scatter         append: one of the --streams at random for each request, instead of one after the other\n"
     "  --rate N          requests/s of all connections, latency from when each was due (0: closed loop; fanout: 100)\n"
     "  --readers N (1000)  --drain S (5)                                  for fanout\n";
 
 enum { OPT_HOST = 256, OPT_PORT, OPT_PATH, OPT_METHOD, OPT_TYPE, OPT_HEADER, OPT_BODY, OPT_ARRAY, OPT_CONNECTIONS, OPT_STREAMS,
-       OPT_SECONDS, OPT_WARMUP, OPT_COUNT, OPT_CREATE, OPT_UNIQUE, OPT_SCATTER, OPT_DISCARD, OPT_READERS, OPT_RATE, OPT_DRAIN, OPT_MODE, OPT_HELP };
+       OPT_SECONDS, OPT_WARMUP, OPT_EVERY, OPT_COUNT, OPT_CREATE, OPT_UNIQUE, OPT_SCATTER, OPT_DISCARD, OPT_READERS, OPT_RATE, OPT_DRAIN, OPT_MODE, OPT_HELP };
 
 static const struct option names[] = {
     {"mode", 1, 0, OPT_MODE}, {"host", 1, 0, OPT_HOST}, {"port", 1, 0, OPT_PORT}, {"path", 1, 0, OPT_PATH},
     {"method", 1, 0, OPT_METHOD}, {"content-type", 1, 0, OPT_TYPE}, {"header", 1, 0, OPT_HEADER},
     {"body-bytes", 1, 0, OPT_BODY}, {"array", 1, 0, OPT_ARRAY}, {"connections", 1, 0, OPT_CONNECTIONS},
-    {"streams", 1, 0, OPT_STREAMS}, {"seconds", 1, 0, OPT_SECONDS}, {"warmup", 1, 0, OPT_WARMUP},
+    {"streams", 1, 0, OPT_STREAMS}, {"seconds", 1, 0, OPT_SECONDS}, {"warmup", 1, 0, OPT_WARMUP}, {"every", 1, 0, OPT_EVERY},
     {"count", 1, 0, OPT_COUNT}, {"create", 0, 0, OPT_CREATE}, {"unique", 0, 0, OPT_UNIQUE}, {"scatter", 0, 0, OPT_SCATTER},
     {"discard", 0, 0, OPT_DISCARD}, {"readers", 1, 0, OPT_READERS}, {"rate", 1, 0, OPT_RATE},
     {"drain", 1, 0, OPT_DRAIN}, {"help", 0, 0, OPT_HELP}, {0, 0, 0, 0}};
@@ -60,6 +61,7 @@ static void take(struct options *o, int which, const char *value) {
     case OPT_STREAMS: o->streams = atoi(value); break;
     case OPT_SECONDS: o->seconds = atof(value); break;
     case OPT_WARMUP: o->warmup_seconds = atof(value); break;
+    case OPT_EVERY: o->every_seconds = atof(value); break;
     case OPT_COUNT: o->count = strtoull(value, NULL, 10); break;
     case OPT_CREATE: o->create = true; break;
     case OPT_UNIQUE: o->unique = true; break;
