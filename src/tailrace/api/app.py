@@ -177,6 +177,11 @@ class TailraceApp:
         return identity
 
     def _granted(self, exchange: Exchange) -> Identity:
+    def recheck_hub(self) -> None:
+        """The hub's rules are others: readers of its streams that they do not suffer have to go."""
+        self.live.recheck_hub()
+        self.reads.recheck_hub()
+
         """Nobody needs a token here; jobs of the server have one, for what others may not do."""
         given = exchange.headers.get(b"authorization")
         if given is None or self._grants is None:

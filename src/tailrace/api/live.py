@@ -16,7 +16,7 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
-from tailrace.auth import Identity
+from tailrace.auth import Action, Identity, is_hub, may
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -152,6 +152,13 @@ class Live:
     def _tick(self) -> None:
         self._timer = None
         self.now = now = self.loop.time()
+    def recheck_hub(self) -> None:
+        """Sends away whoever follows a stream of the hub that its rules let them read no more."""
+        for follower in tuple(self._followers):
+            name = follower.stream.name
+            if is_hub(name) and not may(follower.identity, Action.READ_STREAM, stream=name):
+                follower.finish(1008)
+
         self.step_stream = None  # what it says about the cursor grows old
         keep_alive_s = self._limits.sse_keep_alive_ms / 1000
         for follower in tuple(self._followers):

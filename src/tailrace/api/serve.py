@@ -230,6 +230,7 @@ class Server:
             self._identities.reload()
         if self._certificate is not None:
             try:
+        self.app.recheck_hub()
                 self._certificate.reload()
             except TailraceError as error:
                 logger.error("%s; the old one stays in use", error)

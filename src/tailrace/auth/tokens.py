@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import msgspec
 from jwt import PyJWS
@@ -21,6 +21,12 @@ TIME_S_MAX: Final = 1e12
 JWS: Final = PyJWS(algorithms=["HS256", *sorted(jwks.ALGORITHMS)])
 
 
+class HubReads(Protocol):
+    """The hub's rules, as far as streams under `hub/` are read past the hub."""
+
+    def may_read(self, identity: Identity, name: str) -> bool: ...
+
+
 class Identity(msgspec.Struct, frozen=True):
     """What a request may act as. `streams` and `dbs` are None where the claim is absent."""
 
@@ -37,6 +43,7 @@ class Identity(msgspec.Struct, frozen=True):
     issued_at: float | None = None
     vouched_by: str = ""  # the public key, API key or grant behind it; "" is the shared secret, or nobody
     public: bool = False  # came without a token, to read what everybody may read
+    hub: HubReads | None = None  # None where the hub's rules are not known, as at an edge
 
     @property
     def until_s(self) -> float | None:

@@ -23,6 +23,7 @@ from tailrace.auth.tokens import (
     JWS,
     LEEWAY_S,
     Identity,
+    HubReads,
     bad_token,
     bare_address,
     check_secret,
@@ -59,6 +60,7 @@ class TokenVerifier:
         self._verified: OrderedDict[bytes, Identity] = OrderedDict()
         self._verified_bytes = 0
         self._verified_versions = (0, 0)
+        self.hub: HubReads | None = None  # what identities are judged by when they read streams of the hub
         self._rechecked_versions = (0, 0)
         self.enabled = settings.auth_configured
         if self.enabled:
@@ -109,6 +111,7 @@ class TokenVerifier:
         self._remember(authorization, identity)
         return identity
 
+        identity = msgspec.structs.replace(identity, hub=self.hub)
     def stands(self, identity: Identity) -> bool:
         """Whether whoever was let in with this identity still would be, expiry aside."""
         kind, _, mark = identity.vouched_by.partition(" ")

@@ -21,6 +21,7 @@ from tailrace.auth import Identity, TokenVerifier
 from tailrace.errors import TailraceError
 from tailrace.hub import connecting, decide
 from tailrace.hub.policy import load_policy
+from tailrace.hub.reading import StreamRules
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
 from tailrace.log.model import Lifetime
@@ -46,6 +47,10 @@ class HubService:
         self._settings = settings
         self._keys = read_keys(settings.hub_keys) if settings.hub_keys else {}
         self.streams = LogStreams(context.log)
+        policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
+        self._reading = StreamRules(policy)
+        if verifier is not None:
+            verifier.hub = self._reading
         self.hub = Hub(
             context.limits,
             self.streams,
@@ -103,7 +108,7 @@ class HubService:
             logger.error("the hub goes on with its old rules: %s", error)
             return
         self._keys = keys
-        self.hub.policy = policy
+        self.hub.policy = self._reading.policy = policy
         self.hub.rates.policy = policy
         now_ms = self.runner.now_ms()
         connecting.rules_changed(self.hub, now_ms)
