@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import threading
 from pathlib import Path
@@ -275,6 +276,56 @@ def test_a_file_without_which_nobody_gets_in_has_to_be_there(path: Path, clock: 
     assert check.verify(header(text)).scopes == {"manage"}
     path.unlink()
     assert verifier(path, clock, auth_keys_file=str(path)).enabled, "tokens are another way in"
+
+
+def test_a_change_keeps_the_mode_of_the_file(path: Path, clock: FakeClock) -> None:
+    book = book_at(path, clock)
+    book.revoke_subject("first")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    book.revoke_subject("ada")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_change_by_another_user_keeps_the_owner(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root would make it: the files are root's until they are given to whom the old one belonged to."""
+    book = book_at(path, clock)
+    book.revoke_subject("first")
+    found, given = path.stat(), []
+    real, opened = os.fstat, os.stat_result((*found[:4], found.st_uid + 1, found.st_gid + 1, *found[6:]))
+    monkeypatch.setattr(identity_file.os, "fstat", lambda fd: opened)
+    monkeypatch.setattr(identity_file.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(
+        identity_file.os,
+        "fchown",
+        lambda fd, uid, gid: given.append((Path(f"/proc/self/fd/{fd}").readlink().name, uid, gid)),
+    )
+    book.revoke_subject("ada")
+    monkeypatch.setattr(identity_file.os, "fstat", real)
+    owner = (found.st_uid, found.st_gid)
+    assert given == [(f"{path.name}.lock", *owner), (f"{path.name}.tmp", *owner)]
+
+
+def test_a_change_that_would_take_the_file_from_its_owner_is_refused(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = book_at(path, clock)
+    book.revoke_subject("first")
+    before, found = path.read_bytes(), path.stat()
+
+    def refuse(fd: int, uid: int, gid: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    other = os.stat_result((*found[:4], found.st_uid + 1, found.st_gid + 1, *found[6:]))
+    monkeypatch.setattr(identity_file.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(identity_file.os, "fstat", lambda fd: other)
+    monkeypatch.setattr(identity_file.os, "fchown", refuse)
+    with pytest.raises(TailraceError, match="run this as that user"):
+        book.revoke_subject("ada")
+    assert path.read_bytes() == before
+    assert not path.with_name(path.name + ".tmp").exists()
 
 
 def test_writers_wait_for_each_other(path: Path, clock: FakeClock) -> None:
