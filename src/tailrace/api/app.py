@@ -46,6 +46,7 @@ PREFIX = b"/v1/stream/"
 CONTROL = b"/v1/stream/__ds"
 STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 NAMES_CACHED = 65_536
+BODY_METHODS = frozenset((b"POST", b"PUT", b"PATCH", b"DELETE"))
 PATH_BYTES_CACHED = 256
 
 Control = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
@@ -138,6 +139,18 @@ class TailraceApp:
         return self._streams.handler_for(exchange, name) or self.handle
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+    def knows(self, exchange: Exchange) -> bool:
+        """Whether the client of a request whose body is still coming has a token; 401 if it needs one."""
+        if self._verifier is None:
+            return True
+        given = exchange.headers.get(b"authorization")
+        if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL):
+            return not self._verifier.verify(given).public
+        try:  # a wake is answered with its own token
+            return not self._verifier.verify(given).public
+        except TailraceError:
+            return False
+
         self._telemetry.refused.add(error.code)
         return answers.refusal_of(exchange, error)
 

@@ -205,6 +205,8 @@ class Server:
         self._http = HttpServer(self.front(), settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(self._http)
         self._certificate = certificate_of(settings)
+        if self._verifier is not None:
+            self._http.admit_body = self.app.knows
         tls = None if self._certificate is None else self._certificate.context
         port = await self._listen(self._http, settings.port, tls)
         if settings.metrics_port:
