@@ -41,7 +41,7 @@ class Identity(msgspec.Struct, frozen=True):
     token_id: str = ""  # by which the token can be revoked
     origin_id: str = ""  # of the token that it was exchanged for
     issued_at: float | None = None
-    vouched_by: str = ""  # the public key, API key or grant behind it; "" is the shared secret, or nobody
+    vouched_by: str = ""  # the shared secret, public key, API key or grant behind it; "" is nobody
     public: bool = False  # came without a token, to read what everybody may read
     hub: HubReads | None = None  # None where the hub's rules are not known, as at an edge
 

@@ -7,6 +7,7 @@ until they expire or something is revoked, so the signature of a busy client is 
 
 from __future__ import annotations
 
+import hmac
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Final
@@ -53,6 +54,8 @@ class TokenVerifier:
         self._secret = settings.auth_jwt_secret.encode()
         if self._secret:
             check_secret(settings.auth_jwt_secret)
+        # Another one for another secret; whoever sees it learns no more than from a token.
+        self._secret_mark = hmac.digest(self._secret, b"vouched by", "sha256")[:16].hex()
         self._ring = _key_ring(settings, clock)
         self.grants = Grants(clock) if given is None else given
         self.book = IdentityBook(IdentityFile(identity_path(settings)), clock)
@@ -119,6 +122,8 @@ class TokenVerifier:
             return self.grants.has(mark)
         if kind == "key" and not self.book.has(mark):
             return False
+        if kind == "secret" and mark != self._secret_mark:
+            return False
         if kind == "jwks" and (self._ring is None or not self._ring.has(mark)):
             return False
         return not self.book.revocations.concern(identity)
@@ -176,9 +181,8 @@ class TokenVerifier:
         if "crit" in header:
             refuse("the token needs an extension that this server does not know")
         key: Any
-        vouched_by = ""
         if algorithm == "HS256" and self._secret:
-            key = self._secret
+            key, vouched_by = self._secret, f"secret {self._secret_mark}"
         elif algorithm in jwks.ALGORITHMS and self._ring is not None:
             bound = self._find_key(self._ring, algorithm, key_id)
             key, vouched_by = bound.key, f"jwks {bound.mark}"
@@ -214,7 +218,7 @@ class TokenVerifier:
         if self._audience and self._audience not in audience:
             refuse("the token is for another audience")
         scopes = scopes_of(claims)
-        if vouched_by:
+        if not vouched_by.startswith("secret "):
             # `system` is issued by the server only; an identity provider cannot hand it out.
             scopes -= {"system"}
         actor_id = claims.sub if claims.actor_id is msgspec.UNSET else claims.actor_id
