@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
 
 from tailrace.auth import (
@@ -196,6 +197,27 @@ def test_what_a_token_was_exchanged_for_is_revoked_with_it() -> None:
     found = revocations.Revocations([revocations.RevokedToken("first", 1000)])
     assert found.concern(Identity("ada", frozenset(), token_id="second", origin_id="first"))
     assert not found.concern(Identity("ada", frozenset(), token_id="second", origin_id="other"))
+
+
+@pytest.mark.parametrize("end", ["taken out", "changed", "expired"])
+def test_what_a_key_was_exchanged_for_ends_with_the_key(path: Path, clock: FakeClock, end: str) -> None:
+    """Also if nobody revokes anything: whoever refreshes in time would go on for ever."""
+    key, text = make_key(sub="ci", scopes=["read"], lifetime_s=3600, clock=clock)
+    book_at(path, clock).add_key(key)
+    check = verifier(path, clock)
+    holder = check.verify(header(text))
+    claims = {"sub": "ci", "scope": "read", "trOrigin": holder.token_id, "trVouched": holder.vouched_by}
+    exchanged = jwt.encode(claims, SECRET, algorithm="HS256")
+    assert check.verify(header(exchanged)).sub == "ci"
+    if end == "expired":
+        clock.advance(3600 + 31)
+    else:
+        kept = json.loads(path.read_text())
+        kept["keys"] = [] if end == "taken out" else [{**kept["keys"][0], "sub": "other"}]
+        path.write_text(json.dumps(kept))
+    check.changed()
+    again = jwt.encode({**claims, "jti": "again"}, SECRET, algorithm="HS256")
+    assert reason(check, again) == "the token was revoked"
 
 
 def test_revocations_are_forgotten_when_their_tokens_have_expired() -> None:

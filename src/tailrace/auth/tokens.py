@@ -67,6 +67,7 @@ class Claims(msgspec.Struct, frozen=True):
     iss: str = ""
     jti: str = ""
     origin: str = msgspec.field(name="trOrigin", default="")  # of a token that another was exchanged for
+    vouched: str = msgspec.field(name="trVouched", default="")  # who stood behind that other one
     aud: str | list[str] = msgspec.field(default_factory=list[str])
     exp: int | float | msgspec.UnsetType = msgspec.UNSET
     nbf: int | float | msgspec.UnsetType = msgspec.UNSET

@@ -23,8 +23,8 @@ from tailrace.auth.tokens import (
     ANONYMOUS,
     JWS,
     LEEWAY_S,
-    Identity,
     HubReads,
+    Identity,
     bad_token,
     bare_address,
     check_secret,
@@ -60,10 +60,10 @@ class TokenVerifier:
         self.grants = Grants(clock) if given is None else given
         self.book = IdentityBook(IdentityFile(identity_path(settings)), clock)
         self._public = _public_reader(settings)
+        self.hub: HubReads | None = None  # what identities are judged by when they read streams of the hub
         self._verified: OrderedDict[bytes, Identity] = OrderedDict()
         self._verified_bytes = 0
         self._verified_versions = (0, 0)
-        self.hub: HubReads | None = None  # what identities are judged by when they read streams of the hub
         self._rechecked_versions = (0, 0)
         self.enabled = settings.auth_configured
         if self.enabled:
@@ -111,10 +111,10 @@ class TokenVerifier:
             return self._granted(token)
         identity = self._key_holder(token) if api_keys.is_key(token) else self._check(token)
         self.check_stands(identity)
+        identity = msgspec.structs.replace(identity, hub=self.hub)
         self._remember(authorization, identity)
         return identity
 
-        identity = msgspec.structs.replace(identity, hub=self.hub)
     def stands(self, identity: Identity) -> bool:
         """Whether whoever was let in with this identity still would be, expiry aside."""
         kind, _, mark = identity.vouched_by.partition(" ")
@@ -221,6 +221,8 @@ class TokenVerifier:
         if not vouched_by.startswith("secret "):
             # `system` is issued by the server only; an identity provider cannot hand it out.
             scopes -= {"system"}
+        elif claims.vouched:
+            vouched_by = claims.vouched  # the server exchanged another token for this one
         actor_id = claims.sub if claims.actor_id is msgspec.UNSET else claims.actor_id
         return Identity(
             sub=claims.sub,

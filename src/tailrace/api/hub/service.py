@@ -54,7 +54,7 @@ class HubService:
         self.hub = Hub(
             context.limits,
             self.streams,
-            load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow"),
+            policy,
             self._options(settings, verifier),
             lambda: secrets.token_urlsafe(SECRET_BYTES_RANDOM),
         )
@@ -182,8 +182,10 @@ def _minter(settings: Settings) -> Callable[[Identity, int], str]:
         # What the old one was good for, which may be less than what it says.
         scope = " ".join(sorted(identity.scopes))
         claims |= {"iat": now_s, "exp": now_s + seconds, "jti": secrets.token_hex(8), "scope": scope}
-        # Whoever revokes the token that all began with revokes what it was exchanged for.
+        # Whoever revokes the token that all began with revokes what it was exchanged for, and so does
+        # whoever removes the key behind it.
         claims["trOrigin"] = identity.origin_id or identity.token_id
+        claims["trVouched"] = identity.vouched_by
         return jwt.encode(claims, settings.auth_jwt_secret.encode(), algorithm="HS256")
 
     return mint
