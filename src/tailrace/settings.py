@@ -163,6 +163,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "is one segment, the first that fits counts."
         ),
     ] = ""
+    source_variables: Annotated[
+        str,
+        Meta(
+            description="Variables of the environment that sources may take connection strings from: "
+            "patterns with *, comma-separated."
+        ),
+    ] = "*_DSN,*_DSN_*"
+    source_directories: Annotated[
+        str,
+        Meta(description="Directories of files that sources may take connection strings from, by comma."),
+    ] = "/run/secrets"
     watch_metrics_partitions: Annotated[
         bool,
         Meta(description="Label the metrics of a collection with the partition, where they have one."),
@@ -306,7 +317,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def auth_public_prefixes(self) -> tuple[str, ...]:
         """Streams that begin with one of these are read without a token."""
-        return tuple(one.strip() for one in self.auth_public_streams.split(",") if one.strip())
+        return listed(self.auth_public_streams)
 
     @property
     def loopback_only(self) -> bool:
@@ -342,6 +353,9 @@ class Setting(Struct, frozen=True, kw_only=True):
     default: int | str | bool
     help: str
     unit: str = ""
+def listed(text: str) -> tuple[str, ...]:
+    """What a setting names, separated by commas."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())
     choices: tuple[str, ...] = ()
     secret: bool = False
     limit: bool = False
