@@ -16,6 +16,7 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
+from tailrace.api.origins import Origins
 from tailrace.auth import Action, Identity, is_hub, may
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -36,6 +37,7 @@ class Live:
         self._log = context.log
         self._limits = context.limits
         self.loop = context.loop
+        self._origins = Origins(context.settings)
         self.unsent_bytes_max = context.limits.live_unsent_bytes
         self.contracts = Contracts(context.limits.key_bytes)
         self._followers: set[Follower] = set()
@@ -103,6 +105,7 @@ class Live:
             raise TailraceError(
                 "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
+        self._origins.check(exchange)
         follower = self._open(stream, start, key, cursor, None, identity)
         wire = WsWire(is_text(stream.content_type))
         try:
@@ -149,9 +152,6 @@ class Live:
             follower.finish(1008)
         return len(lost)
 
-    def _tick(self) -> None:
-        self._timer = None
-        self.now = now = self.loop.time()
     def recheck_hub(self) -> None:
         """Sends away whoever follows a stream of the hub that its rules let them read no more."""
         for follower in tuple(self._followers):
@@ -159,6 +159,9 @@ class Live:
             if is_hub(name) and not may(follower.identity, Action.READ_STREAM, stream=name):
                 follower.finish(1008)
 
+    def _tick(self) -> None:
+        self._timer = None
+        self.now = now = self.loop.time()
         self.step_stream = None  # what it says about the cursor grows old
         keep_alive_s = self._limits.sse_keep_alive_ms / 1000
         for follower in tuple(self._followers):

@@ -12,6 +12,7 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.socket import HubSocket
+from tailrace.api.origins import Origins
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import CODES, TailraceError
 from tailrace.hub import connecting, decide
@@ -45,10 +46,7 @@ class HubRoutes:
         per_s = settings.limits.hub_connects_per_s
         rates = {"peer": Rate(PER_ADDRESS_PER_S, BURST), "server": Rate(max(1, per_s), max(BURST, 2 * per_s))}
         self._connects = Buckets(rates)
-        self._origins: frozenset[str] | None = None
-        if settings.cors_origins != "*":
-            listed = (origin.strip() for origin in settings.cors_origins.split(","))
-            self._origins = frozenset(origin for origin in listed if origin)
+        self._origins = Origins(settings)
 
     def handles(self, exchange: Exchange, path: bytes) -> bool:
         if path in PATHS:
@@ -94,7 +92,7 @@ class HubRoutes:
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
         self._check_open()
-        self._check_origin(exchange)
+        self._origins.check(exchange)
         self._check_rate(exchange)
         given = exchange.headers.get(b"authorization", b"").decode("latin-1")
         token = given[7:].strip() if given[:7].lower() == "bearer " else None
@@ -117,11 +115,6 @@ class HubRoutes:
             raise TailraceError("forbidden", "without authentication the hub works on loopback only")
         if self._runner.hub.draining:
             raise TailraceError("unavailable", "the server is stopping")
-
-    def _check_origin(self, exchange: Exchange) -> None:
-        origin = exchange.headers.get(b"origin", b"").decode("latin-1")
-        if origin and self._origins is not None and origin not in self._origins:
-            raise TailraceError("forbidden", "this origin may not connect")
 
     def _check_rate(self, exchange: Exchange) -> None:
         limits = self._settings.limits
