@@ -101,6 +101,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     public_url: Annotated[
         str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
     ] = ""
+    trusted_proxies: Annotated[
+        str,
+        Meta(
+            description="Addresses and networks of proxies, comma-separated, whose X-Forwarded-For, -Proto "
+            "and -Host are believed; of all others they are not looked at."
+        ),
+    ] = ""
     insecure: Annotated[bool, Meta(description="Allow listening beyond loopback without authentication.")] = (
         False
     )
@@ -156,13 +163,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
     ] = ""
 
-    watch_partition_patterns: Annotated[
-        str,
-        Meta(
-            description="Partitions of new collections by their path, comma-separated: rooms/*/messages=1; * "
-            "is one segment, the first that fits counts."
-        ),
-    ] = ""
     source_variables: Annotated[
         str,
         Meta(
@@ -174,6 +174,14 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(description="Directories of files that sources may take connection strings from, by comma."),
     ] = "/run/secrets"
+
+    watch_partition_patterns: Annotated[
+        str,
+        Meta(
+            description="Partitions of new collections by their path, comma-separated: rooms/*/messages=1; * "
+            "is one segment, the first that fits counts."
+        ),
+    ] = ""
     watch_metrics_partitions: Annotated[
         bool,
         Meta(description="Label the metrics of a collection with the partition, where they have one."),
@@ -345,6 +353,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return int(moment.timestamp() * 1000)
 
 
+def networks_of(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    """Addresses and networks, separated by commas. ValueError if one of them is neither."""
+    return tuple(ipaddress.ip_network(one, strict=False) for one in listed(text))
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """What a setting names, separated by commas."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
 class Setting(Struct, frozen=True, kw_only=True):
     """One row of the table, read off its field."""
 
@@ -353,9 +371,6 @@ class Setting(Struct, frozen=True, kw_only=True):
     default: int | str | bool
     help: str
     unit: str = ""
-def listed(text: str) -> tuple[str, ...]:
-    """What a setting names, separated by commas."""
-    return tuple(one.strip() for one in text.split(",") if one.strip())
     choices: tuple[str, ...] = ()
     secret: bool = False
     limit: bool = False

@@ -13,6 +13,7 @@ from tailrace.api import answers
 from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.socket import HubSocket
 from tailrace.api.origins import Origins
+from tailrace.api.proxies import network_of, proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import CODES, TailraceError
 from tailrace.hub import connecting, decide
@@ -47,6 +48,7 @@ class HubRoutes:
         rates = {"peer": Rate(PER_ADDRESS_PER_S, BURST), "server": Rate(max(1, per_s), max(BURST, 2 * per_s))}
         self._connects = Buckets(rates)
         self._origins = Origins(settings)
+        self._proxies = proxies_of(settings.trusted_proxies)
 
     def handles(self, exchange: Exchange, path: bytes) -> bool:
         if path in PATHS:
@@ -78,7 +80,7 @@ class HubRoutes:
 
     def _shards(self, exchange: Exchange, identify: Identify) -> None:
         authorise(identify(exchange), Action.HUB_SHARDS)
-        base = answers.base_url(exchange, self._settings.public_url)
+        base = answers.base_url(exchange, self._settings)
         url = "ws" + base.removeprefix("http") + WS_PATH.decode()
         body = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
@@ -123,10 +125,10 @@ class HubRoutes:
         if not limits.hub_connects_per_s:
             return
         now_ns = self._runner.now_ms() * 1_000_000
-        peer = exchange.peer.rpartition(":")[0].strip("[]")
+        peer = self._proxies.address_of(exchange).strip("[]")
         waits = [self._connects.take("", "server", now_ns)]
         if not _is_loopback(peer):
-            waits.append(self._connects.take(peer, "peer", now_ns))
+            waits.append(self._connects.take(network_of(peer), "peer", now_ns))
         if any(waits):
             raise TailraceError("overloaded", "too many connections at once")
 
