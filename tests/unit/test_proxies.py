@@ -43,6 +43,13 @@ def test_the_client_is_the_last_one_that_is_no_proxy(peer: str, said: str, clien
     assert Proxies("").address_of(exchange(peer, x_forwarded_for=said)) == peer.rpartition(":")[0]
 
 
+def test_a_client_is_written_down_with_its_port_unless_a_proxy_stands_between() -> None:
+    said = {"x_forwarded_for": "203.0.113.9"}
+    assert Proxies(TRUSTED).remote_of(exchange("10.1.2.3:5", **said)) == "203.0.113.9"
+    assert Proxies(TRUSTED).remote_of(exchange("10.1.2.3:5")) == "10.1.2.3:5"
+    assert Proxies("").remote_of(exchange("10.1.2.3:5", **said)) == "10.1.2.3:5"
+
+
 def test_scheme_and_host_are_those_that_the_proxy_was_reached_by() -> None:
     said = {"x_forwarded_proto": "https", "x_forwarded_host": "api.example:8443", "host": "inside:4437"}
     proxies = Proxies(TRUSTED)

@@ -37,6 +37,11 @@ class Proxies:
                 break
         return found
 
+    def remote_of(self, exchange: Exchange) -> str:
+        """The client as it is written down: with its port, unless a proxy stands between."""
+        client = self.address_of(exchange)
+        return exchange.peer if exchange.peer.startswith(client + ":") else client
+
     def base_of(self, exchange: Exchange) -> tuple[str, str]:
         """Scheme and host by which the client reached us, or the proxy that it reached instead."""
         scheme = exchange.scheme.decode()

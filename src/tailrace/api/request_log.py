@@ -79,8 +79,8 @@ def _fields(exchange: Exchange, status: int) -> dict[str, object]:
         "status": status,
         "peer": exchange.peer,
     }
-    client = _vouching.proxies.address_of(exchange)
-    if not exchange.peer.startswith(client + ":"):
+    client = _vouching.proxies.remote_of(exchange)
+    if client != exchange.peer:
         fields["client"] = client
     vouched = _vouching.client_of(exchange)
     if vouched is not None:

@@ -110,6 +110,7 @@ class HubRoutes:
             discard_bytes=limits.hub_skip_bytes,
         )
         client.opened(connection)
+        client.session.peer = self._proxies.remote_of(exchange)
 
     def _check_open(self) -> None:
         settings = self._settings
@@ -175,7 +176,7 @@ class HubRoutes:
         except HubError:
             raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
         session.identity, session.actor = identity, actor_of(identity, path)
-        session.peer = exchange.peer
+        session.peer = self._proxies.remote_of(exchange)
         session.state = CONNECTED
         return session
 
