@@ -17,12 +17,15 @@ _common: dict[str, object] = {}  # on every line of this process
 
 
 def configure(level: str, form: str) -> None:
-    """Send everything that is logged, by us or by a library, to standard error in one form."""
+    """Send what we log, and what libraries warn of, to standard error in one form.
+
+    Below a warning libraries tell what they were given: URLs, for one, in which there may be a password.
+    """
     severity = logging.getLevelNamesMapping()[level.upper()]
     as_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
     root = logging.getLogger()
     root.handlers[:] = [_Lines(as_json=as_json)]
-    root.setLevel(max(severity, logging.INFO))
+    root.setLevel(max(severity, logging.WARNING))
     logging.getLogger("tailrace").setLevel(severity)
 
 

@@ -101,6 +101,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     public_url: Annotated[
         str, Meta(description="Base of the URLs the server writes, if it is reached under another name.")
     ] = ""
+    trusted_proxies: Annotated[
+        str,
+        Meta(
+            description="Addresses and networks of proxies, comma-separated, whose X-Forwarded-For, -Proto "
+            "and -Host are believed; of all others they are not looked at."
+        ),
+    ] = ""
     insecure: Annotated[bool, Meta(description="Allow listening beyond loopback without authentication.")] = (
         False
     )
@@ -155,6 +162,18 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     webhook_allow: Annotated[
         str, Meta(description="Hosts webhooks may call although their address is private, comma-separated.")
     ] = ""
+
+    source_variables: Annotated[
+        str,
+        Meta(
+            description="Variables of the environment that sources may take connection strings from: "
+            "patterns with *, comma-separated."
+        ),
+    ] = "*_DSN,*_DSN_*"
+    source_directories: Annotated[
+        str,
+        Meta(description="Directories of files that sources may take connection strings from, by comma."),
+    ] = "/run/secrets"
 
     watch_partition_patterns: Annotated[
         str,
@@ -306,7 +325,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def auth_public_prefixes(self) -> tuple[str, ...]:
         """Streams that begin with one of these are read without a token."""
-        return tuple(one.strip() for one in self.auth_public_streams.split(",") if one.strip())
+        return listed(self.auth_public_streams)
 
     @property
     def loopback_only(self) -> bool:
@@ -332,6 +351,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if moment.tzinfo is None:
             raise ValueError("an instant has a time zone")
         return int(moment.timestamp() * 1000)
+
+
+def networks_of(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    """Addresses and networks, separated by commas. ValueError if one of them is neither."""
+    return tuple(ipaddress.ip_network(one, strict=False) for one in listed(text))
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """What a setting names, separated by commas."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())
 
 
 class Setting(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from tailrace import auto_tune
 from tailrace.limits import Limits
-from tailrace.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsError, parse
+from tailrace.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsError, networks_of, parse
 
 CONFIG_NAME: Final = "tailrace.toml"
 # Variables that are read by others: the command line, the failpoints and Spark.
@@ -186,6 +186,10 @@ def _check(settings: Settings) -> None:
         _ = settings.webhook_keys_since_ms
     except ValueError:
         raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
+    try:
+        networks_of(settings.trusted_proxies)
+    except ValueError as error:
+        raise SettingsError(f"trusted_proxies: {error}") from None
     if settings.edge_signing_key and len(settings.edge_signing_key.encode()) < 32:
         raise SettingsError("edge_signing_key is shorter than 32 bytes, which is not safe")
     if settings.recovery_key and len(settings.recovery_key.encode()) < 32:

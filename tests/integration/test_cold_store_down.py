@@ -13,10 +13,12 @@ from support.calls import Caller
 from support.sealing import SEALING_ENV, hot, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
+from tailrace.auth import create_token
 from tailrace.protocol.offsets import encode
 from tailrace.testing import ServerFailedError
 
 TEXT = "text/plain"
+SECRET = "a secret that is long enough for HS256, 32 bytes"
 
 
 class Bucket:
@@ -89,6 +91,19 @@ def test_appends_and_hot_reads_go_on_and_everything_drains(started: Started, buc
     wait_until(lambda: object_store(server) == "ok", "the store back")
     wait_sealed(server.data_dir)
     assert http.get("a").body == b"".join(b"%d," % number for number in range(11))
+
+
+def test_what_the_store_answers_is_told_to_operators_only(started: Started, bucket: Bucket) -> None:
+    bucket.take_away()
+    server, _ = started(TAILRACE_AUTH_JWT_SECRET=SECRET)
+    manager = Caller(server, create_token(SECRET, sub="m", scopes=["manage"]))
+
+    def told(call: Caller) -> str:
+        return call("GET", "/readyz").body["object_store"]
+
+    wait_until(lambda: told(manager).startswith("failing: "), "the failure told")
+    for who in (None, create_token(SECRET, sub="r", scopes=["read"]), "nonsense"):
+        assert told(Caller(server, who)) == "failing"
 
 
 def test_too_much_waiting_is_refused_until_it_has_drained(started: Started, bucket: Bucket) -> None:

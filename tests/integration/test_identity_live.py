@@ -488,6 +488,29 @@ def test_a_rate_holds_for_all_workers_together(start_server: StartServer) -> Non
     assert Caller(server, token("read", sub="modest"))("GET", "/v1/streams").status == 200
 
 
+def test_what_is_given_to_token_revoke_is_never_kept(tmp_path: Path) -> None:
+    """A key is revoked as a key, and whatever is no id is not taken for one."""
+    file = tmp_path / "keys.json"
+    at = ("--file", str(file))
+    for command in (("token", "revoke", "some-id"), ("token", "revoke", "--sub", "ada")):
+        done = tailrace(*command, *at)
+        assert (done.code, "nothing was revoked" in done.err, file.exists()) == (2, True, False)
+    keys = [tailrace("key", "create", *at, "--sub", "x", "--scope", "read").out.strip() for _ in range(2)]
+    assert tailrace("token", "revoke", keys[0], *at).code == 0
+    assert tailrace("token", "revoke", keys[1].rpartition("_")[0], *at).code == 0
+    refused = tailrace("token", "revoke", "trg_" + "x" * 43, *at)
+    assert (refused.code, "cannot be revoked" in refused.err) == (2, True)
+    assert json.loads(file.read_text())["keys"] == []
+    assert not any(secret.split("_", 2)[2] in file.read_text() for secret in keys)
+    assert "trg_" not in file.read_text()
+
+
+def test_a_key_can_be_given_to_token_revoke(server: ServerProcess, call: Caller) -> None:
+    _, bearer = made_key(call, "ci", "read")
+    run(server, "token", "revoke", bearer)
+    assert Caller(server, bearer)("GET", "/v1/streams").code == "unauthorized"
+
+
 def test_commands_say_what_is_wrong(tmp_path: Path) -> None:
     at = ("--file", str(tmp_path / "keys.json"))
     wrong: list[tuple[tuple[str, ...], int, str]] = [

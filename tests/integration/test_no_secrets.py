@@ -11,6 +11,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cli import tailrace
+from support.collector import Collector
 from support.edge import EdgeProcess
 from support.hub_client import Actor
 from support.mongo_server import MongoServer
@@ -38,8 +39,11 @@ def test_no_secret_is_in_any_log(tmp_path: Path, start_server: StartServer, form
     keys = tmp_path / "hub-keys.json"
     keys.write_text(json.dumps({"@(ada)": [{"id": "k1", "secret": HMAC_SECRET, "createdAt": 1}]}))
     mongo = MongoServer().start()
+    collector = Collector()
     server = start_server(
         env={
+            "TAILRACE_TRACES_URL": collector.base_url.replace("//", f"//user:{PASSWORD}@"),
+            "TAILRACE_TRACES_ONE_IN": "1",
             "TAILRACE_AUTH_JWT_SECRET": SECRET,
             "TAILRACE_RECOVERY_KEY": RECOVERY,
             "TAILRACE_HUB_KEYS": str(keys),
@@ -70,7 +74,9 @@ def test_no_secret_is_in_any_log(tmp_path: Path, start_server: StartServer, form
     for jti in ("some-token", *given):
         call("POST", "/v1/server/_revocations", {"jti": jti})
     call("DELETE", f"/v1/server/_keys/{key.split('_')[1]}")
+    collector.wait_for("PUT /v1/stream/{name}")
     server.stop()
+    collector.close()
     mongo.crash()
     log = server.log
     assert "was revoked by 'manager'" in log, "the log is on"

@@ -119,6 +119,29 @@ def test_configured_origins_and_policy(start_server: StartServer) -> None:
     wire.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/stream/live?offset=-1&live=ws", "/hub/ws"])
+def test_configured_origins_hold_for_websockets(start_server: StartServer, path: str) -> None:
+    """Browsers ask nobody before they open one: the server itself looks whose page it is."""
+    for origins, statuses in (
+        ("https://a.example, https://b.example", (101, 403, 101)),
+        ("*", (101, 101, 101)),
+    ):
+        wire = Wire(start_server("--cors-origins", origins).port)
+        assert wire.put("live", "text/plain").status == 201
+        for origin, status in zip(("https://b.example", "https://c.example", None), statuses, strict=True):
+            asked = {
+                "Connection": "Upgrade",
+                "Upgrade": "websocket",
+                "Sec-WebSocket-Version": "13",
+                "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+                **({} if origin is None else {"Origin": origin}),
+            }
+            with wire.connect() as connection:
+                connection.send(request_bytes("GET", path, asked))
+                assert connection.read_head().status == status, origin
+        wire.close()
+
+
 # -- 4.3 errors
 
 

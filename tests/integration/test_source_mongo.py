@@ -43,7 +43,8 @@ def mongo() -> Iterator[MongoServer]:
 
 @pytest.fixture(scope="module")
 def following(mongo: MongoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    env = {**QUICK, "MONGO_DSN": mongo.dsn}
+    secrets = str(tmp_path_factory.getbasetemp())
+    env = {**QUICK, "MONGO_DSN": mongo.dsn, "TAILRACE_SOURCE_DIRECTORIES": secrets}
     server = ServerProcess(tmp_path_factory.mktemp("following") / "data", env=env).start()
     yield server
     server.stop()

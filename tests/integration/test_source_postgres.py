@@ -43,7 +43,8 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="module")
 def following(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    env = {**QUICK, "PG_DSN": postgres.dsn}
+    secrets = str(tmp_path_factory.getbasetemp())
+    env = {**QUICK, "PG_DSN": postgres.dsn, "TAILRACE_SOURCE_DIRECTORIES": secrets}
     server = ServerProcess(tmp_path_factory.mktemp("following") / "data", env=env).start()
     yield server
     server.stop()
@@ -422,7 +423,7 @@ def test_w11_a_lost_log_and_another_database_are_gaps(postgres: PostgresServer, 
     other, place = postgres, tmp_path / "dsn"
     postgres = PostgresServer(max_slot_wal_keep_size="1MB", min_wal_size="32MB", max_wal_size="64MB").start()
     place.write_text(postgres.dsn)
-    server = ServerProcess(tmp_path / "data", env=QUICK)
+    server = ServerProcess(tmp_path / "data", env={**QUICK, "TAILRACE_SOURCE_DIRECTORIES": str(tmp_path)})
     try:
         call = Caller(server.start())
         make(postgres, "t")

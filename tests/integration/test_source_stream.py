@@ -183,6 +183,29 @@ def test_sources_are_for_managers(start_server: StartServer) -> None:
     assert admin("DELETE", "/v1/databases/app/collections/orders").status == 204
 
 
+def test_a_source_uses_no_secret_that_is_not_for_sources(tmp_path: Path, start_server: StartServer) -> None:
+    """Whoever manages a database does not manage the machine; a source from other times is told so."""
+    place = tmp_path / "dsn"
+    place.write_text("host=nowhere")
+    collections = {"public.t": {"collection": "t"}}
+    env = {**QUICK, "OTHER": "host=nowhere", "TAILRACE_AUTH_JWT_SECRET": SECRET}
+    open_minded = {**env, "TAILRACE_SOURCE_DIRECTORIES": str(tmp_path)}
+    process = start_server(env=open_minded)
+    call = Caller(process, create_token(SECRET, sub="admin", scopes=("manage",), dbs=["default"]))
+    for dsn in ({"env": "TAILRACE_AUTH_JWT_SECRET"}, {"env": "OTHER"}, {"file": "/etc/hostname"}):
+        given = {"kind": "postgres", "dsn": dsn, "collections": collections}
+        assert call("PUT", f"{BASE}/sources/wrong", given).code == "forbidden", dsn
+    given = {"kind": "postgres", "dsn": {"file": str(place)}, "collections": collections}
+    assert call("PUT", f"{BASE}/sources/early", given).status == 201
+    process.stop()
+    process = start_server(data_dir=process.data_dir, env=env)
+    call = Caller(process, create_token(SECRET, sub="admin", scopes=("manage",), dbs=["default"]))
+    path = f"{BASE}/sources/early"
+    wait_until(
+        lambda: call("GET", path).body["status"]["error"] or "", lambda told: "source_directories" in told
+    )
+
+
 def test_doctor_tells_of_sources_that_nobody_reads(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", env=QUICK).start()
     call = Caller(server)

@@ -638,3 +638,10 @@ def test_scopes_and_claims(start_server: StartServer, hook: Hook) -> None:
     assert manager("POST", control("s", "/ack"), body).code == "TOKEN_INVALID"
     assert nobody("POST", control("s", "/ack"), body).code == "TOKEN_INVALID"
     assert nobody("POST", control("s", "/ack"), body, token=claimed["token"]).status == 200
+    # Without a claim about streams, too: those of the server and of the hub have rules of their own.
+    for number, name in enumerate(("__audit__", "__deliveries__/g", "hub/audit", "hub/mbox/somebody")):
+        own = {**pull("s", wake_stream="s/wake", streams=["s/named", name]), "pattern": None}
+        assert manager("PUT", control(f"own{number}"), own).status == 201
+        assert manager("GET", control(f"own{number}")).status == 200
+        assert reader("GET", control(f"own{number}")).code == "forbidden"
+        assert reader("POST", control(f"own{number}", "/claim"), {"worker": "w"}).code == "forbidden"

@@ -7,12 +7,14 @@ import shutil
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from support.calls import eventually
-from support.cli import tailrace
+from support.cli import environment, tailrace
 from support.server import ServerProcess
 from tailrace.net.self_signed import self_signed
 
@@ -76,6 +78,26 @@ def test_a_server_makes_its_own_certificate_and_keeps_it(tmp_path: Path) -> None
     eventually(lambda: server.log.count("tailrace ready"), lambda count: count == 2)
     assert presented(server) == first
     server.stop()
+
+
+def test_a_server_with_tls_is_ready_for_tests_and_healthy_for_containers(tmp_path: Path) -> None:
+    """The check of a container goes by the settings of its server."""
+    server = ServerProcess(tmp_path / "data", args=["--tls-self-signed"]).start()
+    assert server.status("/healthz") == 200
+    env = {"TAILRACE_PORT": str(server.port), "TAILRACE_HOST": "0.0.0.0"}
+    assert checked(tmp_path, {**env, "TAILRACE_TLS_SELF_SIGNED": "yes"}) == 0
+    assert checked(tmp_path, env) == 1, "not spoken to in the clear"
+    server.stop()
+    assert checked(tmp_path, {**env, "TAILRACE_TLS_SELF_SIGNED": "yes"}) == 1
+    plain = ServerProcess(tmp_path / "plain").start()
+    assert checked(tmp_path, {"TAILRACE_PORT": str(plain.port)}) == 0
+    plain.stop()
+
+
+def checked(directory: Path, env: dict[str, str]) -> int:
+    command = [sys.executable, "-m", "tailrace.healthcheck"]
+    done = subprocess.run(command, env=environment(env), cwd=directory, capture_output=True, check=False)
+    return done.returncode
 
 
 def test_another_host_gets_another_certificate(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, NoReturn
 
 import jwt
 import pytest
@@ -182,6 +182,31 @@ def test_an_issuer_that_is_down_at_the_start(verifier: TokenVerifier, issuer: Ke
     verifier.start()
     assert verifier.wait_keys(60)
     assert code_of(verifier, bearer(ed25519.Ed25519PrivateKey.generate(), "one")) == "unavailable"
+
+
+def test_no_failure_ends_the_looks_at_the_key_set(
+    issuer: KeyServer, verifier: TokenVerifier, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that nobody has thought of: the next look finds the new key."""
+    old, new = ed25519.Ed25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()
+    issuer.publish(public_jwk(old, kid="one"))
+    verifier.start()
+    assert verifier.wait_keys(60)
+    issuer.publish(public_jwk(new, kid="two"))
+
+    def fail(document: bytes) -> NoReturn:
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jwks, "parse_key_set", fail)
+        clock.advance(jwks.REFRESH_INTERVAL_S_MIN)
+        assert code_of(verifier, bearer(new, "two")) == "unavailable"
+        assert verifier.wait_keys(60)
+    assert verifier.verify(bearer(old, "one"))
+    clock.advance(2 * jwks.REFRESH_INTERVAL_S_MIN)
+    assert code_of(verifier, bearer(new, "two")) == "unavailable"
+    assert verifier.wait_keys(60)
+    assert verifier.verify(bearer(new, "two"))
 
 
 def test_a_slow_issuer_is_given_up(issuer: KeyServer) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import threading
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
 
 from tailrace.auth import (
@@ -197,6 +199,27 @@ def test_what_a_token_was_exchanged_for_is_revoked_with_it() -> None:
     assert not found.concern(Identity("ada", frozenset(), token_id="second", origin_id="other"))
 
 
+@pytest.mark.parametrize("end", ["taken out", "changed", "expired"])
+def test_what_a_key_was_exchanged_for_ends_with_the_key(path: Path, clock: FakeClock, end: str) -> None:
+    """Also if nobody revokes anything: whoever refreshes in time would go on for ever."""
+    key, text = make_key(sub="ci", scopes=["read"], lifetime_s=3600, clock=clock)
+    book_at(path, clock).add_key(key)
+    check = verifier(path, clock)
+    holder = check.verify(header(text))
+    claims = {"sub": "ci", "scope": "read", "trOrigin": holder.token_id, "trVouched": holder.vouched_by}
+    exchanged = jwt.encode(claims, SECRET, algorithm="HS256")
+    assert check.verify(header(exchanged)).sub == "ci"
+    if end == "expired":
+        clock.advance(3600 + 31)
+    else:
+        kept = json.loads(path.read_text())
+        kept["keys"] = [] if end == "taken out" else [{**kept["keys"][0], "sub": "other"}]
+        path.write_text(json.dumps(kept))
+    check.changed()
+    again = jwt.encode({**claims, "jti": "again"}, SECRET, algorithm="HS256")
+    assert reason(check, again) == "the token was revoked"
+
+
 def test_revocations_are_forgotten_when_their_tokens_have_expired() -> None:
     known = revocations.with_token((), "a", 1000, 1010)
     assert known[0].until is not None
@@ -275,6 +298,56 @@ def test_a_file_without_which_nobody_gets_in_has_to_be_there(path: Path, clock: 
     assert check.verify(header(text)).scopes == {"manage"}
     path.unlink()
     assert verifier(path, clock, auth_keys_file=str(path)).enabled, "tokens are another way in"
+
+
+def test_a_change_keeps_the_mode_of_the_file(path: Path, clock: FakeClock) -> None:
+    book = book_at(path, clock)
+    book.revoke_subject("first")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    book.revoke_subject("ada")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_change_by_another_user_keeps_the_owner(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root would make it: the files are root's until they are given to whom the old one belonged to."""
+    book = book_at(path, clock)
+    book.revoke_subject("first")
+    found, given = path.stat(), []
+    real, opened = os.fstat, os.stat_result((*found[:4], found.st_uid + 1, found.st_gid + 1, *found[6:]))
+    monkeypatch.setattr(identity_file.os, "fstat", lambda fd: opened)
+    monkeypatch.setattr(identity_file.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(
+        identity_file.os,
+        "fchown",
+        lambda fd, uid, gid: given.append((Path(f"/proc/self/fd/{fd}").readlink().name, uid, gid)),
+    )
+    book.revoke_subject("ada")
+    monkeypatch.setattr(identity_file.os, "fstat", real)
+    owner = (found.st_uid, found.st_gid)
+    assert given == [(f"{path.name}.lock", *owner), (f"{path.name}.tmp", *owner)]
+
+
+def test_a_change_that_would_take_the_file_from_its_owner_is_refused(
+    path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = book_at(path, clock)
+    book.revoke_subject("first")
+    before, found = path.read_bytes(), path.stat()
+
+    def refuse(fd: int, uid: int, gid: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    other = os.stat_result((*found[:4], found.st_uid + 1, found.st_gid + 1, *found[6:]))
+    monkeypatch.setattr(identity_file.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(identity_file.os, "fstat", lambda fd: other)
+    monkeypatch.setattr(identity_file.os, "fchown", refuse)
+    with pytest.raises(TailraceError, match="run this as that user"):
+        book.revoke_subject("ada")
+    assert path.read_bytes() == before
+    assert not path.with_name(path.name + ".tmp").exists()
 
 
 def test_writers_wait_for_each_other(path: Path, clock: FakeClock) -> None:

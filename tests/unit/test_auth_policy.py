@@ -18,6 +18,8 @@ from tailrace.auth import (
 from tailrace.auth.policy import ON_DATABASE, Access
 from tailrace.auth.tokens import SCOPES
 from tailrace.errors import TailraceError
+from tailrace.hub.policy import ActorRule, Policy, Rules, TopicRule
+from tailrace.hub.reading import StreamRules
 
 # The route table, row by row: the scopes that are let through, of the four there are.
 GRANTED_BY: dict[Action, set[str]] = {
@@ -216,10 +218,74 @@ def test_a_read_only_stream_says_what_it_allows() -> None:
     assert caught.value.headers == (("Allow", "GET, HEAD, OPTIONS"),)
 
 
-def test_hub_streams_follow_the_hub() -> None:
+RULES = Rules(
+    actors=[
+        ActorRule("@(blind/*)", discover=False, subscribe=False),
+        ActorRule("@(box/*)", register=["@(shared/*)"]),
+    ],
+    topics=[TopicRule("jobs/secret", subscribers=["@(svc/alice)"])],
+)
+
+
+def under_rules(who: Identity, *, topics_open: bool = True) -> Identity:
+    return msgspec.structs.replace(who, hub=StreamRules(Policy(RULES, topics_open=topics_open)))
+
+
+def test_streams_of_the_hub_are_read_by_whom_its_rules_allow() -> None:
+    alice = under_rules(identity("read", actor="svc/alice", streams=("a/",)))
+    bob = under_rules(identity("read", actor="svc/bob"))
+    blind = under_rules(identity("read", actor="blind/x"))
+    box = under_rules(identity("read", actor="box/x"))
+    nobody = under_rules(identity("read"))
+    allowed = {
+        "hub/topic/jobs/secret": (alice,),
+        "hub/topic/news": (alice, bob, box),
+        "hub/registry": (alice, bob, box),
+        "hub/mbox/svc/alice": (alice,),
+        "hub/mbox/svc/alice/inbox": (alice,),
+        "hub/mbox/shared/x": (box,),
+        "hub/mbox/box/x": (),
+        "hub/mbox/": (),
+        "hub/broadcast/0": (),
+        "hub/dead-letters": (),
+        "hub/audit": (),
+        "hub/trace": (),
+    }
+    for name, readers in allowed.items():
+        for who in (alice, bob, blind, box, nobody):
+            for action in (Action.READ_STREAM, Action.QUERY_STREAM):
+                expected = "" if who in readers else "forbidden"
+                assert refusal(who, action, stream=name) == expected, (name, who.actor_id)
+            copied = refusal(
+                msgspec.structs.replace(who, scopes=who.scopes | {"write"}, streams=None),
+                Action.WRITE_STREAM,
+                stream="copy",
+                source=name,
+            )
+            assert copied == ("" if who in readers else "forbidden"), (name, who.actor_id)
+        assert refusal(under_rules(identity("manage")), Action.READ_STREAM, stream=name) == ""
+        assert refusal(ANONYMOUS, Action.READ_STREAM, stream=name) == ""
+    shut = under_rules(bob, topics_open=False)
+    assert refusal(shut, Action.READ_STREAM, stream="hub/topic/news") == "forbidden"
+
+
+def test_the_claims_of_a_token_hold_for_streams_of_the_hub() -> None:
+    said = b'{"capabilities": ["send", "discover"]}'
+    sender = under_rules(msgspec.structs.replace(identity("read", actor="svc/alice"), claims=said))
+    assert refusal(sender, Action.READ_STREAM, stream="hub/registry") == ""
+    for name in ("hub/topic/news", "hub/topic/jobs/secret", "hub/mbox/svc/alice"):
+        assert refusal(sender, Action.READ_STREAM, stream=name) == "forbidden"
+    malformed = msgspec.structs.replace(sender, claims=b'{"capabilities": "all"}')
+    assert refusal(malformed, Action.READ_STREAM, stream="hub/registry") == "forbidden"
+
+
+def test_where_the_rules_are_not_known_only_what_they_may_allow_is_asked_for() -> None:
+    """An edge passes such requests on, and the server refuses."""
     alice = identity("read", actor="svc/alice", streams=("a/",))
     for name in ("hub/mbox/svc/alice", "hub/mbox/svc/alice/inbox", "hub/topic/news", "hub/registry"):
         assert refusal(alice, Action.READ_STREAM, stream=name) == ""
+        job = identity("read", "system", actor="svc/alice", streams=("a/",))
+        assert refusal(job, Action.READ_STREAM, stream=name) == "forbidden"
     for name in (
         "hub/mbox/svc/alice2",
         "hub/mbox/svc",

@@ -22,6 +22,15 @@ def test_a_reader_can_come_while_a_checkpoint_is_written(tmp_path: Path) -> None
     writer.close()
 
 
+def test_nobody_else_may_look_into_the_store(tmp_path: Path) -> None:
+    """Whatever the umask is: the directory may be one that was there before."""
+    writer = HotDb(tmp_path / "hot.db", writer=True)
+    writer.set_fact("journal_seq", 7)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {"hot.db": 0o600, "hot.db-wal": 0o600, "hot.db-shm": 0o600}
+    writer.close()
+
+
 def test_a_store_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     HotDb(tmp_path / "hot.db").close()
     writer = HotDb(tmp_path / "hot.db", writer=True)

@@ -70,6 +70,8 @@ def test_a_public_https_url_is_fine() -> None:
         "http://[::ffff:127.0.0.1]/",
         "https://[::127.0.0.1]/",
         "https://[64:ff9b::10.0.0.1]/",
+        "https://[64:ff9b:1::10.0.0.1]/",
+        "https://[64:ff9b:1:a00::1]/",
         "https://[2002:0a00:0001::]/",
         "https://[2001:0:4136:e378:8000:63bf:3fff:fdd2]/",
         "https://[2001:db8::1]/",

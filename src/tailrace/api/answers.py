@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tailrace.api.proxies import proxies_of
 from tailrace.api.request_log import failures
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -11,6 +12,7 @@ from tailrace.protocol import refusals
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line
+from tailrace.settings import Settings
 
 NO_STORE = refusals.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"
@@ -72,9 +74,9 @@ def refuse(exchange: Exchange, refusal: TailraceError) -> None:
     exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
 
 
-def base_url(exchange: Exchange, public_url: str) -> str:
+def base_url(exchange: Exchange, settings: Settings) -> str:
     """What absolute URLs begin with: the configured base, else how the client reached us."""
-    if public_url:
-        return public_url.rstrip("/")
-    host = exchange.headers.get(b"host", b"localhost").decode("latin-1")
-    return f"{exchange.scheme.decode()}://{host}"
+    if settings.public_url:
+        return settings.public_url.rstrip("/")
+    scheme, host = proxies_of(settings.trusted_proxies).base_of(exchange)
+    return f"{scheme}://{host}"

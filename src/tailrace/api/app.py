@@ -25,6 +25,7 @@ from tailrace.api.otlp import OtlpRoutes
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.profile import ProfileRoutes
+from tailrace.api.proxies import proxies_of
 from tailrace.api.rates import IdentityRates
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
@@ -45,6 +46,7 @@ logger = logging.getLogger("tailrace.api")
 PREFIX = b"/v1/stream/"
 CONTROL = b"/v1/stream/__ds"
 STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
+BODY_METHODS = frozenset((b"POST", b"PUT", b"PATCH", b"DELETE"))
 NAMES_CACHED = 65_536
 PATH_BYTES_CACHED = 256
 
@@ -61,9 +63,10 @@ class TailraceApp:
         self._context = context
         self._verifier = verifier
         self._grants = grants
-        self.rates = IdentityRates(
-            context.limits, context.clock, Vouching(context.settings.edge_signing_key, context.clock)
-        )
+        settings = context.settings
+        proxies = proxies_of(settings.trusted_proxies)
+        vouching = Vouching(settings.edge_signing_key, context.clock, proxies)
+        self.rates = IdentityRates(context.limits, context.clock, vouching)
         self.identities = IdentityRoutes(context, verifier)
         self.live = Live(context)
         self.reads = ReadRoutes(context, self.live)
@@ -98,7 +101,6 @@ class TailraceApp:
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = self._streams.append
-        settings = context.settings
         self._timing = settings.server_timing
         total = "total" if self._timing else None
         self.common_headers = CommonHeaders(
@@ -137,6 +139,18 @@ class TailraceApp:
             return self.handle
         return self._streams.handler_for(exchange, name) or self.handle
 
+    def knows(self, exchange: Exchange) -> bool:
+        """Whether the client of a request whose body is still coming has a token; 401 if it needs one."""
+        if self._verifier is None:
+            return True
+        given = exchange.headers.get(b"authorization")
+        if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL):
+            return not self._verifier.verify(given).public
+        try:  # a wake is answered with its own token
+            return not self._verifier.verify(given).public
+        except TailraceError:
+            return False
+
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)
         return answers.refusal_of(exchange, error)
@@ -162,6 +176,11 @@ class TailraceApp:
         if self.hub is not None:
             ended += self.hub.runner.recheck(stands)
         return ended
+
+    def recheck_hub(self) -> None:
+        """The hub's rules are others: readers of its streams that they do not suffer have to go."""
+        self.live.recheck_hub()
+        self.reads.recheck_hub()
 
     # -- routing ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ class Follower:
         "_shareable",
         "_silent_since",
         "_skipped",
-        "_stream",
         "_task",
         "_type_was_unset",
         "_waiting",
@@ -37,6 +36,7 @@ class Follower:
         "ended",
         "identity",
         "mode",
+        "stream",
         "until_s",
     )
 
@@ -45,7 +45,7 @@ class Follower:
     ) -> None:
         self._live = live
         self.mode = "ws" if rotate_s is None else "sse"
-        self._stream = stream
+        self.stream = stream
         self._position = position
         self._key = key.encode() or None
         self._cursor = cursor
@@ -78,7 +78,7 @@ class Follower:
             return True
 
     def _go_on(self) -> bool:
-        stream, live = self._stream, self._live
+        stream, live = self.stream, self._live
         while not self.ended:
             if stream.removed or stream.gone:
                 self.finish(4404)
@@ -109,15 +109,15 @@ class Follower:
 
     def _send_page(self, page: Page) -> None:
         self._position = page.next_entry
-        at_end = self._stream.visible_closed and self._position >= self._stream.visible
+        at_end = self.stream.visible_closed and self._position >= self.stream.visible
         if page.count or at_end:
-            self._send(payload_of(self._stream, page) if page.count else None, at_end)
+            self._send(payload_of(self.stream, page) if page.count else None, at_end)
         else:
             self._skipped = True
 
     def _send(self, payload: bytes | None, closed: bool) -> None:
         assert self._wire is not None
-        stream = self._stream
+        stream = self.stream
         up_to_date = self._position >= stream.visible
         offset = stream.offset(self._position)
         cursor = next_cursor(self._cursor, self._live.now_s())
@@ -141,7 +141,7 @@ class Follower:
             while not self.ended and self._wire is not None:
                 if self._wire.unsent_bytes > self._live.unsent_bytes_max:
                     return
-                page = await self._live.page(self._stream, self._position, self._key)
+                page = await self._live.page(self.stream, self._position, self._key)
                 if not self.ended:
                     self._send_page(page)
                     if self._advance():
@@ -160,9 +160,9 @@ class Follower:
     def _wait(self) -> None:
         if not self._waiting and not self.ended:
             self._waiting = True
-            if self._stream.readers is None:
-                self._stream.readers = []
-            self._stream.readers.append(self)
+            if self.stream.readers is None:
+                self.stream.readers = []
+            self.stream.readers.append(self)
 
     # -- events ----------------------------------------------------------------------------------------
 
@@ -188,16 +188,14 @@ class Follower:
             self._task = live.loop.create_task(self._catch_up())
 
     def on_drain(self) -> None:
-        self.on_published(self._stream)
+        self.on_published(self.stream)
 
     def on_tick(self, now: float, keep_alive_s: float) -> None:
         assert self._wire is not None
         if self.until_s is not None and self._live.now_s() >= self.until_s:
             self.finish(1008)
-        elif (
-            self._rotate_at is not None and now >= self._rotate_at and self._position >= self._stream.visible
-        ):
-            self._send(None, self._stream.visible_closed)
+        elif self._rotate_at is not None and now >= self._rotate_at and self._position >= self.stream.visible:
+            self._send(None, self.stream.visible_closed)
             self.finish(1001)
         elif now - self._silent_since >= keep_alive_s and self._wire.unsent_bytes == 0:
             self._silent_since = now
@@ -218,7 +216,7 @@ class Follower:
         if self.ended:
             return
         self.ended = True
-        stream = self._stream
+        stream = self.stream
         if stream.readers is not None:
             stream.readers = [reader for reader in stream.readers if reader is not self] or None
         if self._task is not None and self._task is not asyncio.current_task():

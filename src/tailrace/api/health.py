@@ -9,6 +9,7 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
+from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 
 HEALTH = frozenset({b"/healthz", b"/health"})
@@ -31,15 +32,15 @@ class HealthRoutes:
             authorise(identify(exchange), Action.INSPECT_SERVER)
             self.metrics(exchange)
         else:
-            self.answer_open(exchange, path)
+            self.answer_open(exchange, path, in_detail=self._manages(exchange, identify))
 
-    def answer_open(self, exchange: Exchange, path: bytes) -> None:
+    def answer_open(self, exchange: Exchange, path: bytes, *, in_detail: bool = False) -> None:
         """The routes that everybody may ask."""
         if path in HEALTH:
             more = {} if self.more is None else self.more()
             self._json(exchange, 200, {"status": "ok", **more})
         else:
-            self._ready(exchange)
+            self._ready(exchange, in_detail)
 
     def metrics(self, exchange: Exchange) -> None:
         head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + answers.NO_STORE
@@ -53,9 +54,13 @@ class HealthRoutes:
         refusal = log.refusal or log.shortage
         return None if refusal is None else refusal.message
 
-    def _ready(self, exchange: Exchange) -> None:
+    def _ready(self, exchange: Exchange, in_detail: bool) -> None:
         reason = self.unready_reason
-        details = {} if self.object_store is None else {"object_store": self.object_store()}
+        details: dict[str, object] = {}
+        if self.object_store is not None:
+            # What the store answered names the bucket and who asked: not for everybody.
+            state = self.object_store()
+            details["object_store"] = state if in_detail else state.partition(":")[0]
         if reason is None:
             # Without its object store a server is ready until too much waits for it.
             ready = {"status": "ready", "deployment": self._context.deployment, **details}
@@ -66,3 +71,13 @@ class HealthRoutes:
 
     def _json(self, exchange: Exchange, status: int, body: Mapping[str, object], head: bytes = b"") -> None:
         exchange.respond(status, answers.JSON_TYPE + answers.NO_STORE + head, orjson.dumps(body))
+
+    def _manages(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> bool:
+        """Whoever has no token, or a bad one, is told as much as everybody."""
+        if self._context.settings.auth_configured and b"authorization" not in exchange.headers:
+            return False
+        try:
+            authorise(identify(exchange), Action.INSPECT_SERVER)
+        except TailraceError:
+            return False
+        return True

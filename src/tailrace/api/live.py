@@ -16,7 +16,8 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
-from tailrace.auth import Identity
+from tailrace.api.origins import Origins
+from tailrace.auth import Action, Identity, is_hub, may
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -36,6 +37,7 @@ class Live:
         self._log = context.log
         self._limits = context.limits
         self.loop = context.loop
+        self._origins = Origins(context.settings)
         self.unsent_bytes_max = context.limits.live_unsent_bytes
         self.contracts = Contracts(context.limits.key_bytes)
         self._followers: set[Follower] = set()
@@ -103,6 +105,7 @@ class Live:
             raise TailraceError(
                 "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
+        self._origins.check(exchange)
         follower = self._open(stream, start, key, cursor, None, identity)
         wire = WsWire(is_text(stream.content_type))
         try:
@@ -148,6 +151,13 @@ class Live:
         for follower in lost:
             follower.finish(1008)
         return len(lost)
+
+    def recheck_hub(self) -> None:
+        """Sends away whoever follows a stream of the hub that its rules let them read no more."""
+        for follower in tuple(self._followers):
+            name = follower.stream.name
+            if is_hub(name) and not may(follower.identity, Action.READ_STREAM, stream=name):
+                follower.finish(1008)
 
     def _tick(self) -> None:
         self._timer = None

@@ -82,6 +82,10 @@ class LongPoll:
     def identity(self) -> Identity:
         return self._request.identity
 
+    @property
+    def stream(self) -> Stream:
+        return self._request.stream
+
     def refuse(self, refusal: TailraceError) -> None:
         """The client may not wait any longer."""
         self._leave()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from tailrace.api import request_log
 from tailrace.api.app import TailraceApp
+from tailrace.api.proxies import proxies_of
 from tailrace.api.tracing.span import Span
 from tailrace.api.tracing.tracer import Tracer
 from tailrace.errors import TailraceError
@@ -44,6 +45,7 @@ class ObservedApp:
         self._committer = committer
         self._logs_all = settings.log_requests == "all"
         self._names_all = settings.request_ids
+        self._proxies = proxies_of(settings.trusted_proxies)
         self._sync = (0.0, 0)  # seconds and records of the last one
         self.fixed_headers = app.fixed_headers
 
@@ -98,7 +100,7 @@ class ObservedApp:
             "http.route": route,
             "url.path": path,
             "http.response.status_code": status,
-            "client.address": exchange.peer,
+            "client.address": self._proxies.remote_of(exchange),
         }
         if exchange.request_id:
             span.attributes["tailrace.request_id"] = exchange.request_id.decode("ascii")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from tailrace.api.proxies import network_of
 from tailrace.api.vouched import Vouching
 from tailrace.auth import Identity
 from tailrace.clock import Clock
@@ -61,5 +62,5 @@ class IdentityRates:
     def _name(self, identity: Identity, exchange: Exchange) -> str:
         """Whoever has no name is known by the token, and whoever has no token by the address."""
         if identity.public:
-            return "peer " + self._vouching.address_of(exchange)
+            return "peer " + network_of(self._vouching.address_of(exchange))
         return f"sub {identity.sub}" if identity.sub else f"token {identity.token_id}"

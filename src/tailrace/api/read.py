@@ -13,7 +13,7 @@ from tailrace.api.long_poll import LongPoll
 from tailrace.api.parse import at_most
 from tailrace.api.read_request import ReadRequest
 from tailrace.api.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
-from tailrace.auth import Action, Identity, authorise, bad_token
+from tailrace.auth import Action, Identity, authorise, bad_token, is_hub
 from tailrace.errors import TailraceError
 from tailrace.log.decide import gone, resolve
 from tailrace.log.history import Missing, NotAtHandError
@@ -397,6 +397,15 @@ class ReadRoutes:
         for poll in lost:
             poll.refuse(bad_token("the token was revoked"))
         return len(lost)
+
+    def recheck_hub(self) -> None:
+        """The same for those who wait at a stream of the hub that its rules let them read no more."""
+        for poll in self._waiting():
+            if is_hub(poll.stream.name):
+                try:
+                    authorise(poll.identity, Action.READ_STREAM, stream=poll.stream.name)
+                except TailraceError as refusal:
+                    poll.refuse(refusal)
 
     def _waiting(self) -> list[LongPoll]:
         return [

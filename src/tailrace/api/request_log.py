@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Final, Literal
 
+from tailrace.api.proxies import Proxies
 from tailrace.api.vouched import Vouching
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
@@ -57,6 +58,11 @@ def configure(choice: Choice, edge_key: str = "") -> None:
     _vouching = Vouching(edge_key)
 
 
+def trust(proxies: Proxies) -> None:
+    """Whose word about clients the log may repeat."""
+    _vouching.proxies = proxies
+
+
 def answered(exchange: Exchange, status: int, seconds: float) -> None:
     """A line of the log of all requests. Failures have theirs already, with the reason."""
     if status < 500:
@@ -73,6 +79,9 @@ def _fields(exchange: Exchange, status: int) -> dict[str, object]:
         "status": status,
         "peer": exchange.peer,
     }
+    client = _vouching.proxies.remote_of(exchange)
+    if client != exchange.peer:
+        fields["client"] = client
     vouched = _vouching.client_of(exchange)
     if vouched is not None:
         fields |= {"client": vouched.ip, "sub": vouched.sub, "edge": vouched.edge_id}

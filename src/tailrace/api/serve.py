@@ -33,6 +33,7 @@ from tailrace.api.metrics import MetricsApp
 from tailrace.api.observed import ObservedApp, is_wanted
 from tailrace.api.pipeline import PipelineRoutes
 from tailrace.api.pipeline_metrics import connect_pipeline
+from tailrace.api.proxies import proxies_of
 from tailrace.api.seal import SealRoute
 from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
@@ -132,6 +133,7 @@ class Server:
         self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self.context = context
+        request_log.trust(proxies_of(settings.trusted_proxies))
         self._grants = Grants(SYSTEM_CLOCK)
         self._verifier: TokenVerifier | None = None
         if settings.auth_configured:
@@ -203,6 +205,8 @@ class Server:
             self._identities.start()
         await self.start_services()
         self._http = HttpServer(self.front(), settings.limits, on_drain=self.app.end_live)
+        if self._verifier is not None:
+            self._http.admit_body = self.app.knows
         self._connect_telemetry(self._http)
         self._certificate = certificate_of(settings)
         tls = None if self._certificate is None else self._certificate.context
@@ -226,6 +230,7 @@ class Server:
         if self.pipeline.child is not None:
             self.pipeline.child.hang_up()
         self.hub.reload()
+        self.app.recheck_hub()
         if self._identities is not None:
             self._identities.reload()
         if self._certificate is not None:

@@ -228,9 +228,7 @@ class StreamRoutes:
         if transaction.duplicate:
             exchange.respond(200, head + answers.NO_STORE)
             return
-        location = answers.base_url(exchange, self._context.settings.public_url) + exchange.path.decode(
-            "latin-1"
-        )
+        location = answers.base_url(exchange, self._context.settings) + exchange.path.decode("latin-1")
         exchange.respond(201, head + line("Location", location) + answers.NO_STORE)
 
     # -- HEAD, DELETE ----------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class SubscriptionRoutes:
             answers.refuse(exchange, refusal)
 
     def _create(self, exchange: Exchange, subscription_id: str, config: Config) -> None:
-        base_url = answers.base_url(exchange, self._context.settings.public_url)
+        base_url = answers.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
 
         def told(agent: Agent, new: bool, error: TailraceError | None) -> None:
@@ -147,7 +147,7 @@ class SubscriptionRoutes:
 
     def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
         agent = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
-        base_url = answers.base_url(exchange, self._context.settings.public_url)
+        base_url = answers.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
         exchange.respond(200, JSON_HEAD, views.show(agent.sub, kid, base_url))
 
@@ -190,9 +190,8 @@ class SubscriptionRoutes:
         """The subscription, if the caller may see everything it is about."""
         authorise(identity, action)
         agent = self._service.find(subscription_id)
-        if identity.streams is not None:
-            explicit = [path for path, link in agent.sub.links.items() if link.explicit]
-            authorise_all(identity, action, explicit, agent.config.pattern)
+        explicit = [path for path, link in agent.sub.links.items() if link.explicit]
+        authorise_all(identity, action, explicit, agent.config.pattern)
         return agent
 
     # -- working -------------------------------------------------------------------------------------------

@@ -1,18 +1,24 @@
-"""The client behind a request that came through an edge, where the edge's word can be checked."""
+"""The client behind a request that came through an edge or a proxy, where their word can be believed."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from tailrace.api.proxies import Proxies
 from tailrace.auth import EdgeMark, Vouched
 from tailrace.auth.edge_mark import HEADER
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.net.http1 import Exchange
 
+NO_PROXIES: Final = Proxies("")
+
 
 class Vouching:
-    """Believes edges that have the key, and nobody else. Without a key it believes nobody."""
+    """Believes edges that have the key, proxies that are trusted, and nobody else."""
 
-    def __init__(self, key: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, key: str, clock: Clock = SYSTEM_CLOCK, proxies: Proxies = NO_PROXIES) -> None:
         self._mark = EdgeMark(key) if key else None
+        self.proxies = proxies
         self._clock = clock
 
     def client_of(self, exchange: Exchange) -> Vouched | None:
@@ -26,4 +32,4 @@ class Vouching:
     def address_of(self, exchange: Exchange) -> str:
         """Of the client, without its port."""
         vouched = self.client_of(exchange)
-        return exchange.peer.rpartition(":")[0] if vouched is None else vouched.ip
+        return self.proxies.address_of(exchange) if vouched is None else vouched.ip

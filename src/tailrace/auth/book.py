@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
 from tailrace.auth.identity_file import IdentityFile, Register, Stamp
 from tailrace.auth.revocations import Revocations, with_subject, with_token
+from tailrace.auth.tokens import LEEWAY_S
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.errors import TailraceError
 
@@ -27,7 +29,7 @@ class IdentityBook:
         self._clock = clock
         self._stamp: Stamp | None = _NEVER
         self._keys: dict[str, ApiKey] = {}
-        self._marks: frozenset[str] = frozenset()
+        self._ends_s: dict[str, float] = {}  # of each key, by its mark
         self.revocations = Revocations()
         self.version = 0
 
@@ -41,8 +43,9 @@ class IdentityBook:
         return self._keys.get(key_id)
 
     def has(self, mark: str) -> bool:
-        """Whether the key with this mark is there, with nothing about it changed."""
-        return mark in self._marks
+        """Whether the key with this mark is there and good, with nothing about it changed."""
+        ends_s = self._ends_s.get(mark)
+        return ends_s is not None and self._now_s() < ends_s + LEEWAY_S
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -86,7 +89,7 @@ class IdentityBook:
 
     def _adopt(self, register: Register) -> None:
         self._keys = {key.id: key for key in register.keys}
-        self._marks = frozenset(key.mark for key in register.keys)
+        self._ends_s = {key.mark: inf if key.expires_at is None else key.expires_at for key in register.keys}
         self.revocations = Revocations(register.tokens, register.subjects)
         self.version += 1
 

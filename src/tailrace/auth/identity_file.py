@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,8 +83,11 @@ class IdentityFile:
     @contextmanager
     def _locked(self) -> Generator[None]:
         lock = self.path.with_name(self.path.name + ".lock")
+        made = not lock.exists()
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            if made or os.geteuid() == 0:
+                self._keep_owner(fd, least=0o600)
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
@@ -94,13 +98,41 @@ class IdentityFile:
             raise ValueError(f"it would be larger than {FILE_BYTES_MAX} bytes")
         temporary = self.path.with_name(self.path.name + ".tmp")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.rename(self.path)
+        try:
+            with os.fdopen(fd, "wb") as opened:
+                self._keep_owner(fd)
+                opened.write(content)
+                opened.flush()
+                os.fsync(fd)
+            temporary.rename(self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+    def _keep_owner(self, fd: int, least: int = 0) -> None:
+        """Whoever could read the file before can read the new one: no command of root locks a server out.
+
+        A first file that root makes belongs to whom its directory belongs to.
+        """
+        try:
+            found = self.path.stat()
+            mode = stat.S_IMODE(found.st_mode)
+        except FileNotFoundError:
+            if os.geteuid() != 0:
+                return
+            found, mode = self.path.parent.stat(), 0o600
+        own = os.fstat(fd)
+        if (own.st_uid, own.st_gid) != (found.st_uid, found.st_gid):
+            try:
+                os.fchown(fd, found.st_uid, found.st_gid)
+            except PermissionError:
+                raise PermissionError(
+                    f"it belongs to user {found.st_uid} and group {found.st_gid}, and would no more; "
+                    "run this as that user, or as root"
+                ) from None
+        os.fchmod(fd, mode | least)

@@ -292,7 +292,7 @@ class KeyRing:
         try:
             self._adopt(self._load())
             self._failures = 0
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
             self._failures += 1
             # The keys we have stay good: an issuer that is down must not lock everybody out.
             logger.warning("key set %s not refreshed, %d keys kept: %s", self._origin, self._keys.size, error)

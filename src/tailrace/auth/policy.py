@@ -178,6 +178,10 @@ def is_reserved(name: str) -> bool:
     return name.startswith(("__", "hub/")) or name == "hub"
 
 
+def is_hub(name: str) -> bool:
+    return name.startswith("hub/") or name == "hub"
+
+
 def covers(identity: Identity, name: str) -> bool:
     """Whether the `streams` claim covers a name.
 
@@ -236,15 +240,23 @@ def _check_read(identity: Identity, name: str) -> None:
 
 
 def _check_hub_read(identity: Identity, name: str) -> None:
-    """The hub's own rules: mailboxes to their owner, topics and registry to all, the rest to operators."""
+    """What the hub itself would let the identity have; everything to operators, nothing to jobs."""
     if "manage" in identity.scopes:
         return
+    if identity.hub is not None:
+        allowed = identity.hub.may_read(identity, name)
+    else:
+        allowed = _may_be_let_read(identity, name)
+    if not allowed or "system" in identity.scopes:
+        _forbid("the hub's policy does not let this identity read here")
+
+
+def _may_be_let_read(identity: Identity, name: str) -> bool:
+    """Where the hub's rules are not known: what they may allow. The server that is asked next knows them."""
     own = identity.actor_id
-    open_to_all = name == "hub/registry" or name.startswith("hub/topic/")
     mailbox = f"hub/mbox/{own}"
     owned = bool(own) and (name == mailbox or name.startswith(mailbox + "/"))
-    if not (owned or open_to_all):
-        _forbid("the hub's policy does not let this identity read here")
+    return owned or name == "hub/registry" or name.startswith("hub/topic/")
 
 
 def _check_reserved_write(identity: Identity, action: Action, name: str) -> None:

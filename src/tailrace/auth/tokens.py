@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import msgspec
 from jwt import PyJWS
@@ -21,6 +21,12 @@ TIME_S_MAX: Final = 1e12
 JWS: Final = PyJWS(algorithms=["HS256", *sorted(jwks.ALGORITHMS)])
 
 
+class HubReads(Protocol):
+    """The hub's rules, as far as streams under `hub/` are read past the hub."""
+
+    def may_read(self, identity: Identity, name: str) -> bool: ...
+
+
 class Identity(msgspec.Struct, frozen=True):
     """What a request may act as. `streams` and `dbs` are None where the claim is absent."""
 
@@ -35,8 +41,9 @@ class Identity(msgspec.Struct, frozen=True):
     token_id: str = ""  # by which the token can be revoked
     origin_id: str = ""  # of the token that it was exchanged for
     issued_at: float | None = None
-    vouched_by: str = ""  # the public key, API key or grant behind it; "" is the shared secret, or nobody
+    vouched_by: str = ""  # the shared secret, public key, API key or grant behind it; "" is nobody
     public: bool = False  # came without a token, to read what everybody may read
+    hub: HubReads | None = None  # None where the hub's rules are not known, as at an edge
 
     @property
     def until_s(self) -> float | None:
@@ -60,6 +67,7 @@ class Claims(msgspec.Struct, frozen=True):
     iss: str = ""
     jti: str = ""
     origin: str = msgspec.field(name="trOrigin", default="")  # of a token that another was exchanged for
+    vouched: str = msgspec.field(name="trVouched", default="")  # who stood behind that other one
     aud: str | list[str] = msgspec.field(default_factory=list[str])
     exp: int | float | msgspec.UnsetType = msgspec.UNSET
     nbf: int | float | msgspec.UnsetType = msgspec.UNSET

@@ -7,6 +7,7 @@ until they expire or something is revoked, so the signature of a busy client is 
 
 from __future__ import annotations
 
+import hmac
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from tailrace.auth.tokens import (
     ANONYMOUS,
     JWS,
     LEEWAY_S,
+    HubReads,
     Identity,
     bad_token,
     bare_address,
@@ -52,10 +54,13 @@ class TokenVerifier:
         self._secret = settings.auth_jwt_secret.encode()
         if self._secret:
             check_secret(settings.auth_jwt_secret)
+        # Another one for another secret; whoever sees it learns no more than from a token.
+        self._secret_mark = hmac.digest(self._secret, b"vouched by", "sha256")[:16].hex()
         self._ring = _key_ring(settings, clock)
         self.grants = Grants(clock) if given is None else given
         self.book = IdentityBook(IdentityFile(identity_path(settings)), clock)
         self._public = _public_reader(settings)
+        self.hub: HubReads | None = None  # what identities are judged by when they read streams of the hub
         self._verified: OrderedDict[bytes, Identity] = OrderedDict()
         self._verified_bytes = 0
         self._verified_versions = (0, 0)
@@ -106,6 +111,7 @@ class TokenVerifier:
             return self._granted(token)
         identity = self._key_holder(token) if api_keys.is_key(token) else self._check(token)
         self.check_stands(identity)
+        identity = msgspec.structs.replace(identity, hub=self.hub)
         self._remember(authorization, identity)
         return identity
 
@@ -115,6 +121,8 @@ class TokenVerifier:
         if kind == "grant":
             return self.grants.has(mark)
         if kind == "key" and not self.book.has(mark):
+            return False
+        if kind == "secret" and mark != self._secret_mark:
             return False
         if kind == "jwks" and (self._ring is None or not self._ring.has(mark)):
             return False
@@ -173,9 +181,8 @@ class TokenVerifier:
         if "crit" in header:
             refuse("the token needs an extension that this server does not know")
         key: Any
-        vouched_by = ""
         if algorithm == "HS256" and self._secret:
-            key = self._secret
+            key, vouched_by = self._secret, f"secret {self._secret_mark}"
         elif algorithm in jwks.ALGORITHMS and self._ring is not None:
             bound = self._find_key(self._ring, algorithm, key_id)
             key, vouched_by = bound.key, f"jwks {bound.mark}"
@@ -211,9 +218,11 @@ class TokenVerifier:
         if self._audience and self._audience not in audience:
             refuse("the token is for another audience")
         scopes = scopes_of(claims)
-        if vouched_by:
+        if not vouched_by.startswith("secret "):
             # `system` is issued by the server only; an identity provider cannot hand it out.
             scopes -= {"system"}
+        elif claims.vouched:
+            vouched_by = claims.vouched  # the server exchanged another token for this one
         actor_id = claims.sub if claims.actor_id is msgspec.UNSET else claims.actor_id
         return Identity(
             sub=claims.sub,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
+from tailrace.cli.failures import UsageError
 from tailrace.cli.lifetimes import lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json, tell_none
@@ -31,6 +32,7 @@ For example:
 """
 
 PATH: Final = "/v1/server/_keys"
+KEY_PREFIX: Final = "trk_"
 
 InFile = Annotated[
     Path | None, Parameter(env_var="TAILRACE_AUTH_KEYS_FILE", help="Change this file; no server is asked.")
@@ -101,7 +103,7 @@ def revoke(
     session: Session = DEFAULT,
 ) -> None:
     """Revoke a key. Connections that were opened with it are closed."""
-    bare_id = key_id.removeprefix("trk_").partition("_")[0]
+    bare_id = key_id.removeprefix(KEY_PREFIX).partition("_")[0]
     if file is not None:
         book_of(file).remove_key(bare_id)
     else:
@@ -120,6 +122,17 @@ def book_of(file: Path) -> IdentityBook:
     from tailrace.auth import IdentityBook, IdentityFile
 
     return IdentityBook(IdentityFile(file))
+
+
+def existing_book_of(file: Path) -> IdentityBook:
+    """To revoke something: a file that nobody reads would keep nobody out."""
+    if not file.exists():
+        raise UsageError(f"there is no file {file}: nothing was revoked")
+    return book_of(file)
+
+
+def is_key(text: str) -> bool:
+    return text.startswith(KEY_PREFIX)
 
 
 def _day(seconds: int) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.failures import REFUSED, UsageError
-from tailrace.cli.key import InFile, book_of
+from tailrace.cli.key import InFile, existing_book_of, is_key
+from tailrace.cli.key import revoke as revoke_key
 from tailrace.cli.lifetimes import lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json
@@ -107,12 +108,18 @@ def revoke(
     file: InFile = None,
     session: Session = DEFAULT,
 ) -> None:
-    """Revoke a token, or all of a subject. Connections that were opened with them are closed."""
+    """Revoke a token, or all of a subject. Connections that were opened with them are closed.
+
+    An API key is revoked as `tailrace key revoke` does it.
+    """
     if (token is None) == (sub is None):
         raise UsageError("name a token or its id, or a subject with --sub")
+    if token is not None and is_key(token):
+        revoke_key(token, file=file, session=session)
+        return
     asked: dict[str, Any] = {"sub": sub} if token is None else _named(token)
     if file is not None:
-        book = book_of(file)
+        book = existing_book_of(file)
         if token is None:
             book.revoke_subject(str(sub))
         else:
@@ -131,6 +138,8 @@ def _named(token: str) -> dict[str, Any]:
     """The id of a token, and when it expires if that can be seen."""
     from tailrace.auth import inspect_token
 
+    if token.startswith("trg_"):
+        raise UsageError("this is a token of the server's own: it ends by itself, and cannot be revoked")
     if token.count(".") != 2:
         return {"jti": token}
     claims = inspect_token(token).claims

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from tailrace.errors import TailraceError
-from tailrace.net.answering import PIPELINE_MAX, AnsweringConnection, logger
+from tailrace.net.answering import PIPELINE_MAX, logger
 from tailrace.net.exchange import MODE_CLOSE, MODE_CONTINUE, Exchange
+from tailrace.net.receiving import ReceivingConnection
 from tailrace.net.request_head import (
     KNOWN_HEAD_BYTES_MAX,
     ODD_HEADERS,
@@ -53,13 +54,11 @@ def _http09() -> TailraceError:
 _NO_PARSER = HttpRequestParser(object())
 
 
-class HttpConnection(AnsweringConnection):
+class HttpConnection(ReceivingConnection):
     """The protocol object of one client connection. Only `net` touches it."""
 
     __slots__ = (
         "_begun",
-        "_body",
-        "_body_counted",
         "_direct",
         "_feed",
         "_head_bytes",
@@ -87,8 +86,6 @@ class HttpConnection(AnsweringConnection):
         self._headers: dict[bytes, bytes] = {}
         self._url = b""
         self._head_bytes = 0
-        self._body: bytes | bytearray | None = None
-        self._body_counted = 0
         self._wire_idle = 0
         self._held = b""
         self._last_request = False
@@ -373,6 +370,11 @@ class HttpConnection(AnsweringConnection):
                 self.refuse(_http09())
                 return
         else:
+            try:
+                self._ask_for_admission()
+            except TailraceError as refusal:
+                self.refuse(refusal)
+                return
             received = self._received_bytes()
             # Chunk extensions and trailers carry no body: they may be as long as a head, not longer.
             self._wire_idle = self._wire_idle + size if received == self._body_seen else 0
@@ -387,10 +389,6 @@ class HttpConnection(AnsweringConnection):
         else:
             self.backlog = True
 
-    def _received_bytes(self) -> int:
-        """Of the body of the request that is being read."""
-        return 0 if self._body is None else len(self._body)
-
     def _examine(self, exchange: Exchange, keep_alive: bool) -> None:
         # The trailers of a chunked body come through on_header too; they must not reach the headers.
         self._headers = {}
@@ -401,6 +399,7 @@ class HttpConnection(AnsweringConnection):
             length = exchange.headers.get(b"content-length")
             if length is not None:
                 self._check_length(int(length))
+            self._ask_for_admission()
             self._send_continue()
 
     def _send_continue(self) -> None:
@@ -414,32 +413,6 @@ class HttpConnection(AnsweringConnection):
         exchange.mode &= ~MODE_CONTINUE
         if self._body is None:
             self.write(CONTINUE)
-
-    def _check_length(self, size: int) -> None:
-        limit = self.server.body_bytes_max
-        if size > limit:
-            message = f"the body is over {limit} bytes"
-            raise TailraceError("payload_too_large", message, limit_bytes=limit)
-
-    def _add_body(self, piece: bytes) -> None:
-        """A further piece of a body; unfinished bodies share one budget, so that many cannot fill memory."""
-        body = self._body
-        if not isinstance(body, bytearray):
-            body = self._body = bytearray(body or b"")
-        body += piece
-        self._check_length(len(body))
-        server = self.server
-        server.body_bytes_held += len(body) - self._body_counted
-        self._body_counted = len(body)
-        if server.body_bytes_held > server.limits.append_queue_max_bytes:
-            raise TailraceError("overloaded", "too many bodies are being received")
-
-    def _drop_body(self) -> None:
-        self._body = None
-        self._body_seen = 0
-        if self._body_counted:
-            self.server.body_bytes_held -= self._body_counted
-            self._body_counted = 0
 
     def _parse_failed(self, error: HttpParserError) -> None:
         if self._ended or (self._last_request and self._incoming is None):

@@ -29,6 +29,7 @@ MODE_HEAD = 4
 MODE_UPGRADE = 8  # the client asked to leave HTTP
 MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
 MODE_NOTED = 32  # the answer carries an id, or somebody wants to hear of it
+MODE_ASKED = 64  # the application was asked whether to wait for the body
 
 
 class Exchange(msgspec.Struct, eq=False):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tailrace.net.connection import HttpConnection
-from tailrace.net.exchange import MODE_UPGRADE, Exchange
+from tailrace.net.exchange import MODE_ASKED, MODE_UPGRADE, Exchange
 from tailrace.net.relay import request_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Handover:
             connection.scheme != b"http"
             or not connection.is_all(exchange)
             or connection.unsent_bytes
-            or exchange.mode & ~MODE_UPGRADE
+            or exchange.mode & ~(MODE_UPGRADE | MODE_ASKED)
             or exchange.repeated is not None
             or len(exchange.body) > REQUEST_BYTES_MAX // 2
         ):

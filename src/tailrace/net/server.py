@@ -61,6 +61,9 @@ class HttpServer:
         self.draining = False
         # Called once when draining begins: the application ends its streams and long waits.
         self.on_drain = on_drain
+        # Asked before a body is waited for that did not come with its head: whether its client is known.
+        # Raises if it is to be refused without its body.
+        self.admit_body: Callable[[Exchange], bool] | None = None
         # Counters.
         self.requests = 0
         self.answers: dict[tuple[bytes, int], int] = {}  # by method and status
@@ -69,7 +72,8 @@ class HttpServer:
         self.parse_errors = 0
         self.connections_total = 0
         self.connections_refused = 0
-        self.body_bytes_held = 0
+        self.body_bytes_held = 0  # of bodies that are not all there
+        self.stranger_bytes_held = 0  # the same, of clients that are not known
         # What connections read on every request.
         self.fixed_headers = app.fixed_headers or b""
         self.varying_headers = app.common_headers if app.fixed_headers is None else None

@@ -7,6 +7,7 @@ knows rows and blobs; what they mean is the log's business. The tables are descr
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,9 @@ class HotDb:
             raise unreadable(error) from error
 
     def _open(self, path: Path, writer: bool) -> None:
+        if not path.exists():
+            # SQLite would leave it to the umask; its other files get the mode of this one.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
         self.connection = apsw.Connection(str(path), flags=flags)
         self.connection.set_busy_timeout(10_000)

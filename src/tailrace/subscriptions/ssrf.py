@@ -27,6 +27,8 @@ _URL_TEXT: Final = re.compile(r"[!-~]+")
 _LABEL: Final = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST_TEXT: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+# The translators of single networks: where in it the IPv4 address is, is their own affair.
+_LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -151,7 +153,7 @@ def is_public(address: Address) -> bool:
             embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if embedded is not None:
             return is_public(embedded)
-        if address.teredo is not None or address.is_site_local:
+        if address.teredo is not None or address.is_site_local or address in _LOCAL_NAT64:
             return False
         if int(address) >> 32 == 0:  # ::a.b.c.d, the old compatible form
             return False

@@ -12,6 +12,8 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.socket import HubSocket
+from tailrace.api.origins import Origins
+from tailrace.api.proxies import network_of, proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import CODES, TailraceError
 from tailrace.hub import connecting, decide
@@ -45,10 +47,8 @@ class HubRoutes:
         per_s = settings.limits.hub_connects_per_s
         rates = {"peer": Rate(PER_ADDRESS_PER_S, BURST), "server": Rate(max(1, per_s), max(BURST, 2 * per_s))}
         self._connects = Buckets(rates)
-        self._origins: frozenset[str] | None = None
-        if settings.cors_origins != "*":
-            listed = (origin.strip() for origin in settings.cors_origins.split(","))
-            self._origins = frozenset(origin for origin in listed if origin)
+        self._origins = Origins(settings)
+        self._proxies = proxies_of(settings.trusted_proxies)
 
     def handles(self, exchange: Exchange, path: bytes) -> bool:
         if path in PATHS:
@@ -80,7 +80,7 @@ class HubRoutes:
 
     def _shards(self, exchange: Exchange, identify: Identify) -> None:
         authorise(identify(exchange), Action.HUB_SHARDS)
-        base = answers.base_url(exchange, self._settings.public_url)
+        base = answers.base_url(exchange, self._settings)
         url = "ws" + base.removeprefix("http") + WS_PATH.decode()
         body = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, orjson.dumps(body))
@@ -94,7 +94,7 @@ class HubRoutes:
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
         self._check_open()
-        self._check_origin(exchange)
+        self._origins.check(exchange)
         self._check_rate(exchange)
         given = exchange.headers.get(b"authorization", b"").decode("latin-1")
         token = given[7:].strip() if given[:7].lower() == "bearer " else None
@@ -110,6 +110,7 @@ class HubRoutes:
             discard_bytes=limits.hub_skip_bytes,
         )
         client.opened(connection)
+        client.session.peer = self._proxies.remote_of(exchange)
 
     def _check_open(self) -> None:
         settings = self._settings
@@ -118,11 +119,6 @@ class HubRoutes:
         if self._runner.hub.draining:
             raise TailraceError("unavailable", "the server is stopping")
 
-    def _check_origin(self, exchange: Exchange) -> None:
-        origin = exchange.headers.get(b"origin", b"").decode("latin-1")
-        if origin and self._origins is not None and origin not in self._origins:
-            raise TailraceError("forbidden", "this origin may not connect")
-
     def _check_rate(self, exchange: Exchange) -> None:
         limits = self._settings.limits
         if len(self._runner.wires) >= limits.hub_connections:
@@ -130,10 +126,10 @@ class HubRoutes:
         if not limits.hub_connects_per_s:
             return
         now_ns = self._runner.now_ms() * 1_000_000
-        peer = exchange.peer.rpartition(":")[0].strip("[]")
+        peer = self._proxies.address_of(exchange).strip("[]")
         waits = [self._connects.take("", "server", now_ns)]
         if not _is_loopback(peer):
-            waits.append(self._connects.take(peer, "peer", now_ns))
+            waits.append(self._connects.take(network_of(peer), "peer", now_ns))
         if any(waits):
             raise TailraceError("overloaded", "too many connections at once")
 
@@ -180,7 +176,7 @@ class HubRoutes:
         except HubError:
             raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
         session.identity, session.actor = identity, actor_of(identity, path)
-        session.peer = exchange.peer
+        session.peer = self._proxies.remote_of(exchange)
         session.state = CONNECTED
         return session
 

@@ -21,6 +21,7 @@ from tailrace.auth import Identity, TokenVerifier
 from tailrace.errors import TailraceError
 from tailrace.hub import connecting, decide
 from tailrace.hub.policy import load_policy
+from tailrace.hub.reading import StreamRules
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
 from tailrace.log.model import Lifetime
@@ -46,10 +47,14 @@ class HubService:
         self._settings = settings
         self._keys = read_keys(settings.hub_keys) if settings.hub_keys else {}
         self.streams = LogStreams(context.log)
+        policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
+        self._reading = StreamRules(policy)
+        if verifier is not None:
+            verifier.hub = self._reading
         self.hub = Hub(
             context.limits,
             self.streams,
-            load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow"),
+            policy,
             self._options(settings, verifier),
             lambda: secrets.token_urlsafe(SECRET_BYTES_RANDOM),
         )
@@ -103,7 +108,7 @@ class HubService:
             logger.error("the hub goes on with its old rules: %s", error)
             return
         self._keys = keys
-        self.hub.policy = policy
+        self.hub.policy = self._reading.policy = policy
         self.hub.rates.policy = policy
         now_ms = self.runner.now_ms()
         connecting.rules_changed(self.hub, now_ms)
@@ -177,8 +182,10 @@ def _minter(settings: Settings) -> Callable[[Identity, int], str]:
         # What the old one was good for, which may be less than what it says.
         scope = " ".join(sorted(identity.scopes))
         claims |= {"iat": now_s, "exp": now_s + seconds, "jti": secrets.token_hex(8), "scope": scope}
-        # Whoever revokes the token that all began with revokes what it was exchanged for.
+        # Whoever revokes the token that all began with revokes what it was exchanged for, and so does
+        # whoever removes the key behind it.
         claims["trOrigin"] = identity.origin_id or identity.token_id
+        claims["trVouched"] = identity.vouched_by
         return jwt.encode(claims, settings.auth_jwt_secret.encode(), algorithm="HS256")
 
     return mint

@@ -358,7 +358,10 @@ class RealtimeRoutes:
     def _redeemed(self, text: str) -> tuple[Identity, dict[str, Any]]:
         signer = self._gateway.signer
         ticket = None if signer is None else signer.read_ticket(text)
-        if ticket is None or ticket.expires_s <= self._gateway.now_s():
+        verifier = self._gateway.verifier
+        # What was given while nobody needed a token is worth nothing where everybody does.
+        unvouched = ticket is not None and verifier is not None and not ticket.vouched_by
+        if ticket is None or unvouched or ticket.expires_s <= self._gateway.now_s():
             raise TailraceError(
                 "unauthorized",
                 "the ticket is not good, or not any more",
@@ -376,8 +379,8 @@ class RealtimeRoutes:
             vouched_by=ticket.vouched_by,
             origin_id=ticket.origin_id,
         )
-        if self._gateway.verifier is not None:
-            self._gateway.verifier.check_stands(identity)
+        if verifier is not None:
+            verifier.check_stands(identity)
         return identity, orjson.loads(ticket.request)
 
     def _query(self, exchange: Exchange) -> dict[str, str]:

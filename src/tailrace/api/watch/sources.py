@@ -31,11 +31,13 @@ from tailrace.log.model import Stream
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
 from tailrace.protocol.durations import format_instant
+from tailrace.settings import listed
 from tailrace.telemetry import Telemetry
 from tailrace.watch import names
 from tailrace.watch.sources import mongo, postgres
 from tailrace.watch.sources.config import SourceConfig, read_config
 from tailrace.watch.sources.model import SourceError
+from tailrace.watch.sources.secrets import SecretRules
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -90,6 +92,8 @@ class Sources:
         self._gateway = gateway
         self._log = context.log
         self._limits = context.limits
+        settings = context.settings
+        self._secrets = SecretRules(listed(settings.source_variables), listed(settings.source_directories))
         self._found: dict[tuple[str, str], Source] = {}
         self._lock = asyncio.Lock()  # one thing at a time is changed about sources
         # Told when the state of a collection is another one.
@@ -175,6 +179,7 @@ class Sources:
     async def put(self, database: str, name: str, given: Json) -> tuple[Source, bool]:
         """Makes a source, or changes what can be changed about it; True if it is new."""
         config = read_config(database, name, given)
+        self._secrets.check(config.dsn)
         _check_driver(config.kind)
         async with self._lock:
             self._book.database(database)
@@ -262,6 +267,7 @@ class Sources:
         thread, adapter = SourceThread(source.config.name), postgres.Postgres(source.config)
 
         def drop() -> None:
+            self._secrets.check(source.config.dsn)
             adapter.open()
             adapter.drop_slot()
 
@@ -315,6 +321,12 @@ class Sources:
 
     def _begin(self, source: Source, lost: str | None = None) -> None:
         async def work() -> None:
+            try:
+                self._secrets.check(source.config.dsn)  # it may be from a time of other settings
+            except TailraceError as refusal:
+                source.status.error = refusal.message
+                logger.error("the source %s does not begin: %s", source.config.name, refusal.message)
+                return
             with suppress(TailraceError):
                 await source.states.settled()
                 await source.states.raise_epoch()

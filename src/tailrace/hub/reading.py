@@ -1,0 +1,33 @@
+"""Who may read the hub's streams past the hub, by HTTP: whoever could have had it from the hub."""
+
+from __future__ import annotations
+
+from tailrace.auth import Identity
+from tailrace.hub.address import MAILBOXES, TOPICS, parse_address
+from tailrace.hub.errors import HubError
+from tailrace.hub.policy import Policy, actor_of
+from tailrace.hub.presence import REGISTRY
+
+
+class StreamRules:
+    """The rules in force. They are replaced as a whole when they are read again."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def may_read(self, identity: Identity, name: str) -> bool:
+        """Topics need the right to subscribe, the registry to discover, a mailbox the right to its address.
+
+        A token that names no address opens no session at the hub, and so reads nothing here.
+        """
+        try:
+            actor = actor_of(identity, parse_address(f"@({identity.actor_id})"))
+        except HubError:
+            return False
+        if name == REGISTRY:
+            return self.policy.may(actor, "discover")
+        if name.startswith(TOPICS):
+            return self.policy.may_topic(actor, "subscribe", name.removeprefix(TOPICS))
+        if name.startswith(MAILBOXES):
+            return actor.has("mailbox") and self.policy.may_register(actor, name.removeprefix(MAILBOXES))
+        return False
