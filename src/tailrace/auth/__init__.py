@@ -18,6 +18,7 @@ from tailrace.auth.policy import (
     visible_databases,
     visible_prefixes,
 )
+from tailrace.auth.revocations import RevokedMarks
 from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token
 from tailrace.auth.verifier import TokenVerifier
 
@@ -31,6 +32,7 @@ __all__ = [
     "IdentityBook",
     "IdentityFile",
     "Register",
+    "RevokedMarks",
     "TokenReport",
     "TokenVerifier",
     "Vouched",

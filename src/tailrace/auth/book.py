@@ -10,7 +10,8 @@ import msgspec
 
 from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
 from tailrace.auth.identity_file import IdentityFile, Register, Stamp
-from tailrace.auth.revocations import Revocations, with_subject, with_token
+from tailrace.auth.revocations import Revocations, RevokedMarks, with_subject, with_token
+from tailrace.auth.tokens import Identity
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.errors import TailraceError
 
@@ -29,6 +30,7 @@ class IdentityBook:
         self._keys: dict[str, ApiKey] = {}
         self._marks: frozenset[str] = frozenset()
         self.revocations = Revocations()
+        self._followed: dict[str, RevokedMarks] = {}
         self.version = 0
 
     # -- asking ----------------------------------------------------------------------------------------
@@ -43,6 +45,20 @@ class IdentityBook:
     def has(self, mark: str) -> bool:
         """Whether the key with this mark is there, with nothing about it changed."""
         return mark in self._marks
+
+    def revoked(self, identity: Identity) -> bool:
+        """Whether the file, or somebody who is followed, says that this one is good no more."""
+        if self.revocations.concern(identity):
+            return True
+        return any(marks.concern(identity) for marks in self._followed.values())
+
+    def follow(self, source: str, marks: RevokedMarks) -> bool:
+        """Takes over what another server has revoked; True if that is something else than before."""
+        if self._followed.get(source) == marks:
+            return False
+        self._followed[source] = marks
+        self.version += 1
+        return True
 
     # -- reading ---------------------------------------------------------------------------------------
 
