@@ -19,6 +19,7 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
+from tailrace.edge.revocations import PATH as REVOKED
 from tailrace.edge.sharded import LISTINGS, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
@@ -34,7 +35,12 @@ logger = logging.getLogger("tailrace.edge")
 
 HEALTH = (b"/healthz", b"/health")
 OWN = (*HEALTH, b"/readyz", b"/metrics")
+# Of the owner; nobody is asked who they are.
+FOR_EVERYBODY = (b"/openapi.json", b"/hub/health", b"/v1/stream/__ds/jwks.json")
+READS = (b"GET", b"HEAD")
 WRITES = (b"POST", b"PUT", b"DELETE")
+# Spans go to a stream that only the owner knows.
+TRACES = b"/v1/traces"
 
 
 class EdgeApp:
@@ -96,7 +102,7 @@ class EdgeApp:
     # -- what is answered here
 
     def _answer_own(self, exchange: Exchange) -> None:
-        if exchange.method not in (b"GET", b"HEAD"):
+        if exchange.method not in READS:
             allow = (("Allow", "GET, HEAD, OPTIONS"),)
             raise TailraceError("method_not_allowed", "this path takes GET, HEAD, OPTIONS", headers=allow)
         if exchange.path == b"/metrics":
@@ -110,38 +116,46 @@ class EdgeApp:
 
     def _answer_ready(self, exchange: Exchange) -> None:
         upstreams = self._context.upstreams
+        wrong = {"wrong": upstreams.wrong} if upstreams.wrong else {}
         if self.stopping or not upstreams.ready:
             reason = "the edge is stopping" if self.stopping else "upstreams do not answer"
-            body = {"status": "degraded", "reason": reason, "upstreams": upstreams.unhealthy}
+            body = {"status": "degraded", "reason": reason, "upstreams": upstreams.unhealthy, **wrong}
             head = JSON_TYPE + NO_STORE + b"Retry-After: 5\r\n"
             exchange.respond(503, head, orjson.dumps(body))
             return
-        deployment = upstreams.any().deployment
-        exchange.respond(
-            200, JSON_TYPE + NO_STORE, orjson.dumps({"status": "ready", "deployment": deployment})
-        )
+        ready = {"status": "ready", "deployment": upstreams.deployment, **wrong}
+        exchange.respond(200, JSON_TYPE + NO_STORE, orjson.dumps(ready))
 
     # -- what is passed on or shared
 
     def _route(self, exchange: Exchange) -> None:
         target = target_of(exchange.path, self._context.limits.name_bytes)
-        if target.kind == "server" and not self._context.settings.edge_expose_server:
+        if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")
         if self._shards is not None:
             self._shards.check(exchange, target)
             if exchange.path in LISTINGS and exchange.method == b"GET":
                 self._start(exchange, self._shards.list(exchange), wait=False)
                 return
-        if target.kind != "stream":
-            self._start(exchange, self._pass(exchange, target), wait=_may_wait(exchange, target))
-            return
         begun = self._context.loop.time()
-        caller = self._gate.admit(exchange, target.name)
+        if target.kind == "stream" or (target.kind == "reserved" and exchange.method in READS):
+            caller = self._gate.admit(exchange, target.name)
+        elif exchange.path in FOR_EVERYBODY:
+            caller = Caller.of(exchange)
+        else:
+            caller = self._gate.identify(exchange)
         self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
+        if target.kind != "stream":
+            self._start(exchange, self._pass(exchange, target, caller), wait=_may_wait(exchange, target))
+            return
         if exchange.method == b"GET":
             self._read(exchange, target, caller)
             return
         self._start(exchange, self._write_or_head(exchange, target, caller), wait=False)
+
+    def _shows(self, path: bytes) -> bool:
+        """Of the server itself; an edge in front of this one has to follow what is revoked."""
+        return self._context.settings.edge_expose_server or path == REVOKED
 
     def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         reading = reading_of(target, exchange.query)
@@ -156,12 +170,20 @@ class EdgeApp:
     def _start(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
         self._context.answer_later(exchange, work, wait=wait)
 
-    async def _pass(self, exchange: Exchange, target: Target, caller: Caller | None = None) -> None:
+    async def _pass(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         """As it is; waits and streams have connections of their own."""
         apart = _may_wait(exchange, target)
-        await self._forwarder.forward(
-            exchange, self._upstream(exchange, target), caller, apart=apart, observe=self._count
-        )
+        sent_at = self._context.loop.time()
+
+        def observe(reply: Reply) -> None:
+            if target.kind == "stream":
+                self._book.note_reply(target.name, reply, sent_at)
+            elif exchange.method in WRITES and (target.kind == "resource" or exchange.path == TRACES):
+                self._book.note_change(target.name)
+            self._count(reply)
+
+        upstream = self._upstream(exchange, target)
+        await self._forwarder.forward(exchange, upstream, caller, apart=apart, observe=observe)
 
     async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         asking = self._book.asking(target.name, self._context.loop.time())
@@ -169,6 +191,8 @@ class EdgeApp:
         def observe(reply: Reply) -> None:
             if exchange.method in WRITES:
                 self._on_write(target.name, exchange.method, reply.status)
+                if exchange.method == b"POST" or reply.status in (404, 410):
+                    self._book.note_reply(target.name, reply, asking.sent_at)
             else:
                 self._book.note_head(target.name, reply, self._context.loop.time(), asking)
             self._count(reply)

@@ -11,6 +11,7 @@ from tailrace.clock import Clock
 from tailrace.edge.gate import Caller
 from tailrace.edge.headers import own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
+from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -32,7 +33,7 @@ class EdgeContext:
         telemetry: EdgeTelemetry,
         clock: Clock,
         edge_id: bytes,
-        token: bytes | None,
+        token: EdgeToken | None,
     ) -> None:
         self.settings = settings
         self.limits: Limits = settings.limits
@@ -42,13 +43,18 @@ class EdgeContext:
         self.edge_id = edge_id
         self.loop = asyncio.get_running_loop()
         # What the edge does on its own account it does with this, but only where it checks clients itself.
-        self.token = token if settings.auth_configured else None
+        self.own_token = token if settings.auth_configured else None
         self._mark = EdgeMark(settings.edge_signing_key) if settings.edge_signing_key else None
         self._timing = settings.server_timing
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
         return self.clock.now_ns() / 1e9
+
+    @property
+    def token(self) -> bytes | None:
+        """The Authorization of the edge itself. None while it has no good one: a reader's has to do."""
+        return None if self.own_token is None else self.own_token.usable(self.now_s())
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
@@ -97,7 +103,9 @@ class EdgeContext:
         """A read that a client is the reason for, and that others may share."""
         mark = self._mark_line(b"GET", target, caller)
         host = upstream.origin.host_header
-        return own_request(b"GET", target, host, self.edge_id, caller.authorization, mark, *more)
+        return own_request(
+            b"GET", target, host, self.edge_id, caller.authorization, mark, *more, via=caller.via
+        )
 
     def _mark_line(self, method: bytes, target: bytes, caller: Caller) -> bytes:
         if self._mark is None:

@@ -63,9 +63,7 @@ def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgr
         lines.append(b"%b: %b\r\n" % (name, value))
     host = exchange.headers.get(b"host", b"")
     address = exchange.peer.rpartition(":")[0].encode()
-    seen = exchange.headers.get(b"via")
-    via = b"1.1 tailrace-edge-" + edge_id
-    lines.append(b"host: %b\r\nvia: %b\r\n" % (host, seen + b", " + via if seen else via))
+    lines.append(b"host: %b\r\n%b" % (host, via_line(edge_id, exchange.headers.get(b"via", b""))))
     lines.append(b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (address, exchange.scheme))
     lines.append(b"x-forwarded-host: %b\r\n%b" % (host, mark))
     if upgrade:
@@ -117,16 +115,27 @@ def cache_line(outcome: str) -> bytes:
     return b"X-Cache: %b\r\n" % outcome.encode()
 
 
+def via_line(edge_id: bytes, seen: bytes = b"") -> bytes:
+    """The way that a request has come, with this edge behind those that it came through."""
+    return b"via: %b1.1 tailrace-edge-%b\r\n" % (seen + b", " if seen else b"", edge_id)
+
+
 def own_request(
-    method: bytes, target: bytes, host: bytes, edge_id: bytes, authorization: bytes | None, *more: bytes
+    method: bytes,
+    target: bytes,
+    host: bytes,
+    edge_id: bytes,
+    authorization: bytes | None,
+    *more: bytes,
+    via: bytes = b"",
 ) -> bytes:
-    """A request that the edge makes on its own account."""
+    """A request that the edge makes on its own account; `via` is how the client came who is the reason."""
     bearer = b"authorization: %b\r\n" % authorization if authorization else b""
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\nvia: 1.1 tailrace-edge-%b\r\n%b%b\r\n" % (
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b%b\r\n" % (
         method,
         target,
         host,
-        edge_id,
+        via_line(edge_id, via),
         bearer,
         b"".join(more),
     )

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import sys
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from tailrace.auth import bind_check
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.edge.app import EdgeApp
 from tailrace.edge.cache import MemoryCache
-from tailrace.edge.channel import GONE
+from tailrace.edge.channel import GOING_AWAY, GONE
 from tailrace.edge.channels import Channels
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.disk import DiskCache
@@ -31,8 +32,10 @@ from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.origin import parse_origins
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
+from tailrace.edge.revocations import Revoked
 from tailrace.edge.slices import Slices
-from tailrace.edge.upstreams import Upstreams
+from tailrace.edge.token import EdgeToken
+from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.logs import configure
 from tailrace.net.intake import IntakeServer
@@ -42,7 +45,6 @@ from tailrace.settings_sources import unknown_variables
 
 logger = logging.getLogger("tailrace.edge")
 
-TOKEN_BYTES_MAX = 16 * 1024
 MODES = ("long-poll", "sse", "ws")
 # How often keys and revocations are looked at again.
 IDENTITIES_S = 1.0
@@ -105,7 +107,7 @@ class Edge:
             raise SettingsError("several upstreams need --upstream-mode any (one deployment) or sharded")
         self.upstreams = Upstreams(origins, mode, settings.limits, edge_id)
         self.telemetry = EdgeTelemetry(__version__)
-        token = _read_token(settings.edge_token_file)
+        token = EdgeToken(settings.edge_token_file) if settings.edge_token_file else None
         context = EdgeContext(settings, self.upstreams, self.telemetry, SYSTEM_CLOCK, edge_id, token)
         self.context = context
         self.gate = Gate(settings)
@@ -127,10 +129,14 @@ class Edge:
             verifies=self.gate.verifies,
         )
         self.live = Live(context, self.gate, self.channels, self.slices)
-        self.long_polls = LongPolls(context, self.channels, self.book)
+        self.long_polls = LongPolls(context, self.gate, self.channels, self.book)
+        self.revoked: Revoked | None = None
+        if self.gate.verifier is not None:
+            self.revoked = Revoked(context, self.gate.verifier.book, self._recheck)
         self.app = EdgeApp(
             context, self.gate, self.book, self.slices, self.live, self.long_polls, self._on_write
         )
+        self.upstreams.deployments.on_change = self._on_other_server
         self._http: IntakeServer | None = None
         self.url = ""
 
@@ -139,7 +145,9 @@ class Edge:
         self.gate.start()
         await self.upstreams.start()
         self.registry.start()
-        if self.gate.verifies:
+        if self.revoked is not None:
+            self._look_at_token()
+            await self.revoked.start()
             self.context.spawn(self._watch_identities())
         self._http = http = IntakeServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
@@ -162,6 +170,8 @@ class Edge:
         self.channels.stop()
         await self.renewals.stop()
         await self.registry.stop()
+        if self.revoked is not None:
+            await self.revoked.stop()
         await self.context.stop()
         await self.upstreams.stop()
         if self.disk is not None:
@@ -173,13 +183,30 @@ class Edge:
     async def _watch_identities(self) -> None:
         while True:
             await asyncio.sleep(IDENTITIES_S)
-            if self.gate.changed():
-                self.live.recheck()
+            self._look_at_token()
+            self._recheck()
+
+    def _recheck(self) -> None:
+        if self.gate.changed():
+            self.live.recheck()
+            self.long_polls.recheck()
+
+    def _look_at_token(self) -> None:
+        token = self.context.own_token
+        if token is not None:
+            token.refresh()
+            self.gate.look_at(token)
 
     def _on_drop(self, name: str, reason: str) -> None:
         self.memory.drop(name)
         if reason != "forgotten":
             self.telemetry.edge_cache_invalidations.add(reason)
+
+    def _on_other_server(self) -> None:
+        """An upstream is another server now: streams of the same names are other streams."""
+        logger.warning("an upstream is another server than before: nothing that was kept of it is given")
+        for name in self.book.drop_all("deployment"):
+            self.channels.end_stream(name, GOING_AWAY)
 
     def _on_write(self, name: str, method: bytes, status: int) -> None:
         self.book.note_write(name, method, status)
@@ -200,21 +227,18 @@ class Edge:
         telemetry.edge_body_bytes.read = lambda: http.body_bytes_held
         for mode in MODES:
             telemetry.edge_clients.reads[(mode,)] = lambda mode=mode: self.channels.clients[mode]
+        telemetry.edge_following.reads[("registry",)] = lambda: float(self.registry.vouches_since(inf))
+        own = self.context.own_token
+        telemetry.edge_token_refused.read = lambda: float(own is not None and own.is_refused)
+        telemetry.edge_overload.reads[("connections",)] = lambda: http.connections_refused
+        pools = [pool for upstream in self.upstreams.all for pool in upstream.pools]
+        telemetry.edge_overload.reads[("upstream_queue",)] = lambda: sum(pool.refused for pool in pools)
         for upstream in self.upstreams.all:
-            telemetry.edge_upstream_healthy.reads[(upstream.id,)] = lambda upstream=upstream: float(
-                upstream.healthy
-            )
+            self._connect_upstream(upstream)
 
-
-def _read_token(path: str) -> bytes | None:
-    """The edge's own token, as an Authorization header."""
-    if not path:
-        return None
-    try:
-        with Path(path).open("rb") as file:
-            token = file.read(TOKEN_BYTES_MAX).strip()
-    except OSError as error:
-        raise TailraceError(
-            "invalid_request", f"cannot read the token file {path}: {error.strerror}"
-        ) from None
-    return b"Bearer " + token
+    def _connect_upstream(self, upstream: Upstream) -> None:
+        telemetry, pools = self.telemetry, upstream.pools
+        telemetry.edge_upstream_healthy.reads[(upstream.id,)] = lambda: float(upstream.usable)
+        requests = telemetry.edge_upstream_requests.reads
+        requests[(upstream.id, "active")] = lambda: sum(pool.active for pool in pools)
+        requests[(upstream.id, "queued")] = lambda: sum(pool.queued for pool in pools)
