@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Coroutine
-
-import orjson
 
 from tailrace.edge.asks import Reading, Target, reading_of, target_of
 from tailrace.edge.cache import Slice
@@ -19,28 +18,29 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
+from tailrace.edge.own import PATHS as OWN
+from tailrace.edge.own import READS, OwnRoutes
 from tailrace.edge.revocations import PATH as REVOKED
 from tailrace.edge.sharded import LISTINGS, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
+from tailrace.net import request_log
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.query import live_mode, parse_query
-from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
 logger = logging.getLogger("tailrace.edge")
 
-HEALTH = (b"/healthz", b"/health")
-OWN = (*HEALTH, b"/readyz", b"/metrics")
 # Of the owner; nobody is asked who they are.
 FOR_EVERYBODY = (b"/openapi.json", b"/hub/health", b"/v1/stream/__ds/jwks.json")
-READS = (b"GET", b"HEAD")
 WRITES = (b"POST", b"PUT", b"DELETE")
 # Spans go to a stream that only the owner knows.
 TRACES = b"/v1/traces"
+
+_CACHE = re.compile(rb"X-Cache: ([A-Z]+)\r\n")
 
 
 class EdgeApp:
@@ -66,9 +66,12 @@ class EdgeApp:
         self._forwarder = Forwarder(context)
         self._shards = Shards(context) if context.upstreams.mode == "sharded" else None
         self._loop_mark = b"tailrace-edge-" + context.edge_id
-        self.stopping = False
+        self.own = OwnRoutes(context)
         self._packer = Packer()
         settings = context.settings
+        self._logs_all = settings.log_requests == "all"
+        # Before it goes on, so that the server's log has the same id.
+        self._names_all = settings.request_ids or self._logs_all
         total = "edge-total" if settings.server_timing else None
         self.common_headers = CommonHeaders(
             settings.resource_policy, settings.cors_origins, total, context.loop.time
@@ -78,13 +81,17 @@ class EdgeApp:
     # -- what net asks for
 
     def handle(self, exchange: Exchange) -> None:
+        if self._names_all:
+            exchange.name()
+        if self._logs_all:
+            exchange.watch_answer(self._log_answer)
         if self._loop_mark in exchange.headers.get(b"via", b""):
             logger.error("a request came back to this edge: its upstreams lead to itself")
             raise TailraceError("internal", "the request goes round in a circle")
         if exchange.method == b"OPTIONS":
             exchange.respond(204, headers.preflight_lines())
         elif exchange.path in OWN:
-            self._answer_own(exchange)
+            self.own.answer(exchange, self._gate.inspect)
         else:
             self._route(exchange)
 
@@ -99,32 +106,14 @@ class EdgeApp:
         self._long_polls.end_all()
         self._live.end_all()
 
-    # -- what is answered here
+    # -- the log of requests
 
-    def _answer_own(self, exchange: Exchange) -> None:
-        if exchange.method not in READS:
-            allow = (("Allow", "GET, HEAD, OPTIONS"),)
-            raise TailraceError("method_not_allowed", "this path takes GET, HEAD, OPTIONS", headers=allow)
-        if exchange.path == b"/metrics":
-            self._gate.inspect(exchange)
-            head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + NO_STORE
-            exchange.respond(200, head, self._context.telemetry.render())
-        elif exchange.path in HEALTH:
-            exchange.respond(200, JSON_TYPE + NO_STORE, b'{"status":"ok"}')
-        else:
-            self._answer_ready(exchange)
-
-    def _answer_ready(self, exchange: Exchange) -> None:
-        upstreams = self._context.upstreams
-        wrong = {"wrong": upstreams.wrong} if upstreams.wrong else {}
-        if self.stopping or not upstreams.ready:
-            reason = "the edge is stopping" if self.stopping else "upstreams do not answer"
-            body = {"status": "degraded", "reason": reason, "upstreams": upstreams.unhealthy, **wrong}
-            head = JSON_TYPE + NO_STORE + b"Retry-After: 5\r\n"
-            exchange.respond(503, head, orjson.dumps(body))
-            return
-        ready = {"status": "ready", "deployment": upstreams.deployment, **wrong}
-        exchange.respond(200, JSON_TYPE + NO_STORE, orjson.dumps(ready))
+    def _log_answer(self, exchange: Exchange, status: int, head: bytes) -> None:
+        """A line for every answer that the log does not know yet, with what X-Cache says."""
+        seconds = self._context.loop.time() - exchange.started
+        found = _CACHE.search(head)
+        more = {"cache": found[1].decode()} if found is not None else {}
+        request_log.answered(exchange, status, seconds, **more)
 
     # -- what is passed on or shared
 

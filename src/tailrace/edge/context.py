@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from tailrace.auth import EdgeMark, Vouched
 from tailrace.clock import Clock
 from tailrace.edge.gate import Caller
-from tailrace.edge.headers import own_request, whole_target
+from tailrace.edge.headers import cache_line, id_line, own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
@@ -17,6 +17,7 @@ from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.common_headers import add_phase, add_theirs
 from tailrace.net.http1 import Exchange
+from tailrace.net.request_log import failures
 from tailrace.protocol.refusals import error_answer
 from tailrace.settings import Settings
 
@@ -87,9 +88,16 @@ class EdgeContext:
     def refusal(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         """A no of the edge itself; the request can be asked about by its id, as on a server."""
         self.telemetry.edge_refused.add(error.code)
-        if exchange is not None:
-            exchange.name()
-        return error_answer(error)
+        status, head, body = error_answer(error)
+        if exchange is None:
+            return status, head, body
+        exchange.name()
+        if status >= 500:
+            failures.tell(exchange, error)
+            exchange.on_answer = None  # that was its line
+        if exchange.method in (b"GET", b"HEAD"):
+            head += cache_line("BYPASS")
+        return status, head, body
 
     # -- for whom is asked
 
@@ -103,9 +111,8 @@ class EdgeContext:
         """A read that a client is the reason for, and that others may share."""
         mark = self._mark_line(b"GET", target, caller)
         host = upstream.origin.host_header
-        return own_request(
-            b"GET", target, host, self.edge_id, caller.authorization, mark, *more, via=caller.via
-        )
+        more = (mark, id_line(caller.request_id), *more)
+        return own_request(b"GET", target, host, self.edge_id, caller.authorization, *more, via=caller.via)
 
     def _mark_line(self, method: bytes, target: bytes, caller: Caller) -> bytes:
         if self._mark is None:

@@ -28,13 +28,15 @@ class Caller(NamedTuple):
     until_s: float | None = None  # wall time at which what it may do ends
     identity: Identity | None = None
     via: bytes = b""  # the proxies that it came through
+    request_id: bytes = b""
 
     @classmethod
     def of(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
         """A client of which nothing was checked."""
         given = exchange.headers
         ip = exchange.peer.rpartition(":")[0]
-        return cls(shared, ip, given.get(b"authorization"), via=given.get(b"via", b""))
+        via, request_id = given.get(b"via", b""), exchange.request_id
+        return cls(shared, ip, given.get(b"authorization"), via=via, request_id=request_id)
 
 
 class Gate:

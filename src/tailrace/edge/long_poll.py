@@ -18,7 +18,7 @@ from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.facts import FactBook
 from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.gate import Caller, Gate
-from tailrace.edge.headers import cache_line, response_lines
+from tailrace.edge.headers import cache_line, response_lines, unnamed
 from tailrace.edge.slices import OF_ONE
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
@@ -163,7 +163,7 @@ class LongPolls:
 
     def _pass_on(self, exchange: Exchange, reading: Reading, answer: Answer, outcome: str) -> None:
         dropped = (b"stream-cursor", b"etag") if reading.query.get("offset") == "now" else (b"stream-cursor",)
-        fields = [field for field in answer.fields if field[0].lower() not in dropped]
+        fields = [field for field in unnamed(answer.fields) if field[0].lower() not in dropped]
         self._context.telemetry.edge_requests.add("long-poll", outcome, answer.status)
         cursor = b"" if _is_closed(answer) else self._cursor(reading)
         exchange.respond(answer.status, response_lines(fields, cursor, cache_line(outcome)), answer.body)

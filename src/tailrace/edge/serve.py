@@ -30,6 +30,7 @@ from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.origin import parse_origins
+from tailrace.edge.own import EdgeMetricsApp
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
 from tailrace.edge.revocations import Revoked
@@ -38,8 +39,10 @@ from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.logs import configure
+from tailrace.net import request_log
+from tailrace.net.http1 import HttpServer
 from tailrace.net.intake import IntakeServer
-from tailrace.net.tls import server_context
+from tailrace.net.tls import Certificate
 from tailrace.settings import Settings, SettingsError
 from tailrace.settings_sources import unknown_variables
 
@@ -55,6 +58,7 @@ def run(settings: Settings) -> int:
     settings = listening(settings)
     bind_check(settings)
     configure(settings.log_level, settings.log_format)
+    request_log.configure(settings.log_requests)
     for told in unknown_variables(os.environ):
         logger.warning(told)
     turns.ask_for(settings.processor_turn_us)
@@ -84,6 +88,7 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     edge = Edge(settings)
+    loop.add_signal_handler(signal.SIGHUP, edge.hang_up)
     try:
         await edge.start()
         sys.stdout.write(f"tailrace ready  {edge.url}\nupstream        {settings.edge_upstream}\n")
@@ -138,6 +143,8 @@ class Edge:
         )
         self.upstreams.deployments.on_change = self._on_other_server
         self._http: IntakeServer | None = None
+        self._metrics: HttpServer | None = None
+        self._certificate: Certificate | None = None
         self.url = ""
 
     async def start(self) -> None:
@@ -151,22 +158,41 @@ class Edge:
             self.context.spawn(self._watch_identities())
         self._http = http = IntakeServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
-        tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
-        try:
-            port = await http.start(settings.host, settings.port, ssl=tls)
-        except OSError as error:
-            where = f"{settings.host} port {settings.port}"
-            raise TailraceError(
-                "unavailable", f"cannot listen on {where}: {error.strerror or error}"
-            ) from error
+        if settings.tls_cert:
+            self._certificate = Certificate(settings.tls_cert, settings.tls_key)
+        port = await self._listen(http, settings.port)
+        if settings.edge_metrics_port:
+            self._metrics = HttpServer(EdgeMetricsApp(self.app.own), settings.limits)
+            await self._listen(self._metrics, settings.edge_metrics_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+        self.url = f"{'http' if self._certificate is None else 'https'}://{host}:{port}"
+
+    async def _listen(self, http: HttpServer, port: int) -> int:
+        host, tls = self._settings.host, None if self._certificate is None else self._certificate.context
+        try:
+            return await http.start(host, port, ssl=tls)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
+
+    def hang_up(self) -> None:
+        """SIGHUP: files that may have changed are read again, and keys are looked for now."""
+        self.gate.reload()
+        self._look_at_token()
+        self._recheck()
+        if self._certificate is not None:
+            try:
+                self._certificate.reload()
+            except TailraceError as error:
+                logger.error("%s; the old one stays in use", error)
 
     async def stop(self) -> None:
         """Sends the clients away, then lets go of the upstreams."""
-        self.app.stopping = True
+        self.app.own.stopping = True
         if self._http is not None:
             await self._http.drain()
+        if self._metrics is not None:
+            await self._metrics.drain()
         self.channels.stop()
         await self.renewals.stop()
         await self.registry.stop()
@@ -220,7 +246,7 @@ class Edge:
 
     def _connect_telemetry(self, http: IntakeServer) -> None:
         telemetry = self.telemetry
-        telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.stopping)
+        telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.own.stopping)
         telemetry.edge_connections.read = lambda: http.connections_open
         telemetry.edge_received_bytes.read = lambda: http.bytes_in
         telemetry.edge_sent_bytes.read = lambda: http.bytes_out
