@@ -10,18 +10,22 @@ from tailrace.net.request_log import Choice, Fields, failures
 __all__ = ["answered", "configure", "failures"]
 
 
+_vouching = Vouching("")
+
+
 def configure(choice: Choice, edge_key: str = "") -> None:
     """`edge_key` is what edges sign their word about clients with; without it they are not believed."""
-    vouching = Vouching(edge_key)
-
-    def client(exchange: Exchange) -> Fields:
-        vouched = vouching.client_of(exchange)
-        return {} if vouched is None else {"client": vouched.ip, "sub": vouched.sub, "edge": vouched.edge_id}
-
-    request_log.configure(choice, client)
+    global _vouching
+    _vouching = Vouching(edge_key)
+    request_log.configure(choice, _client)
 
 
 def answered(exchange: Exchange, status: int, seconds: float) -> None:
     """A line of the log of all requests. Failures have theirs already, with the reason."""
     if status < 500:
         request_log.answered(exchange, status, seconds)
+
+
+def _client(exchange: Exchange) -> Fields:
+    vouched = _vouching.client_of(exchange)
+    return {} if vouched is None else {"client": vouched.ip, "sub": vouched.sub, "edge": vouched.edge_id}

@@ -23,6 +23,8 @@ logger = logging.getLogger("tailrace.edge")
 
 PATH = b"/v1/server/_revoked"
 LOOK_S = 2.0
+# Who was refused asks less often, until it has another token.
+REFUSED_LOOKS = 5
 # The first look comes before the first client, unless an upstream takes longer than this.
 FIRST_S = 2.0
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
@@ -58,7 +60,8 @@ class Revoked:
     async def _watch(self, followed: Followed) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._look(followed)
+            if followed.may_look():
+                await self._look(followed)
 
     async def _look(self, followed: Followed) -> None:
         try:
@@ -79,13 +82,22 @@ class Followed:
         self._book = book
         self._tag = b""
         self._warned = False
+        self._asked_with: bytes | None = None
+        self._looks_left_out = 0
         self.is_told = False
+
+    def may_look(self) -> bool:
+        own = self._context.own_token
+        if not self._warned or (own is not None and own.value != self._asked_with):
+            return True
+        self._looks_left_out = (self._looks_left_out + 1) % REFUSED_LOOKS
+        return self._looks_left_out == 0
 
     async def look(self) -> bool:
         """True if something is revoked, or is no more."""
         context, own = self._context, self._context.own_token
         known = b"if-none-match: %b\r\n" % self._tag if self._tag else b""
-        bearer = None if own is None else own.value
+        bearer = self._asked_with = None if own is None else own.value
         host = self._upstream.origin.host_header
         reply = await self._upstream.pool.ask(
             own_request(b"GET", PATH, host, context.edge_id, bearer, known), again=True
@@ -94,7 +106,7 @@ class Followed:
         if own is not None:
             own.note_answer(self._upstream.id, reply.status)
         if reply.status == 304:
-            self.is_told = True
+            self.is_told, self._warned = True, False
             return False
         if reply.status != 200 or body is None:
             self._tell_once(reply.status)
@@ -110,9 +122,9 @@ class Followed:
 
     def _tell_once(self, status: int) -> None:
         self.is_told = False
-        if self._warned or self._context.settings.auth_keys_file:
+        warned, self._warned = self._warned, True
+        if warned or self._context.settings.auth_keys_file:
             return  # the file says the same, if it is the server's
-        self._warned = True
         logger.warning(
             "what upstream %s revokes is not known to this edge (status %d): kept slices and shared sockets "
             "stay open to a revoked token until it expires. Give the edge a token of scope read without a "

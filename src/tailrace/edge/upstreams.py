@@ -90,8 +90,9 @@ class Upstream:
 
     async def settle(self) -> None:
         """Looks at an upstream that is in doubt; all who wonder at once look together."""
-        if self.doubted_at is not None:
-            await asyncio.shield(self._look())
+        for _ in range(2):  # the first look may have begun before the doubt did
+            if self.doubted_at is not None:
+                await asyncio.shield(self._look())
 
     def _look(self) -> asyncio.Task[None]:
         if self._looking is None or self._looking.done():
