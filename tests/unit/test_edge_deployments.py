@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from tailrace.edge.deployments import DIFFERENT, THE_SAME, Deployments
+from tailrace.edge.origin import parse_origins
+from tailrace.edge.upstreams import Upstream, Upstreams
+from tailrace.errors import TailraceError
+from tailrace.limits import Limits
 
 
 def judged(mode: str, *said: tuple[str, str]) -> tuple[list[str], int]:
@@ -29,3 +37,32 @@ def test_the_server_behind_all_doors_may_begin_again() -> None:
 def test_shards_are_servers_of_their_own() -> None:
     said = ("a", "x"), ("b", "y"), ("b", "x"), ("b", "z")
     assert judged("sharded", *said) == (["", "", THE_SAME, ""], 1)
+
+
+def test_a_stream_goes_to_a_door_that_is_known_to_be_the_right_one() -> None:
+    """One that has never answered may be anybody, and one whose connections failed may be another by now."""
+
+    async def run() -> None:
+        upstreams = Upstreams(
+            parse_origins("a=http://127.0.0.1:1,b=http://127.0.0.1:2"), "any", Limits(), b"edge"
+        )
+        a, b = upstreams.all
+
+        def chosen() -> set[Upstream]:
+            return {upstreams.of(f"stream/{number}") for number in range(50)}
+
+        assert chosen() == {a, b}, "nobody has answered yet"
+        a.reached, a.healthy = True, False
+        assert chosen() == {a}
+        a.healthy = b.reached = True
+        assert chosen() == {a, b}
+        a.note_failed(0.0)
+        assert chosen() == {b}
+        b.wrong = "another server"
+        assert chosen() == {a}
+        a.wrong = "another server"
+        with pytest.raises(TailraceError):
+            chosen()
+        await upstreams.stop()
+
+    asyncio.run(run())

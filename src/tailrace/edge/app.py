@@ -121,19 +121,14 @@ class EdgeApp:
         target = target_of(exchange.path, self._context.limits.name_bytes)
         if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")
+        begun = self._context.loop.time()
+        caller = self._let_in(exchange, target)
+        self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
         if self._shards is not None:
             self._shards.check(exchange, target)
             if exchange.path in LISTINGS and exchange.method == b"GET":
                 self._start(exchange, self._shards.list(exchange), wait=False)
                 return
-        begun = self._context.loop.time()
-        if target.kind == "stream" or _is_system_read(exchange, target):
-            caller = self._gate.admit(exchange, target.name)
-        elif exchange.path in FOR_EVERYBODY:
-            caller = Caller.of(exchange)
-        else:
-            caller = self._gate.identify(exchange)
-        self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
         if target.kind != "stream":
             self._start(exchange, self._pass(exchange, target, caller), wait=_may_wait(exchange, target))
             return
@@ -141,6 +136,14 @@ class EdgeApp:
             self._read(exchange, target, caller)
             return
         self._start(exchange, self._write_or_head(exchange, target, caller), wait=False)
+
+    def _let_in(self, exchange: Exchange, target: Target) -> Caller:
+        """Before anything is looked up or sent on."""
+        if target.kind == "stream" or _is_system_read(exchange, target):
+            return self._gate.admit(exchange, target.name)
+        if exchange.path in FOR_EVERYBODY:
+            return Caller.of(exchange)
+        return self._gate.identify(exchange)
 
     def _shows(self, path: bytes) -> bool:
         """Of the server itself; an edge in front of this one has to follow what is revoked."""

@@ -63,7 +63,7 @@ class Upstream:
         self._back = asyncio.Event()
         self._bad_checks = 0
         self._good_checks = 0
-        self._reached = False  # nobody is given the benefit of the doubt before the first good look
+        self.reached = False  # nobody is given the benefit of the doubt before the first good look
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
 
     @property
@@ -135,15 +135,15 @@ class Upstream:
                 self._came_back()
             self._bad_checks = 0
             self._good_checks += 1
-            if self._good_checks >= GOOD_CHECKS_MIN or not self._reached:
-                self._reached = True
+            if self._good_checks >= GOOD_CHECKS_MIN or not self.reached:
+                self.reached = True
                 self._lost_at.clear()
                 self._set_health(True)
         else:
             self._doubt()
             self._good_checks = 0
             self._bad_checks += 1
-            if self._bad_checks >= FAILED_CHECKS_MAX or not self._reached:
+            if self._bad_checks >= FAILED_CHECKS_MAX or not self.reached:
                 self._set_health(False)
 
     async def _ready(self) -> bool:
@@ -221,10 +221,13 @@ class Upstreams:
                 raise TailraceError("unavailable", "the server of this stream does not answer")
             return first
         right = [self._by_id[upstream_id] for upstream_id in order if not self._by_id[upstream_id].wrong]
-        well = [upstream for upstream in right if upstream.healthy]
+        # Who has never answered, or whose connections have just failed, may turn out to be another server.
+        known = [upstream for upstream in right if upstream.reached] or right
+        well = [upstream for upstream in known if upstream.healthy]
+        sure = [upstream for upstream in well if upstream.doubted_at is None]
         # One that has just come back is given a few of its streams, then more of them.
-        ready = (upstream for upstream in well if upstream.ramp.takes(key))
-        found = next(ready, None) or next(iter(well or right), None)
+        ready = (upstream for upstream in sure if upstream.ramp.takes(key))
+        found = next(ready, None) or next(iter(sure or well or known), None)
         if found is None:
             raise TailraceError("unavailable", "the upstreams are others than they were")
         return found
