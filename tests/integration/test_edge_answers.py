@@ -82,6 +82,25 @@ def test_any_answer_of_a_new_epoch_drops_what_is_kept(
     assert call("GET", f"{name}?offset=-1").body == [5, 6]
 
 
+@pytest.mark.parametrize(("first", "then"), [("", "&format=json"), ("&format=json", "")])
+def test_e10_a_form_that_is_what_no_form_means_is_the_same_slice(
+    server: ServerProcess, edge: EdgeProcess, first: str, then: str
+) -> None:
+    """E-10; and the other form never is, nor is JSON what a stream of text gives unasked."""
+    call, owner, name, text = Caller(edge), Caller(server), fresh("forms"), fresh("forms")
+    assert call("PUT", name, [1, 2, 3], headers=JSON).status == 201
+    kept = cached(call, f"{name}?offset=-1{first}")
+    again = call("GET", f"{name}?offset=-1{then}")
+    assert (again.headers["x-cache"], again.raw) == ("HIT", kept.raw)
+    raw = cached(call, f"{name}?offset=-1&format=raw")
+    assert raw.raw == owner("GET", f"{name}?offset=-1&format=raw").raw != kept.raw
+    closed = {"Content-Type": "text/plain", "Stream-Closed": "true"}
+    assert call("PUT", text, b"a", headers=closed).status == 201
+    assert cached(call, f"{text}?offset=-1").raw == b"a"
+    asked = [caller("GET", f"{text}?offset=-1&format=json") for caller in (call, owner)]
+    assert asked[0].status == asked[1].status == 400
+
+
 SPANS = {
     "resourceSpans": [
         {

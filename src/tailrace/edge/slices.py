@@ -19,9 +19,12 @@ from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
+from tailrace.protocol.etag import slice_format
 
 # Refusals of whoever asked, which say nothing to others who wait for the same answer.
 OF_ONE = (401, 403, 429)
+
+JSON = "json"
 
 SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
 
@@ -94,7 +97,9 @@ class Slices:
 
     async def _kept(self, key: SliceKey, facts: Facts, caller: Caller) -> Slice | None:
         """What is kept, once it is known that the stream still exists."""
-        if key not in self._memory and (self._disk is None or not self._disk.may_have(key)):
+        asked = key
+        key = next(filter(self._may_have, spellings(asked)), asked)
+        if not self._may_have(key):
             return None
         if not self._is_confirmed(facts):
             await self._confirm(key[0], caller)
@@ -112,7 +117,12 @@ class Slices:
                 return None
             if found is not None:
                 self._memory.put(key, found)
-        return None if found is None else self._if_good(key, found, facts)
+        if found is None or (asked != key and slice_format(found.tag) != JSON):
+            return None
+        return self._if_good(key, found, facts)
+
+    def _may_have(self, key: SliceKey) -> bool:
+        return key in self._memory or (self._disk is not None and self._disk.may_have(key))
 
     def _if_good(self, key: SliceKey, found: Slice, facts: Facts) -> Slice | None:
         """A slice, unless its time is over, its entries were trimmed or its stream may have ended."""
@@ -246,6 +256,12 @@ class Slices:
             self._memory.put(each, found)
             if self._disk is not None and found.is_immutable:
                 self._disk.put(each, found, upstream.deployment)
+
+
+def spellings(key: SliceKey) -> tuple[SliceKey, ...]:
+    """The keys of what may be the same slice: of a JSON stream the form that is given unasked is JSON."""
+    other = {"": JSON, JSON: ""}.get(key[2])
+    return (key,) if other is None else (key, (*key[:2], other, *key[3:]))
 
 
 def key_of(reading: Reading) -> SliceKey:
