@@ -262,6 +262,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "for whom it asks, and the server believes it."
         ),
     ] = ""
+    edge_metrics_port: Annotated[
+        Port, Meta(description="Listener of an edge of its own for /metrics; 0 serves it on the main one.")
+    ] = 0
     edge_expose_server: Annotated[
         bool, Meta(description="Let clients of an edge reach /v1/server of the server behind it.")
     ] = False

@@ -179,16 +179,32 @@ def test_the_services_are_named_set_up_and_shut() -> None:
             assert name not in secrets or value.startswith("${"), f"{name} is given from outside"
 
 
-def test_prometheus_finds_the_rules_and_the_server() -> None:
+def test_prometheus_finds_the_rules_the_server_and_the_edge() -> None:
     folder = DEPLOY / "prometheus"
     config = yaml.safe_load((folder / "prometheus.yml").read_text())
     assert all((folder / name).is_file() for name in config["rule_files"])
-    (job,) = config["scrape_configs"]
-    assert job["job_name"] == "tailrace"
-    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["tailrace"]
-    assert job["static_configs"] == [
-        {"targets": [f"tailrace:{service['environment']['TAILRACE_METRICS_PORT']}"]}
-    ]
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    scraped = {job["job_name"]: job["static_configs"] for job in config["scrape_configs"]}
+    ports = {
+        name: services[name]["environment"][variable]
+        for name, variable in (("tailrace", "TAILRACE_METRICS_PORT"), ("edge", "TAILRACE_EDGE_METRICS_PORT"))
+    }
+    assert scraped == {
+        "tailrace": [{"targets": [f"tailrace:{ports['tailrace']}"]}],
+        "tailrace-edge": [{"targets": [f"edge:{ports['edge']}"]}],
+    }
+
+
+def test_the_alerts_watch_every_job() -> None:
+    """A rule that names a job names them all: an edge that is down is missed as much as a server."""
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    jobs = [job["job_name"] for job in config["scrape_configs"]]
+    named = {
+        (rule["alert"], pattern) for rule in RULES for pattern in re.findall(r'job=~?"([^"]*)"', rule["expr"])
+    }
+    assert named
+    for alert, pattern in named:
+        assert all(re.fullmatch(pattern, job) for job in jobs), alert
 
 
 def test_the_unit_starts_a_server_that_can_do_little_else() -> None:

@@ -36,6 +36,7 @@ BEYOND_PREFIXES: dict[str, set[int]] = {
     "DELETE /v1/server/_keys/{id}": {403},
     "GET /v1/server/_revocations": {403},
     "POST /v1/server/_revocations": {403},
+    "GET /v1/server/_revoked": {200},
     "GET /v1/streams": {200},  # with nothing in it
     "GET /v1/databases": {200},  # likewise
     "POST /v1/traces": {403},

@@ -26,6 +26,7 @@ GRANTED_BY: dict[Action, set[str]] = {
     Action.PUBLIC: {"read", "write", "manage", "system"},
     Action.INSPECT_SERVER: {"manage"},
     Action.MANAGE_IDENTITIES: {"manage"},
+    Action.FOLLOW_REVOCATIONS: {"read", "manage"},
     Action.SEAL: {"manage"},
     Action.READ_STREAM: {"read", "manage"},
     Action.WRITE_STREAM: {"write", "manage"},

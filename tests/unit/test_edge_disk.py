@@ -10,12 +10,13 @@ import orjson
 from tailrace.edge.disk import read_slice, write_slice
 
 KEY = ("orders", "-1")
+SERVER = "the deployment"
 EPOCH = 3
 BODY = b'[{"id":1},{"id":2}]'
 
 
 def written(path: Path, at_s: float) -> bytes:
-    head = {"key": KEY, "epoch": EPOCH, "at_s": at_s, "fields": [["etag", '"x"']]}
+    head = {"key": KEY, "deployment": SERVER, "epoch": EPOCH, "at_s": at_s, "fields": [["etag", '"x"']]}
     assert write_slice(path, orjson.dumps(head), BODY) == path.stat().st_size
     return path.read_bytes()
 
@@ -24,7 +25,7 @@ def test_e15_whatever_byte_is_flipped_the_file_is_not_there(tmp_path: Path) -> N
     """E-15."""
     path = tmp_path / "slice"
     data = written(path, time.time())
-    found = read_slice(path, KEY, EPOCH)
+    found = read_slice(path, KEY, SERVER, EPOCH)
     assert found is not None
     assert found[1] == BODY
     for position in range(len(data)):
@@ -32,7 +33,7 @@ def test_e15_whatever_byte_is_flipped_the_file_is_not_there(tmp_path: Path) -> N
             changed = bytearray(data)
             changed[position] ^= 1 << bit
             path.write_bytes(changed)
-            assert read_slice(path, KEY, EPOCH) is None, (position, bit)
+            assert read_slice(path, KEY, SERVER, EPOCH) is None, (position, bit)
 
 
 def test_e15_a_file_that_is_not_whole_is_not_there(tmp_path: Path) -> None:
@@ -41,18 +42,19 @@ def test_e15_a_file_that_is_not_whole_is_not_there(tmp_path: Path) -> None:
     data = written(path, time.time())
     for cut in (*(data[:length] for length in range(len(data))), data + b"\0", data + data):
         path.write_bytes(cut)
-        assert read_slice(path, KEY, EPOCH) is None
+        assert read_slice(path, KEY, SERVER, EPOCH) is None
     path.unlink()
-    assert read_slice(path, KEY, EPOCH) is None
+    assert read_slice(path, KEY, SERVER, EPOCH) is None
 
 
 def test_a_file_of_something_else_is_not_there(tmp_path: Path) -> None:
-    """Of another read, another life of the stream, or too long ago to say whose life it was."""
+    """Of another read, server or life of the stream, or too long ago to say whose life it was."""
     path = tmp_path / "slice"
     written(path, time.time())
-    assert read_slice(path, ("orders", "-2"), EPOCH) is None
-    assert read_slice(path, KEY, EPOCH + 1) is None
-    assert read_slice(path, KEY, EPOCH - 1) is None
+    assert read_slice(path, ("orders", "-2"), SERVER, EPOCH) is None
+    assert read_slice(path, KEY, "another deployment", EPOCH) is None
+    assert read_slice(path, KEY, SERVER, EPOCH + 1) is None
+    assert read_slice(path, KEY, SERVER, EPOCH - 1) is None
     written(path, time.time() - 8 * 86_400)
-    assert read_slice(path, KEY, EPOCH) is None
+    assert read_slice(path, KEY, SERVER, EPOCH) is None
     assert [one.name for one in tmp_path.iterdir()] == ["slice"], "nothing unfinished stays"

@@ -1,26 +1,29 @@
-"""`/v1/server/_keys` and `/v1/server/_revocations`: API keys, and tokens that are good no more."""
+"""`/v1/server/_keys`, `_revocations` and `_revoked`: API keys, and tokens that are good no more."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import orjson
+import xxhash
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.auth import Action, Identity, Register, TokenVerifier, authorise, make_key
+from tailrace.auth import Action, Identity, Register, RevokedMarks, TokenVerifier, authorise, make_key
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import names
+from tailrace.protocol.etag import none_match
 
 logger = logging.getLogger("tailrace.auth")
 
 KEYS: Final = b"/v1/server/_keys"
 REVOCATIONS: Final = b"/v1/server/_revocations"
+REVOKED: Final = b"/v1/server/_revoked"
 SHOWN_MAX: Final = 1000  # revocations, the newest first
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -56,13 +59,17 @@ class IdentityRoutes:
         self._verifier = verifier
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_change: Callable[[], None] = _nothing
+        self._marks = (0, *_written(RevokedMarks()))  # the version of the book, tag and bytes
 
     def handles(self, path: bytes) -> bool:
-        return path in (KEYS, REVOCATIONS) or path.startswith(KEYS + b"/")
+        return path in (KEYS, REVOCATIONS, REVOKED) or path.startswith(KEYS + b"/")
 
     def serve(
         self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
     ) -> None:
+        if path == REVOKED:
+            self._follow(exchange, method, identify)
+            return
         whole = path in (KEYS, REVOCATIONS)
         if method not in ((b"GET", b"HEAD", b"POST") if whole else (b"DELETE",)):
             raise answers.not_allowed("GET, HEAD, POST, OPTIONS" if whole else "DELETE, OPTIONS")
@@ -122,6 +129,33 @@ class IdentityRoutes:
 
         self._run(exchange, self._known.book.listed, answer)
 
+    def _follow(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+        """What edges ask every few seconds. Where nobody needs a token, none can be revoked."""
+        if method not in (b"GET", b"HEAD"):
+            raise answers.not_allowed("GET, HEAD, OPTIONS")
+        authorise(identify(exchange), Action.FOLLOW_REVOCATIONS)
+        book = None if self._verifier is None else self._verifier.book
+        if book is None or book.version == self._marks[0]:
+            self._show_marks(exchange)
+            return
+        version, revocations = book.version, book.revocations
+
+        async def renew() -> None:
+            # Hashing tens of thousands of them takes longer than the loop has for one request.
+            self._marks = (version, *await asyncio.to_thread(lambda: _written(revocations.marks())))
+            self._show_marks(exchange)
+
+        self._spawn(renew())
+
+    def _show_marks(self, exchange: Exchange) -> None:
+        _, tag, body = self._marks
+        head = b"Cache-Control: private, no-cache\r\nETag: %b\r\n" % tag.encode()
+        known = exchange.headers.get(b"if-none-match")
+        if known is not None and none_match(known.decode("latin-1"), tag):
+            exchange.respond(304, head)
+        else:
+            exchange.respond(200, answers.JSON_TYPE + head, body)
+
     def _revoke(self, exchange: Exchange, identity: Identity) -> None:
         asked = _read(exchange, Revoked)
         jti, sub, book = asked.jti, asked.sub, self._known.book
@@ -152,7 +186,10 @@ class IdentityRoutes:
     def _run(
         self, exchange: Exchange, work: Callable[[], T], answer: Callable[[T], tuple[int, Json | None]]
     ) -> None:
-        task = self._context.loop.create_task(self._answered(exchange, work, answer))
+        self._spawn(self._answered(exchange, work, answer))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -179,6 +216,12 @@ def _read(exchange: Exchange, form: type[T]) -> T:
         return msgspec.json.decode(exchange.body, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TailraceError("invalid_request", f"the request cannot be understood: {error}") from None
+
+
+def _written(marks: RevokedMarks) -> tuple[str, bytes]:
+    """Tag and bytes: the same in every process that has read the same file."""
+    body = orjson.dumps({"tokens": sorted(marks.tokens), "subjects": dict(sorted(marks.subjects.items()))})
+    return f'"{xxhash.xxh3_128_hexdigest(body)}"', body
 
 
 def _nothing() -> None:

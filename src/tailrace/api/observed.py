@@ -121,7 +121,7 @@ class _Seen:
         self._span = span
         self.commits = False  # whether it waits for the journal
 
-    def answered(self, exchange: Exchange, status: int) -> None:
+    def answered(self, exchange: Exchange, status: int, _head: bytes) -> None:
         try:
             self._app.answered(exchange, status, self._span, self.commits)
         except Exception:

@@ -19,7 +19,8 @@ from tailrace.auth.policy import (
     visible_databases,
     visible_prefixes,
 )
-from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token
+from tailrace.auth.revocations import RevokedMarks
+from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token, stands_for_another
 from tailrace.auth.verifier import TokenVerifier
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "IdentityBook",
     "IdentityFile",
     "Register",
+    "RevokedMarks",
     "TokenReport",
     "TokenVerifier",
     "Vouched",
@@ -45,6 +47,7 @@ __all__ = [
     "is_hub",
     "make_key",
     "may",
+    "stands_for_another",
     "visible_databases",
     "visible_prefixes",
 ]

@@ -11,8 +11,8 @@ import msgspec
 
 from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
 from tailrace.auth.identity_file import IdentityFile, Register, Stamp
-from tailrace.auth.revocations import Revocations, with_subject, with_token
-from tailrace.auth.tokens import LEEWAY_S
+from tailrace.auth.revocations import Revocations, RevokedMarks, with_subject, with_token
+from tailrace.auth.tokens import LEEWAY_S, Identity
 from tailrace.clock import SYSTEM_CLOCK, Clock
 from tailrace.errors import TailraceError
 
@@ -31,6 +31,7 @@ class IdentityBook:
         self._keys: dict[str, ApiKey] = {}
         self._ends_s: dict[str, float] = {}  # of each key, by its mark
         self.revocations = Revocations()
+        self._followed: dict[str, RevokedMarks] = {}
         self.version = 0
 
     # -- asking ----------------------------------------------------------------------------------------
@@ -46,6 +47,20 @@ class IdentityBook:
         """Whether the key with this mark is there and good, with nothing about it changed."""
         ends_s = self._ends_s.get(mark)
         return ends_s is not None and self._now_s() < ends_s + LEEWAY_S
+
+    def revoked(self, identity: Identity) -> bool:
+        """Whether the file, or somebody who is followed, says that this one is good no more."""
+        if self.revocations.concern(identity):
+            return True
+        return any(marks.concern(identity) for marks in self._followed.values())
+
+    def follow(self, source: str, marks: RevokedMarks) -> bool:
+        """Takes over what another server has revoked; True if that is something else than before."""
+        if self._followed.get(source) == marks:
+            return False
+        self._followed[source] = marks
+        self.version += 1
+        return True
 
     # -- reading ---------------------------------------------------------------------------------------
 

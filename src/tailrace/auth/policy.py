@@ -35,6 +35,7 @@ class Action(enum.Enum):
     PUBLIC = ("health, keys, OpenAPI, console files, OPTIONS", "", Access.NONE)
     INSPECT_SERVER = ("/metrics, /v1/server/*", "manage", Access.NONE)
     MANAGE_IDENTITIES = ("/v1/server/_keys, _revocations", "manage", Access.NONE)
+    FOLLOW_REVOCATIONS = ("/v1/server/_revoked", "read", Access.NONE)
     SEAL = ("POST /v1/server/_seal", "manage", Access.READ)
     READ_STREAM = ("GET, HEAD /v1/stream/{name}, /pk/{key}, live modes", "read", Access.READ)
     WRITE_STREAM = ("PUT, POST /v1/stream/{name}", "write", Access.WRITE)
@@ -158,6 +159,9 @@ def _authorise(
         _check_read(identity, source)
     if action in _ALL_STREAMS and identity.streams is not None:
         _forbid("this needs a token for all streams", scope="manage")
+    if action is Action.FOLLOW_REVOCATIONS and identity.streams is not None:
+        if "manage" not in identity.scopes:
+            _forbid("this needs the scope manage, or read for all streams", scope="manage")
     if action is Action.MANAGE_IDENTITIES and identity.dbs is not None:
         _forbid("this needs a token for all databases", scope="manage")
     if pattern is not None and not covers_pattern(identity, pattern):

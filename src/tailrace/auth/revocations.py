@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Final
 
 import msgspec
@@ -11,6 +12,7 @@ from tailrace.auth.tokens import LEEWAY_S, TIME_S_MAX, Identity
 from tailrace.errors import TailraceError
 
 REVOKED_MAX: Final = 50_000
+MARK_DIGITS: Final = 32
 # A token may have been exchanged for a newer one at the hub, which is good for at most so long.
 EXCHANGED_S_MAX: Final = 3600
 
@@ -33,6 +35,19 @@ class RevokedSubject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: Seconds
 
 
+class RevokedMarks(msgspec.Struct, frozen=True):
+    """The same for whoever checks tokens elsewhere: hashes, which name nobody and prove nothing."""
+
+    tokens: frozenset[str] = frozenset()
+    subjects: Mapping[str, Seconds] = msgspec.field(default_factory=dict[str, int])
+
+    def concern(self, identity: Identity) -> bool:
+        ids = (identity.token_id, identity.origin_id)
+        if any(mark_of(one) in self.tokens for one in ids if one):
+            return True
+        return _was_issued_by(identity, self.subjects.get(mark_of(identity.sub)))
+
+
 class Revocations:
     """All of them, ready to ask."""
 
@@ -46,8 +61,21 @@ class Revocations:
     def concern(self, identity: Identity) -> bool:
         if identity.token_id in self._tokens or identity.origin_id in self._tokens:
             return True
-        at = self._subjects.get(identity.sub)
-        return at is not None and (identity.issued_at is None or identity.issued_at < at + 1)
+        return _was_issued_by(identity, self._subjects.get(identity.sub))
+
+    def marks(self) -> RevokedMarks:
+        subjects = {mark_of(sub): at for sub, at in self._subjects.items()}
+        return RevokedMarks(frozenset(map(mark_of, self._tokens)), subjects)
+
+
+def mark_of(text: str) -> str:
+    """What stands for the id of a token, or for a subject."""
+    return hashlib.sha256(text.encode()).hexdigest()[:MARK_DIGITS]
+
+
+def _was_issued_by(identity: Identity, at: int | None) -> bool:
+    """Whether a token was there when its subject lost everything; if it does not say, it counts as that."""
+    return at is not None and (identity.issued_at is None or identity.issued_at < at + 1)
 
 
 def with_token(

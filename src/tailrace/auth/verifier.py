@@ -126,7 +126,7 @@ class TokenVerifier:
             return False
         if kind == "jwks" and (self._ring is None or not self._ring.has(mark)):
             return False
-        return not self.book.revocations.concern(identity)
+        return not self.book.revoked(identity)
 
     def check_stands(self, identity: Identity) -> None:
         if not self.stands(identity):

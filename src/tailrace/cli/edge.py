@@ -46,6 +46,8 @@ COMMON = (
     "server_timing",
     "log_level",
     "log_format",
+    "log_requests",
+    "request_ids",
     "append_body_bytes",
     "name_bytes",
     "long_poll_default_ms",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Coroutine
-
-import orjson
 
 from tailrace.edge.asks import Reading, Target, reading_of, target_of
 from tailrace.edge.cache import Slice
@@ -19,22 +18,29 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
+from tailrace.edge.own import PATHS as OWN
+from tailrace.edge.own import READS, OwnRoutes
+from tailrace.edge.revocations import PATH as REVOKED
 from tailrace.edge.sharded import LISTINGS, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
+from tailrace.net import request_log
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.query import live_mode, parse_query
-from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
 logger = logging.getLogger("tailrace.edge")
 
-HEALTH = (b"/healthz", b"/health")
-OWN = (*HEALTH, b"/readyz", b"/metrics")
+# Of the owner; nobody is asked who they are.
+FOR_EVERYBODY = (b"/openapi.json", b"/hub/health", b"/v1/stream/__ds/jwks.json")
 WRITES = (b"POST", b"PUT", b"DELETE")
+# Spans go to a stream that only the owner knows.
+TRACES = b"/v1/traces"
+
+_CACHE = re.compile(rb"X-Cache: ([A-Z]+)\r\n")
 
 
 class EdgeApp:
@@ -60,9 +66,12 @@ class EdgeApp:
         self._forwarder = Forwarder(context)
         self._shards = Shards(context) if context.upstreams.mode == "sharded" else None
         self._loop_mark = b"tailrace-edge-" + context.edge_id
-        self.stopping = False
+        self.own = OwnRoutes(context)
         self._packer = Packer()
         settings = context.settings
+        self._logs_all = settings.log_requests == "all"
+        # Before it goes on, so that the server's log has the same id.
+        self._names_all = settings.request_ids or self._logs_all
         total = "edge-total" if settings.server_timing else None
         self.common_headers = CommonHeaders(
             settings.resource_policy, settings.cors_origins, total, context.loop.time
@@ -72,13 +81,17 @@ class EdgeApp:
     # -- what net asks for
 
     def handle(self, exchange: Exchange) -> None:
+        if self._names_all:
+            exchange.name()
+        if self._logs_all:
+            exchange.watch_answer(self._log_answer)
         if self._loop_mark in exchange.headers.get(b"via", b""):
             logger.error("a request came back to this edge: its upstreams lead to itself")
             raise TailraceError("internal", "the request goes round in a circle")
         if exchange.method == b"OPTIONS":
             exchange.respond(204, headers.preflight_lines())
         elif exchange.path in OWN:
-            self._answer_own(exchange)
+            self.own.answer(exchange, self._gate.inspect)
         else:
             self._route(exchange)
 
@@ -93,55 +106,48 @@ class EdgeApp:
         self._long_polls.end_all()
         self._live.end_all()
 
-    # -- what is answered here
+    # -- the log of requests
 
-    def _answer_own(self, exchange: Exchange) -> None:
-        if exchange.method not in (b"GET", b"HEAD"):
-            allow = (("Allow", "GET, HEAD, OPTIONS"),)
-            raise TailraceError("method_not_allowed", "this path takes GET, HEAD, OPTIONS", headers=allow)
-        if exchange.path == b"/metrics":
-            self._gate.inspect(exchange)
-            head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + NO_STORE
-            exchange.respond(200, head, self._context.telemetry.render())
-        elif exchange.path in HEALTH:
-            exchange.respond(200, JSON_TYPE + NO_STORE, b'{"status":"ok"}')
-        else:
-            self._answer_ready(exchange)
-
-    def _answer_ready(self, exchange: Exchange) -> None:
-        upstreams = self._context.upstreams
-        if self.stopping or not upstreams.ready:
-            reason = "the edge is stopping" if self.stopping else "upstreams do not answer"
-            body = {"status": "degraded", "reason": reason, "upstreams": upstreams.unhealthy}
-            head = JSON_TYPE + NO_STORE + b"Retry-After: 5\r\n"
-            exchange.respond(503, head, orjson.dumps(body))
-            return
-        deployment = upstreams.any().deployment
-        exchange.respond(
-            200, JSON_TYPE + NO_STORE, orjson.dumps({"status": "ready", "deployment": deployment})
-        )
+    def _log_answer(self, exchange: Exchange, status: int, head: bytes) -> None:
+        """A line for every answer that the log does not know yet, with what X-Cache says."""
+        seconds = self._context.loop.time() - exchange.started
+        found = _CACHE.search(head)
+        more = {"cache": found[1].decode()} if found is not None else {}
+        request_log.answered(exchange, status, seconds, **more)
 
     # -- what is passed on or shared
 
     def _route(self, exchange: Exchange) -> None:
         target = target_of(exchange.path, self._context.limits.name_bytes)
-        if target.kind == "server" and not self._context.settings.edge_expose_server:
+        if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")
+        begun = self._context.loop.time()
+        caller = self._let_in(exchange, target)
+        self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
         if self._shards is not None:
             self._shards.check(exchange, target)
             if exchange.path in LISTINGS and exchange.method == b"GET":
                 self._start(exchange, self._shards.list(exchange), wait=False)
                 return
         if target.kind != "stream":
-            self._start(exchange, self._pass(exchange, target), wait=_may_wait(exchange, target))
+            self._start(exchange, self._pass(exchange, target, caller), wait=_may_wait(exchange, target))
             return
-        begun = self._context.loop.time()
-        caller = self._gate.admit(exchange, target.name)
-        self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
         if exchange.method == b"GET":
             self._read(exchange, target, caller)
             return
         self._start(exchange, self._write_or_head(exchange, target, caller), wait=False)
+
+    def _let_in(self, exchange: Exchange, target: Target) -> Caller:
+        """Before anything is looked up or sent on."""
+        if target.kind == "stream" or _is_system_read(exchange, target):
+            return self._gate.admit(exchange, target.name)
+        if exchange.path in FOR_EVERYBODY:
+            return Caller.of(exchange)
+        return self._gate.identify(exchange)
+
+    def _shows(self, path: bytes) -> bool:
+        """Of the server itself; an edge in front of this one has to follow what is revoked."""
+        return self._context.settings.edge_expose_server or path == REVOKED
 
     def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         reading = reading_of(target, exchange.query)
@@ -156,12 +162,20 @@ class EdgeApp:
     def _start(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
         self._context.answer_later(exchange, work, wait=wait)
 
-    async def _pass(self, exchange: Exchange, target: Target, caller: Caller | None = None) -> None:
+    async def _pass(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         """As it is; waits and streams have connections of their own."""
         apart = _may_wait(exchange, target)
-        await self._forwarder.forward(
-            exchange, self._upstream(exchange, target), caller, apart=apart, observe=self._count
-        )
+        sent_at = self._context.loop.time()
+
+        def observe(reply: Reply) -> None:
+            if target.kind == "stream":
+                self._book.note_reply(target.name, reply, sent_at)
+            elif exchange.method in WRITES and (target.kind == "resource" or exchange.path == TRACES):
+                self._book.note_change(target.name)
+            self._count(reply)
+
+        upstream = self._upstream(exchange, target)
+        await self._forwarder.forward(exchange, upstream, caller, apart=apart, observe=observe)
 
     async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         asking = self._book.asking(target.name, self._context.loop.time())
@@ -169,6 +183,8 @@ class EdgeApp:
         def observe(reply: Reply) -> None:
             if exchange.method in WRITES:
                 self._on_write(target.name, exchange.method, reply.status)
+                if exchange.method == b"POST" or reply.status in (404, 410):
+                    self._book.note_reply(target.name, reply, asking.sent_at)
             else:
                 self._book.note_head(target.name, reply, self._context.loop.time(), asking)
             self._count(reply)
@@ -240,6 +256,11 @@ class EdgeApp:
 
     def _count(self, reply: Reply) -> None:
         self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)
+
+
+def _is_system_read(exchange: Exchange, target: Target) -> bool:
+    """Streams of the hub have rules that the owner knows, and refusals of writes are in its own words."""
+    return target.kind == "reserved" and target.name.startswith("__") and exchange.method in READS
 
 
 def _wants_fresh(exchange: Exchange, reading: Reading) -> bool:

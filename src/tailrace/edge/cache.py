@@ -7,7 +7,7 @@ from collections import OrderedDict
 from math import inf
 
 from tailrace.edge.connection import Reply
-from tailrace.edge.headers import response_lines
+from tailrace.edge.headers import response_lines, unnamed
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.protocol.content_types import is_json
 from tailrace.protocol.etag import slice_start
@@ -59,7 +59,7 @@ class Slice:
         self.earliest = found.get(b"stream-earliest-offset", "")
         self.up_to_date = b"stream-up-to-date" in found
         self.closed = b"stream-closed" in found
-        kept = [field for field in fields if field[0].lower() not in _SEPARATE]
+        kept = [field for field in unnamed(fields) if field[0].lower() not in _SEPARATE]
         self.lines = response_lines(kept)
 
     @classmethod
@@ -109,7 +109,6 @@ _SEPARATE = frozenset(
         b"stream-earliest-offset",
         b"age",
         b"vary",
-        b"x-request-id",
     )
 )
 

@@ -9,13 +9,15 @@ from collections.abc import Coroutine
 from tailrace.auth import EdgeMark, Vouched
 from tailrace.clock import Clock
 from tailrace.edge.gate import Caller
-from tailrace.edge.headers import own_request, whole_target
+from tailrace.edge.headers import cache_line, id_line, own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
+from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.common_headers import add_phase, add_theirs
 from tailrace.net.http1 import Exchange
+from tailrace.net.request_log import failures
 from tailrace.protocol.refusals import error_answer
 from tailrace.settings import Settings
 
@@ -32,7 +34,7 @@ class EdgeContext:
         telemetry: EdgeTelemetry,
         clock: Clock,
         edge_id: bytes,
-        token: bytes | None,
+        token: EdgeToken | None,
     ) -> None:
         self.settings = settings
         self.limits: Limits = settings.limits
@@ -42,13 +44,18 @@ class EdgeContext:
         self.edge_id = edge_id
         self.loop = asyncio.get_running_loop()
         # What the edge does on its own account it does with this, but only where it checks clients itself.
-        self.token = token if settings.auth_configured else None
+        self.own_token = token if settings.auth_configured else None
         self._mark = EdgeMark(settings.edge_signing_key) if settings.edge_signing_key else None
         self._timing = settings.server_timing
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
         return self.clock.now_ns() / 1e9
+
+    @property
+    def token(self) -> bytes | None:
+        """The Authorization of the edge itself. None while it has no good one: a reader's has to do."""
+        return None if self.own_token is None else self.own_token.usable(self.now_s())
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
@@ -81,9 +88,16 @@ class EdgeContext:
     def refusal(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         """A no of the edge itself; the request can be asked about by its id, as on a server."""
         self.telemetry.edge_refused.add(error.code)
-        if exchange is not None:
-            exchange.name()
-        return error_answer(error)
+        status, head, body = error_answer(error)
+        if exchange is None:
+            return status, head, body
+        exchange.name()
+        if status >= 500:
+            failures.tell(exchange, error)
+            exchange.on_answer = None  # that was its line
+        if exchange.method in (b"GET", b"HEAD"):
+            head += cache_line("BYPASS")
+        return status, head, body
 
     # -- for whom is asked
 
@@ -97,7 +111,8 @@ class EdgeContext:
         """A read that a client is the reason for, and that others may share."""
         mark = self._mark_line(b"GET", target, caller)
         host = upstream.origin.host_header
-        return own_request(b"GET", target, host, self.edge_id, caller.authorization, mark, *more)
+        more = (mark, id_line(caller.request_id), *more)
+        return own_request(b"GET", target, host, self.edge_id, caller.authorization, *more, via=caller.via)
 
     def _mark_line(self, method: bytes, target: bytes, caller: Caller) -> bytes:
         if self._mark is None:

@@ -2,7 +2,7 @@
 
 A file is `<2 hex>/<SHA-256 of the key>`: eight bytes that name the format, the lengths of head and body, the
 CRC32C of both, the head (JSON) and the body. It is written under another name and renamed, so it is whole or
-not there. A file of another epoch, or one that is damaged, is deleted and counts as not there.
+not there. A file of another server or epoch, or one that is damaged, is deleted and counts as not there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tailrace.errors import TailraceError
 logger = logging.getLogger("tailrace.edge")
 
 crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
-MAGIC = b"TREDGE1\n"
+MAGIC = b"TREDGE2\n"
 LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the body, CRC32C
 # The owner remembers deleted names for 30 days; within that time a new stream has a higher epoch.
 AGE_S_MAX = 7 * 86_400
@@ -44,6 +44,7 @@ class Head(msgspec.Struct, frozen=True):
     """What is stored in front of the body."""
 
     key: list[str]
+    deployment: str  # of the server that it came from: another one may have a stream of the same name
     epoch: int
     at_s: float
     fields: list[tuple[str, str]]
@@ -70,13 +71,15 @@ class DiskCache:
     def may_have(self, key: Key) -> bool:
         return self._on and digest_of(key) in self._files
 
-    async def get(self, key: Key, epoch: int) -> Slice | None:
+    async def get(self, key: Key, deployment: str, epoch: int) -> Slice | None:
         digest = digest_of(key)
-        if not self._on or digest not in self._files:
+        if not self._on or not deployment or digest not in self._files:
             return None
         self._files.move_to_end(digest)
         path = self._path(digest)
-        found = await self._context.loop.run_in_executor(self._threads, read_slice, path, key, epoch)
+        found = await self._context.loop.run_in_executor(
+            self._threads, read_slice, path, key, deployment, epoch
+        )
         if found is None:
             self._forget(digest)
             return None
@@ -85,14 +88,20 @@ class DiskCache:
         fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.fields]
         return Slice(fields, body, self._context.loop.time() - age_s, head.epoch)
 
-    def put(self, key: Key, found: Slice) -> None:
-        """Keeps a slice, unless the disk cannot keep up or has failed."""
-        if not self._on or self._pending >= PENDING_MAX:
+    def put(self, key: Key, found: Slice, deployment: str) -> None:
+        """Keeps a slice, unless the disk cannot keep up or has failed, or nobody knows whose it is."""
+        if not self._on or not deployment or self._pending >= PENDING_MAX:
             return
         self._pending += 1
         fields = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in found.fields]
         head = orjson.dumps(
-            {"key": list(key), "epoch": found.epoch, "at_s": self._context.now_s(), "fields": fields}
+            {
+                "key": list(key),
+                "deployment": deployment,
+                "epoch": found.epoch,
+                "at_s": self._context.now_s(),
+                "fields": fields,
+            }
         )
         self._context.spawn(self._write(digest_of(key), head, found.body))
 
@@ -177,7 +186,7 @@ def write_slice(path: Path, head: bytes, body: bytes) -> int:
     return len(data)
 
 
-def read_slice(path: Path, key: Key, epoch: int) -> tuple[Head, bytes] | None:
+def read_slice(path: Path, key: Key, deployment: str, epoch: int) -> tuple[Head, bytes] | None:
     """A file's content, or None if it is not what it should be."""
     try:
         data = path.read_bytes()
@@ -194,6 +203,8 @@ def read_slice(path: Path, key: Key, epoch: int) -> tuple[Head, bytes] | None:
         head = msgspec.json.decode(rest[:head_bytes], type=Head)
     except msgspec.DecodeError:
         return None
-    if tuple(head.key) != key or head.epoch != epoch or time.time() - head.at_s > AGE_S_MAX:
+    if tuple(head.key) != key or head.deployment != deployment or head.epoch != epoch:
+        return None
+    if time.time() - head.at_s > AGE_S_MAX:
         return None
     return head, rest[head_bytes:]

@@ -13,10 +13,21 @@ from tailrace.protocol import offsets
 STREAMS_KEPT = 100_000
 
 
+class Tide:
+    """Writes that went to a stream whose name only the owner knows: they count for all streams."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+
 class Facts:
     """One stream. The edge has no truth of its own: all of it was said by an upstream."""
 
     __slots__ = (
+        "_tide",
+        "_writes",
         "confirmed_at",
         "earliest",
         "end",
@@ -25,15 +36,14 @@ class Facts:
         "lifetime",
         "read_at",
         "renewal_at",
-        "writes",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, tide: Tide) -> None:
         # Rises when the stream's slices are dropped: an answer that was on its way is then not kept.
         self.generation = 0
-        # Rises when something was written through this edge, or arrived on a channel.
-        self.writes = 0
-        self.confirmed_at = float("-inf")  # loop time of the last answer that showed the stream
+        self._writes = 0
+        self._tide = tide
+        self.confirmed_at = float("-inf")  # loop time at which was asked what last showed the stream
         self.epoch = -1
         self.end = ""  # the greatest end seen
         self.earliest = ""  # where reading can begin, once something was trimmed
@@ -41,6 +51,14 @@ class Facts:
         # Loop times at which the last read that reached the owner, and the last renewal, were sent.
         self.read_at = float("-inf")
         self.renewal_at = float("-inf")
+
+    @property
+    def writes(self) -> int:
+        """Rises when something was written through this edge, or arrived on a channel."""
+        return self._writes + self._tide.writes
+
+    def note_written(self) -> None:
+        self._writes += 1
 
     @property
     def retained(self) -> bool:
@@ -75,11 +93,12 @@ class FactBook:
     def __init__(self, on_drop: Callable[[str, str], None]) -> None:
         self._facts: OrderedDict[str, Facts] = OrderedDict()
         self._on_drop = on_drop  # with the name and the reason
+        self._tide = Tide()
 
     def of(self, name: str) -> Facts:
         facts = self._facts.get(name)
         if facts is None:
-            facts = self._facts[name] = Facts()
+            facts = self._facts[name] = Facts(self._tide)
             if len(self._facts) > STREAMS_KEPT:
                 oldest, _ = self._facts.popitem(last=False)
                 self._on_drop(oldest, "forgotten")
@@ -94,7 +113,7 @@ class FactBook:
         """The stream is gone, or another has its name: nothing of it may be served again."""
         facts = self.of(name)
         facts.generation += 1
-        facts.writes += 1
+        facts.note_written()
         facts.confirmed_at = float("-inf")
         facts.epoch = -1
         facts.end = facts.earliest = ""
@@ -102,19 +121,33 @@ class FactBook:
         facts.read_at = facts.renewal_at = float("-inf")
         self._on_drop(name, reason)
 
+    def drop_all(self, reason: str) -> list[str]:
+        """Nothing that was said holds any more; the names of all streams that something was known of."""
+        names = list(self._facts)
+        for name in names:
+            self.drop(name, reason)
+        return names
+
     def note_write(self, name: str, method: bytes, status: int) -> None:
         """The answer to a write came back: reads that begin from now on have to see it."""
-        self.of(name).writes += 1
+        self.of(name).note_written()
         if (method == b"DELETE" and status < 300) or (method == b"PUT" and status == 201):
             self.drop(name, "deleted" if method == b"DELETE" else "created")
 
+    def note_change(self, name: str) -> None:
+        """As `note_write`, of something that belongs to a stream; with no name it may be any of them."""
+        if name:
+            self.of(name).note_written()
+        else:
+            self._tide.writes += 1
+
     def note_batch(self, name: str, offset: str) -> None:
         facts = self.of(name)
-        facts.writes += 1
+        facts.note_written()
         self._note_end(name, facts, offset)
 
-    def note_reply(self, name: str, reply: Reply, now: float) -> Facts:
-        """What the head of any answer about a stream tells."""
+    def note_reply(self, name: str, reply: Reply, sent_at: float) -> Facts:
+        """What the head of any answer about a stream tells: how it was when that was asked, or later."""
         facts = self.of(name)
         earliest = reply.get(b"stream-earliest-offset")
         if reply.status == 410 and earliest is not None and facts.retained:
@@ -125,8 +158,9 @@ class FactBook:
                 self.drop(name, "gone")
             return facts
         if reply.status < 400:
-            facts.confirmed_at = now
-            end = reply.get(b"stream-end-offset")
+            facts.confirmed_at = max(facts.confirmed_at, sent_at)
+            # The answer to a write has only the offset behind what was written.
+            end = reply.get(b"stream-end-offset") or reply.get(b"stream-next-offset")
             if end is not None:
                 self._note_end(name, facts, end.decode("latin-1"))
         if earliest is not None:
@@ -135,8 +169,9 @@ class FactBook:
 
     def note_head(self, name: str, reply: Reply, now: float, asking: Asking) -> Facts:
         """HEAD also tells how long the stream and its entries live."""
+        assert asking.sent_at <= now, "an answer comes after its question"
         told = reply.status == 200 and self.of(name).generation == asking.generation
-        facts = self.note_reply(name, reply, now)
+        facts = self.note_reply(name, reply, asking.sent_at)
         if told:
             facts.lifetime = lifetime_of(reply, asking.sent_at)
         return facts

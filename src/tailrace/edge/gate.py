@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tailrace.auth import Action, Identity, TokenVerifier, authorise
+from tailrace.auth import Action, Identity, TokenVerifier, authorise, bad_token, stands_for_another
+from tailrace.edge.token import EdgeToken
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.settings import Settings
@@ -26,11 +27,16 @@ class Caller(NamedTuple):
     authorization: bytes | None = None
     until_s: float | None = None  # wall time at which what it may do ends
     identity: Identity | None = None
+    via: bytes = b""  # the proxies that it came through
+    request_id: bytes = b""
 
     @classmethod
     def of(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
         """A client of which nothing was checked."""
-        return cls(shared, exchange.peer.rpartition(":")[0], exchange.headers.get(b"authorization"))
+        given = exchange.headers
+        ip = exchange.peer.rpartition(":")[0]
+        via, request_id = given.get(b"via", b""), exchange.request_id
+        return cls(shared, ip, given.get(b"authorization"), via=via, request_id=request_id)
 
 
 class Gate:
@@ -59,6 +65,16 @@ class Gate:
             authorise(identity, action, stream=name)
         return caller._replace(shared=True, until_s=identity.until_s, identity=identity)
 
+    def identify(self, exchange: Exchange) -> Caller:
+        """Refuses a token that is not good, whatever it is for. What a good one may do there, the owner says.
+
+        Who comes without one may be meant to: there are routes for everybody, and some ask on the socket.
+        """
+        caller = Caller.of(exchange)
+        if self.verifier is None or caller.authorization is None:
+            return caller
+        return caller._replace(identity=self._identify(self.verifier, caller.authorization))
+
     def inspect(self, exchange: Exchange) -> None:
         """Refuses who may not look at the edge's own numbers."""
         if self.verifier is not None:
@@ -73,6 +89,19 @@ class Gate:
                 return None
             raise
 
+    def look_at(self, token: EdgeToken) -> None:
+        """How long the edge's own token is good, if it can be read here. Whether it is, upstreams say."""
+        try:
+            if self.verifier is not None:
+                token.note_identity(self.verifier.verify(token.value))
+        except TailraceError:
+            return
+
+    def reload(self) -> None:
+        """Somebody says that the keys are others."""
+        if self.verifier is not None:
+            self.verifier.reload()
+
     def changed(self) -> bool:
         """Whether keys or revocations are others than when this was asked last."""
         return self.verifier is not None and self.verifier.changed()
@@ -82,6 +111,13 @@ class Gate:
         if self.verifier is None or caller.identity is None:
             return True
         return self.verifier.stands(caller.identity)
+
+    def check_still(self, caller: Caller, now_s: float) -> None:
+        """Refuses a client that was let in and has waited, if what it came with is good no more."""
+        if caller.until_s is not None and now_s >= caller.until_s:
+            raise bad_token("the token has expired")
+        if not self.stands(caller):
+            raise bad_token("the token was revoked")
 
     def start(self) -> None:
         if self.verifier is not None:
@@ -93,5 +129,5 @@ class Gate:
 
 
 def is_opaque(authorization: bytes) -> bool:
-    """Whether this is no signed token: then only the owner can tell what it is worth."""
-    return authorization.count(b".") != 2
+    """Whether only the owner can tell what this is worth: no signed token, or one for a key."""
+    return authorization.count(b".") != 2 or stands_for_another(authorization)

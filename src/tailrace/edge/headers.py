@@ -35,6 +35,7 @@ REQUEST_OWN = frozenset(
         b"x-forwarded-host",
         b"x-forwarded-proto",
         b"x-real-ip",
+        b"x-request-id",
     )
 )
 # Of an answer: net and the edge write their own.
@@ -63,11 +64,9 @@ def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgr
         lines.append(b"%b: %b\r\n" % (name, value))
     host = exchange.headers.get(b"host", b"")
     address = exchange.peer.rpartition(":")[0].encode()
-    seen = exchange.headers.get(b"via")
-    via = b"1.1 tailrace-edge-" + edge_id
-    lines.append(b"host: %b\r\nvia: %b\r\n" % (host, seen + b", " + via if seen else via))
+    lines.append(b"host: %b\r\n%b" % (host, via_line(edge_id, exchange.headers.get(b"via", b""))))
     lines.append(b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (address, exchange.scheme))
-    lines.append(b"x-forwarded-host: %b\r\n%b" % (host, mark))
+    lines.append(b"x-forwarded-host: %b\r\n%b%b" % (host, id_line(exchange.request_id), mark))
     if upgrade:
         asked = exchange.headers.get(b"upgrade", b"websocket")
         lines.append(b"connection: Upgrade\r\nupgrade: %b\r\n" % asked)
@@ -113,20 +112,41 @@ def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes
     return b"".join(lines) + b"".join(more)
 
 
+def unnamed(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The fields of an answer that is for several: the id of the request that brought it is one client's."""
+    return [field for field in fields if field[0].lower() != b"x-request-id" and field[1] != b"X-Request-Id"]
+
+
 def cache_line(outcome: str) -> bytes:
     return b"X-Cache: %b\r\n" % outcome.encode()
 
 
+def via_line(edge_id: bytes, seen: bytes = b"") -> bytes:
+    """The way that a request has come, with this edge behind those that it came through."""
+    return b"via: %b1.1 tailrace-edge-%b\r\n" % (seen + b", " if seen else b"", edge_id)
+
+
+def id_line(request_id: bytes) -> bytes:
+    """The name of a request, so that it is found by it in the log of the owner, too."""
+    return b"x-request-id: %b\r\n" % request_id if request_id else b""
+
+
 def own_request(
-    method: bytes, target: bytes, host: bytes, edge_id: bytes, authorization: bytes | None, *more: bytes
+    method: bytes,
+    target: bytes,
+    host: bytes,
+    edge_id: bytes,
+    authorization: bytes | None,
+    *more: bytes,
+    via: bytes = b"",
 ) -> bytes:
-    """A request that the edge makes on its own account."""
+    """A request that the edge makes on its own account; `via` is how the client came who is the reason."""
     bearer = b"authorization: %b\r\n" % authorization if authorization else b""
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\nvia: 1.1 tailrace-edge-%b\r\n%b%b\r\n" % (
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b%b\r\n" % (
         method,
         target,
         host,
-        edge_id,
+        via_line(edge_id, via),
         bearer,
         b"".join(more),
     )

@@ -17,8 +17,9 @@ from tailrace.edge.context import EdgeContext
 from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.facts import FactBook
 from tailrace.edge.feed import Answer, RefusedError
-from tailrace.edge.gate import Caller
-from tailrace.edge.headers import cache_line, response_lines
+from tailrace.edge.gate import Caller, Gate
+from tailrace.edge.headers import cache_line, response_lines, unnamed
+from tailrace.edge.slices import OF_ONE
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.cursor import next_cursor
@@ -40,12 +41,13 @@ class Asked(NamedTuple):
 class LongPolls:
     """Readers that wait for the next batch and are answered once."""
 
-    def __init__(self, context: EdgeContext, channels: Channels, book: FactBook) -> None:
+    def __init__(self, context: EdgeContext, gate: Gate, channels: Channels, book: FactBook) -> None:
         self._context = context
+        self._gate = gate
         self._channels = channels
         self._book = book
         self._asked: dict[tuple[str, ...], Asked] = {}
-        self._bells: set[Doorbell] = set()
+        self._bells: dict[Doorbell, Caller] = {}
         self._stopping = False
 
     async def answer(self, exchange: Exchange, reading: Reading, caller: Caller) -> bool:
@@ -88,20 +90,26 @@ class LongPolls:
             rung = channel.end > reading.offset or channel.closed or channel.over
             if left_s > 0 and not rung and not self._stopping:
                 begun = context.loop.time()
-                rung = await self._hear(Doorbell(channel, caller.authorization, caller.until_s), left_s)
+                rung = await self._hear(channel, caller, left_s)
                 context.note(exchange, "edge-wait", context.loop.time() - begun)
-            if caller.until_s is not None and context.now_s() >= caller.until_s:
-                raise TailraceError("unauthorized", "the token has expired")
+            self._gate.check_still(caller, context.now_s())
             if not rung or left_s <= 0 or self._stopping:
                 self._idle(exchange, reading, channel, outcome)
                 return True
 
-    async def _hear(self, bell: Doorbell, seconds: float) -> bool:
-        self._bells.add(bell)
+    async def _hear(self, channel: Channel, caller: Caller, seconds: float) -> bool:
+        bell = Doorbell(channel, caller.authorization, caller.until_s)
+        self._bells[bell] = caller
         try:
             return await bell.wait(seconds)
         finally:
-            self._bells.discard(bell)
+            del self._bells[bell]
+
+    def recheck(self) -> None:
+        """Keys or revocations have changed: whoever has lost their right waits no longer."""
+        for bell, caller in tuple(self._bells.items()):
+            if not self._gate.stands(caller):
+                bell.on_batches()
 
     def end_all(self) -> None:
         """Shutdown: whoever waits is answered as if the time were up."""
@@ -121,7 +129,7 @@ class LongPolls:
             try:
                 return await asyncio.shield(asked.task)
             except RefusedError as refused:
-                if refused.refusal.status not in (401, 403):
+                if refused.refusal.status not in OF_ONE:
                     raise
         task = self._context.loop.create_task(self._fetch(reading, caller))
         asked = self._asked[key] = Asked(task, facts.writes)
@@ -140,9 +148,10 @@ class LongPolls:
         upstream = context.upstreams.of(reading.name)
         parameters = {**reading.parameters, "live": reading.raw_live, "timeout_ms": "0"}
         request = context.request_for(caller, upstream, stream_target(reading.name, parameters))
+        sent_at = context.loop.time()
         reply = await upstream.pool.ask(request, again=True)
         body = await reply.body(context.limits.edge_frame_bytes)
-        self._book.note_reply(reading.name, reply, context.loop.time())
+        self._book.note_reply(reading.name, reply, sent_at)
         if body is None:
             raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
         answer = Answer(reply.status, reply.fields, body)
@@ -154,7 +163,7 @@ class LongPolls:
 
     def _pass_on(self, exchange: Exchange, reading: Reading, answer: Answer, outcome: str) -> None:
         dropped = (b"stream-cursor", b"etag") if reading.query.get("offset") == "now" else (b"stream-cursor",)
-        fields = [field for field in answer.fields if field[0].lower() not in dropped]
+        fields = [field for field in unnamed(answer.fields) if field[0].lower() not in dropped]
         self._context.telemetry.edge_requests.add("long-poll", outcome, answer.status)
         cursor = b"" if _is_closed(answer) else self._cursor(reading)
         exchange.respond(answer.status, response_lines(fields, cursor, cache_line(outcome)), answer.body)

@@ -54,7 +54,20 @@ TABLE: Final[dict[str, Metric]] = {
             ("outcome",),
         ),
         _row("reconnects", "counter", "Upstream sockets opened again, by why they had ended.", ("reason",)),
+        _row(
+            "following",
+            "gauge",
+            "1 while all upstreams tell at once what is deleted (registry) or revoked (revocations), else 0.",
+            ("what",),
+        ),
+        _row("token_refused", "gauge", "1 while an upstream refuses the edge's own token, else 0."),
         _row("upstream_healthy", "gauge", "1 while an upstream is well, else 0.", ("upstream",)),
+        _row(
+            "upstream_requests",
+            "gauge",
+            "Requests to an upstream that are under way (active) or wait for a connection (queued).",
+            ("upstream", "state"),
+        ),
         _row("detached", "counter", "Live readers that were too slow and went back to reading slices."),
         _row("overload", "counter", "Requests refused at a limit, by which.", ("limit",)),
     )
@@ -91,7 +104,10 @@ class EdgeTelemetry:
         self.edge_revalidated = Number()
         self.edge_ttl_renewals = Numbers()
         self.edge_reconnects = Numbers()
+        self.edge_following = Numbers()
+        self.edge_token_refused = Number()
         self.edge_upstream_healthy = Numbers()
+        self.edge_upstream_requests = Numbers()
         self.edge_detached = Number()
         self.edge_overload = Numbers()
 

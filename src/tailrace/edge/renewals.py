@@ -106,7 +106,7 @@ class Renewals:
         except (UpstreamLostError, TailraceError):
             return "lost"
         if due.facts.generation == due.generation:
-            self._book.note_reply(name, reply, context.loop.time())
+            self._book.note_reply(name, reply, sent_at)
         if reply.status in (404, 410):
             return "gone"
         if reply.status != 200:

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import sys
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from tailrace.auth import bind_check
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.edge.app import EdgeApp
 from tailrace.edge.cache import MemoryCache
-from tailrace.edge.channel import GONE
+from tailrace.edge.channel import GOING_AWAY, GONE
 from tailrace.edge.channels import Channels
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.disk import DiskCache
@@ -29,20 +30,24 @@ from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.origin import parse_origins
+from tailrace.edge.own import EdgeMetricsApp
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
+from tailrace.edge.revocations import Revoked
 from tailrace.edge.slices import Slices
-from tailrace.edge.upstreams import Upstreams
+from tailrace.edge.token import EdgeToken
+from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.logs import configure
+from tailrace.net import request_log
+from tailrace.net.http1 import HttpServer
 from tailrace.net.intake import IntakeServer
-from tailrace.net.tls import server_context
+from tailrace.net.tls import Certificate
 from tailrace.settings import Settings, SettingsError
 from tailrace.settings_sources import unknown_variables
 
 logger = logging.getLogger("tailrace.edge")
 
-TOKEN_BYTES_MAX = 16 * 1024
 MODES = ("long-poll", "sse", "ws")
 # How often keys and revocations are looked at again.
 IDENTITIES_S = 1.0
@@ -53,6 +58,7 @@ def run(settings: Settings) -> int:
     settings = listening(settings)
     bind_check(settings)
     configure(settings.log_level, settings.log_format)
+    request_log.configure(settings.log_requests)
     for told in unknown_variables(os.environ):
         logger.warning(told)
     turns.ask_for(settings.processor_turn_us)
@@ -82,6 +88,7 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     edge = Edge(settings)
+    loop.add_signal_handler(signal.SIGHUP, edge.hang_up)
     try:
         await edge.start()
         sys.stdout.write(f"tailrace ready  {edge.url}\nupstream        {settings.edge_upstream}\n")
@@ -105,7 +112,7 @@ class Edge:
             raise SettingsError("several upstreams need --upstream-mode any (one deployment) or sharded")
         self.upstreams = Upstreams(origins, mode, settings.limits, edge_id)
         self.telemetry = EdgeTelemetry(__version__)
-        token = _read_token(settings.edge_token_file)
+        token = EdgeToken(settings.edge_token_file) if settings.edge_token_file else None
         context = EdgeContext(settings, self.upstreams, self.telemetry, SYSTEM_CLOCK, edge_id, token)
         self.context = context
         self.gate = Gate(settings)
@@ -127,11 +134,17 @@ class Edge:
             verifies=self.gate.verifies,
         )
         self.live = Live(context, self.gate, self.channels, self.slices)
-        self.long_polls = LongPolls(context, self.channels, self.book)
+        self.long_polls = LongPolls(context, self.gate, self.channels, self.book)
+        self.revoked: Revoked | None = None
+        if self.gate.verifier is not None:
+            self.revoked = Revoked(context, self.gate.verifier.book, self._recheck)
         self.app = EdgeApp(
             context, self.gate, self.book, self.slices, self.live, self.long_polls, self._on_write
         )
+        self.upstreams.deployments.on_change = self._on_other_server
         self._http: IntakeServer | None = None
+        self._metrics: HttpServer | None = None
+        self._certificate: Certificate | None = None
         self.url = ""
 
     async def start(self) -> None:
@@ -139,29 +152,52 @@ class Edge:
         self.gate.start()
         await self.upstreams.start()
         self.registry.start()
-        if self.gate.verifies:
+        if self.revoked is not None:
+            self._look_at_token()
+            await self.revoked.start()
             self.context.spawn(self._watch_identities())
         self._http = http = IntakeServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
-        tls = server_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
-        try:
-            port = await http.start(settings.host, settings.port, ssl=tls)
-        except OSError as error:
-            where = f"{settings.host} port {settings.port}"
-            raise TailraceError(
-                "unavailable", f"cannot listen on {where}: {error.strerror or error}"
-            ) from error
+        if settings.tls_cert:
+            self._certificate = Certificate(settings.tls_cert, settings.tls_key)
+        port = await self._listen(http, settings.port)
+        if settings.edge_metrics_port:
+            self._metrics = HttpServer(EdgeMetricsApp(self.app.own), settings.limits)
+            await self._listen(self._metrics, settings.edge_metrics_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+        self.url = f"{'http' if self._certificate is None else 'https'}://{host}:{port}"
+
+    async def _listen(self, http: HttpServer, port: int) -> int:
+        host, tls = self._settings.host, None if self._certificate is None else self._certificate.context
+        try:
+            return await http.start(host, port, ssl=tls)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
+
+    def hang_up(self) -> None:
+        """SIGHUP: files that may have changed are read again, and keys are looked for now."""
+        self.gate.reload()
+        self._look_at_token()
+        self._recheck()
+        if self._certificate is not None:
+            try:
+                self._certificate.reload()
+            except TailraceError as error:
+                logger.error("%s; the old one stays in use", error)
 
     async def stop(self) -> None:
         """Sends the clients away, then lets go of the upstreams."""
-        self.app.stopping = True
+        self.app.own.stopping = True
         if self._http is not None:
             await self._http.drain()
+        if self._metrics is not None:
+            await self._metrics.drain()
         self.channels.stop()
         await self.renewals.stop()
         await self.registry.stop()
+        if self.revoked is not None:
+            await self.revoked.stop()
         await self.context.stop()
         await self.upstreams.stop()
         if self.disk is not None:
@@ -173,13 +209,30 @@ class Edge:
     async def _watch_identities(self) -> None:
         while True:
             await asyncio.sleep(IDENTITIES_S)
-            if self.gate.changed():
-                self.live.recheck()
+            self._look_at_token()
+            self._recheck()
+
+    def _recheck(self) -> None:
+        if self.gate.changed():
+            self.live.recheck()
+            self.long_polls.recheck()
+
+    def _look_at_token(self) -> None:
+        token = self.context.own_token
+        if token is not None:
+            token.refresh()
+            self.gate.look_at(token)
 
     def _on_drop(self, name: str, reason: str) -> None:
         self.memory.drop(name)
         if reason != "forgotten":
             self.telemetry.edge_cache_invalidations.add(reason)
+
+    def _on_other_server(self) -> None:
+        """An upstream is another server now: streams of the same names are other streams."""
+        logger.warning("an upstream is another server than before: nothing that was kept of it is given")
+        for name in self.book.drop_all("deployment"):
+            self.channels.end_stream(name, GOING_AWAY)
 
     def _on_write(self, name: str, method: bytes, status: int) -> None:
         self.book.note_write(name, method, status)
@@ -193,28 +246,25 @@ class Edge:
 
     def _connect_telemetry(self, http: IntakeServer) -> None:
         telemetry = self.telemetry
-        telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.stopping)
+        telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.own.stopping)
         telemetry.edge_connections.read = lambda: http.connections_open
         telemetry.edge_received_bytes.read = lambda: http.bytes_in
         telemetry.edge_sent_bytes.read = lambda: http.bytes_out
         telemetry.edge_body_bytes.read = lambda: http.body_bytes_held
         for mode in MODES:
             telemetry.edge_clients.reads[(mode,)] = lambda mode=mode: self.channels.clients[mode]
+        telemetry.edge_following.reads[("registry",)] = lambda: float(self.registry.vouches_since(inf))
+        own = self.context.own_token
+        telemetry.edge_token_refused.read = lambda: float(own is not None and own.is_refused)
+        telemetry.edge_overload.reads[("connections",)] = lambda: http.connections_refused
+        pools = [pool for upstream in self.upstreams.all for pool in upstream.pools]
+        telemetry.edge_overload.reads[("upstream_queue",)] = lambda: sum(pool.refused for pool in pools)
         for upstream in self.upstreams.all:
-            telemetry.edge_upstream_healthy.reads[(upstream.id,)] = lambda upstream=upstream: float(
-                upstream.healthy
-            )
+            self._connect_upstream(upstream)
 
-
-def _read_token(path: str) -> bytes | None:
-    """The edge's own token, as an Authorization header."""
-    if not path:
-        return None
-    try:
-        with Path(path).open("rb") as file:
-            token = file.read(TOKEN_BYTES_MAX).strip()
-    except OSError as error:
-        raise TailraceError(
-            "invalid_request", f"cannot read the token file {path}: {error.strerror}"
-        ) from None
-    return b"Bearer " + token
+    def _connect_upstream(self, upstream: Upstream) -> None:
+        telemetry, pools = self.telemetry, upstream.pools
+        telemetry.edge_upstream_healthy.reads[(upstream.id,)] = lambda: float(upstream.usable)
+        requests = telemetry.edge_upstream_requests.reads
+        requests[(upstream.id, "active")] = lambda: sum(pool.active for pool in pools)
+        requests[(upstream.id, "queued")] = lambda: sum(pool.queued for pool in pools)

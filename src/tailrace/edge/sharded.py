@@ -12,7 +12,7 @@ from tailrace.edge.asks import Target
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.feed import Answer, RefusedError
-from tailrace.edge.headers import request_bytes, request_lines, response_lines
+from tailrace.edge.headers import cache_line, request_bytes, request_lines, response_lines
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
@@ -23,6 +23,7 @@ from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
 # Listings, and what a row of each is called by.
 LISTINGS = {b"/v1/streams": "name", b"/v1/databases": "database"}
+BYPASS = cache_line("BYPASS")
 LISTING_BYTES_MAX = 16 * 1024 * 1024
 # What spans all servers and is not put together here.
 ABSENT = (b"/hub", b"/v1/pipeline", b"/v1/traces")
@@ -77,7 +78,7 @@ class Shards:
             raise TailraceError("unavailable", "a server does not answer") from None
         except RefusedError as refused:
             refusal = refused.refusal
-            exchange.respond(refusal.status, response_lines(refusal.fields), refusal.body)
+            exchange.respond(refusal.status, response_lines(refusal.fields, BYPASS), refusal.body)
             return
         query = parse_query(exchange.query)
         limit = int(query.get("limit", self._context.limits.list_page))
@@ -90,7 +91,7 @@ class Shards:
         rows.sort(key=lambda row: str(row[key]).encode())
         more = len(rows) > limit or any(_has_next(answer) for answer in answers)
         page = rows[:limit]
-        head = JSON_TYPE + NO_STORE
+        head = JSON_TYPE + NO_STORE + BYPASS
         if more and page:
             following = {"limit": str(limit), "after": str(page[-1][key])}
             following.update({name: query[name] for name in ("prefix", "system") if name in query})

@@ -17,7 +17,14 @@ from tailrace.edge.gate import Caller
 from tailrace.edge.recent import Recent, RecentReads
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
+from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
+from tailrace.protocol.etag import slice_format
+
+# Refusals of whoever asked, which say nothing to others who wait for the same answer.
+OF_ONE = (401, 403, 429)
+
+JSON = "json"
 
 SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
 
@@ -82,7 +89,7 @@ class Slices:
             except UpstreamLostError:
                 pass  # tried once on its own
             except RefusedError as refused:
-                if refused.refusal.status not in (401, 403):
+                if refused.refusal.status not in OF_ONE:
                     raise
         return await asyncio.shield(self._fly(key, reading, caller, facts))
 
@@ -90,21 +97,32 @@ class Slices:
 
     async def _kept(self, key: SliceKey, facts: Facts, caller: Caller) -> Slice | None:
         """What is kept, once it is known that the stream still exists."""
-        if key not in self._memory and (self._disk is None or not self._disk.may_have(key)):
+        asked = key
+        key = next(filter(self._may_have, spellings(asked)), asked)
+        if not self._may_have(key):
             return None
         if not self._is_confirmed(facts):
             await self._confirm(key[0], caller)
         if not self._is_confirmed(facts):
             return None
+        generation = facts.generation
+        upstream = self._context.upstreams.home(key[0])
+        await self._settle(upstream, facts)
+        if facts.generation != generation:
+            return None
         found = self._memory.get(key)
         if found is None and self._disk is not None:
-            generation = facts.generation
-            found = await self._disk.get(key, facts.epoch)
+            found = await self._disk.get(key, upstream.deployment, facts.epoch)
             if facts.generation != generation:
                 return None
             if found is not None:
                 self._memory.put(key, found)
-        return None if found is None else self._if_good(key, found, facts)
+        if found is None or (asked != key and slice_format(found.tag) != JSON):
+            return None
+        return self._if_good(key, found, facts)
+
+    def _may_have(self, key: SliceKey) -> bool:
+        return key in self._memory or (self._disk is not None and self._disk.may_have(key))
 
     def _if_good(self, key: SliceKey, found: Slice, facts: Facts) -> Slice | None:
         """A slice, unless its time is over, its entries were trimmed or its stream may have ended."""
@@ -125,6 +143,11 @@ class Slices:
             return True
         age_s = self._context.loop.time() - facts.confirmed_at
         return age_s < self._context.limits.edge_confirm_ms / 1000
+
+    async def _settle(self, upstream: Upstream, facts: Facts) -> None:
+        """If connections failed before the stream was seen last, that may have been at another server."""
+        if upstream.doubted_at is not None and upstream.doubted_at <= facts.confirmed_at:
+            await upstream.settle()
 
     async def _just_read(self, key: SliceKey, facts: Facts, caller: Caller) -> Slice | None:
         """The answer of a moment ago, if nothing was written since."""
@@ -193,7 +216,7 @@ class Slices:
             upstream.note_failed(context.loop.time())
             raise
         now = context.loop.time()
-        self._book.note_reply(reading.name, reply, now)
+        self._book.note_reply(reading.name, reply, sent_at)
         if body is None:
             raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
         if reply.status == 304 and known is not None:
@@ -221,6 +244,8 @@ class Slices:
         """Keeps a slice, once it is known how long its stream lives. On disk is only what never changes."""
         if facts.lifetime is None:
             await self._confirm(key[0], caller)
+        upstream = self._context.upstreams.home(key[0])
+        await self._settle(upstream, facts)
         if facts.generation != generation or facts.epoch < 0 or self._if_good(key, found, facts) is None:
             return
         found.epoch = facts.epoch
@@ -230,7 +255,13 @@ class Slices:
         for each in keys:
             self._memory.put(each, found)
             if self._disk is not None and found.is_immutable:
-                self._disk.put(each, found)
+                self._disk.put(each, found, upstream.deployment)
+
+
+def spellings(key: SliceKey) -> tuple[SliceKey, ...]:
+    """The keys of what may be the same slice: of a JSON stream the form that is given unasked is JSON."""
+    other = {"": JSON, JSON: ""}.get(key[2])
+    return (key,) if other is None else (key, (*key[:2], other, *key[3:]))
 
 
 def key_of(reading: Reading) -> SliceKey:

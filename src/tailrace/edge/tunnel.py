@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tailrace.edge.connection import Reply, UpstreamConnection
-from tailrace.edge.headers import RESPONSE_OWN
+from tailrace.edge.headers import RESPONSE_OWN, cache_line
 from tailrace.net.http1 import Exchange
+from tailrace.net.request_id import HEADER
 from tailrace.net.tunnel import TunnelEnd
 from tailrace.net.wire import status_line
 
@@ -27,7 +28,9 @@ def tunnel(exchange: Exchange, reply: Reply, connection: UpstreamConnection) -> 
         return
     server = client.server
     lines = b"".join(b"%b: %b\r\n" % field for field in reply.fields if _passes(field[0].lower()))
-    head = status_line(101) + lines + server.app.common_headers(exchange) + b"X-Cache: BYPASS\r\n\r\n"
+    bypass = cache_line("BYPASS")
+    named = exchange.note_answer(101, bypass)
+    head = status_line(101) + lines + server.app.common_headers(exchange) + bypass + named + b"\r\n"
     exchange.answered = True
     exchange.on_gone = None
     client.write(head)
@@ -43,4 +46,4 @@ def tunnel(exchange: Exchange, reply: Reply, connection: UpstreamConnection) -> 
 
 
 def _passes(name: bytes) -> bool:
-    return name not in RESPONSE_OWN and not name.startswith(b"access-control-")
+    return name not in RESPONSE_OWN and name != HEADER and not name.startswith(b"access-control-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 from collections import deque
@@ -11,9 +12,10 @@ import orjson
 import xxhash
 
 from tailrace.edge.connection import UpstreamLostError
+from tailrace.edge.counted_pool import CountedPool
+from tailrace.edge.deployments import Deployments
 from tailrace.edge.headers import own_request
 from tailrace.edge.origin import Origin
-from tailrace.edge.pool import Pool
 from tailrace.edge.ramp import Opening, Ramp
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -36,16 +38,23 @@ READY_BYTES_MAX = 64 * 1024
 class Upstream:
     """One door: its connections, its health, and the pause that all its lost sockets share."""
 
-    def __init__(self, origin: Origin, limits: Limits, edge_id: bytes) -> None:
+    def __init__(
+        self, origin: Origin, limits: Limits, edge_id: bytes, deployments: Deployments | None = None
+    ) -> None:
         self.origin = origin
         self.id = origin.id
         bounds = (limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000)
-        self.pool = Pool(origin, *bounds)
+        self.pool = CountedPool(origin, *bounds)
         # For requests that are still coming: a client that sends slowly takes nobody else's turn.
-        self.uploads = Pool(origin, *bounds)
+        self.uploads = CountedPool(origin, *bounds)
         self.healthy = True  # until proven otherwise: the first request finds out
         self.deployment = ""
-        time = asyncio.get_running_loop().time
+        self.wrong: str = ""  # why it is not used, however well it is
+        # Loop time since which it may be another server, because connections to it failed.
+        self.doubted_at: float | None = None
+        self._deployments = Deployments("single") if deployments is None else deployments
+        self._looking: asyncio.Task[None] | None = None
+        self._time = time = asyncio.get_running_loop().time
         self.ramp = Ramp(time)  # of requests, after it was out
         self._reopening = Ramp(time)  # of lost sockets, after they could not be opened
         self.opening = Opening(self._reopening)
@@ -54,8 +63,16 @@ class Upstream:
         self._back = asyncio.Event()
         self._bad_checks = 0
         self._good_checks = 0
-        self._reached = False  # nobody is given the benefit of the doubt before the first good look
+        self.reached = False  # nobody is given the benefit of the doubt before the first good look
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
+
+    @property
+    def pools(self) -> tuple[CountedPool, CountedPool]:
+        return self.pool, self.uploads
+
+    @property
+    def usable(self) -> bool:
+        return self.healthy and not self.wrong
 
     async def pause(self) -> None:
         """Waits before a lost socket is opened again; shorter if the upstream is seen to be back."""
@@ -69,6 +86,28 @@ class Upstream:
     def note_opened(self) -> None:
         if self._failures:
             self._came_back()
+            self._look()
+
+    async def settle(self) -> None:
+        """Looks at an upstream that is in doubt; all who wonder at once look together."""
+        for _ in range(2):  # the first look may have begun before the doubt did
+            if self.doubted_at is not None:
+                await asyncio.shield(self._look())
+
+    def _look(self) -> asyncio.Task[None]:
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self.check())
+        return self._looking
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        for pool in self.pools:
+            pool.close()
+
+    def _doubt(self) -> None:
+        if self.doubted_at is None:
+            self.doubted_at = self._time()
 
     def _came_back(self) -> None:
         """Those who wait for it may try, in their turn."""
@@ -79,6 +118,7 @@ class Upstream:
 
     def note_failed(self, now: float) -> None:
         """A connection could not be made or broke."""
+        self._doubt()
         self._failures = min(self._failures + 1, 10)
         self._lost_at.append(now)
         if len(self._lost_at) == FAILED_CONNECTS_MAX and now - self._lost_at[0] <= FAILED_CONNECTS_S:
@@ -86,20 +126,24 @@ class Upstream:
 
     async def check(self) -> None:
         """One look at `/readyz`."""
+        asked_at = self._time()
         ready = await self._ready()
         if ready:
+            if self.doubted_at is not None and self.doubted_at <= asked_at:
+                self.doubted_at = None
             if self._failures:
                 self._came_back()
             self._bad_checks = 0
             self._good_checks += 1
-            if self._good_checks >= GOOD_CHECKS_MIN or not self._reached:
-                self._reached = True
+            if self._good_checks >= GOOD_CHECKS_MIN or not self.reached:
+                self.reached = True
                 self._lost_at.clear()
                 self._set_health(True)
         else:
+            self._doubt()
             self._good_checks = 0
             self._bad_checks += 1
-            if self._bad_checks >= FAILED_CHECKS_MAX or not self._reached:
+            if self._bad_checks >= FAILED_CHECKS_MAX or not self.reached:
                 self._set_health(False)
 
     async def _ready(self) -> bool:
@@ -116,10 +160,21 @@ class Upstream:
         if reply.status != 200:
             return False
         try:
-            self.deployment = str(orjson.loads(body or b"")["deployment"])
+            self._note_deployment(str(orjson.loads(body or b"")["deployment"]))
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            self.deployment = ""
+            self._note_deployment("")
         return True
+
+    def _note_deployment(self, deployment: str) -> None:
+        """Before anybody is sent there: another server must not be given what belongs to this one."""
+        wrong = self._deployments.judge(self.id, deployment) if deployment else ""
+        if wrong != self.wrong:
+            self.wrong = wrong
+            if wrong:
+                logger.error("upstream %s is not used: %s", self.id, wrong)
+            else:
+                logger.warning("upstream %s is used again", self.id)
+        self.deployment = "" if wrong else deployment
 
     def _set_health(self, healthy: bool) -> None:
         if healthy is not self.healthy:
@@ -133,7 +188,8 @@ class Upstreams:
     """All doors, and the order in which a stream tries them."""
 
     def __init__(self, origins: list[Origin], mode: str, limits: Limits, edge_id: bytes) -> None:
-        self.all = [Upstream(origin, limits, edge_id) for origin in origins]
+        self.deployments = Deployments(mode)
+        self.all = [Upstream(origin, limits, edge_id, self.deployments) for origin in origins]
         self.mode = mode
         self._by_id = {upstream.id: upstream for upstream in self.all}
         self._task: asyncio.Task[None] | None = None
@@ -141,7 +197,9 @@ class Upstreams:
     async def start(self) -> None:
         """A first look at all of them, then one every two seconds."""
         await asyncio.gather(*(upstream.check() for upstream in self.all))
-        self._compare()
+        for upstream in self.all:
+            if upstream.wrong:
+                raise TailraceError("invalid_request", upstream.wrong)
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def stop(self) -> None:
@@ -149,8 +207,7 @@ class Upstreams:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         for upstream in self.all:
-            upstream.pool.close()
-            upstream.uploads.close()
+            upstream.close()
 
     def of(self, name: str) -> Upstream:
         """The upstream that a stream is asked of, or `unavailable`."""
@@ -160,21 +217,48 @@ class Upstreams:
         order = ranked(key, list(self._by_id))
         if self.mode == "sharded":
             first = self._by_id[order[0]]
-            if not first.healthy:
+            if not first.usable:
                 raise TailraceError("unavailable", "the server of this stream does not answer")
             return first
-        well = [self._by_id[upstream_id] for upstream_id in order if self._by_id[upstream_id].healthy]
+        right = [self._by_id[upstream_id] for upstream_id in order if not self._by_id[upstream_id].wrong]
+        # Who has never answered, or whose connections have just failed, may turn out to be another server.
+        known = [upstream for upstream in right if upstream.reached] or right
+        well = [upstream for upstream in known if upstream.healthy]
+        sure = [upstream for upstream in well if upstream.doubted_at is None]
         # One that has just come back is given a few of its streams, then more of them.
-        ready = (upstream for upstream in well if upstream.ramp.takes(key))
-        return next(ready, well[0] if well else self._by_id[order[0]])
+        ready = (upstream for upstream in sure if upstream.ramp.takes(key))
+        found = next(ready, None) or next(iter(sure or well or known), None)
+        if found is None:
+            raise TailraceError("unavailable", "the upstreams are others than they were")
+        return found
+
+    def home(self, name: str) -> Upstream:
+        """The upstream that what is kept of a stream came from; also while it does not answer."""
+        if self.mode != "sharded" or len(self.all) == 1:
+            return self.any()
+        return self._by_id[ranked(placement(name), list(self._by_id))[0]]
 
     def any(self) -> Upstream:
         """For requests that belong to no stream."""
-        return next((upstream for upstream in self.all if upstream.healthy), self.all[0])
+        right = [upstream for upstream in self.all if not upstream.wrong] or self.all
+        return next((upstream for upstream in right if upstream.healthy), right[0])
 
     @property
     def unhealthy(self) -> list[str]:
-        return [upstream.id for upstream in self.all if not upstream.healthy]
+        return [upstream.id for upstream in self.all if not upstream.usable]
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        """Those that are turned away, and why."""
+        return {upstream.id: upstream.wrong for upstream in self.all if upstream.wrong}
+
+    @property
+    def deployment(self) -> str:
+        """What is behind this edge: the same name as long as it is the same server, or the same servers."""
+        if self.mode != "sharded":
+            return self.any().deployment
+        joined = " ".join(sorted(upstream.deployment for upstream in self.all))
+        return hashlib.sha256(joined.encode()).hexdigest()[:32]
 
     @property
     def ready(self) -> bool:
@@ -186,22 +270,6 @@ class Upstreams:
         while True:
             await asyncio.sleep(CHECK_S)
             await asyncio.gather(*(upstream.check() for upstream in self.all))
-            try:
-                self._compare()
-            except TailraceError as error:
-                logger.error("%s", error.message)
-
-    def _compare(self) -> None:
-        """One deployment behind all doors, or one behind each: anything else would split streams."""
-        if len(self.all) == 1:
-            return
-        known = [upstream.deployment for upstream in self.all if upstream.deployment]
-        if self.mode == "any" and len(set(known)) > 1:
-            raise TailraceError("invalid_request", "the upstreams are different servers: mode any is for one")
-        if self.mode == "sharded" and len(set(known)) < len(known):
-            raise TailraceError(
-                "invalid_request", "two upstreams are one server: mode sharded is for several"
-            )
 
 
 def placement(name: str) -> str:

@@ -192,7 +192,7 @@ class AnsweringConnection(asyncio.Protocol):
         elif exchange is not None and exchange.mode & MODE_LEGACY:
             persistence = CONNECTION_KEEP_ALIVE
         if exchange is not None and exchange.mode & MODE_NOTED:
-            noted = exchange.note_answer(status)
+            noted = exchange.note_answer(status, head)
             if noted:
                 head = without_id(head) + noted
         return server.start_of_answer(status, exchange) + head + persistence

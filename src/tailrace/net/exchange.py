@@ -31,6 +31,8 @@ MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
 MODE_NOTED = 32  # the answer carries an id, or somebody wants to hear of it
 MODE_ASKED = 64  # the application was asked whether to wait for the body
 
+OnAnswer = Callable[["Exchange", int, bytes], None]
+
 
 class Exchange(msgspec.Struct, eq=False):
     """One request and its answer; made per request, so it carries no more than it must.
@@ -59,8 +61,8 @@ class Exchange(msgspec.Struct, eq=False):
     on_deadline: Callable[[], None] | None = None
     # Names the request in its answer and in the log. Most have none: nobody will ask about them.
     request_id: bytes = b""
-    # Told the status when the answer begins; set by `watch_answer`.
-    on_answer: Callable[[Exchange, int], None] | None = None
+    # Told the status and the head lines when the answer begins; set by `watch_answer`.
+    on_answer: OnAnswer | None = None
 
     @property
     def peer(self) -> str:
@@ -157,16 +159,16 @@ class Exchange(msgspec.Struct, eq=False):
         self.mode |= MODE_NOTED
         return self.request_id.decode("ascii")
 
-    def watch_answer(self, on_answer: Callable[[Exchange, int], None]) -> None:
-        """Have `on_answer` called with the status once the answer begins. Not if the client leaves first."""
+    def watch_answer(self, on_answer: OnAnswer) -> None:
+        """Have `on_answer` called once the answer begins. Not if the client leaves first."""
         self.on_answer = on_answer
         self.mode |= MODE_NOTED
 
-    def note_answer(self, status: int) -> bytes:
+    def note_answer(self, status: int, head: bytes) -> bytes:
         """For net: the answer begins. The head lines that it gets by that."""
         told, self.on_answer = self.on_answer, None
         if told is not None:
-            told(self, status)
+            told(self, status, head)
         return REQUEST_ID_LINES % self.request_id if self.request_id else b""
 
     def open_stream(self, status: int, head: bytes, length: int | None = None) -> Outlet:

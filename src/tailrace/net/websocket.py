@@ -436,7 +436,7 @@ def upgrade(
         accept,
         b"\r\n",
         server.app.common_headers(exchange),
-        exchange.note_answer(101) if exchange.mode & MODE_NOTED else b"",
+        exchange.note_answer(101, head) if exchange.mode & MODE_NOTED else b"",
         b"Sec-WebSocket-Protocol: %b\r\n" % subprotocol if subprotocol else b"",
         _DEFLATE_ANSWER if deflate else b"",
         head,

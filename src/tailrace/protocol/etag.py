@@ -26,6 +26,11 @@ def none_match(header: str, tag: str) -> bool:
     return any(item.strip().removeprefix("W/") == opaque for item in header.split(","))
 
 
+def slice_format(tag: str) -> str:
+    """The form of a slice's body, also where none was asked for; empty if the tag is not one of ours."""
+    return tag.partition(":fmt=")[2].partition(":")[0] if slice_start(tag) else ""
+
+
 def slice_start(tag: str) -> str:
     """Where the slice of a tag begins; empty if it is not one of ours."""
     parts = tag.removeprefix("W/").strip('"').split(":", 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.api.openapi.objects import array, closed, obj
-from tailrace.api.openapi.operations import answer, operation, params, request, schema
+from tailrace.api.openapi.operations import answer, headers, operation, params, request, schema
 from tailrace.api.openapi.values import COUNT, STRING, Json
 
 TAG: Final = "identities"
@@ -46,6 +46,7 @@ def identity_paths() -> Json:
         "/v1/server/_keys": {"get": _list_keys(), "post": _make_key()},
         "/v1/server/_keys/{id}": {"parameters": params("id"), "delete": _remove_key()},
         "/v1/server/_revocations": {"get": _list_revocations(), "post": _revoke()},
+        "/v1/server/_revoked": {"get": _follow()},
     }
 
 
@@ -90,6 +91,25 @@ def _list_revocations() -> Json:
         {"200": answer("At most 1,000 of them.", shown)},
         (409,),
         scope="manage",
+    )
+
+
+def _follow() -> Json:
+    tagged = headers(always=("ETag",))
+    shown = obj(
+        {"tokens": array(STRING), "subjects": {"type": "object", "additionalProperties": COUNT}},
+        description="The first 32 hex digits of the SHA-256 of each `jti`, and of each `sub` with its time.",
+    )
+    return operation(
+        "followRevocations",
+        TAG,
+        "What was revoked, for whoever checks tokens elsewhere",
+        {
+            "200": answer("All of it, without a name.", shown, tagged),
+            "304": answer("It has not changed.", head=tagged),
+        },
+        scope="read",
+        parameters=params("if-none-match"),
     )
 
 
