@@ -60,6 +60,7 @@ class Piece(NamedTuple):
     number: int
     last: str
     cursor: int  # of the first of them: it is only for readers that have seen no greater one
+    up_to_date: bool  # as its last control says
 
 
 class Key(NamedTuple):
@@ -105,6 +106,9 @@ class Channel:
         self._round: list[Reader] = []
         self._told = 0  # of the round
         self._told_again = False
+        # Arrival of the oldest batch of the round, and of the oldest that no round has told of yet.
+        self._round_since: float | None = None
+        self._untold_since: float | None = None
         self.uncounted = False  # its ring is no longer part of what all rings hold together
         self.idle_since = self._context.loop.time()
         self.opened: asyncio.Task[None] = self._context.loop.create_task(self._open(token))
@@ -151,12 +155,16 @@ class Channel:
     def is_newest(self, number: int) -> bool:
         return number + 1 == self.following
 
+    def ends_at(self, number: int) -> bool:
+        """Whether the upstream has said that nothing follows a batch."""
+        return self.up_to_date and self.is_newest(number)
+
     def encoded(self, number: int, form: str, cursor: str) -> bytes:
         """A batch with its control."""
         batch = self.batch(number)
         if not batch.is_made(form):
             self._context.telemetry.edge_encodings.value += 1
-        return batch.encode(form, cursor, self.up_to_date and self.is_newest(number))
+        return batch.encode(form, cursor, self.ends_at(number))
 
     def _join(self, number: int, form: str) -> Piece:
         first = self.batch(number)
@@ -167,7 +175,8 @@ class Channel:
             parts.append(part)
             size += len(part)
             number += 1
-        return Piece(b"".join(parts), number, self.batch(number - 1).next, first.cursor_number)
+        last = self.batch(number - 1).next
+        return Piece(b"".join(parts), number, last, first.cursor_number, self.ends_at(number - 1))
 
     def _forget_joined(self) -> None:
         """What was put together does not say any more how things are."""
@@ -249,6 +258,8 @@ class Channel:
             return
         batch = Batch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
         batch.arrived = self._context.loop.time()
+        if self._untold_since is None:
+            self._untold_since = batch.arrived
         self._numbers[batch.start] = self.following
         self.ring.append(batch)
         self.ring_bytes += batch.size
@@ -331,6 +342,7 @@ class Channel:
             self._told_again = True
             return
         self._round, self._told = list(self.readers), 0
+        self._round_since, self._untold_since = self._untold_since, None
         self._go_on()
 
     def _go_on(self) -> None:
@@ -344,10 +356,10 @@ class Channel:
         if self._told < len(self._round):
             self._context.loop.call_soon(self._go_on)
             return
-        self._round = []
-        if self.ring:
-            delivery_s = self._context.loop.time() - self.ring[-1].arrived
+        if self._round and self._round_since is not None:
+            delivery_s = self._context.loop.time() - self._round_since
             self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
+        self._round = []
         if self._told_again:
             self._told_again = False
             self._context.loop.call_soon(self._tell)
