@@ -1,0 +1,75 @@
+"""Followers of an edge that get nowhere: how long they wait, and that nothing ends them for good."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tailrace.edge import setbacks
+from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.registry import Followed
+from tailrace.edge.setbacks import SETTLED_S, Setbacks
+from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
+
+
+def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[float] = []
+
+    async def note(seconds: float) -> None:
+        longest.append(seconds)
+
+    monkeypatch.setattr(setbacks.random, "uniform", lambda _low, high: high)
+    monkeypatch.setattr(setbacks.asyncio, "sleep", note)
+
+    async def fail_and_recover() -> list[bool]:
+        row, first = Setbacks(), list[bool]()
+        for _ in range(10):
+            first.append(row.note_ended(0.1))
+            await row.pause()
+        first.append(row.note_ended(SETTLED_S))
+        await row.pause()
+        row.note()
+        await row.pause()
+        return first
+
+    assert asyncio.run(fail_and_recover()) == [True, *[False] * 9, True]
+    assert longest == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 0.2]
+
+
+class CrowdedPool:
+    """Has no room for a request at first, and no upstream after that."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.asked_again = asyncio.Event()
+
+    async def ask(self, request: bytes, **_: Any) -> Reply:
+        self.asked += 1
+        if self.asked < 3:
+            raise TailraceError("overloaded", "too many requests wait for the upstream")
+        self.asked_again.set()
+        raise UpstreamLostError("away", sent=False)
+
+
+def test_the_registry_is_looked_at_again_after_a_crowd() -> None:
+    async def watch() -> None:
+        pool = CrowdedPool()
+        origin = SimpleNamespace(host_header=b"owner:1")
+        upstream = SimpleNamespace(
+            origin=origin, pool=pool, note_failed=lambda _now: None, pause=asyncio.Event().wait
+        )
+        context = SimpleNamespace(edge_id=b"edge", token=None, loop=asyncio.get_running_loop())
+        followed = Followed(
+            cast("EdgeContext", context), cast("Upstream", upstream), lambda _name, _operation: None
+        )
+        task = asyncio.ensure_future(followed.run())
+        async with asyncio.timeout(30):
+            await pool.asked_again.wait()
+        task.cancel()
+
+    asyncio.run(watch())
