@@ -7,7 +7,7 @@ from collections import Counter
 
 from tailrace.edge.asks import stream_target
 from tailrace.edge.batch import Batch
-from tailrace.edge.channel import GONE, Channel, Key
+from tailrace.edge.channel import GOING_AWAY, GONE, Channel, Key
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
@@ -133,6 +133,23 @@ class Channels:
         for channel in tuple(self._by_name.get(name, ())):
             channel.stop(code)
 
+    async def recheck(self, name: str) -> None:
+        """A deletion was told. It may be one of a stream that had the name before: the owner knows."""
+        if name not in self._by_name:
+            return
+        epoch, code = -1, GOING_AWAY
+        try:
+            carried = (channel.carried for channel in self._by_name[name])
+            reply = await self.head(name, self.context.token or next(filter(None, carried), None))
+            epoch = _epoch_of((reply.get(b"stream-next-offset") or b"").decode("latin-1"))
+        except RefusedError as refused:
+            code = GONE if refused.refusal.status in (404, 410) else GOING_AWAY
+        except (UpstreamLostError, TailraceError):
+            pass  # whoever comes back is told by the owner
+        for channel in tuple(self._by_name.get(name, ())):
+            if channel.end and _epoch_of(channel.end) != epoch:
+                channel.stop(code)
+
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -172,3 +189,7 @@ class Channels:
                 channel.stop()
         if self._table or self._private:
             self._arm()
+
+
+def _epoch_of(offset: str) -> int:
+    return offsets.parse_position(offset)[0]
