@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
+
+import pytest
 
 from conftest import StartServer
 from support.calls import Caller, eventually
+from support.cutting_proxy import CuttingProxy, at_random
 from support.edge import EdgeProcess, Follower, all_live, metrics
 from support.wire import Connection, request_bytes
 
@@ -141,3 +145,46 @@ def test_a_reader_that_falls_behind_is_counted_once(start_server: StartServer, t
         eventually(lambda: metrics(edge)["tailrace_edge_batches_total"], lambda batches: batches == 60)
         assert metrics(edge)["tailrace_edge_detached_total"] == 1
     edge.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+def test_e2_readers_by_key_join_anywhere(start_server: StartServer, tmp_path: Path, seed: int) -> None:
+    """E-2: keys that are written often and hardly ever, small rings and pages, and cuts to the owner."""
+    chance = random.Random(seed)
+    server = start_server(env={"TAILRACE_READ_PAGE_ENTRIES": "7"})
+    call = Caller(server)
+    call("PUT", "keyed", headers=JSON)
+    written: list[tuple[str, int]] = []
+    followers: list[tuple[str, int, Follower]] = []
+    env = {"TAILRACE_EDGE_RING_BYTES": str(chance.choice([20, 2000, 100_000]))}
+
+    def write() -> None:
+        key = chance.choices("abc", weights=[100, 10, 1])[0]
+        values = range(len(written), len(written) + chance.randint(1, 4))
+        assert call("POST", "keyed", list(values), headers={"Stream-Key": key}).status == 204
+        written.extend((key, value) for value in values)
+
+    async def watch(port: int) -> None:
+        tasks: list[asyncio.Future[None]] = []
+        for number in range(250):
+            if number % 5 == 0:
+                key, mode = chance.choice("abc"), chance.choice(["sse", "ws", "long-poll"])
+                entry = chance.randrange(len(written) + 1)
+                follower = Follower(port, "keyed", mode, f"{0:016}_{entry:016}", key)
+                followers.append((key, entry, follower))
+                tasks.append(asyncio.ensure_future(follower.run()))
+            await asyncio.to_thread(write)
+        await asyncio.to_thread(call, "POST", "keyed", headers={"Stream-Closed": "true"})
+        async with asyncio.timeout(120):
+            await asyncio.gather(*tasks)
+
+    with CuttingProxy(server.port, at_random(seed, 0.01)) as proxy:
+        edge = EdgeProcess(tmp_path / "cache", proxy.base_url, env=env)
+        edge.start()
+        asyncio.run(watch(edge.port))
+        edge.kill()
+    assert "Traceback" not in edge.log
+    for key, entry, follower in followers:
+        wanted = [value for of_key, value in written[entry:] if of_key == key]
+        assert follower.entries == wanted, (follower.mode, key, entry)

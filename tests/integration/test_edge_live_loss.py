@@ -221,6 +221,40 @@ def test_readers_that_catch_up_are_kept_as_those_at_the_tail_are(
         assert metrics(edge)["tailrace_edge_ready"] == 0, "that the server is out was seen before"
 
 
+def test_readers_that_catch_up_outlast_refusals_that_pass(start_edge: StartEdge) -> None:
+    """A server that answers 503 in the middle of their slices is asked again."""
+    start, tail = offsets.encode(0, 0), offsets.encode(0, 2)
+    slices = {
+        start: answer(200, {**HEAD, "Cache-Control": "no-store", "ETag": '"a"'}, b"[1]"),
+        TAIL: answer(200, {**HEAD, "Stream-Next-Offset": tail, "Cache-Control": "no-store"}, b"[2]"),
+    }
+    refusals = iter([answer(503), answer(429)])
+
+    def script(asked: Asked) -> bytes:
+        if asked.target == "/readyz":
+            return READY
+        if asked.is_socket:
+            control = {**CONTROL, "streamNextOffset": tail}
+            return opened(asked, json.dumps(control).encode())
+        if asked.method == "HEAD":
+            return answer(
+                404 if "__registry__" in asked.target else 200, {**HEAD, "Stream-Next-Offset": tail}
+            )
+        offset = asked.target.partition("offset=")[2]
+        return slices[offset] if offset == start else next(refusals, slices[offset])
+
+    async def watch(edge: EdgeProcess) -> list[str]:
+        found: list[str] = []
+        async with asyncio.timeout(30), _follow(edge, "passing", start) as socket:
+            while len(found) < 2:
+                message = json.loads(await socket.recv())
+                found += [message["payload"]] if message["type"] == "data" else []
+        return found
+
+    with ScriptedOwner(script) as owner:
+        assert asyncio.run(watch(start_edge(owner.base_url))) == ["[1]", "[2]"]
+
+
 def test_e13_an_old_deletion_does_not_end_the_readers_of_a_new_stream(
     start_server: StartServer, start_edge: StartEdge
 ) -> None:
