@@ -11,6 +11,7 @@ import pytest
 from tailrace.edge import setbacks
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
+from tailrace.edge.live import leaving_pace_s
 from tailrace.edge.registry import Followed
 from tailrace.edge.setbacks import SETTLED_S, Setbacks
 from tailrace.edge.upstreams import Upstream
@@ -39,6 +40,11 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
 
     assert asyncio.run(fail_and_recover()) == [True, *[False] * 9, True]
     assert longest == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 0.2]
+
+
+@pytest.mark.parametrize(("readers", "all_s"), [(0, 0.0), (1000, 0.5), (10_000, 5.0), (50_000, 5.0)])
+def test_readers_of_a_stopping_edge_leave_evenly(readers: int, all_s: float) -> None:
+    assert readers * leaving_pace_s(readers) == pytest.approx(all_s)
 
 
 class CrowdedPool:

@@ -125,9 +125,8 @@ class Live:
 
     def end_all(self) -> None:
         """Shutdown: everybody is sent away and comes back elsewhere, not all at once."""
-        readers = tuple(self.readers)
-        pace_s = min(1 / ENDED_PER_S, END_S_MAX / max(1, len(readers)))
-        for index, reader in enumerate(readers):
+        pace_s = leaving_pace_s(len(self.readers))
+        for index, reader in enumerate(tuple(self.readers)):
             delay_s = index * pace_s
             end: Callable[[], None] = reader.rotate
             self.context.loop.call_later(delay_s, end) if delay_s else end()
@@ -141,3 +140,8 @@ class Live:
             reader.on_tick(now, now_s, keep_alive_s)
         if self.readers:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+
+def leaving_pace_s(readers: int) -> float:
+    """The time between two of so many readers that are sent away."""
+    return min(1 / ENDED_PER_S, END_S_MAX / max(1, readers))
