@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from tailrace.edge import setbacks
+from tailrace.edge import connection, setbacks
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.live import leaving_pace_s
+from tailrace.edge.origin import parse_origins
+from tailrace.edge.pool import Pool
 from tailrace.edge.registry import Followed
 from tailrace.edge.setbacks import SETTLED_S, Setbacks
 from tailrace.edge.upstreams import Upstream
@@ -45,6 +47,35 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("readers", "all_s"), [(0, 0.0), (1000, 0.5), (10_000, 5.0), (50_000, 5.0)])
 def test_readers_of_a_stopping_edge_leave_evenly(readers: int, all_s: float) -> None:
     assert readers * leaving_pace_s(readers) == pytest.approx(all_s)
+
+
+def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the rest of it, and its place among the connections is free again."""
+    monkeypatch.setattr(connection, "SILENT_S_MAX", 0.05)
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
+
+    async def ask() -> None:
+        over = asyncio.Event()
+
+        async def say_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(half)
+            await over.wait()
+            writer.close()
+
+        owner = await asyncio.start_server(say_half, "127.0.0.1", 0)
+        port = owner.sockets[0].getsockname()[1]
+        pool = Pool(parse_origins(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                reply = await pool.ask(b"GET / HTTP/1.1\r\nHost: owner\r\n\r\n")
+                with pytest.raises(UpstreamLostError):
+                    await reply.body(100)
+        over.set()
+        pool.close()
+        owner.close()
+
+    asyncio.run(ask())
 
 
 class CrowdedPool:
