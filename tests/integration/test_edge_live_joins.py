@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cutting_proxy import CuttingProxy, at_random
-from support.edge import EdgeProcess, Follower, all_live, metrics
+from support.edge import EdgeProcess, Follower, StartEdge, all_live, metrics
 from support.wire import Connection, request_bytes
 
 JSON = {"Content-Type": "application/json"}
@@ -27,7 +26,7 @@ def _joins(edge: EdgeProcess) -> dict[str, float]:
 
 
 def test_e4_keyed_readers_share_a_socket_while_other_keys_are_written(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, start_edge: StartEdge
 ) -> None:
     """E-4: their channel hears of other keys only now and then; that costs nobody a socket of their own."""
     server = start_server()
@@ -38,8 +37,7 @@ def test_e4_keyed_readers_share_a_socket_while_other_keys_are_written(
         assert call("POST", "keys", value, headers={"Stream-Key": key}).status == 204
 
     write("a", 0)
-    edge = EdgeProcess(tmp_path / "cache", server.base_url, env={"TAILRACE_EDGE_RECENT_MS": "0"})
-    edge.start()
+    edge = start_edge(server.base_url, edge_recent_ms="0")
     followers: list[Follower] = []
 
     async def watch() -> dict[str, float]:
@@ -68,20 +66,18 @@ def test_e4_keyed_readers_share_a_socket_while_other_keys_are_written(
         return ways
 
     assert "private" not in asyncio.run(watch())
-    edge.stop()
     assert all(follower.entries == list(range(10)) for follower in followers)
     assert {follower.connections for follower in followers} == {1}
 
 
-def test_e22_all_rings_together_keep_their_bound(start_server: StartServer, tmp_path: Path) -> None:
+def test_e22_all_rings_together_keep_their_bound(start_server: StartServer, start_edge: StartEdge) -> None:
     """E-22: what one stream brings makes room in the rings of others; nobody misses anything for that."""
     server = start_server()
     call = Caller(server)
     names = [f"wide/{number}" for number in range(8)]
     for name in names:
         call("PUT", name, headers=JSON)
-    edge = EdgeProcess(tmp_path / "cache", server.base_url, env={"TAILRACE_EDGE_RINGS_BYTES": "1MiB"})
-    edge.start()
+    edge = start_edge(server.base_url, edge_rings_bytes="1MiB")
     followers = [Follower(edge.port, name, "sse") for name in names]
     padding = "x" * 400_000
     held: list[float] = []
@@ -101,21 +97,19 @@ def test_e22_all_rings_together_keep_their_bound(start_server: StartServer, tmp_
     asyncio.run(watch())
     assert 0 < max(held) <= MIB
     assert metrics(edge)["tailrace_edge_ring_bytes"] == 0, "nothing is counted twice, or stays counted"
-    edge.stop()
     for follower in followers:
         assert [entry["n"] for entry in follower.entries] == [0, 1, 2]
 
 
 def test_an_answer_of_a_moment_ago_does_not_keep_a_reader_from_the_tail(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, start_edge: StartEdge
 ) -> None:
     """It says that nothing follows; the channel was opened later and begins after what does."""
     server = start_server()
     call = Caller(server)
     call("PUT", "recent", headers=JSON)
     tail = call("POST", "recent", [1]).headers["stream-next-offset"]
-    edge = EdgeProcess(tmp_path / "cache", server.base_url, env={"TAILRACE_EDGE_RECENT_MS": "600000"})
-    edge.start()
+    edge = start_edge(server.base_url, edge_recent_ms="600000")
     read = Caller(edge)
     eventually(
         lambda: read("GET", f"recent?offset={tail}").headers["x-cache"], lambda outcome: outcome == "HIT"
@@ -126,17 +120,15 @@ def test_an_answer_of_a_moment_ago_does_not_keep_a_reader_from_the_tail(
         reader.send(request_bytes("GET", f"/v1/stream/recent?offset={tail}&live=sse"))
         assert reader.read_head().status == 200
         assert b"data:[2]" in reader.read_chunk()
-    edge.stop()
 
 
 def test_a_reader_that_falls_behind_is_not_counted_for_every_batch(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, start_edge: StartEdge
 ) -> None:
     server = start_server()
     call = Caller(server)
     call("PUT", "stuck", headers=JSON)
-    edge = EdgeProcess(tmp_path / "cache", server.base_url, env={"TAILRACE_LIVE_UNSENT_BYTES": "65536"})
-    edge.start()
+    edge = start_edge(server.base_url, live_unsent_bytes="65536")
     with Connection(edge.port) as stuck:
         stuck.shrink_receive_buffer()
         stuck.send(request_bytes("GET", "/v1/stream/stuck?offset=-1&live=sse"))
@@ -146,12 +138,11 @@ def test_a_reader_that_falls_behind_is_not_counted_for_every_batch(
             call("POST", "stuck", {"n": number, "padding": "x" * 100_000})
         eventually(lambda: metrics(edge)["tailrace_edge_batches_total"], lambda batches: batches == 100)
         assert 1 <= metrics(edge)["tailrace_edge_detached_total"] <= 5
-    edge.stop()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(6))
-def test_e2_readers_by_key_join_anywhere(start_server: StartServer, tmp_path: Path, seed: int) -> None:
+def test_e2_readers_by_key_join_anywhere(start_server: StartServer, start_edge: StartEdge, seed: int) -> None:
     """E-2: keys that are written often and hardly ever, small rings and pages, and cuts to the owner."""
     chance = random.Random(seed)
     server = start_server(env={"TAILRACE_READ_PAGE_ENTRIES": "7"})
@@ -159,7 +150,7 @@ def test_e2_readers_by_key_join_anywhere(start_server: StartServer, tmp_path: Pa
     call("PUT", "keyed", headers=JSON)
     written: list[tuple[str, int]] = []
     followers: list[tuple[str, int, Follower]] = []
-    env = {"TAILRACE_EDGE_RING_BYTES": str(chance.choice([20, 2000, 100_000]))}
+    ring_bytes = str(chance.choice([20, 2000, 100_000]))
 
     def write() -> None:
         key = chance.choices("abc", weights=[100, 10, 1])[0]
@@ -182,10 +173,8 @@ def test_e2_readers_by_key_join_anywhere(start_server: StartServer, tmp_path: Pa
             await asyncio.gather(*tasks)
 
     with CuttingProxy(server.port, at_random(seed, 0.01)) as proxy:
-        edge = EdgeProcess(tmp_path / "cache", proxy.base_url, env=env)
-        edge.start()
+        edge = start_edge(proxy.base_url, edge_ring_bytes=ring_bytes)
         asyncio.run(watch(edge.port))
-        edge.kill()
     assert "Traceback" not in edge.log
     for key, entry, follower in followers:
         wanted = [value for of_key, value in written[entry:] if of_key == key]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
@@ -14,29 +13,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cutting_proxy import CuttingProxy, Direction
-from support.edge import EdgeProcess, Follower, Writer, all_live, metrics
+from support.edge import EdgeProcess, Follower, StartEdge, Writer, all_live, metrics
 from support.scripted_owner import Asked, ScriptedOwner, answer, opened
 from support.wire import Connection, request_bytes
 from tailrace.protocol import offsets
 
 JSON = {"Content-Type": "application/json"}
-StartEdge = Callable[..., EdgeProcess]
-
-
-@pytest.fixture
-def start_edge(tmp_path: Path) -> Iterator[StartEdge]:
-    edges: list[EdgeProcess] = []
-
-    def start(*upstreams: str, mode: str = "", **env: str) -> EdgeProcess:
-        args = ["--upstream-mode", mode] if mode else []
-        settings = {f"TAILRACE_{name.upper()}": value for name, value in env.items()}
-        edges.append(EdgeProcess(tmp_path / f"edge-{len(edges)}", *upstreams, args=args, env=settings))
-        edges[-1].start()
-        return edges[-1]
-
-    yield start
-    for edge in edges:
-        edge.kill()
 
 
 class Silence:
