@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -36,6 +36,9 @@ class EdgeProcess(ServerProcess):
     def arguments(self) -> list[str]:
         listen = f"127.0.0.1:{self.port}"
         return ["edge", "--listen", listen, "--upstream", self._upstreams, *self.args]
+
+
+StartEdge = Callable[..., EdgeProcess]
 
 
 def metrics(server: ServerProcess, token: str | None = None) -> dict[str, float]:

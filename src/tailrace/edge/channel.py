@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tailrace.edge.batch import Batch, Message
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.feed import Feed, RefusedError, open_feed
+from tailrace.edge.setbacks import Setbacks
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
 from tailrace.protocol.content_types import is_text
@@ -60,6 +61,7 @@ class Piece(NamedTuple):
     number: int
     last: str
     cursor: int  # of the first of them: it is only for readers that have seen no greater one
+    up_to_date: bool  # as its last control says
 
 
 class Key(NamedTuple):
@@ -100,11 +102,17 @@ class Channel:
         self.step: dict[str, Piece] = {}
         self.readers: dict[Reader, None] = {}
         self._feed: Feed | None = None
-        self._carried: bytes | None = None  # the Authorization that the socket was opened with
+        self._upstream: Upstream | None = None  # the door that the socket goes through
+        self._opened_at = 0.0
+        self._setbacks = Setbacks()
+        self.carried: bytes | None = None  # the Authorization that the socket was opened with
         self._lost_at: float | None = None
         self._round: list[Reader] = []
         self._told = 0  # of the round
         self._told_again = False
+        # Arrival of the oldest batch of the round, and of the oldest that no round has told of yet.
+        self._round_since: float | None = None
+        self._untold_since: float | None = None
         self.uncounted = False  # its ring is no longer part of what all rings hold together
         self.idle_since = self._context.loop.time()
         self.opened: asyncio.Task[None] = self._context.loop.create_task(self._open(token))
@@ -151,12 +159,16 @@ class Channel:
     def is_newest(self, number: int) -> bool:
         return number + 1 == self.following
 
+    def ends_at(self, number: int) -> bool:
+        """Whether the upstream has said that nothing follows a batch."""
+        return self.up_to_date and self.is_newest(number)
+
     def encoded(self, number: int, form: str, cursor: str) -> bytes:
         """A batch with its control."""
         batch = self.batch(number)
         if not batch.is_made(form):
             self._context.telemetry.edge_encodings.value += 1
-        return batch.encode(form, cursor, self.up_to_date and self.is_newest(number))
+        return batch.encode(form, cursor, self.ends_at(number))
 
     def _join(self, number: int, form: str) -> Piece:
         first = self.batch(number)
@@ -167,7 +179,8 @@ class Channel:
             parts.append(part)
             size += len(part)
             number += 1
-        return Piece(b"".join(parts), number, self.batch(number - 1).next, first.cursor_number)
+        last = self.batch(number - 1).next
+        return Piece(b"".join(parts), number, last, first.cursor_number, self.ends_at(number - 1))
 
     def _forget_joined(self) -> None:
         """What was put together does not say any more how things are."""
@@ -198,14 +211,15 @@ class Channel:
         if self.over:
             feed.close()
             return
-        self._feed = feed
+        self._feed, self._upstream = feed, upstream
+        self._opened_at = context.loop.time()
         self.connected = not self.closed
         self._lost_at = None
 
     async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> Feed | None:
         """The socket, or None if the stream has nothing more to follow."""
         context = self._context
-        authorization = self._carried = context.token or token or self._some_token()
+        authorization = self.carried = context.token or token or self._some_token()
         reply = await self._channels.head(self.key.name, authorization)
         content_type = (reply.get(b"content-type") or b"").decode("latin-1")
         if self.content_type is not None and content_type != self.content_type:
@@ -249,6 +263,8 @@ class Channel:
             return
         batch = Batch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
         batch.arrived = self._context.loop.time()
+        if self._untold_since is None:
+            self._untold_since = batch.arrived
         self._numbers[batch.start] = self.following
         self.ring.append(batch)
         self.ring_bytes += batch.size
@@ -272,12 +288,16 @@ class Channel:
             return
         reason = {GOING_AWAY: "away", NOT_ALLOWED: "token"}.get(code, "lost")
         self._context.telemetry.edge_reconnects.add(reason)
-        self._lost_at = self._context.loop.time()
-        self._task = self._context.loop.create_task(self._reopen(at_once=code in (GOING_AWAY, NOT_ALLOWED)))
+        self._lost_at = now = self._context.loop.time()
+        first = self._setbacks.note_ended(now - self._opened_at)
+        at_once = first and code in (GOING_AWAY, NOT_ALLOWED)
+        self._task = self._context.loop.create_task(self._reopen(at_once=at_once))
 
     async def _reopen(self, *, at_once: bool) -> None:
-        """Comes back to where the socket was lost; readers are kept meanwhile, and told nothing."""
-        context = self._context
+        """Comes back to where the socket was lost; readers are kept meanwhile, and told nothing.
+
+        How long they are kept is seen to by the tick: an attempt may take longer than that.
+        """
         while not self.over:
             if not at_once:
                 await self._pause()
@@ -286,24 +306,23 @@ class Channel:
                 await self._open(None)
             except UpstreamLostError:
                 self._note_failure()
-            except TailraceError:
-                pass  # a limit, or no door is open: tried again
+            except TailraceError as refusal:
+                if refusal.code == "overloaded":  # else no door is open, and that has a pause of its own
+                    self._setbacks.note()
             except RefusedError as refused:
+                self._setbacks.note()
                 status = refused.refusal.status
                 if status in (400, 404, 410):
                     self._finish(GONE if status != 400 else GOING_AWAY)
                 elif status in (401, 403):
                     at_once = self._dismiss_refused()
-            if self.connected or self.over or self.closed:
-                return
-            lost_at = self._lost_at
-            if lost_at is not None and context.loop.time() - lost_at >= context.limits.edge_hold_ms / 1000:
-                self._finish(OVERLOADED)
+            if self.connected or self.over or self.closed or self._task is not asyncio.current_task():
+                return  # the last: what was opened is lost already, and that is seen to by another task
 
     def _dismiss_refused(self) -> bool:
         """The owner takes this token no more: whoever has it leaves, with others it is tried again."""
         for reader in list(self.readers):
-            if reader.authorization == self._carried:
+            if reader.authorization == self.carried:
                 self.detach(reader)
                 reader.on_end(NOT_ALLOWED)
         if self._context.token is not None or not self.readers:
@@ -317,6 +336,7 @@ class Channel:
             await asyncio.sleep(SHUT_S)  # no door is open
         else:
             await upstream.pause()
+            await self._setbacks.pause()
 
     def _note_failure(self) -> None:
         try:
@@ -331,6 +351,7 @@ class Channel:
             self._told_again = True
             return
         self._round, self._told = list(self.readers), 0
+        self._round_since, self._untold_since = self._untold_since, None
         self._go_on()
 
     def _go_on(self) -> None:
@@ -344,10 +365,10 @@ class Channel:
         if self._told < len(self._round):
             self._context.loop.call_soon(self._go_on)
             return
-        self._round = []
-        if self.ring:
-            delivery_s = self._context.loop.time() - self.ring[-1].arrived
+        if self._round and self._round_since is not None:
+            delivery_s = self._context.loop.time() - self._round_since
             self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
+        self._round = []
         if self._told_again:
             self._told_again = False
             self._context.loop.call_soon(self._tell)
@@ -383,20 +404,36 @@ class Channel:
     # -- time and space
 
     def on_tick(self, now: float) -> None:
+        if self._lost_at is not None and now - self._lost_at >= self._context.limits.edge_hold_ms / 1000:
+            self.stop(OVERLOADED)
+            return
         if self._feed is not None:
             self._feed.on_tick(now)
+        if self._feed is not None and self._has_moved():
+            self._feed.give_up()
         oldest = now - self._context.limits.edge_ring_ms / 1000
         while self.ring and self.ring[0].arrived < oldest:
             self.drop_oldest()
 
-    def drop_oldest(self) -> int:
-        """Makes room; readers that still need the batch read slices. Returns the bytes that are free now."""
+    def _has_moved(self) -> bool:
+        """Whether the stream is now asked of another door, since that of the socket is out."""
+        if self._upstream is None or self._upstream.usable:
+            return False
+        try:
+            door = self._context.upstreams.of(self.key.name)
+        except TailraceError:
+            return False
+        return door is not self._upstream and door.usable
+
+    def drop_oldest(self) -> None:
+        """Makes room; readers that still need the batch read slices."""
         batch = self.ring.popleft()
         self._forget_joined()
         del self._numbers[batch.start]
         self.first += 1
         self.ring_bytes -= batch.size
-        return batch.size
+        if not self.uncounted:
+            self._channels.ring_bytes -= batch.size
 
 
 def _lasts(reader: Reader) -> float:

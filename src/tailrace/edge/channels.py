@@ -7,15 +7,18 @@ from collections import Counter
 
 from tailrace.edge.asks import stream_target
 from tailrace.edge.batch import Batch
-from tailrace.edge.channel import GONE, Channel, Key
+from tailrace.edge.channel import GOING_AWAY, GONE, Channel, Key
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
 from tailrace.edge.feed import Answer, RefusedError, answer_of
 from tailrace.edge.headers import own_request
 from tailrace.errors import TailraceError
+from tailrace.protocol import offsets
 
 TICK_S = 1.0
+# Down to this share of their bound the rings are emptied once they are past it.
+ROOM_SHARE = 0.9
 
 
 class Channels:
@@ -68,7 +71,7 @@ class Channels:
         try:
             await channel.opened
         except BaseException:
-            self._take_off(channel)
+            channel.stop()  # its socket may just have been opened
             raise
         return channel
 
@@ -104,11 +107,22 @@ class Channels:
         if channel.uncounted:
             return
         self.ring_bytes += batch.size
-        limits = context.limits
-        while len(channel.ring) > 1 and (
-            channel.ring_bytes > limits.edge_ring_bytes or self.ring_bytes > limits.edge_rings_bytes
-        ):
-            self.ring_bytes -= channel.drop_oldest()
+        while len(channel.ring) > 1 and channel.ring_bytes > context.limits.edge_ring_bytes:
+            channel.drop_oldest()
+        if self.ring_bytes > context.limits.edge_rings_bytes:
+            self._make_room(batch)
+
+    def _make_room(self, newest: Batch) -> None:
+        """Takes from the largest rings, and last of all their only batch; what has just come stays.
+
+        A little more than is needed, so that not every batch has to look for the largest.
+        """
+        enough = self.context.limits.edge_rings_bytes * ROOM_SHARE
+        largest = sorted(self._all, key=lambda channel: channel.ring_bytes, reverse=True)
+        for kept in (1, 0):
+            for channel in largest:
+                while self.ring_bytes > enough and len(channel.ring) > kept and channel.ring[0] is not newest:
+                    channel.drop_oldest()
 
     def stream_gone(self, name: str) -> None:
         self._book.drop(name, "gone")
@@ -119,11 +133,32 @@ class Channels:
         for channel in tuple(self._by_name.get(name, ())):
             channel.stop(code)
 
+    async def recheck(self, name: str) -> None:
+        """A deletion was told. It may be one of a stream that had the name before: the owner knows."""
+        if name not in self._by_name:
+            return
+        epoch, code = -1, GOING_AWAY
+        try:
+            carried = (channel.carried for channel in self._by_name[name])
+            reply = await self.head(name, self.context.token or next(filter(None, carried), None))
+            epoch = _epoch_of((reply.get(b"stream-next-offset") or b"").decode("latin-1"))
+        except RefusedError as refused:
+            code = GONE if refused.refusal.status in (404, 410) else GOING_AWAY
+        except (UpstreamLostError, TailraceError):
+            pass  # whoever comes back is told by the owner
+        for channel in tuple(self._by_name.get(name, ())):
+            if channel.end and _epoch_of(channel.end) != epoch:
+                channel.stop(code)
+
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for channel in [*self._table.values(), *self._private]:
+        for channel in self._all:
             channel.stop()
+
+    @property
+    def _all(self) -> list[Channel]:
+        return [*self._table.values(), *self._private]
 
     def _enter(self, channel: Channel) -> None:
         self._by_name.setdefault(channel.key.name, set()).add(channel)
@@ -148,12 +183,13 @@ class Channels:
         self._timer = None
         now = self.context.loop.time()
         linger_s = self.context.limits.edge_linger_ms / 1000
-        for channel in [*self._table.values(), *self._private]:
-            before = channel.ring_bytes
+        for channel in self._all:
             channel.on_tick(now)
-            if not channel.uncounted:
-                self.ring_bytes -= before - channel.ring_bytes
             if not channel.readers and now - channel.idle_since >= linger_s and channel.opened.done():
                 channel.stop()
         if self._table or self._private:
             self._arm()
+
+
+def _epoch_of(offset: str) -> int:
+    return offsets.parse_position(offset)[0]

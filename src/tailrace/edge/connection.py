@@ -11,6 +11,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 # Body bytes that wait for their reader before the socket is not read any further.
 HELD_BYTES_MAX = 256 * 1024
+# Silence in the middle of an answer that is waited for as a whole, after which its upstream counts as lost.
+SILENT_S_MAX = 30.0
 SWITCHING = 101
 
 
@@ -88,19 +90,30 @@ class Reply:
         return found
 
     async def body(self, bytes_max: int) -> bytes | None:
-        """The whole body, or None if it is longer than that; the rest is then not read."""
+        """The whole body, or None if it is longer than that; the rest is then not read.
+
+        Others may wait for the same answer: an upstream that died in the middle of it must not hold them.
+        """
         parts: list[bytes] = []
         size = 0
         if (self.length or 0) > bytes_max:
             self.abandon()
             return None
-        while piece := await self.piece():
+        while piece := await self._piece_in_time():
             parts.append(piece)
             size += len(piece)
             if size > bytes_max:
                 self.abandon()
                 return None
         return b"".join(parts)
+
+    async def _piece_in_time(self) -> bytes:
+        try:
+            async with asyncio.timeout(SILENT_S_MAX):
+                return await self.piece()
+        except TimeoutError:
+            self.abandon()
+            raise UpstreamLostError("the upstream fell silent in its answer", sent=True) from None
 
     def abandon(self) -> None:
         """Nobody wants the rest: a connection in the middle of an answer is of no further use."""

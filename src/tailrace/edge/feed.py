@@ -15,7 +15,7 @@ from websockets.protocol import CLIENT, OPEN, Protocol
 
 from tailrace.edge.asks import stream_target
 from tailrace.edge.batch import Message, payload_of, read_message
-from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
 from tailrace.edge.headers import own_request
 from tailrace.edge.upstreams import Upstream
 
@@ -71,10 +71,14 @@ class Feed(asyncio.Protocol):
             self._flush()
             self._transport.close()
 
+    def give_up(self) -> None:
+        """Whoever is at the other end is not waited for any longer."""
+        self._end(ABNORMAL)
+        self._transport.abort()
+
     def on_tick(self, now: float) -> None:
         if now - self._heard_at >= DEAD_S:
-            self._end(ABNORMAL)
-            self._transport.abort()
+            self.give_up()
         elif now - max(self._heard_at, self._pinged_at) >= PING_S:
             self._pinged_at = now
             if self._frames.state is OPEN:
@@ -91,8 +95,7 @@ class Feed(asyncio.Protocol):
                 self._on_frame(event)
         self._flush()
         if self._frames.parser_exc is not None:
-            self._end(ABNORMAL)
-            self._transport.abort()
+            self.give_up()
 
     def eof_received(self) -> bool:
         return False
@@ -118,8 +121,7 @@ class Feed(asyncio.Protocol):
         try:
             message = read_message(raw)
         except msgspec.DecodeError:
-            self._end(ABNORMAL)
-            self._transport.abort()
+            self.give_up()
             return
         if message.type == "data":
             self._payload = payload_of(message)
@@ -148,7 +150,7 @@ async def open_feed(
     on_end: Callable[[int], None],
     bytes_max: int,
 ) -> Feed:
-    """Opens `live=ws` on a stream; raises `RefusedError` or `UpstreamLostError`."""
+    """Opens `live=ws` on a stream; raises `RefusedError` or `UpstreamLostError`, and that in time."""
     key = base64.b64encode(secrets.token_bytes(16))
     request = own_request(
         b"GET",
@@ -159,12 +161,11 @@ async def open_feed(
         b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
         b"sec-websocket-key: %b\r\n" % key,
     )
-    reply, connection = await upstream.pool.ask_apart(request)
-    if reply.status != 101:
-        try:
-            raise RefusedError(await answer_of(reply))
-        finally:
-            connection.abort()
+    try:
+        async with asyncio.timeout(upstream.pool.answer_s):
+            reply, connection = await _upgraded(upstream, request)
+    except TimeoutError:
+        raise UpstreamLostError("the upstream's handshake did not come in time", sent=True) from None
     accept = base64.b64encode(hashlib.sha1(key + ACCEPT_SALT, usedforsecurity=False).digest())
     if connection.closed or reply.get(b"sec-websocket-accept") != accept:
         connection.abort()
@@ -174,6 +175,16 @@ async def open_feed(
     if early:
         feed.data_received(early)
     return feed
+
+
+async def _upgraded(upstream: Upstream, request: bytes) -> tuple[Reply, UpstreamConnection]:
+    reply, connection = await upstream.pool.ask_apart(request)
+    if reply.status != 101:
+        try:
+            raise RefusedError(await answer_of(reply))
+        finally:
+            connection.abort()
+    return reply, connection
 
 
 async def answer_of(reply: Reply) -> Answer:

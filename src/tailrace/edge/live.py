@@ -23,7 +23,8 @@ from tailrace.protocol import offsets
 from tailrace.protocol.headers import line
 
 TICK_S = 1.0
-# At shutdown readers are sent away at this rate, so that they do not all come back in one moment.
+# At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only
+# if they are so many that it would take longer than this.
 ENDED_PER_S = 2000
 END_S_MAX = 5.0
 
@@ -124,8 +125,9 @@ class Live:
 
     def end_all(self) -> None:
         """Shutdown: everybody is sent away and comes back elsewhere, not all at once."""
+        pace_s = leaving_pace_s(len(self.readers))
         for index, reader in enumerate(tuple(self.readers)):
-            delay_s = min(index / ENDED_PER_S, END_S_MAX)
+            delay_s = index * pace_s
             end: Callable[[], None] = reader.rotate
             self.context.loop.call_later(delay_s, end) if delay_s else end()
 
@@ -138,3 +140,8 @@ class Live:
             reader.on_tick(now, now_s, keep_alive_s)
         if self.readers:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
+
+
+def leaving_pace_s(readers: int) -> float:
+    """The time between two of so many readers that are sent away."""
+    return min(1 / ENDED_PER_S, END_S_MAX / max(1, readers))

@@ -24,7 +24,7 @@ class Pool:
         self._loop = asyncio.get_running_loop()
         self._free = connections_max
         self._queue_max = queue_max
-        self._answer_s = answer_s
+        self.answer_s = answer_s  # how long an upstream has to begin its answer
         self._idle: list[UpstreamConnection] = []
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._all: set[UpstreamConnection] = set()
@@ -56,9 +56,9 @@ class Pool:
         answer.add_done_callback(lambda _: body.wake())
         try:
             while not answer.done() and not await self._pass_on(connection, body):
-                async with asyncio.timeout(self._answer_s):
+                async with asyncio.timeout(self.answer_s):
                     await connection.room()
-            async with asyncio.timeout(self._answer_s):
+            async with asyncio.timeout(self.answer_s):
                 reply = await answer
         except BaseException as error:
             connection.abort()
@@ -158,7 +158,7 @@ class Pool:
 
     async def _send(self, connection: UpstreamConnection, request: bytes, *, head_only: bool) -> Reply:
         try:
-            async with asyncio.timeout(self._answer_s):
+            async with asyncio.timeout(self.answer_s):
                 return await connection.send(request, head_only=head_only)
         except asyncio.CancelledError:
             connection.abort()

@@ -1,7 +1,8 @@
 """One live reader: where it is, what it is given next, and how it gets from slices to a channel.
 
 A reader keeps the offset of the last thing it was given. What follows is handed over only if it begins there,
-be it a slice or a batch of a ring; this one rule is why nothing is missed and nothing comes twice.
+or earlier with nothing for this reader in between, be it a slice or a batch of a ring; this one rule is why
+nothing is missed and nothing comes twice.
 """
 
 from __future__ import annotations
@@ -32,20 +33,29 @@ LAG_S_MAX = 1.0
 RETRY_S = 0.25
 
 
+class RetypedError(TailraceError):
+    """What follows travels in another encoding than what the client was promised."""
+
+    def __init__(self) -> None:
+        super().__init__("unavailable", "the type of the stream has changed")
+
+
 class LiveReader:
     """One SSE or WebSocket client, from its offset to the tail and on."""
 
     # There are tens of thousands of them.
     __slots__ = (
+        "_bare_from",
+        "_behind",
         "_context",
         "_drained",
         "_floor",
-        "_greeted",
         "_joining",
         "_live",
         "_number",
         "_path",
         "_rounds",
+        "_said_up_to_date",
         "_shared",
         "_silent_since",
         "_task",
@@ -73,11 +83,14 @@ class LiveReader:
         self.mode = reading.mode
         self.wire: Wire | None = None
         self.last = offset
+        # Nothing for this reader lies between here and `last`: it is given what begins here just as well.
+        self._bare_from = offset
         self._number = -1  # of the next batch, while attached
         self._text = channel.text
         cursor = reading.cursor or ""
         self._floor = int(cursor) if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18 else -1
-        self._greeted = False
+        self._said_up_to_date = False  # the last control that was sent did
+        self._behind = False  # the client does not take what it is sent
         self._joining = True
         self._drained: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -106,36 +119,75 @@ class LiveReader:
     async def _next_slice(self) -> Batch | None:
         """What follows `last`, read from upstream or the cache; None once a channel goes on from there."""
         while True:
-            if self._shared.over:
-                self._shared, _ = await self._live.channels.open(self._shared.key, self.authorization)
-                self.channel = self._shared
-                if self._shared.text is not self._text:
-                    raise TailraceError("unavailable", "the type of the stream has changed")
-            channel = self._shared
-            if channel.number_at(self.last) is not None:
+            channel = await self._living_channel()
+            if self._number_in(channel) is not None:
                 return None
-            if self.last > channel.end and await Doorbell.reached(channel, self.last, LAG_S_MAX):
-                continue
-            if self._rounds >= ROUNDS_MAX or self.last > channel.end:
+            if self.last > channel.end:
+                if await self._is_bare_since(channel) or await Doorbell.reached(
+                    channel, self.last, LAG_S_MAX
+                ):
+                    continue
+                await self._go_private()
+                return None
+            if self._rounds >= ROUNDS_MAX:
                 await self._go_private()
                 return None
             if channel.holds(self.last):
                 self._rounds += 1
                 self._path = "straddle"
-            self.asked_upstream = True
-            key = channel.key
-            reading = Reading.plain(key.name, self.last, key.fmt, key.key)
-            found, _ = await self._live.slices.get(reading, self.caller)
-            batch = self._batch_of(found)
+            batch = self._batch_of(await self._read(self.last, channel.end))
             if batch.payload is not None or batch.closed:
                 self._path = "slices" if self._path == "ring" else self._path
                 return batch
-            if batch.next != self.last:
-                self.last = batch.next  # nothing in it for this reader
+            if batch.next == self.last:
+                self._rounds += 1  # more was seen than is there to be read
+            self.last = batch.next  # nothing in it for this reader
+
+    async def _living_channel(self) -> Channel:
+        if self._shared.over:
+            self._shared, _ = await self._live.channels.open(self._shared.key, self.authorization)
+            self.channel = self._shared
+            if self._shared.text is not self._text:
+                raise RetypedError
+        return self._shared
+
+    def _number_in(self, channel: Channel) -> int | None:
+        """Where a channel goes on for this reader; None if it does not."""
+        number = channel.number_at(self.last)
+        if number is None and self._bare_from <= channel.end < self.last:
+            return channel.following
+        return number
+
+    async def _is_bare_since(self, channel: Channel) -> bool:
+        """Whether the owner has nothing for this reader between the end of a channel and `last`.
+
+        It tells a socket with a key of entries with other keys only now and then, so that on a busy stream
+        the channel is behind everybody who comes by slices, and stays there until its key is written.
+        """
+        if not channel.key.key:
+            return False
+        begun = position = channel.end
+        while position < self.last:
+            found = await self._read(position, self.last)
+            if not found.is_empty or found.next <= position:
+                return False
+            position = found.next
+        self._bare_from = min(self._bare_from, begun)
+        return True
+
+    async def _read(self, offset: str, known: str) -> Slice:
+        """What follows an offset; an answer of a moment ago must not deny what is known to follow."""
+        self.asked_upstream = True
+        key = self._shared.key
+        reading = Reading.plain(key.name, offset, key.fmt, key.key)
+        found, _ = await self._live.slices.get(reading, self.caller)
+        if found.next == offset < known:
+            found = await self._live.slices.fetched(reading, self.caller)
+        return found
 
     def _batch_of(self, found: Slice) -> Batch:
         if is_text(found.content_type) is not self._text:
-            raise TailraceError("unavailable", "the type of the stream has changed")
+            raise RetypedError
         cursor = next_cursor(None, self._context.now_s())
         payload = None if found.is_empty else found.body
         batch = Batch(self.last, found.next, payload, self._text, cursor, closed=found.closed)
@@ -144,41 +196,40 @@ class LiveReader:
 
     async def _join(self, batch: Batch | None) -> None:
         """Sends slices until the ring goes on, as fast as the client takes them."""
-        begun = self._context.loop.time()
         while not self.ended:
-            try:
-                if batch is not None:
-                    self._send_slice(batch)
-                    await self._until_drained()
-                    begun = self._context.loop.time()
+            if batch is not None:
+                self._send_slice(batch)
+                await self._until_drained()
                 if self.ended:
                     return
-                batch = await self._next_slice()
-            except RefusedError as refused:
-                self.finish(GONE if refused.refusal.status in (404, 410) else GOING_AWAY)
-                return
-            except UpstreamLostError:
-                if self._context.loop.time() - begun >= self._context.limits.edge_hold_ms / 1000:
-                    self.finish(OVERLOADED)
-                    return
-                batch = None
-                await asyncio.sleep(RETRY_S)
-                continue
-            except TailraceError as refusal:
-                self.finish(OVERLOADED if refusal.code == "overloaded" else GOING_AWAY)
+            try:
+                batch = await self._next_in_time()
+            except (RefusedError, TailraceError, TimeoutError) as error:
+                self.finish(_code_for(error))
                 return
             if batch is None:
                 self._task = None
                 self._attach()
                 return
 
+    async def _next_in_time(self) -> Batch | None:
+        """The next slice. While the upstream is lost it is tried again, as long as readers are kept."""
+        async with asyncio.timeout(self._context.limits.edge_hold_ms / 1000):
+            while True:
+                try:
+                    return await self._next_slice()
+                except (UpstreamLostError, RefusedError, TailraceError) as error:
+                    if not _may_pass(error):
+                        raise
+                await asyncio.sleep(RETRY_S)
+
     def _send_slice(self, batch: Batch) -> None:
         """Up to date is only who has all that this edge has received."""
         assert self.wire is not None
         assert batch.start == self.last
         up_to_date = batch.up_to_date and batch.next >= self._shared.end
-        self.last = batch.next
-        self._emit(batch.encode(self.wire.form, self._cursor(batch.cursor), up_to_date))
+        self.last = self._bare_from = batch.next
+        self._emit(batch.encode(self.wire.form, self._cursor(batch.cursor), up_to_date), up_to_date)
         if batch.closed:
             self.finish(1000)
 
@@ -200,10 +251,12 @@ class LiveReader:
         """Atomic with respect to the arrival of batches: nothing waits between looking and attaching."""
         if self.ended:
             return
-        number = self.channel.number_at(self.last)
+        number = self._number_in(self.channel)
         if number is None or self.channel.over:
             self._rejoin()
             return
+        if self.last <= self.channel.end:
+            self._bare_from = self.last
         self._joining = False
         self._number = number
         self._context.telemetry.edge_join.add(self._path)
@@ -223,7 +276,8 @@ class LiveReader:
         wire, channel = self.wire, self.channel
         if self._joining or self.ended or wire is None:
             return
-        if self._number == channel.step_from and not channel.closed and channel is self._shared:
+        is_exact = self._bare_from is self.last
+        if self._number == channel.step_from and is_exact and not channel.closed and channel is self._shared:
             # Somebody at the same place was just served: the same bytes will do.
             piece = channel.step.get(wire.form)
             if piece is not None and piece.cursor > self._floor:
@@ -234,8 +288,11 @@ class LiveReader:
             if self._number < channel.first:
                 self._rejoin()
                 return
+            if channel.batch(self._number).next <= self.last:
+                self._number += 1  # only moves on, to where this reader is already
+                continue
             if wire.unsent_bytes > self._live.unsent_bytes_max:
-                self._context.telemetry.edge_detached.value += 1
+                self._note_behind()
                 return  # `on_drain` goes on from here
             self._send_next(wire, channel)
             if self.ended or self._moved_over():
@@ -243,17 +300,22 @@ class LiveReader:
         if channel.closed:
             self._send_control(up_to_date=True, closed=True)
             self.finish(1000)
-        elif not self._greeted and channel.up_to_date:
+        elif channel.up_to_date and not self._said_up_to_date:
             self._send_control(up_to_date=True, closed=False)
+
+    def _note_behind(self) -> None:
+        if not self._behind:
+            self._behind = True
+            self._context.telemetry.edge_detached.value += 1
 
     def _send_next(self, wire: Wire, channel: Channel) -> None:
         batch = channel.batch(self._number)
-        assert batch.start == self.last
+        assert self._bare_from <= batch.start <= self.last < batch.next
         if batch.cursor_number > self._floor:
             piece = channel.piece_from(self._number, wire.form)
         else:
             data = channel.encoded(self._number, wire.form, self._cursor(batch.cursor))
-            piece = Piece(data, self._number + 1, batch.next, -1)
+            piece = Piece(data, self._number + 1, batch.next, -1, channel.ends_at(self._number))
         wire.send(piece.data)
         self._note_sent(piece)
         if channel.closed and self._number == channel.following and channel.batch(self._number - 1).closed:
@@ -262,15 +324,15 @@ class LiveReader:
     def _note_sent(self, piece: Piece) -> None:
         live = self._live
         self._number = piece.number
-        self.last = piece.last
-        self._greeted = True
+        self.last = self._bare_from = piece.last
+        self._said_up_to_date = piece.up_to_date
         self._silent_since = live.now
         live.fanout_bytes[self.mode] += len(piece.data)
 
     def _moved_over(self) -> bool:
         """Leaves a private socket as soon as the shared channel knows the place."""
         private, shared = self.channel, self._shared
-        if private is shared or shared.over or shared.number_at(self.last) is None:
+        if private is shared or shared.over or self._number_in(shared) is None:
             return False
         private.detach(self)
         private.stop()
@@ -291,11 +353,11 @@ class LiveReader:
     def _send_control(self, *, up_to_date: bool, closed: bool) -> None:
         assert self.wire is not None
         cursor = self._cursor(next_cursor(None, self._context.now_s()))
-        self._emit(encode_control(self.wire.form, self.last, cursor, up_to_date, closed))
+        self._emit(encode_control(self.wire.form, self.last, cursor, up_to_date, closed), up_to_date)
 
-    def _emit(self, data: bytes) -> None:
+    def _emit(self, data: bytes, up_to_date: bool) -> None:
         assert self.wire is not None
-        self._greeted = True
+        self._said_up_to_date = up_to_date
         self._silent_since = self._live.now
         self.wire.send(data)
 
@@ -304,6 +366,7 @@ class LiveReader:
     def on_drain(self) -> None:
         if self._drained is not None:
             self._drained.set()
+        self._behind = False
         self.on_batches()
 
     def on_tick(self, now: float, now_s: float, keep_alive_s: float) -> None:
@@ -355,3 +418,21 @@ class LiveReader:
         self.channel.detach(self)
         if self.channel is not self._shared:
             self.channel.stop()
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a failure is one of an upstream that is lost, or cannot answer for now."""
+    if isinstance(error, RefusedError):
+        return error.refusal.status == 429 or error.refusal.status >= 500
+    if isinstance(error, TailraceError):
+        return error.code == "unavailable" and not isinstance(error, RetypedError)
+    return isinstance(error, UpstreamLostError)
+
+
+def _code_for(error: Exception) -> int:
+    """What a WebSocket client gets to see of a failure."""
+    if isinstance(error, RefusedError):
+        return GONE if error.refusal.status in (404, 410) else GOING_AWAY
+    if isinstance(error, TailraceError):
+        return OVERLOADED if error.code == "overloaded" else GOING_AWAY
+    return OVERLOADED

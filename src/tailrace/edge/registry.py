@@ -13,7 +13,9 @@ from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.feed import Feed, RefusedError, answer_of, open_feed
 from tailrace.edge.headers import own_request
+from tailrace.edge.setbacks import Setbacks
 from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
 
 logger = logging.getLogger("tailrace.edge")
 
@@ -57,6 +59,7 @@ class Followed:
         self.since = float("inf")  # loop time from which on nothing was missed
         self._offset = ""
         self._ended = asyncio.Event()
+        self._setbacks = Setbacks()
 
     async def run(self) -> None:
         while True:
@@ -71,7 +74,15 @@ class Followed:
                 logger.debug("the registry is not followed: status %d", refused.refusal.status)
                 await asyncio.sleep(REFUSED_PAUSE_S)
                 continue
+            except TailraceError as refusal:  # requests of clients have filled the queue
+                logger.debug("the registry is not followed for now: %s", refusal.message)
+                self._setbacks.note()
+                await self._setbacks.pause()
+                continue
+            opened_at = self._context.loop.time()
             await self._watch(feed)
+            self._setbacks.note_ended(self._context.loop.time() - opened_at)
+            await self._setbacks.pause()
 
     async def _open(self) -> Feed:
         context = self._context

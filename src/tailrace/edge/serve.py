@@ -242,7 +242,7 @@ class Edge:
     def _on_registry(self, name: str, operation: str) -> None:
         self.book.drop(name, "registry")
         if operation == "delete":
-            self.channels.end_stream(name, GONE)
+            self.context.spawn(self.channels.recheck(name))
 
     def _connect_telemetry(self, http: IntakeServer) -> None:
         telemetry = self.telemetry

@@ -1,0 +1,112 @@
+"""Followers of an edge that get nowhere: how long they wait, and that nothing ends them for good."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tailrace.edge import connection, setbacks
+from tailrace.edge.connection import Reply, UpstreamLostError
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.live import leaving_pace_s
+from tailrace.edge.origin import parse_origins
+from tailrace.edge.pool import Pool
+from tailrace.edge.registry import Followed
+from tailrace.edge.setbacks import SETTLED_S, Setbacks
+from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
+
+
+def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[float] = []
+
+    async def note(seconds: float) -> None:
+        longest.append(seconds)
+
+    monkeypatch.setattr(setbacks.random, "uniform", lambda _low, high: high)
+    monkeypatch.setattr(setbacks.asyncio, "sleep", note)
+
+    async def fail_and_recover() -> list[bool]:
+        row, first = Setbacks(), list[bool]()
+        for _ in range(10):
+            first.append(row.note_ended(0.1))
+            await row.pause()
+        first.append(row.note_ended(SETTLED_S))
+        await row.pause()
+        row.note()
+        await row.pause()
+        return first
+
+    assert asyncio.run(fail_and_recover()) == [True, *[False] * 9, True]
+    assert longest == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 0.2]
+
+
+@pytest.mark.parametrize(("readers", "all_s"), [(0, 0.0), (1000, 0.5), (10_000, 5.0), (50_000, 5.0)])
+def test_readers_of_a_stopping_edge_leave_evenly(readers: int, all_s: float) -> None:
+    assert readers * leaving_pace_s(readers) == pytest.approx(all_s)
+
+
+def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the rest of it, and its place among the connections is free again."""
+    monkeypatch.setattr(connection, "SILENT_S_MAX", 0.05)
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
+
+    async def ask() -> None:
+        over = asyncio.Event()
+
+        async def say_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(half)
+            await over.wait()
+            writer.close()
+
+        owner = await asyncio.start_server(say_half, "127.0.0.1", 0)
+        port = owner.sockets[0].getsockname()[1]
+        pool = Pool(parse_origins(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                reply = await pool.ask(b"GET / HTTP/1.1\r\nHost: owner\r\n\r\n")
+                with pytest.raises(UpstreamLostError):
+                    await reply.body(100)
+        over.set()
+        pool.close()
+        owner.close()
+
+    asyncio.run(ask())
+
+
+class CrowdedPool:
+    """Has no room for a request at first, and no upstream after that."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.asked_again = asyncio.Event()
+
+    async def ask(self, request: bytes, **_: Any) -> Reply:
+        self.asked += 1
+        if self.asked < 3:
+            raise TailraceError("overloaded", "too many requests wait for the upstream")
+        self.asked_again.set()
+        raise UpstreamLostError("away", sent=False)
+
+
+def test_the_registry_is_looked_at_again_after_a_crowd() -> None:
+    async def watch() -> None:
+        pool = CrowdedPool()
+        origin = SimpleNamespace(host_header=b"owner:1")
+        upstream = SimpleNamespace(
+            origin=origin, pool=pool, note_failed=lambda _now: None, pause=asyncio.Event().wait
+        )
+        context = SimpleNamespace(edge_id=b"edge", token=None, loop=asyncio.get_running_loop())
+        followed = Followed(
+            cast("EdgeContext", context), cast("Upstream", upstream), lambda _name, _operation: None
+        )
+        task = asyncio.ensure_future(followed.run())
+        async with asyncio.timeout(30):
+            await pool.asked_again.wait()
+        task.cancel()
+
+    asyncio.run(watch())
