@@ -160,7 +160,7 @@ def _everything(call: Caller, name: str) -> list[Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("keys", [(), ("a", "b", "c")], ids=["plain", "keyed"])
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
 def test_e2_everything_at_once(tmp_path: Path, content_type: str, keys: tuple[str, ...], seed: int) -> None:
