@@ -95,6 +95,28 @@ def test_e17_nobody_is_let_go_while_the_owner_stands_still(start_server: StartSe
     assert {follower.connections for follower in followers} == {1}
 
 
+def test_e17_readers_are_let_go_when_the_owner_stays_silent(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """E-17: connections are taken and nothing comes back; that is no reason to keep readers for ever."""
+    server = start_server()
+    with CuttingProxy(server.port) as proxy:
+        edge = EdgeProcess(tmp_path / "cache", proxy.base_url, env={"TAILRACE_EDGE_HOLD_MS": "500"})
+        edge.start()
+        hold = Hold("answer")
+
+        def fall_silent() -> None:
+            proxy.before = hold
+            proxy.cut_all()
+
+        try:
+            rest, code = asyncio.run(_let_go(server, edge, fall_silent))
+        finally:
+            hold.let_go()
+        edge.stop()
+    assert (rest, code) == (b"0\r\n\r\n", 1013)
+
+
 @pytest.mark.nightly
 def test_e17_after_31_seconds_all_are_let_go(start_server: StartServer, tmp_path: Path) -> None:
     """E-17: with the hold that users have; an owner that is back by then finds nobody."""
