@@ -26,7 +26,8 @@ from support.edge import (
     upstream_sockets,
 )
 from support.server import ServerProcess
-from support.wire import Connection, fresh, request_bytes
+from support.wire import Connection, Wire, fresh, request_bytes
+from tailrace.protocol.offsets import parse_position
 
 MODES = ("sse", "ws", "long-poll")
 READERS = 200
@@ -152,6 +153,47 @@ def test_e3_readers_join_at_any_place_while_much_is_written(
         edge.stop()
     for entry, follower in joined:
         assert follower.entries == writer.numbers(entry), (follower.mode, entry)
+        assert follower.connections == 1
+
+
+def test_e3_readers_join_while_many_write_as_fast_as_they_can(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """E-3: hundreds of appends in a second; what they made of the log is what everybody gets."""
+    server = start_server()
+    edge = EdgeProcess(tmp_path / "cache", server.base_url)
+    edge.start()
+    assert Caller(server)("PUT", "rush", headers={"Content-Type": "application/json"}).status == 201
+    chance = random.Random(3)
+    joined: list[tuple[int, Follower]] = []
+
+    def write(first: int) -> None:
+        wire = Wire(server.port)
+        for number in range(first, first + 500):
+            assert wire.post("rush", "application/json", str(number)).status == 204
+        wire.close()
+
+    async def watch() -> None:
+        writers = [asyncio.ensure_future(asyncio.to_thread(write, 1000 * number)) for number in range(8)]
+        tasks: list[asyncio.Future[None]] = []
+        for number in range(READERS):
+            head = await asyncio.to_thread(Caller(server), "HEAD", "rush")
+            entry = chance.randrange(parse_position(head.headers["stream-next-offset"])[1] + 1)
+            follower = Follower(edge.port, "rush", MODES[number % len(MODES)], entry_offset(entry))
+            joined.append((entry, follower))
+            tasks.append(asyncio.ensure_future(follower.run()))
+        await asyncio.gather(*writers)
+        await asyncio.to_thread(Caller(server), "POST", "rush", headers={"Stream-Closed": "true"})
+        async with asyncio.timeout(120):
+            await asyncio.gather(*tasks)
+
+    asyncio.run(watch())
+    edge.stop()
+    whole = Follower(server.port, "rush", "sse")
+    asyncio.run(whole.run())
+    assert sorted(whole.entries) == [1000 * writer + number for writer in range(8) for number in range(500)]
+    for entry, follower in joined:
+        assert follower.entries == whole.entries[entry:], (follower.mode, entry)
         assert follower.connections == 1
 
 

@@ -226,3 +226,9 @@ def test_e8_now_is_not_where_a_channel_is_that_was_held_back(
             assert (pair.entries, pair.next) == (["after"], after)
         answer = poll.result()
         assert (answer.body, answer.headers["stream-next-offset"]) == (["after"], after)
+        private = "tailrace_edge_private_sockets"
+        eventually(lambda: metrics(edge)[private], lambda sockets: sockets == 0)
+        last = _post(owner, name, "shared")
+        for reader in (early, *readers):
+            pair = reader.take_entries(1)[0]
+            assert (pair.entries, pair.next) == (["shared"], last)
