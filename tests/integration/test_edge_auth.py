@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jwt
@@ -87,6 +89,34 @@ def test_e19_nobody_reads_what_is_kept_without_the_right_to(edge: EdgeProcess, s
     assert Caller(edge)("GET", "/healthz").status == 200
     assert Caller(edge)("GET", "/metrics").status == 401
     assert Caller(edge, _token("manage"))("GET", "/metrics").status == 200
+
+
+def test_e19_nobody_joins_a_read_without_the_right_to(
+    server: ServerProcess, edge: EdgeProcess, stream: str
+) -> None:
+    """E-19: somebody's read is under way, and its owner stands still: who may not read is told at once."""
+    manage = _token("manage")
+    target = f"{stream}?offset=0000000000000000_0000000000000001"
+    wrong = {None: 401, _expired("read"): 401, _token("write"): 403, _token("read", streams=["others/"]): 403}
+
+    def joined() -> float:
+        return metrics(edge, manage)["tailrace_edge_coalesced_total"]
+
+    before = joined()
+    server.signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(Caller(edge, _token("read")), "GET", target) for _ in range(2)]
+            try:
+                eventually(joined, lambda count: count == before + 1)
+                for token, status in wrong.items():
+                    assert Caller(edge, token)("GET", target).status == status
+                assert joined() == before + 1
+            finally:
+                server.signal(signal.SIGCONT)
+            assert all(answer.result().body[0] == 2 for answer in answers)
+    finally:
+        server.signal(signal.SIGCONT)
 
 
 def test_readers_with_rights_of_their_own_share_one_socket(

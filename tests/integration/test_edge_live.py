@@ -14,9 +14,20 @@ from websockets.asyncio.client import connect
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cutting_proxy import CuttingProxy
-from support.edge import EdgeProcess, Follower, Writer, all_live, metrics, upstream_sockets
+from support.edge import (
+    CONTENT_TYPES,
+    Asked,
+    EdgeProcess,
+    Follower,
+    Writer,
+    all_live,
+    entry_offset,
+    metrics,
+    upstream_sockets,
+)
 from support.server import ServerProcess
-from support.wire import Connection, fresh, request_bytes
+from support.wire import Connection, Wire, fresh, request_bytes
+from tailrace.protocol.offsets import parse_position
 
 MODES = ("sse", "ws", "long-poll")
 READERS = 200
@@ -33,7 +44,8 @@ def edge(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Ite
 async def _follow(writer: Writer, followers: list[Follower], batches: int, size: int = 1) -> None:
     """Appends while everybody reads, closes the stream, and waits until all have seen its end."""
     tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
-    await all_live(followers)
+    # Who waits at the tail with a long-poll is told nothing until there is something.
+    await all_live([follower for follower in followers if follower.mode != "long-poll"])
     for _ in range(batches):
         await asyncio.to_thread(writer.append, size)
     await asyncio.to_thread(writer.close)
@@ -75,48 +87,113 @@ def test_e4_e24_many_readers_are_one_connection_upstream(server: ServerProcess, 
     assert 0 < encodings <= batches <= 6
 
 
-def test_e2_every_way_of_reading_shows_the_log(server: ServerProcess, edge: EdgeProcess) -> None:
-    """E-2."""
+@pytest.mark.parametrize("content_type", CONTENT_TYPES)
+def test_e2_every_way_of_reading_shows_the_log(
+    server: ServerProcess, edge: EdgeProcess, content_type: str
+) -> None:
+    """E-2: each from the entry that it has asked for, whatever the stream is made of, keyed and not."""
     name = fresh("edge-ways")
-    writer = Writer(edge, name)
-    writer.append(10)
-    offsets = ["-1", "00000000000000000000000000", "0000000000000000_0000000000000004"]
-    followers = [Follower(edge.port, name, mode, offset) for mode in MODES for offset in offsets]
-    asyncio.run(_follow(writer, followers, 30, 2))
-    for follower in followers:
-        first = 4 if follower.entries[0] == 4 else 0
-        assert follower.entries == list(range(first, writer.count)), follower.mode
-    assert {follower.entries[0] for follower in followers} == {0, 4}
+    writer = Writer(edge, name, content_type, keys=("a", "b"))
+    writer.append(5)
+    writer.append(5)
+    places = [("-1", 0), ("0" * 26, 0), (entry_offset(4), 4), (entry_offset(10), 10)]
+    wanted = [
+        (Follower(edge.port, name, mode, offset, key, content_type), first, key)
+        for mode in MODES
+        for offset, first in places
+        for key in ("", "a")
+    ]
+    asyncio.run(_follow(writer, [follower for follower, _, _ in wanted], 15, 2))
+    for follower, first, key in wanted:
+        assert follower.entries == writer.numbers(first, key), (follower.mode, first, key)
 
 
-def test_e3_readers_join_at_any_place_while_much_is_written(server: ServerProcess, edge: EdgeProcess) -> None:
-    """E-3: joins between the batches of a ring, behind it and in front of it."""
-    name = fresh("edge-joins")
-    writer = Writer(server, name)
+def test_e3_readers_join_at_any_place_while_much_is_written(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """E-3: between the batches of a ring, behind it and in front of it; all come to share one socket."""
+    server, asked = start_server(), Asked()
+    writer = Writer(server, "joins")
     writer.append(50)
     chance = random.Random(7)
+    joined: list[tuple[int, Follower]] = []
 
-    async def watch() -> list[Follower]:
-        followers: list[Follower] = []
+    async def watch(edge: EdgeProcess) -> None:
         tasks: list[asyncio.Future[None]] = []
-
-        def join(count: int) -> None:
-            for _ in range(count):
-                entry = chance.randrange(writer.count)
-                follower = Follower(edge.port, name, chance.choice(MODES), f"{0:016}_{entry:016}")
-                followers.append(follower)
-                tasks.append(asyncio.ensure_future(follower.run()))
-
-        for _ in range(40):
-            join(1)
+        for number in range(READERS):
+            entry = chance.randrange(writer.count)
+            mode = MODES[number % len(MODES)]
+            follower = Follower(edge.port, "joins", mode, entry_offset(entry))
+            joined.append((entry, follower))
+            tasks.append(asyncio.ensure_future(follower.run()))
             await asyncio.to_thread(writer.append, chance.randint(1, 5))
+
+        def behind() -> int:
+            return sum(entry + len(follower.entries) < writer.count for entry, follower in joined)
+
+        async def slices_for_one_more() -> int:
+            before = asked.slices("joins")
+            await asyncio.to_thread(writer.append)
+            await asyncio.to_thread(eventually, behind, lambda readers: readers == 0)
+            return asked.slices("joins") - before
+
+        async with asyncio.timeout(60):
+            while await slices_for_one_more():
+                pass  # somebody has not arrived yet
+        seen = await asyncio.to_thread(metrics, edge)
+        assert (seen["tailrace_edge_channels"], seen["tailrace_edge_private_sockets"]) == (1, 0)
         await asyncio.to_thread(writer.close)
         async with asyncio.timeout(60):
             await asyncio.gather(*tasks)
-        return followers
 
-    for follower in asyncio.run(watch()):
-        assert follower.entries == list(range(follower.entries[0], writer.count)), follower.mode
+    with CuttingProxy(server.port, asked) as proxy:
+        edge = EdgeProcess(tmp_path / "cache", proxy.base_url)
+        edge.start()
+        asyncio.run(watch(edge))
+        edge.stop()
+    for entry, follower in joined:
+        assert follower.entries == writer.numbers(entry), (follower.mode, entry)
+        assert follower.connections == 1
+
+
+def test_e3_readers_join_while_many_write_as_fast_as_they_can(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """E-3: hundreds of appends in a second; what they made of the log is what everybody gets."""
+    server = start_server()
+    edge = EdgeProcess(tmp_path / "cache", server.base_url)
+    edge.start()
+    assert Caller(server)("PUT", "rush", headers={"Content-Type": "application/json"}).status == 201
+    chance = random.Random(3)
+    joined: list[tuple[int, Follower]] = []
+
+    def write(first: int) -> None:
+        wire = Wire(server.port)
+        for number in range(first, first + 500):
+            assert wire.post("rush", "application/json", str(number)).status == 204
+        wire.close()
+
+    async def watch() -> None:
+        writers = [asyncio.ensure_future(asyncio.to_thread(write, 1000 * number)) for number in range(8)]
+        tasks: list[asyncio.Future[None]] = []
+        for number in range(READERS):
+            head = await asyncio.to_thread(Caller(server), "HEAD", "rush")
+            entry = chance.randrange(parse_position(head.headers["stream-next-offset"])[1] + 1)
+            follower = Follower(edge.port, "rush", MODES[number % len(MODES)], entry_offset(entry))
+            joined.append((entry, follower))
+            tasks.append(asyncio.ensure_future(follower.run()))
+        await asyncio.gather(*writers)
+        await asyncio.to_thread(Caller(server), "POST", "rush", headers={"Stream-Closed": "true"})
+        async with asyncio.timeout(120):
+            await asyncio.gather(*tasks)
+
+    asyncio.run(watch())
+    edge.stop()
+    whole = Follower(server.port, "rush", "sse")
+    asyncio.run(whole.run())
+    assert sorted(whole.entries) == [1000 * writer + number for writer in range(8) for number in range(500)]
+    for entry, follower in joined:
+        assert follower.entries == whole.entries[entry:], (follower.mode, entry)
         assert follower.connections == 1
 
 
@@ -331,20 +408,22 @@ def test_e22_a_reader_that_does_not_read_delays_nobody(start_server: StartServer
     stuck.send(request_bytes("GET", "/v1/stream/slow?offset=-1&live=sse"))
     assert stuck.read_head().status == 200
     assert b"upToDate" in stuck.read_chunk()
-    follower = Follower(edge.port, "slow", "sse")
+    followers = [Follower(edge.port, "slow", mode) for mode in ("sse", "ws") for _ in range(4)]
     padding = "x" * 100_000
 
     async def watch() -> None:
-        task = asyncio.ensure_future(follower.run())
-        await all_live([follower])
+        tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
+        await all_live(followers)
         for number in range(100):
             await asyncio.to_thread(call, "POST", "slow", {"n": number, "padding": padding})
         await asyncio.to_thread(call, "POST", "slow", headers={"Stream-Closed": "true"})
         async with asyncio.timeout(60):
-            await task
+            await asyncio.gather(*tasks)
 
     asyncio.run(watch())
-    assert [entry["n"] for entry in follower.entries] == list(range(100))
+    for follower in followers:
+        assert [entry["n"] for entry in follower.entries] == list(range(100)), follower.mode
+        assert follower.connections == 1
     seen = metrics(edge)
     assert seen["tailrace_edge_detached_total"] > 0
     assert seen["tailrace_edge_ring_bytes"] <= 1.5 * 1024 * 1024, "the bound, and the newest batch"

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from websockets.sync.client import connect
 from support.calls import Caller, Reply, eventually
 from support.cutting_proxy import CuttingProxy, Direction
 from support.edge import EdgeProcess, metrics
+from support.live_pairs import LivePairs
 from support.server import ServerProcess
 from support.wire import Wire, fresh, request_bytes
 from tailrace.auth import create_token
@@ -35,6 +36,10 @@ class Heard:
         if direction == "request":
             self.text += piece
         return False
+
+    def total(self, name: str) -> int:
+        plain = self.count("GET", name) + self.count("HEAD", name)
+        return plain + self.count("GET", name, live=True)
 
     def count(self, method: str, name: str, *, live: bool = False) -> int:
         found = [(verb.decode(), target.decode()) for verb, target in _REQUEST.findall(self.text)]
@@ -110,6 +115,55 @@ def test_e25_x_cache_counts_what_the_server_was_asked(
     waited = call("GET", f"{name}?offset=-1&live=long-poll")
     assert waited.headers["x-cache"] == "MISS"
     assert heard.count("GET", name, live=True) == 1, "the shared socket"
+
+
+def test_e25_live_readers_and_heads_are_told_the_truth(
+    server: ServerProcess, edge: EdgeProcess, heard: Heard
+) -> None:
+    """E-25: a hit asks the server for nothing; all that is not a hit does."""
+    owner, call = Caller(server), Caller(edge)
+    name = _made(owner)
+    tail = owner("HEAD", name).headers["stream-next-offset"]
+    told: list[tuple[str, str | None, int]] = []
+
+    def note(what: str, read: Callable[[], str | None]) -> None:
+        before = heard.total(name)
+        outcome = read()
+        told.append((what, outcome, heard.total(name) - before))
+
+    def live(mode: str, offset: str) -> str | None:
+        with LivePairs(edge.port, name, mode, f"offset={offset}") as reader:
+            while not reader.take().up_to_date:
+                pass
+        return reader.cache
+
+    def poll(offset: str) -> str:
+        return call("GET", f"{name}?offset={offset}&live=long-poll&timeout_ms=50").headers["x-cache"]
+
+    note("first", lambda: live("sse", tail))
+    for _ in range(2):
+        for mode in ("sse", "ws"):
+            note("tail", lambda mode=mode: live(mode, tail))
+            note("now", lambda mode=mode: live(mode, "now"))
+        note("tail", lambda: poll(tail))
+        note("now", lambda: poll("now"))
+        note("behind", lambda: poll("0000000000000000_0000000000000003"))
+        note("head", lambda: call("HEAD", name).headers["x-cache"])
+        note("missing", lambda: call("HEAD", f"{name}/none").headers["x-cache"])
+    assert told[0] == ("first", "MISS", 2), "a look, and the shared socket"
+    expected = {"tail": ("HIT", 0), "now": ("MISS", 1), "behind": ("MISS", 1), "head": ("BYPASS", 1)}
+    for what, outcome, asked in told[1:]:
+        assert what == "missing" or (outcome, asked) == expected[what], told
+        assert what != "missing" or outcome == "BYPASS"
+    assert heard.count("GET", name, live=True) == 1, "one socket for all of them"
+    # The rest of the ring's readers: what is not in it is read in slices first.
+    note("slices", lambda: live("sse", "0000000000000000_0000000000000003"))
+    assert told[-1] == ("slices", "MISS", 1)
+    tail = owner("POST", name, [5]).headers["stream-next-offset"]
+    with LivePairs(edge.port, name, "ws", f"offset={tail}") as reader:
+        assert reader.take().up_to_date
+    note("replayed", lambda: live("sse", "0000000000000000_0000000000000005"))
+    assert told[-1] == ("replayed", "HIT", 0)
 
 
 def test_e20_the_server_is_told_for_whom_the_edge_asks(server: ServerProcess, edge: EdgeProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cutting_proxy import CuttingProxy
-from support.edge import EdgeProcess, Follower, Writer, all_live
+from support.edge import Asked, EdgeProcess, Follower, Writer, all_live
 from support.server import ServerProcess
 from support.watch_client import Live
 
@@ -102,20 +103,33 @@ def _positions(call: Caller, base: str) -> list[int]:
     return call("GET", f"{base}/collections/c").body["positions"]
 
 
-def test_one_of_several_doors_is_lost(start_server: StartServer, tmp_path: Path) -> None:
-    """E-21."""
+def test_e21_one_of_three_doors_is_killed_under_load(start_server: StartServer, tmp_path: Path) -> None:
+    """E-21: the door of this very stream; writes through the edge go on, and no reader notices."""
     server = start_server()
-    writer = Writer(server, "doors")
-    with CuttingProxy(server.port) as one, CuttingProxy(server.port) as two:
-        edge = EdgeProcess(tmp_path / "cache", one.base_url, two.base_url, args=["--upstream-mode", "any"])
+    asked = [Asked() for _ in range(3)]
+    with ExitStack() as stack:
+        doors = [stack.enter_context(CuttingProxy(server.port, one)) for one in asked]
+        urls = [door.base_url for door in doors]
+        edge = EdgeProcess(tmp_path / "cache", *urls, args=["--upstream-mode", "any"])
         edge.start()
-        followers = [Follower(edge.port, "doors", mode) for mode in ("sse", "ws")]
+        writer = Writer(edge, "doors")
+        writer.append()
+        followers = [Follower(edge.port, "doors", mode) for mode in ("sse", "ws", "long-poll")]
+
+        def kill_the_one_that_carries_it() -> None:
+            carrying = [door for door, one in zip(doors, asked, strict=True) if one.sockets("doors")]
+            assert len(carrying) == 1, "one stream goes through one door"
+            assert all(one.count("POST", "doors") == 0 for one in asked if not one.sockets("doors"))
+            eventually(lambda: writer.count, lambda count: count > 20)  # it is being written
+            carrying[0].shut()
 
         async def watch() -> None:
             tasks = [asyncio.ensure_future(follower.run()) for follower in followers]
             await all_live(followers)
-            one.decide = lambda _direction, _piece: True  # this door is shut from now on
-            await asyncio.to_thread(one.cut_all)
+            killing = asyncio.ensure_future(asyncio.to_thread(kill_the_one_that_carries_it))
+            while not killing.done() or writer.count < 50:
+                await asyncio.to_thread(writer.append)
+            await killing
             for _ in range(10):
                 await asyncio.to_thread(writer.append)
             await asyncio.to_thread(writer.close)
@@ -124,8 +138,9 @@ def test_one_of_several_doors_is_lost(start_server: StartServer, tmp_path: Path)
 
         asyncio.run(watch())
         edge.stop()
-    assert all(follower.entries == list(range(writer.count)) for follower in followers)
-    assert {follower.connections for follower in followers} == {1}
+    assert all(follower.entries == writer.numbers() for follower in followers)
+    held = [follower for follower in followers if follower.mode != "long-poll"]
+    assert {follower.connections for follower in held} == {1}
 
 
 def test_what_the_upstreams_are_has_to_be_said_and_to_be_true(

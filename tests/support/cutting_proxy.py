@@ -15,6 +15,7 @@ Direction = Literal["request", "answer"]
 Decide = Callable[[Direction, bytes], bool]
 
 PIECE_BYTES = 64 * 1024
+HOLD_S_MAX = 120.0
 _METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ", b"DELETE ")
 
 
@@ -58,6 +59,14 @@ class CuttingProxy:
         for pair in pairs:
             pair.cut()
         return len(pairs)
+
+    def shut(self) -> None:
+        """Nobody gets through any more, and who was through is cut."""
+        self.decide = _always
+        self.cut_all()
+
+    def open(self) -> None:
+        self.decide = _never
 
     def _accept(self) -> None:
         while True:
@@ -129,8 +138,36 @@ def _never(_direction: Direction, _piece: bytes) -> bool:
     return False
 
 
+def _always(_direction: Direction, _piece: bytes) -> bool:
+    return True
+
+
 def _at_once(_direction: Direction, _piece: bytes) -> None:
     return
+
+
+class Hold:
+    """Keeps back whatever has a mark in it, and what comes behind that, until it is let go.
+
+    Given to a proxy as its `before`; without a mark the proxy is silent, and its connections stay open.
+    """
+
+    def __init__(self, direction: Direction, mark: bytes = b"") -> None:
+        self._direction = direction
+        self._mark = mark
+        self._gate = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, direction: Direction, piece: bytes) -> None:
+        if direction == self._direction and self._mark in piece and not self._gate.is_set():
+            self.reached.set()
+            assert self._gate.wait(HOLD_S_MAX)
+
+    def wait_reached(self) -> None:
+        assert self.reached.wait(HOLD_S_MAX)
+
+    def let_go(self) -> None:
+        self._gate.set()
 
 
 def at_random(seed: int, share: float) -> Decide:

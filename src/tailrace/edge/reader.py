@@ -380,6 +380,9 @@ class LiveReader:
         elif now - self._silent_since >= keep_alive_s and wire.unsent_bytes == 0:
             self._silent_since = now
             wire.keep_alive()
+        if not self.ended and not self._joining:
+            # A batch may reach the shared channel later than the private one, and nothing may follow it.
+            self._moved_over()
 
     @property
     def _at_end(self) -> bool:
