@@ -77,6 +77,29 @@ def test_one_connection_may_ask_for_streams_of_all_workers(server: ServerProcess
             connection.close()
 
 
+def test_a_refused_name_does_not_hide_what_a_stream_has_under_it(server: ServerProcess, call: Caller) -> None:
+    """Only a request that makes a stream takes all of a path for its name: where that would live is nobody's
+    business but its own."""
+    paths: list[str] = []
+    for name in both("hidden/a") + both("hidden/b"):
+        call("PUT", name, headers={"Content-Type": "application/json"})
+        assert call("POST", name, 1, headers={"Stream-Key": "k"}).status == 204
+        paths += [f"/v1/stream/{name}/{rest}" for rest in ("_schema", "_profile", "_details", "pk/k")]
+    for _ in range(4):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        try:
+            for path in paths:
+                answers: list[int] = []
+                for method in ("PUT", "GET"):
+                    connection.request(method, path)
+                    response = connection.getresponse()
+                    response.read()
+                    answers.append(response.status)
+                assert answers == [400, 200], path
+        finally:
+            connection.close()
+
+
 def test_large_bodies_and_pages_pass_unchanged(call: Caller) -> None:
     body = bytes(range(256)) * 4 * 1024
     for name in both("large/"):

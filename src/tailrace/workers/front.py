@@ -26,7 +26,7 @@ from tailrace.net.handover import Handover
 from tailrace.net.http1 import Exchange
 from tailrace.net.relay import ALONE, receive
 from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
-from tailrace.protocol.names import check_creatable
+from tailrace.protocol.names import check_creatable, is_sub_resource
 from tailrace.protocol.query import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
@@ -174,13 +174,15 @@ class Front:
         )
 
     def _stream(self, exchange: Exchange, hops: int) -> None:
-        name = stream_in(exchange.path, whole=exchange.method == b"PUT")
-        if name is None:
-            self._app.handle(exchange)  # no stream has this name, wherever one asks
+        makes = exchange.method == b"PUT"
+        name = stream_in(exchange.path, whole=makes)
+        if name is None or (makes and is_sub_resource(name)):
+            # No stream has this name, wherever one asks. Whose the path is else depends on the method.
+            self._app.handle(exchange)
             return
         owner = self._placement.home(name)
         if owner == self._index:
-            if exchange.method == b"PUT":
+            if makes:
                 if FORKED_FROM in exchange.headers:
                     self._later.spawn(exchange, self._fork(exchange, name, hops))
                     return
