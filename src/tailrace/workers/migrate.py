@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
@@ -24,14 +25,15 @@ from tailrace.errors import TailraceError
 from tailrace.log import compaction
 from tailrace.log.image import StoredStreams, StreamImage, decode_stream
 from tailrace.log.recovery import replay, sync_tail
+from tailrace.log.registry_snapshot import DUE
 from tailrace.store.directory import DataDirectory, make_directory, sync_directory
 from tailrace.store.hot import Execute, HotDb
 from tailrace.store.meta_tables import MetaTables
 from tailrace.tier.checkpointer import checkpoint_file, write_book_of_forks
-from tailrace.workers.delivery import ARRIVING
+from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
 from tailrace.workers.homes import NOTE
-from tailrace.workers.layout import Layout
+from tailrace.workers.layout import WORKERS_MAX, Layout
 from tailrace.workers.placement import FIRST, Placement, own_suffix
 
 logger = logging.getLogger("tailrace.workers")
@@ -141,6 +143,7 @@ class Migration:
                 self._rows(index, source)
                 self._names(index, source)
                 self._facts(index, source)
+            self._tellings()
             for db in self._targets:
                 self._own_facts(db)
         return sum(map(len, self._places))
@@ -244,6 +247,20 @@ class Migration:
             MetaTables(first).changed([], 0)
             for row in source.rows("SELECT subject, file FROM meta_changes"):
                 first.execute("INSERT OR REPLACE INTO meta_changes VALUES(?, ?)", row)
+
+    def _tellings(self) -> None:
+        """What workers have told counts as delivered, where nothing says how far that came: a bucket does not
+        know. Whose streams are to be told of again is not said by a fact of one worker, so all do it."""
+        first = self._targets[FIRST]
+        known = first.meta()
+        for source in self._sources:
+            for index, name in product(range(1, WORKERS_MAX), NAMES):
+                fact, image = f"{DELIVERED}{index}/{name}", source.image_by_name(name + own_suffix(index))
+                if image is not None and fact not in known:
+                    first.put_meta(fact, b"%d" % decode_stream(image).tail)
+        if any(DUE in source.meta() for source in self._sources):
+            for db in self._targets:
+                db.put_meta(DUE, b"")
 
     def _own_facts(self, db: HotDb) -> None:
         sources = self._sources
