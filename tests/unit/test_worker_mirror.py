@@ -49,7 +49,7 @@ class Room:
         self.log.open()
         self.feed = Feed(self.log, loop, lambda _request, _stream: None)
         self.path = str(directory / "socket")
-        self.peer = Peer(self.path, loop, 10_000)
+        self.peer = Peer(self.path, loop, 10_000, 1024)
         self.heard: list[tuple[str, ...]] = []
         self.wanted: tuple[list[str], list[str]] = ([], [])
         self.mirrors = Mirrors(

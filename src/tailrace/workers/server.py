@@ -43,8 +43,9 @@ class WorkerServer(Server):
         self._setup = setup
         self.index = setup.index
         workers = range(setup.count)
-        request_ms = setup.settings.limits.request_ms
-        self.peers = {index: Peer(setup.socket(index), loop, request_ms) for index in workers}
+        limits = setup.settings.limits
+        bounds = limits.request_ms, limits.append_queue_max_bytes
+        self.peers = {index: Peer(setup.socket(index), loop, *bounds) for index in workers}
         doors = {index: setup.door(index) for index in workers}
         super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
         circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
