@@ -128,6 +128,7 @@ class Migration:
     def __init__(self, sources: list[HotDb], targets: list[HotDb]) -> None:
         self._sources = sources
         self._targets = targets
+        self._present = Placement(len(sources))
         self._placement = Placement(len(targets))
         self._places: list[dict[int, Place]] = [{} for _ in sources]
         self._taken: list[set[int]] = [set() for _ in targets]
@@ -157,11 +158,22 @@ class Migration:
         for number, name, parent in self._images(source):
             roots[number] = name if not parent else self._root(source, parent, roots)
         for number, name, _ in self._images(source):
+            self._refuse_double(index, name)
             worker = self._placement.home(roots[number])
             places[number] = Place(worker, self._number(worker, number))
             first = self._placement.home(name)
             if first != worker:
                 self._targets[first].put_meta(NOTE + name, b"%d" % worker)
+
+    def _refuse_double(self, index: int, name: str) -> None:
+        """A fork may have got a name that its home gave to another stream: one of them would be lost."""
+        home = self._present.home(name)
+        if home != index and self._sources[home].image_by_name(name) is not None:
+            raise TailraceError(
+                "unavailable",
+                f"workers {home} and {index} both have a stream {name!r}; start with --workers "
+                f"{len(self._sources)} and delete the one that is seen",
+            )
 
     def _root(self, source: HotDb, number: int, roots: dict[int, str]) -> str:
         while number not in roots:

@@ -50,8 +50,8 @@ class WorkerServer(Server):
         super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
         circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
         self.sealing.share = "first" if setup.index == FIRST else "rest"
-        self.log.is_elsewhere = lambda name: circle.placement.home(name) != circle.own
         self._homes = homes.Homes(self.log, circle)
+        self.log.is_elsewhere = self._homes.is_elsewhere
         self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)
         self._handover = Handover()
         self._front = Front(
