@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tailrace.api import parse
 from tailrace.api.app import CONTROL, TailraceApp
 from tailrace.api.context import Context
+from tailrace.api.hub.routes import MESSAGES_PATH as HUB_MESSAGES
 from tailrace.api.listing import list_action
 from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
@@ -237,8 +239,7 @@ class Front:
         self._send(owner, exchange, hops + 1)
 
     def _send(self, owner: int, exchange: Exchange, hops: int) -> None:
-        """Waits for touches take as long as they ask for; all others end in a request's time."""
-        self._peers[owner].relay(exchange, hops, TOUCH_S_MAX if TOUCH in exchange.path else 0.0)
+        self._peers[owner].relay(exchange, hops, waits_s(exchange.path))
 
     async def _settled(self, exchange: Exchange) -> None:
         assert self.settle is not None
@@ -251,6 +252,14 @@ class Front:
         self._owners.clear()
         for forget in self.on_forget:
             forget()
+
+
+def waits_s(path: bytes) -> float:
+    """How long its owner may wait before it answers: for touches as long as somebody asks for, for the reply
+    to a message as long as its sender likes. All others end in a request's time."""
+    if path == HUB_MESSAGES:
+        return inf
+    return TOUCH_S_MAX if TOUCH in path else 0.0
 
 
 class Inner:
