@@ -10,6 +10,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 
@@ -18,6 +19,7 @@ from tailrace.limits import Limits
 from tailrace.net import Exchange, HttpServer, relay
 from tailrace.net.handover import Adoption, Handover
 from tailrace.net.relay import Peer, receive
+from tailrace.workers.front import Front, Inner
 
 UPGRADE = (
     "Connection: Upgrade",
@@ -303,6 +305,39 @@ def test_a_slow_client_leaves_the_way_free_for_the_next_one() -> None:
                 answer = await both.door.exchange(get(f"/after/{number}"))
                 assert answer.json["path"] == f"/after/{number}"
             assert both.server.connections_total == 1, "there was one way, and it was used again"
+
+    on_loop(main)
+
+
+class ShortWay:
+    """A front that answers everything itself."""
+
+    def __init__(self, handle: Callable[[Exchange], None]) -> None:
+        self._handle = handle
+
+    def handler_for_relayed(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        return self._handle
+
+
+def test_a_request_whose_head_is_known_is_its_own_client_s() -> None:
+    """Between workers the requests of many clients follow each other on one connection."""
+
+    async def main() -> None:
+        peers: list[str] = []
+
+        def answer(exchange: Exchange) -> None:
+            peers.append(exchange.peer)
+            exchange.respond(204)
+
+        app = TestApp()
+        inner = Inner(cast("Front", ShortWay(answer)), app)
+        app.handle = lambda exchange: inner.handler_for(exchange)(exchange)
+        async with site(app) as here:
+            client = await here.connect()
+            for number in range(3):
+                await client.send(post("/v1/stream/a", b"1", f"tailrace-peer: 10.0.0.{number}:80"))
+                assert (await client.answer()).status == 204
+        assert peers == [f"10.0.0.{number}:80" for number in range(3)]
 
     on_loop(main)
 

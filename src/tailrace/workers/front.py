@@ -208,8 +208,10 @@ class Front:
         check_creatable(name, self._log.limits.name_bytes)
         source = parse.fork(exchange).source
         assert source is not None
-        authorise(self._routes.identify(exchange), Action.WRITE_STREAM, stream=name, source=source)
+        identity = self._routes.identify(exchange)
+        authorise(identity, Action.WRITE_STREAM, stream=name, source=source)
         owner = await self._homes.place_fork(name, source)
+        self._routes.rates.give_back(identity, exchange)
         if owner == self._index:
             self._app.handle(exchange)
         else:
@@ -287,7 +289,13 @@ class Inner:
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
         """The short way, for what this worker owns."""
         handle = self._front.handler_for_relayed(exchange)
-        return self.handle if handle is None else handle
+        return self.handle if handle is None else partial(_receive_and, handle)
+
+
+def _receive_and(handle: Callable[[Exchange], None], exchange: Exchange) -> None:
+    """The connection carried the request of another client before."""
+    receive(exchange)
+    handle(exchange)
 
 
 class MetricsFront:
