@@ -6,11 +6,13 @@ reached both; what it does for a name of each worker has crossed from one to the
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from support.sources import BASE, documents, wait_phase, wait_until
 from support.watch_client import Live
 from support.workers import names_of, pid_of
 from tailrace.profiles.touch import keys
+from tailrace.workers.layout import read_layout
 
 WORKERS = 2
 FIRST, SECOND = range(WORKERS)
@@ -66,6 +69,22 @@ def kill(server: ServerProcess, worker: int) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: pid_of(server, worker), lambda found: found not in (None, pid))
+    eventually(lambda: server.status("/readyz"), lambda status: status == 200)
+
+
+@contextmanager
+def away(server: ServerProcess, worker: int) -> Iterator[None]:
+    """Killed, and kept from coming back: somebody else has its directory."""
+    with (read_layout(server.data_dir).path(server.data_dir, worker) / "lock").open("r+") as lock:
+        while True:
+            if (pid := pid_of(server, worker)) is not None:
+                os.kill(pid, signal.SIGKILL)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+        yield
     eventually(lambda: server.status("/readyz"), lambda status: status == 200)
 
 
@@ -296,6 +315,32 @@ def test_h43_a_dead_worker_takes_no_accepted_message_along(server: ServerProcess
         back = registered(server, "@(across/r)", words=["mailbox"], durable=True, commit="manual")
         open_sockets.callback(back.cut)
         assert [back.of("t")["payload"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_what_the_first_worker_has_waits_for_it(server: ServerProcess, call: Caller) -> None:
+    here, there = both("waits/")
+    for name in (here, there):
+        assert call("PUT", name, [1]).status == 201
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    with away(server, FIRST):
+        for method, path, headers in (
+            ("GET", "/hub/ws", upgrade),
+            ("POST", "/hub/messages", JSON),
+            ("GET", "/v1/databases", {}),
+            ("GET", "__ds/subscriptions/none", {}),
+            ("GET", here, {}),
+            ("GET", "/readyz", {}),
+        ):
+            refused = call(method, path, headers=headers)
+            assert (refused.status, "retry-after" in refused.headers) == (503, True), path
+        assert call("GET", there).body == [1]
+    assert call("GET", here).body == [1]
+    assert call("GET", "/hub/health").status == 200
 
 
 def test_a_source_reads_streams_of_all_workers(server: ServerProcess, call: Caller) -> None:
