@@ -132,7 +132,8 @@ class Worker:
         """How it ended. One that could not begin, for want of memory or of descriptors, is tried again."""
         try:
             return await self._live()
-        except Exception as error:  # noqa: BLE001 - told by whoever asked
+        except Exception as error:
+            logger.exception("worker %d cannot be started", self.index)
             await self._end()
             return error
 
