@@ -292,6 +292,30 @@ def test_live_queries_are_answered_wherever_the_client_is(server: ServerProcess,
             assert client.take_until("event")[-1]["payload"]["delta"]["doc"]["id"] == "1"
 
 
+def test_a_live_query_goes_on_behind_its_token_after_the_first_worker_died(
+    server: ServerProcess, call: Caller
+) -> None:
+    assert call("PUT", f"{BASE}/collections/kept", {}).status in (200, 201)
+    query = {"collection": "kept"}
+    live = Live(server)
+    live.send("auth", "a", tokens="each")
+    live.send("subscribe", "s", query=query)
+    live.take_until("subscribe_ack")
+    assert call("PUT", f"{BASE}/docs/kept/a", {"n": 1}).status in (200, 201)
+    token = live.take_until("event")[-1]["token"]
+    assert call("PUT", f"{BASE}/docs/kept/b", {"n": 2}).status in (200, 201)
+    kill(server, FIRST)
+    live.close()
+    assert call("PUT", f"{BASE}/docs/kept/c", {"n": 3}).status in (200, 201)
+    for _ in range(MANY):
+        live = Live(server)
+        live.send("resume", "r", subId="s", token=token, query=query)
+        assert live.take()["payload"]["status"] == "ok"
+        seen = [live.take_until("event")[-1]["payload"]["delta"]["doc"]["id"] for _ in range(2)]
+        assert sorted(seen) == ["b", "c"], "what was missed, once"
+        live.close()
+
+
 def test_h43_a_dead_worker_takes_no_accepted_message_along(server: ServerProcess) -> None:
     """Sessions are on the first worker, wherever the client was let in. The death of another is not noticed;
     its own ends them, and what was accepted is there when they come back."""
