@@ -137,7 +137,10 @@ def test_streams_move_with_everything_they_have(tmp_path: Path, sealed: bool) ->
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("present", "workers"), [("filled", 3), ("filled", 1), ("filled_alone", 2)])
+@pytest.mark.parametrize(
+    ("present", "workers"),
+    [("filled", 1), ("filled_alone", 2), pytest.param("filled", 3, marks=pytest.mark.nightly)],
+)
 def test_a_change_that_is_killed_is_done_again(
     tmp_path: Path, request: pytest.FixtureRequest, present: str, workers: int, step: str
 ) -> None:
