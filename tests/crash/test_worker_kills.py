@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -107,6 +108,70 @@ def test_a_killed_worker_comes_back_with_all_it_acknowledged(server: ServerProce
         assert content.entries == [b"%d" % number for number in range(writer.acknowledged)]
     wire.close()
     eventually(lambda: server.status("/readyz") == 200, "all are ready")
+    server.stop()
+
+
+class Forker(threading.Thread):
+    """Makes one fork after the other, each until it is there."""
+
+    def __init__(self, port: int, sources: list[str]) -> None:
+        super().__init__(daemon=True)
+        self._sources = sources
+        self._wire = Wire(port)
+        self.made: list[str] = []
+        self.ending = threading.Event()
+        self.failures: list[object] = []
+
+    def run(self) -> None:
+        while not (self.ending.is_set() or self.failures):
+            self._make(f"fork/{len(self.made)}", self._sources[len(self.made) % len(self._sources)])
+        self._wire.close()
+
+    def _make(self, name: str, source: str) -> None:
+        while True:
+            try:
+                answer = self._wire.send("PUT", name, headers={"Stream-Forked-From": f"/v1/stream/{source}"})
+            except LostError:
+                continue
+            if answer.ok:
+                self.made.append(name)
+                return
+            if answer.status != 503:
+                self.failures.append(answer)
+                return
+
+
+def test_every_fork_is_told_once_whoever_is_killed(server: ServerProcess) -> None:
+    wire = Wire(server.port)
+    sources = [next(names_of(worker, WORKERS, "source/")) for worker in range(WORKERS)]
+    for name in sources:
+        assert wire.send("PUT", name, b"[1]", JSON).status == 201
+    wire.close()
+    forker = Forker(server.port, sources)
+    forker.start()
+    for kill in range(KILLS):
+        mark = len(forker.made)
+        eventually(lambda mark=mark: len(forker.made) > mark + 10, "forks are made")
+        victim = kill % WORKERS
+        pid = pid_of(server, victim)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda v=victim, p=pid: pid_of(server, v) not in (None, p), "it is started again")
+    mark = len(forker.made)
+    eventually(lambda: len(forker.made) > mark + 10, "forks are made again")
+    forker.ending.set()
+    forker.join(60)
+    assert not forker.failures
+
+    def told() -> list[str]:
+        content = wire.read_all("__registry__")
+        assert isinstance(content, Content)
+        events: list[dict[str, Any]] = [orjson.loads(entry) for entry in content.entries]
+        return sorted(event["key"] for event in events if event["headers"].get("operation") == "insert")
+
+    eventually(lambda: set(told()) >= set(forker.made), "all forks are told")
+    assert told() == sorted([*sources, *forker.made])
+    wire.close()
     server.stop()
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.calls import Caller
 from support.cli import tailrace
 from support.server import ServerProcess
+from support.workers import names_of
 from tailrace.api.declared import FILE_BYTES_MAX, STREAMS_MAX, read_declared
 from tailrace.errors import TailraceError
 
@@ -184,6 +185,26 @@ def test_several_workers_make_them_together(server: ServerProcess, file: Path) -
     server.stop()
     file.write_text(DECLARED.replace('ttl = "30d"', 'ttl = "1d"'))
     assert "different lifetime" in refusal(server)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_fork_is_not_made_again_as_a_stream(server: ServerProcess, file: Path, workers: str) -> None:
+    """Whichever worker it lives on: its name belongs to one, its source to the other."""
+    fork, source = (next(names_of(worker, 2, "pair/")) for worker in range(2))
+    server.args = ("--workers", workers)
+    server.start()
+    call = Caller(server)
+    assert call("PUT", source, [1]).status == 201
+    assert call("PUT", fork, headers={"Stream-Forked-From": f"/v1/stream/{source}"}).status == 201
+    server.stop()
+    file.write_text(f'[streams."{fork}"]')
+    server.args = ("--workers", workers, "--init", str(file))
+    assert "different fork source" in refusal(server)
+    file.write_text(f'[streams."{source}"]')
+    server.start()
+    assert call("GET", fork).body == [1]
+    assert [one["name"] for one in call("GET", "/v1/streams").body] == sorted([fork, source])
+    server.stop()
 
 
 def test_streams_that_were_there_before_may_be_declared(server: ServerProcess, file: Path) -> None:

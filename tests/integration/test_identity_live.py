@@ -486,6 +486,13 @@ def test_a_rate_holds_for_all_workers_together(start_server: StartServer) -> Non
     assert int(refused.headers["retry-after"]) > 10
     # What all workers answer together is one request all the same: two are allowed at once.
     assert Caller(server, token("read", sub="modest"))("GET", "/v1/streams").status == 200
+    # So is a fork, which one worker finds the place of and another may make.
+    homes = [names_of(worker, 2, "forked/") for worker in range(2)]
+    for sources, forks in (homes, reversed(homes)):
+        source, fork = next(sources), next(forks)
+        call = Caller(server, token("write", "read", sub=f"forks {source}"))
+        assert call("PUT", source, b"x", headers=plain).status == 201
+        assert call("PUT", fork, headers={"Stream-Forked-From": f"/v1/stream/{source}"}).status == 201
 
 
 def test_what_is_given_to_token_revoke_is_never_kept(tmp_path: Path) -> None:

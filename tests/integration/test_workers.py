@@ -77,6 +77,29 @@ def test_one_connection_may_ask_for_streams_of_all_workers(server: ServerProcess
             connection.close()
 
 
+def test_a_refused_name_does_not_hide_what_a_stream_has_under_it(server: ServerProcess, call: Caller) -> None:
+    """Only a request that makes a stream takes all of a path for its name: where that would live is nobody's
+    business but its own."""
+    paths: list[str] = []
+    for name in both("hidden/a") + both("hidden/b"):
+        call("PUT", name, headers={"Content-Type": "application/json"})
+        assert call("POST", name, 1, headers={"Stream-Key": "k"}).status == 204
+        paths += [f"/v1/stream/{name}/{rest}" for rest in ("_schema", "_profile", "_details", "pk/k")]
+    for _ in range(4):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        try:
+            for path in paths:
+                answers: list[int] = []
+                for method in ("PUT", "GET"):
+                    connection.request(method, path)
+                    response = connection.getresponse()
+                    response.read()
+                    answers.append(response.status)
+                assert answers == [400, 200], path
+        finally:
+            connection.close()
+
+
 def test_large_bodies_and_pages_pass_unchanged(call: Caller) -> None:
     body = bytes(range(256)) * 4 * 1024
     for name in both("large/"):
@@ -91,6 +114,14 @@ def test_large_bodies_and_pages_pass_unchanged(call: Caller) -> None:
                 reply = call("GET", f"{name}?offset={offset}")
                 read, offset = read + reply.raw, reply.headers["stream-next-offset"]
             assert read == body * 4
+
+
+def test_a_head_that_is_just_short_enough_passes(call: Caller) -> None:
+    for name in both("head/"):
+        call("PUT", name, [1])
+        for reply in often(call, "GET", name, headers={"X-Large": "x" * 65_400}):
+            assert reply.status == 200, reply.raw
+        assert call("GET", name, headers={"X-Large": "x" * 65_536}).status == 400
 
 
 def test_live_readers_hear_of_appends_wherever_they_are(server: ServerProcess, call: Caller) -> None:

@@ -6,11 +6,13 @@ reached both; what it does for a name of each worker has crossed from one to the
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from support.sources import BASE, documents, wait_phase, wait_until
 from support.watch_client import Live
 from support.workers import names_of, pid_of
 from tailrace.profiles.touch import keys
+from tailrace.workers.layout import read_layout
 
 WORKERS = 2
 FIRST, SECOND = range(WORKERS)
@@ -66,6 +69,22 @@ def kill(server: ServerProcess, worker: int) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: pid_of(server, worker), lambda found: found not in (None, pid))
+    eventually(lambda: server.status("/readyz"), lambda status: status == 200)
+
+
+@contextmanager
+def away(server: ServerProcess, worker: int) -> Iterator[None]:
+    """Killed, and kept from coming back: somebody else has its directory."""
+    with (read_layout(server.data_dir).path(server.data_dir, worker) / "lock").open("r+") as lock:
+        while True:
+            if (pid := pid_of(server, worker)) is not None:
+                os.kill(pid, signal.SIGKILL)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+        yield
     eventually(lambda: server.status("/readyz"), lambda status: status == 200)
 
 
@@ -273,6 +292,30 @@ def test_live_queries_are_answered_wherever_the_client_is(server: ServerProcess,
             assert client.take_until("event")[-1]["payload"]["delta"]["doc"]["id"] == "1"
 
 
+def test_a_live_query_goes_on_behind_its_token_after_the_first_worker_died(
+    server: ServerProcess, call: Caller
+) -> None:
+    assert call("PUT", f"{BASE}/collections/kept", {}).status in (200, 201)
+    query = {"collection": "kept"}
+    live = Live(server)
+    live.send("auth", "a", tokens="each")
+    live.send("subscribe", "s", query=query)
+    live.take_until("subscribe_ack")
+    assert call("PUT", f"{BASE}/docs/kept/a", {"n": 1}).status in (200, 201)
+    token = live.take_until("event")[-1]["token"]
+    assert call("PUT", f"{BASE}/docs/kept/b", {"n": 2}).status in (200, 201)
+    kill(server, FIRST)
+    live.close()
+    assert call("PUT", f"{BASE}/docs/kept/c", {"n": 3}).status in (200, 201)
+    for _ in range(MANY):
+        live = Live(server)
+        live.send("resume", "r", subId="s", token=token, query=query)
+        assert live.take()["payload"]["status"] == "ok"
+        seen = [live.take_until("event")[-1]["payload"]["delta"]["doc"]["id"] for _ in range(2)]
+        assert sorted(seen) == ["b", "c"], "what was missed, once"
+        live.close()
+
+
 def test_h43_a_dead_worker_takes_no_accepted_message_along(server: ServerProcess) -> None:
     """Sessions are on the first worker, wherever the client was let in. The death of another is not noticed;
     its own ends them, and what was accepted is there when they come back."""
@@ -296,6 +339,32 @@ def test_h43_a_dead_worker_takes_no_accepted_message_along(server: ServerProcess
         back = registered(server, "@(across/r)", words=["mailbox"], durable=True, commit="manual")
         open_sockets.callback(back.cut)
         assert [back.of("t")["payload"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_what_the_first_worker_has_waits_for_it(server: ServerProcess, call: Caller) -> None:
+    here, there = both("waits/")
+    for name in (here, there):
+        assert call("PUT", name, [1]).status == 201
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    with away(server, FIRST):
+        for method, path, headers in (
+            ("GET", "/hub/ws", upgrade),
+            ("POST", "/hub/messages", JSON),
+            ("GET", "/v1/databases", {}),
+            ("GET", "__ds/subscriptions/none", {}),
+            ("GET", here, {}),
+            ("GET", "/readyz", {}),
+        ):
+            refused = call(method, path, headers=headers)
+            assert (refused.status, "retry-after" in refused.headers) == (503, True), path
+        assert call("GET", there).body == [1]
+    assert call("GET", here).body == [1]
+    assert call("GET", "/hub/health").status == 200
 
 
 def test_a_source_reads_streams_of_all_workers(server: ServerProcess, call: Caller) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.cli import tailrace
-from support.loss import ENV, World, bootstrap, producing, seal
+from support.loss import ENV, World, bootstrap, destroy, producing, seal
 from support.server import ServerProcess
 from support.workers import names_of, pid_of
 from tailrace.store.objects import open_objects
@@ -63,6 +65,60 @@ def test_everything_sealed_comes_back_to_several_workers(
     server.stop()
     with pytest.raises(ServerFailedError, match="needs a data directory without streams"):
         server.start()
+
+
+def segments_of(call: Caller, names: Iterable[str]) -> set[str]:
+    """Which of these streams `__segments__` tells of."""
+    told = call("GET", "__segments__?offset=-1")
+    return {event["value"]["stream"] for event in told.body if "value" in event} & set(names)
+
+
+def folded(call: Caller) -> set[str]:
+    """What somebody who reads `__registry__` to its end knows of."""
+    found: set[str] = set()
+    for event in call("GET", "__registry__?offset=-1").body:
+        headers = event["headers"]
+        if headers.get("control") == "reset":
+            found.clear()
+        elif headers.get("operation") == "delete":
+            found.discard(event["key"])
+        elif "key" in event:
+            found.add(event["key"])
+    return found
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_after_a_bootstrap_the_registry_tells_of_the_streams_of_all(
+    tmp_path: Path, start_server: StartServer, running: list[ServerProcess], workers: str
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    first = start_server("--object-store", url, "--workers", workers, env=ENV)
+    call = Caller(first)
+    homes = [names_of(worker, 2, "told/") for worker in range(2)]
+    names = [next(home) for home in homes for _ in range(2)]
+    for name in names:
+        assert call("PUT", name, [1, 2]).status == 201
+    seal(call)
+    eventually(lambda: segments_of(call, names), lambda told: told == set(names))
+    eventually(lambda: folded(call), lambda told: told == set(names))
+    seal(call)
+    assert call("DELETE", names[-1]).status == 204  # of which the bucket may never hear
+    (lose if workers == "2" else destroy)(first)
+    server = bootstrap(tmp_path / "again", url, None, *TWO).start()
+    running.append(server)
+    call = Caller(server)
+    later = [next(home) for home in homes]
+    for name in later:
+        assert call("PUT", name, [3]).status == 201
+    seal(call)
+    # What a worker told before it told of these has arrived as well.
+    eventually(lambda: segments_of(call, later), lambda told: told == set(later))
+    eventually(lambda: folded(call), lambda told: told >= set(later))
+    assert folded(call) == {one["name"] for one in call("GET", "/v1/streams").body}
+    controls = [one["headers"].get("control") for one in call("GET", "__registry__?offset=-1").body]
+    assert controls.count("reset") == 1
+    events = [json.dumps(event) for event in call("GET", "__segments__?offset=-1").body]
+    assert len(events) == len(set(events))
 
 
 @pytest.mark.nightly

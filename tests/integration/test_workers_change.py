@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from support.calls import Caller, eventually
@@ -15,9 +16,12 @@ from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.workers import pid_of
 from tailrace import failpoints
+from tailrace.errors import TailraceError
+from tailrace.log.image import StreamImage
 from tailrace.workers.delivery import FACT
-from tailrace.workers.layout import read_layout
+from tailrace.workers.layout import Layout, read_layout, refuse_left
 from tailrace.workers.migrate import fold
+from tailrace.workers.placement import Placement
 
 STEPS = [name for name in failpoints.NAMES if name.startswith("workers.")]
 JSON = {"Content-Type": "application/json"}
@@ -87,20 +91,29 @@ def check_goes_on(call: Caller, seq: int) -> None:
 
 
 class Filled(NamedTuple):
-    """What a server with two workers left when it was stopped."""
+    """What a server left when it was stopped."""
 
     data_dir: Path
     picture: dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    directory = tmp_path_factory.mktemp("filled")
-    server = start(directory, 2)
+def filled_by(directory: Path, workers: int) -> Filled:
+    server = start(directory, workers)
     fill(Caller(server))
     seen = picture(Caller(server))
     server.stop()
     return Filled(server.data_dir, seen)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """By two workers."""
+    return filled_by(tmp_path_factory.mktemp("filled"), 2)
+
+
+@pytest.fixture(scope="module")
+def filled_alone(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    return filled_by(tmp_path_factory.mktemp("filled-alone"), 1)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +137,57 @@ def test_streams_move_with_everything_they_have(tmp_path: Path, sealed: bool) ->
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_change_that_is_killed_is_done_again(tmp_path: Path, filled: Filled, step: str) -> None:
-    shutil.copytree(filled.data_dir, tmp_path / "data")
-    dying = ServerProcess(tmp_path / "data", args=("--workers", "3"), env={"TAILRACE_FAILPOINT": step})
-    dying.start(ready=False)
+@pytest.mark.parametrize(
+    ("present", "workers"),
+    [("filled", 1), ("filled_alone", 2), pytest.param("filled", 3, marks=pytest.mark.nightly)],
+)
+def test_a_change_that_is_killed_is_done_again(
+    tmp_path: Path, request: pytest.FixtureRequest, present: str, workers: int, step: str
+) -> None:
+    before: Filled = request.getfixturevalue(present)
+    generation = read_layout(before.data_dir).generation
+    shutil.copytree(before.data_dir, tmp_path / "data")
+    args, env = ("--workers", str(workers)), {"TAILRACE_FAILPOINT": step}
+    dying = ServerProcess(tmp_path / "data", args=args, env=env).start(ready=False)
     assert dying.wait_exit() == failpoints.EXIT_CODE
-    server = start(tmp_path, 3)
-    assert picture(Caller(server)) == filled.picture
+    server = start(tmp_path, workers)
+    assert picture(Caller(server)) == before.picture
     server.stop()
-    assert [path.name for path in (tmp_path / "data" / "workers").iterdir()] == ["2"]
+    assert [path.name for path in (tmp_path / "data" / "workers").iterdir()] == [str(generation + 1)]
+
+
+def test_what_an_attempt_left_is_not_taken_for_streams(tmp_path: Path) -> None:
+    """As if it could not be removed."""
+    left = tmp_path / "workers" / "2" / "0"
+    left.mkdir(parents=True)
+    (left / "hot.db").touch()
+    refuse_left(tmp_path, Layout(workers=2, generation=1))
+    with pytest.raises(TailraceError, match="cannot be removed"):
+        refuse_left(tmp_path, Layout(workers=2, generation=2))
+
+
+def test_two_streams_of_one_name_are_not_made_one(tmp_path: Path, filled: Filled) -> None:
+    """A fork lives on one worker, and as if the note about it had been lost, its name's home has a stream."""
+    data_dir = tmp_path / "data"
+    shutil.copytree(filled.data_dir, data_dir)
+    layout, placement = read_layout(data_dir), Placement(2)
+    stores = [fold(layout.path(data_dir, index), tombstone_ms=86_400_000) for index in range(2)]
+    fork, lives = next(
+        (name, index)
+        for name in ("fork/a", "fork/b", "fork/c", "fork/d")
+        for index, store in enumerate(stores)
+        if store.image_by_name(name) is not None and placement.home(name) != index
+    )
+    raw = stores[lives].image_by_name(fork)
+    assert raw is not None
+    image = msgspec.msgpack.decode(raw, type=StreamImage)
+    image.number, image.parent = 9999, 0
+    stores[1 - lives].put_stream(image.number, fork, False, None, msgspec.msgpack.encode(image))
+    for store in stores:
+        store.close()
+    refused = ServerProcess(data_dir, args=("--workers", "3")).start(ready=False)
+    assert refused.wait_exit() == 1
+    assert f"both have a stream '{fork}'" in refused.log
 
 
 def test_what_a_worker_has_yet_to_tell_is_not_given_up(tmp_path: Path, filled: Filled) -> None:

@@ -6,8 +6,11 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 
@@ -16,6 +19,7 @@ from tailrace.limits import Limits
 from tailrace.net import Exchange, HttpServer, relay
 from tailrace.net.handover import Adoption, Handover
 from tailrace.net.relay import Peer, receive
+from tailrace.workers.front import Front, Inner
 
 UPGRADE = (
     "Connection: Upgrade",
@@ -24,6 +28,7 @@ UPGRADE = (
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
 )
 PAGE_BYTES = 200_000
+BODIES_BYTES_MAX = 1_000_000
 
 
 class OwnerApp(TestApp):
@@ -72,7 +77,7 @@ async def pair(**limits: int) -> AsyncIterator[Pair]:
     with TemporaryDirectory() as directory:
         path = str(Path(directory) / "owner")
         await server.start_unix(path)
-        peer = Peer(path, loop, 60_000)
+        peer = Peer(path, loop, 60_000, BODIES_BYTES_MAX)
         app.pass_on = peer.relay
         async with site(app, **limits) as door:
             yield Pair(door, owner, server, peer)
@@ -304,18 +309,85 @@ def test_a_slow_client_leaves_the_way_free_for_the_next_one() -> None:
     on_loop(main)
 
 
+class ShortWay:
+    """A front that answers everything itself."""
+
+    def __init__(self, handle: Callable[[Exchange], None]) -> None:
+        self._handle = handle
+
+    def handler_for_relayed(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        return self._handle
+
+
+def test_a_request_whose_head_is_known_is_its_own_client_s() -> None:
+    """Between workers the requests of many clients follow each other on one connection."""
+
+    async def main() -> None:
+        peers: list[str] = []
+
+        def answer(exchange: Exchange) -> None:
+            peers.append(exchange.peer)
+            exchange.respond(204)
+
+        app = TestApp()
+        inner = Inner(cast("Front", ShortWay(answer)), app)
+        app.handle = lambda exchange: inner.handler_for(exchange)(exchange)
+        async with site(app) as here:
+            client = await here.connect()
+            for number in range(3):
+                await client.send(post("/v1/stream/a", b"1", f"tailrace-peer: 10.0.0.{number}:80"))
+                assert (await client.answer()).status == 204
+        assert peers == [f"10.0.0.{number}:80" for number in range(3)]
+
+    on_loop(main)
+
+
+def test_what_waits_for_an_owner_is_bounded() -> None:
+    async def main() -> None:
+        async with pair() as both:
+            clients = [await both.door.connect() for _ in range(5)]
+            body = b"x" * (BODIES_BYTES_MAX // 4)
+            for client in clients[:4]:
+                await client.send(post("/hold", body))
+            await until(lambda: len(both.owner.held) == 4)
+            await clients[4].send(post("/hold", body))
+            refused = await clients[4].answer()
+            assert (refused.status, refused.code) == (429, "overloaded")
+            await clients[4].send(get("/plain"))
+            assert (await clients[4].answer()).status == 200, "what has no body is passed on"
+            await clients[0].close()
+            both.owner.held[1].connection.transport.abort()
+            for held in (both.owner.held[0], *both.owner.held[2:]):
+                held.respond(200)
+            await until(lambda: both.peer.body_bytes == 0)
+            await clients[4].send(post("/plain", body))
+            assert (await clients[4].answer()).status == 200
+
+    on_loop(main)
+
+
+def test_a_question_that_is_given_up_leaves_no_connection() -> None:
+    async def main() -> None:
+        async with pair() as both:
+            asking = asyncio.create_task(both.peer.ask("GET", "/hold/wait"))
+            await until(lambda: bool(both.owner.held))
+            asking.cancel()
+            await until(lambda: both.owner.gone == [b"/hold/wait"])
+
+    on_loop(main)
+
+
 def test_what_may_wait_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with pair() as both:
             monkeypatch.setattr(relay, "GRACE_S", 0.0)
-            hasty = Peer(both.peer.path, asyncio.get_running_loop(), 1)
-            waits_s = 0.0
+            hasty = Peer(both.peer.path, asyncio.get_running_loop(), 1, BODIES_BYTES_MAX)
             assert isinstance(both.door.app, DoorApp)
-            both.door.app.pass_on = lambda exchange: hasty.relay(exchange, 1, waits_s)
+            both.door.app.pass_on = hasty.relay
             refused = await both.door.exchange(post("/hold", b"{}"))
             assert (refused.status, refused.code) == (408, "append_timeout")
-            waits_s = 60.0
-            for path in ("/hold", "/hold/wait"):
+            for waits_s, path in ((60.0, "/hold"), (60.0, "/hold/wait"), (inf, "/hold")):
+                both.door.app.pass_on = partial(hasty.relay, hops=1, waits_s=waits_s)
                 both.owner.held.clear()
                 client = await both.door.connect()
                 await client.send(post(path, b"{}"))

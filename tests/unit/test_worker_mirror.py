@@ -19,8 +19,10 @@ from tailrace.log.log import Log
 from tailrace.log.transaction import ignore
 from tailrace.net import Exchange, HttpServer
 from tailrace.net.relay import Peer
+from tailrace.workers import mirror
 from tailrace.workers.feed import FOLLOW, INTEREST, Feed
-from tailrace.workers.mirror import Mirrors
+from tailrace.workers.mirror import PAGE_COUNT, Mirrors
+from tailrace.workers.server import between_workers
 
 
 class FeedApp(TestApp):
@@ -49,7 +51,7 @@ class Room:
         self.log.open()
         self.feed = Feed(self.log, loop, lambda _request, _stream: None)
         self.path = str(directory / "socket")
-        self.peer = Peer(self.path, loop, 10_000)
+        self.peer = Peer(self.path, loop, 10_000, 1024)
         self.heard: list[tuple[str, ...]] = []
         self.wanted: tuple[list[str], list[str]] = ([], [])
         self.mirrors = Mirrors(
@@ -62,7 +64,9 @@ class Room:
         self._server: HttpServer | None = None
 
     async def open(self) -> None:
-        self._server = HttpServer(FeedApp(self.feed), Limits())
+        # What clients may send is less than what workers have to tell each other.
+        limits = between_workers(Limits(append_body_bytes=1024))
+        self._server = HttpServer(FeedApp(self.feed), limits)
         await self._server.start_unix(self.path)
 
     async def shut(self) -> None:
@@ -142,6 +146,43 @@ def test_what_happened_while_nobody_listened_is_found() -> None:
             await until(lambda: here.mirrors.tail("a/comes") is not None)
             assert sorted(here.heard) == [("created", "a/comes"), ("gone", "a/goes"), ("moved", "a/moves")]
             await here.shut()
+
+    on_loop(main)
+
+
+def test_any_number_of_names_can_be_asked_for() -> None:
+    async def main() -> None:
+        async with room() as here:
+            names = [f"named/{number}" for number in range(2 * PAGE_COUNT + 1)]
+            here.wanted = ([f"a/{number}/*" for number in range(PAGE_COUNT + 1)], names)
+            for name in (names[0], names[-1], f"a/{PAGE_COUNT}/last", "b"):
+                await here.create(name)
+            await here.open()
+            await here.mirrors.complete()
+            assert {name for name, _ in here.mirrors.scan("")} == {
+                *(names[0], names[-1], f"a/{PAGE_COUNT}/last")
+            }
+            await here.shut()
+
+    on_loop(main)
+
+
+def test_only_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line comes every turn of the clock, the mark after many: that is no silence."""
+
+    async def main() -> None:
+        async with room() as here:
+            monkeypatch.setattr(mirror, "SILENCE_S_MAX", 0.05)
+            (one,) = here.mirrors._mirrors
+            told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            waiting = asyncio.create_task(one._heard_to(told))
+            for _ in range(20):
+                one._on_line(b'["found","a","1"]')
+                await asyncio.sleep(0.01)
+            told.set_result(True)
+            assert await waiting
+            silent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            assert not await one._heard_to(silent)
 
     on_loop(main)
 

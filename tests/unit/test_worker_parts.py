@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tailrace.errors import TailraceError
 from tailrace.hub.buckets import Buckets, Rate
 from tailrace.settings import Settings
+from tailrace.workers.front import TOUCH_S_MAX, waits_s
 from tailrace.workers.gather import added, labelled
 from tailrace.workers.layout import Layout, chosen_workers, write_layout
 from tailrace.workers.pipeline import PlanPart, begins, joined
@@ -76,6 +78,12 @@ def test_the_stream_of_a_path() -> None:
     ):
         assert stream_in(b"/v1/stream/" + path) == name
     assert stream_in(b"/v1/stream/a/_schema", whole=True) == "a/_schema"
+
+
+def test_who_may_wait_is_waited_for() -> None:
+    assert waits_s(b"/v1/stream/a") == 0
+    assert waits_s(b"/v1/stream/a/touch/wait") == TOUCH_S_MAX
+    assert waits_s(b"/hub/messages") == inf
 
 
 def test_metrics_of_workers_become_one_text() -> None:

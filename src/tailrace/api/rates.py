@@ -22,7 +22,7 @@ class Book(Protocol):
     """Who has taken how much: of this process, or of all workers."""
 
     def take(self, identity: str, kind: str, now_ns: int, count: int = 1) -> int: ...
-    def give_back(self, identity: str, kind: str) -> None: ...
+    def give_back(self, identity: str, kind: str, count: int = 1) -> None: ...
 
 
 class IdentityRates:
@@ -41,9 +41,7 @@ class IdentityRates:
 
     def take(self, identity: Identity, exchange: Exchange) -> None:
         """Counts a request, or refuses it and says when to come back."""
-        if identity.vouched_by.startswith("grant "):
-            return  # a part of this server
-        if ALONE in exchange.headers and exchange.connection.server is self.inside:
+        if not self._counts(identity, exchange):
             return
         who = self._name(identity, exchange)
         now_ns = self._clock.now_ns()
@@ -58,6 +56,20 @@ class IdentityRates:
             raise TailraceError(
                 "overloaded", "this identity asks too much at once", retry_after_s=-(-wait_ms // 1000)
             )
+
+    def give_back(self, identity: Identity, exchange: Exchange) -> None:
+        """What was taken for a request that is counted where it goes from here."""
+        if self._counts(identity, exchange):
+            who = self._name(identity, exchange)
+            for kind, count in (("ops", 1), ("bytes", len(exchange.body))):
+                if kind in self.rates:
+                    self.buckets.give_back(who, kind, count)
+
+    def _counts(self, identity: Identity, exchange: Exchange) -> bool:
+        """A part of this server does not, nor a part of a request that another worker counted."""
+        if identity.vouched_by.startswith("grant "):
+            return False
+        return ALONE not in exchange.headers or exchange.connection.server is not self.inside
 
     def _name(self, identity: Identity, exchange: Exchange) -> str:
         """Whoever has no name is known by the token, and whoever has no token by the address."""

@@ -1,7 +1,8 @@
 """`__registry__` after a loss: what it told last may be missing, so it tells everything again.
 
 A reset says that what readers have made of it so far counts no more; then follow all streams there are. That
-this is due is a fact of the log, so a server that is killed meanwhile begins again.
+this is due is a fact of the log, so a server that is killed meanwhile begins again. Of several logs each
+tells of its own streams, and only the one that has `__registry__` itself says when that begins.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ async def tell_again(log: Log) -> None:
     """Returns when it is durable. Does nothing unless it is due."""
     if DUE not in log.streams.meta or log.refusal is not None:
         return
-    await _append(log, [_control("reset"), _control("snapshot-start")])
+    is_whole = not log.own_suffix
+    if is_whole:
+        await _append(log, [_control("reset"), _control("snapshot-start")])
     after = ""
     while page := list_streams(log, after, "", PAGE_COUNT, system=False):
         now_ns = log.clock.now_ns()
         # Nothing comes between the look and the append: a stream deleted later is told so later.
         await _append(log, [registry.present(stream, now_ns) for stream in page])
         after = page[-1].name
-    await _append(log, [_control("snapshot-end")])
+    if is_whole:
+        await _append(log, [_control("snapshot-end")])
     log.put_meta(DUE, None)
     await log.committer.drain()
 

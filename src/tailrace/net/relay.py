@@ -90,10 +90,14 @@ class Sink(Protocol):
 class Peer:
     """Another process, by its socket: idle connections are kept, new ones made when there is none."""
 
-    def __init__(self, path: str, loop: asyncio.AbstractEventLoop, request_ms: int) -> None:
+    def __init__(
+        self, path: str, loop: asyncio.AbstractEventLoop, request_ms: int, body_bytes_max: int
+    ) -> None:
         self.path = path
         self._loop = loop
         self._wait_s = request_ms / 1000 + GRACE_S
+        self._body_bytes_max = body_bytes_max
+        self.body_bytes = 0  # of requests that are not answered yet
         self._idle: deque[Upstream] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self.relayed = 0
@@ -103,6 +107,10 @@ class Peer:
         """Has the request answered by the other process, which may first wait so long for something."""
         self.relayed += 1
         relay = Relay(exchange, self, may_wait=waits_s > 0)
+        if exchange.body and self.body_bytes + len(exchange.body) > self._body_bytes_max:
+            relay.refuse(TailraceError("overloaded", "too much waits for the worker that owns this"))
+            return
+        relay.hold()
         exchange.set_deadline(self._loop.time() + self._wait_s + waits_s, relay.on_deadline)
         self.send(relayed_bytes(exchange, hops), relay, is_head=exchange.mode & MODE_HEAD != 0)
 
@@ -117,6 +125,8 @@ class Peer:
                 return await asked.answer
         except TimeoutError:
             raise lost() from None
+        finally:
+            asked.let_go()
 
     def send(self, request: bytes, sink: Sink, *, is_head: bool = False) -> None:
         while self._idle:
@@ -256,16 +266,26 @@ class Upstream(asyncio.Protocol):
 class Relay:
     """One request of a client that another process answers."""
 
-    __slots__ = ("_exchange", "_outlet", "_peer", "_upstream")
+    __slots__ = ("_exchange", "_held_bytes", "_outlet", "_peer", "_upstream")
 
     def __init__(self, exchange: Exchange, peer: Peer, *, may_wait: bool) -> None:
         self._exchange = exchange
         self._peer = peer
+        self._held_bytes = 0
         self._outlet: Outlet | None = None
         self._upstream: Upstream | None = None
         if may_wait or b"live=" in exchange.query:
             # It may wait for long, and for nobody. Others are answered soon, even a client that half-closed.
             exchange.on_gone = self._on_gone
+
+    def hold(self) -> None:
+        """Its body is held until it is answered: whoever owns it may not read."""
+        self._held_bytes = len(self._exchange.body)
+        self._peer.body_bytes += self._held_bytes
+
+    def _release(self) -> None:
+        self._peer.body_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     def on_begin(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -275,6 +295,7 @@ class Relay:
     def on_bytes(self, upstream: Upstream, data: bytes) -> None:
         outlet = self._outlet
         if outlet is None:
+            self._release()
             outlet = self._outlet = _open(self._exchange, upstream.status)
             if outlet.closed:
                 upstream.abort()
@@ -291,6 +312,7 @@ class Relay:
 
     def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
         exchange = self._exchange
+        self._release()
         if exchange.answered:
             upstream.abort()
             return
@@ -306,12 +328,13 @@ class Relay:
             self._outlet.end()
 
     def on_lost(self) -> None:
+        self._release()
         exchange, outlet = self._exchange, self._outlet
         if outlet is None:
             if exchange.answered:
                 return
             if self._upstream is None or exchange.method in _HARMLESS:
-                self._refuse(lost())
+                self.refuse(lost())
             else:
                 # It may have been done. Whoever had asked that process itself would be left like this, too.
                 exchange.connection.transport.abort()
@@ -324,10 +347,10 @@ class Relay:
             exchange.connection.transport.abort()
 
     def on_deadline(self) -> None:
-        self._refuse(TailraceError("append_timeout", "the worker that owns this took too long to answer"))
+        self.refuse(TailraceError("append_timeout", "the worker that owns this took too long to answer"))
         self._on_gone()
 
-    def _refuse(self, error: TailraceError) -> None:
+    def refuse(self, error: TailraceError) -> None:
         exchange = self._exchange
         exchange.respond(*exchange.connection.server.app.refuse(exchange, error))
 
@@ -344,14 +367,21 @@ class Relay:
 class Asked:
     """An answer that is wanted whole."""
 
-    __slots__ = ("_bytes", "_pieces", "answer")
+    __slots__ = ("_bytes", "_pieces", "_upstream", "answer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pieces: list[bytes] = []
         self._bytes = 0
+        self._upstream: Upstream | None = None
         self.answer: asyncio.Future[tuple[int, bytes]] = loop.create_future()
 
+    def let_go(self) -> None:
+        """Nobody waits any more: what is not answered never will be on this connection."""
+        if self._upstream is not None:
+            self._upstream.abort()
+
     def on_begin(self, upstream: Upstream) -> None:
+        self._upstream = upstream
         if self.answer.done():
             upstream.abort()
 
@@ -368,10 +398,12 @@ class Asked:
         self.on_lost()
 
     def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+        self._upstream = None  # it may carry the request of somebody else by now
         if not self.answer.done():
             self.answer.set_result((upstream.status, b"".join(self._pieces)))
 
     def on_lost(self) -> None:
+        self._upstream = None
         if not self.answer.done():
             self.answer.set_exception(lost())
 

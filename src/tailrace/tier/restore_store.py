@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace.log import registry, registry_snapshot
+from tailrace.log import registry_snapshot
 from tailrace.log.image import decode_stream, encode_tombstone
 from tailrace.log.model import Stream, Tombstone
 from tailrace.store.cold_tables import Grave, SegmentRow
@@ -245,7 +245,7 @@ class RestoreStore:
             self.db.set_fact("next_number", cast("int", row[0]) + 1)
             self.db.set_fact("first_epoch", first_epoch)
             self.db.set_fact("bootstrapped_ns", at_ns)
-            if self.db.image_by_name(registry.NAME) is not None:
+            if self.db.count_streams():
                 self.db.put_meta(registry_snapshot.DUE, b"")
 
 

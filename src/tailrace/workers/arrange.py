@@ -8,7 +8,15 @@ import time
 from tailrace import failpoints
 from tailrace.settings import Settings
 from tailrace.store.directory import DataDirectory
-from tailrace.workers.layout import Layout, clear_others, is_unused, prepare, read_layout, write_layout
+from tailrace.workers.layout import (
+    Layout,
+    clear_others,
+    is_unused,
+    prepare,
+    read_layout,
+    refuse_left,
+    write_layout,
+)
 from tailrace.workers.migrate import migrate
 
 logger = logging.getLogger("tailrace.workers")
@@ -22,6 +30,7 @@ def arrange(settings: Settings, root: DataDirectory) -> Layout:
         prepare(root.path, present, root.deployment)
         return present
     wanted = Layout(workers=settings.workers, generation=present.generation + 1)
+    refuse_left(root.path, wanted)
     prepare(root.path, wanted, root.deployment)
     if not all(is_unused(present.path(root.path, index)) for index in range(present.workers)):
         begun_s = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.log import outbox, registry
+from tailrace.log import outbox, registry, registry_snapshot
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.system import METRICS
@@ -133,6 +133,8 @@ class Incoming:
     def receive(self, exchange: Exchange) -> None:
         delivery = msgspec.json.decode(exchange.body, type=Delivery)
         assert delivery.stream in NAMES
+        if delivery.stream == registry.NAME and registry_snapshot.DUE in self._log.streams.meta:
+            raise TailraceError("unavailable", "the registry begins anew first")
         key = f"{FACT}{delivery.worker}/{delivery.stream}"
         last = int(self._log.streams.meta.get(key, b"0"))
         fits = delivery.first == last + 1 or (delivery.lost and delivery.first > last)

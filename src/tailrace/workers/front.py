@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tailrace.api import parse
 from tailrace.api.app import CONTROL, TailraceApp
 from tailrace.api.context import Context
+from tailrace.api.hub.routes import MESSAGES_PATH as HUB_MESSAGES
 from tailrace.api.listing import list_action
 from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
@@ -26,7 +28,7 @@ from tailrace.net.handover import Handover
 from tailrace.net.http1 import Exchange
 from tailrace.net.relay import ALONE, receive
 from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
-from tailrace.protocol.names import check_creatable
+from tailrace.protocol.names import check_creatable, is_sub_resource
 from tailrace.protocol.query import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
@@ -174,13 +176,15 @@ class Front:
         )
 
     def _stream(self, exchange: Exchange, hops: int) -> None:
-        name = stream_in(exchange.path, whole=exchange.method == b"PUT")
-        if name is None:
-            self._app.handle(exchange)  # no stream has this name, wherever one asks
+        makes = exchange.method == b"PUT"
+        name = stream_in(exchange.path, whole=makes)
+        if name is None or (makes and is_sub_resource(name)):
+            # No stream has this name, wherever one asks. Whose the path is else depends on the method.
+            self._app.handle(exchange)
             return
         owner = self._placement.home(name)
         if owner == self._index:
-            if exchange.method == b"PUT":
+            if makes:
                 if FORKED_FROM in exchange.headers:
                     self._later.spawn(exchange, self._fork(exchange, name, hops))
                     return
@@ -204,8 +208,10 @@ class Front:
         check_creatable(name, self._log.limits.name_bytes)
         source = parse.fork(exchange).source
         assert source is not None
-        authorise(self._routes.identify(exchange), Action.WRITE_STREAM, stream=name, source=source)
+        identity = self._routes.identify(exchange)
+        authorise(identity, Action.WRITE_STREAM, stream=name, source=source)
         owner = await self._homes.place_fork(name, source)
+        self._routes.rates.give_back(identity, exchange)
         if owner == self._index:
             self._app.handle(exchange)
         else:
@@ -235,8 +241,7 @@ class Front:
         self._send(owner, exchange, hops + 1)
 
     def _send(self, owner: int, exchange: Exchange, hops: int) -> None:
-        """Waits for touches take as long as they ask for; all others end in a request's time."""
-        self._peers[owner].relay(exchange, hops, TOUCH_S_MAX if TOUCH in exchange.path else 0.0)
+        self._peers[owner].relay(exchange, hops, waits_s(exchange.path))
 
     async def _settled(self, exchange: Exchange) -> None:
         assert self.settle is not None
@@ -249,6 +254,14 @@ class Front:
         self._owners.clear()
         for forget in self.on_forget:
             forget()
+
+
+def waits_s(path: bytes) -> float:
+    """How long its owner may wait before it answers: for touches as long as somebody asks for, for the reply
+    to a message as long as its sender likes. All others end in a request's time."""
+    if path == HUB_MESSAGES:
+        return inf
+    return TOUCH_S_MAX if TOUCH in path else 0.0
 
 
 class Inner:
@@ -276,7 +289,13 @@ class Inner:
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
         """The short way, for what this worker owns."""
         handle = self._front.handler_for_relayed(exchange)
-        return self.handle if handle is None else handle
+        return self.handle if handle is None else partial(_receive_and, handle)
+
+
+def _receive_and(handle: Callable[[Exchange], None], exchange: Exchange) -> None:
+    """The connection carried the request of another client before."""
+    receive(exchange)
+    handle(exchange)
 
 
 class MetricsFront:

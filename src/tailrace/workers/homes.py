@@ -9,15 +9,16 @@ on. Nothing breaks if the worker dies in between: the note then leads to a worke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 from urllib.parse import quote
 
 import msgspec
 
 from tailrace.errors import TailraceError
+from tailrace.log.commit import Batch
 from tailrace.log.log import Log
-from tailrace.log.transaction import Transaction
+from tailrace.log.stalls import STALLED
 from tailrace.net.relay import lost
 from tailrace.workers.circle import Circle
 
@@ -37,21 +38,33 @@ class Homes:
         self._log = log
         self._index, self._placement, self._peers, _ = circle
         self.on_moved: Callable[[], None] = _nothing  # what was learnt about paths may be wrong now
-        facts = log.streams.meta.items()
         self._placing: dict[str, asyncio.Future[None]] = {}
-        self._notes = {key[len(NOTE) :]: int(value) for key, value in facts if key.startswith(NOTE)}
+        self._notes = dict(_notes(log))
 
     def noted(self, name: str) -> int:
         """Where a name that belongs to this worker lives."""
         return self._notes.get(name, self._index)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another worker has a stream of this name, or would make it."""
+        if self._placement.home(name) == self._index:
+            return self.noted(name) != self._index
+        return self._log.find(name) is None
 
     def is_being_placed(self, name: str) -> bool:
         """Whether it is being decided where a fork of this name is made: whoever makes a stream waits."""
         return name in self._placing
 
     async def placed(self, name: str) -> None:
-        while (placing := self._placing.get(name)) is not None:
-            await asyncio.shield(placing)
+        """Raises if it takes too long to be decided."""
+        try:
+            async with asyncio.timeout(self._log.limits.append_ms / 1000):
+                while (placing := self._placing.get(name)) is not None:
+                    await asyncio.shield(placing)
+        except TimeoutError:
+            raise TailraceError(
+                "unavailable", f"it is not decided yet on which worker a stream {name!r} is made"
+            ) from None
 
     async def find(self, name: str) -> int:
         """Where any name lives."""
@@ -77,40 +90,70 @@ class Homes:
         known = self.noted(name)
         if known != self._index or self._log.find(name) is not None:
             return known
-        placing = self._placing[name] = asyncio.get_running_loop().create_future()
+        self._placing[name] = asyncio.get_running_loop().create_future()
         try:
-            return await self._place(name, await self._find(source))
-        finally:
-            del self._placing[name]
-            placing.set_result(None)
-
-    async def _place(self, name: str, home: Home) -> int:
-        if home.worker == self._index or not home.exists:
+            home = await self._find(source)
+            noted = self._note(name, home.worker) if self._goes(name, home) else None
+        except BaseException:
+            self._end_placing(name)
+            raise
+        if noted is None:
+            self._end_placing(name)
             return self._index  # where it is found that there is no source
+        await noted
+        return home.worker
+
+    def _goes(self, name: str, home: Home) -> bool:
+        """Whether the fork is made on another worker."""
+        if home.worker == self._index or not home.exists:
+            return False
         if self._log.streams.tombstone(name) is not None:
             raise TailraceError(
                 "conflict",
                 f"a stream {name!r} was deleted here, and the fork would live on another worker; "
                 "give the fork another name",
             )
-        await self._note(name, home.worker)
-        return home.worker
+        return True
 
-    async def _note(self, name: str, home: int) -> None:
+    def _note(self, name: str, home: int) -> asyncio.Future[None]:
+        """A commit that takes too long is answered, and may succeed all the same. Until it is known whether
+        it did, the name is being placed: a stream made here meanwhile would be lost behind the note."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def reply(_: Transaction, error: TailraceError | None) -> None:
-            if written.done():
+        def settled(error: TailraceError | None) -> None:
+            if not written.done():
+                if error is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(error)
+            if error is STALLED:
+                batch.waiting.append(settled)
                 return
             if error is None:
-                written.set_result(None)
-            else:
-                written.set_exception(error)
+                self._notes[name] = home
+                self.on_moved()
+            self._end_placing(name)
 
-        self._log.put_meta(NOTE + name, b"%d" % home, reply)
-        await written
-        self._notes[name] = home
-        self.on_moved()
+        self._log.put_meta(NOTE + name, b"%d" % home)
+        batch = self._newest()
+        batch.waiting.append(settled)
+        return written
+
+    def _newest(self) -> Batch:
+        """The batch that the last change is in."""
+        newest = self._log.committer.newest
+        assert newest is not None
+        return newest
+
+    def _end_placing(self, name: str) -> None:
+        self._placing.pop(name).set_result(None)
+
+
+def _notes(log: Log) -> Iterator[tuple[str, int]]:
+    """All notes but those that a stream of ours disproves."""
+    for key, value in log.streams.meta.items():
+        if key.startswith(NOTE) and log.streams.find(name := key[len(NOTE) :]) is None:
+            yield name, int(value)
 
 
 def _nothing() -> None:

@@ -63,11 +63,21 @@ def write_layout(root: Path, layout: Layout) -> None:
 
 def prepare(root: Path, layout: Layout, deployment: str) -> None:
     """Makes the workers' directories. They share one object store, so they are one deployment."""
+    if layout.generation:
+        make_directory(root / DIRECTORY)
+        make_directory(root / DIRECTORY / str(layout.generation))
     for index in range(layout.workers):
         path = layout.path(root, index)
         make_directory(path)
         if layout.generation:
             write_durably(path / "deployment", deployment + "\n")
+
+
+def refuse_left(root: Path, layout: Layout) -> None:
+    """Rows that an earlier attempt left in a new generation would count as streams: there must be none."""
+    path = root / DIRECTORY / str(layout.generation)
+    if path.exists():
+        raise TailraceError("unavailable", f"{path} is left from an attempt before and cannot be removed")
 
 
 def clear_others(root: Path, layout: Layout) -> None:

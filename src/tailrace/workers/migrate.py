@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
@@ -24,14 +25,15 @@ from tailrace.errors import TailraceError
 from tailrace.log import compaction
 from tailrace.log.image import StoredStreams, StreamImage, decode_stream
 from tailrace.log.recovery import replay, sync_tail
+from tailrace.log.registry_snapshot import DUE
 from tailrace.store.directory import DataDirectory, make_directory, sync_directory
 from tailrace.store.hot import Execute, HotDb
 from tailrace.store.meta_tables import MetaTables
 from tailrace.tier.checkpointer import checkpoint_file, write_book_of_forks
-from tailrace.workers.delivery import ARRIVING
+from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
 from tailrace.workers.homes import NOTE
-from tailrace.workers.layout import Layout
+from tailrace.workers.layout import WORKERS_MAX, Layout
 from tailrace.workers.placement import FIRST, Placement, own_suffix
 
 logger = logging.getLogger("tailrace.workers")
@@ -126,6 +128,7 @@ class Migration:
     def __init__(self, sources: list[HotDb], targets: list[HotDb]) -> None:
         self._sources = sources
         self._targets = targets
+        self._present = Placement(len(sources))
         self._placement = Placement(len(targets))
         self._places: list[dict[int, Place]] = [{} for _ in sources]
         self._taken: list[set[int]] = [set() for _ in targets]
@@ -141,6 +144,7 @@ class Migration:
                 self._rows(index, source)
                 self._names(index, source)
                 self._facts(index, source)
+            self._tellings()
             for db in self._targets:
                 self._own_facts(db)
         return sum(map(len, self._places))
@@ -154,11 +158,22 @@ class Migration:
         for number, name, parent in self._images(source):
             roots[number] = name if not parent else self._root(source, parent, roots)
         for number, name, _ in self._images(source):
+            self._refuse_double(index, name)
             worker = self._placement.home(roots[number])
             places[number] = Place(worker, self._number(worker, number))
             first = self._placement.home(name)
             if first != worker:
                 self._targets[first].put_meta(NOTE + name, b"%d" % worker)
+
+    def _refuse_double(self, index: int, name: str) -> None:
+        """A fork may have got a name that its home gave to another stream: one of them would be lost."""
+        home = self._present.home(name)
+        if home != index and self._sources[home].image_by_name(name) is not None:
+            raise TailraceError(
+                "unavailable",
+                f"workers {home} and {index} both have a stream {name!r}; start with --workers "
+                f"{len(self._sources)} and delete the one that is seen",
+            )
 
     def _root(self, source: HotDb, number: int, roots: dict[int, str]) -> str:
         while number not in roots:
@@ -244,6 +259,20 @@ class Migration:
             MetaTables(first).changed([], 0)
             for row in source.rows("SELECT subject, file FROM meta_changes"):
                 first.execute("INSERT OR REPLACE INTO meta_changes VALUES(?, ?)", row)
+
+    def _tellings(self) -> None:
+        """What workers have told counts as delivered, where nothing says how far that came: a bucket does not
+        know. Whose streams are to be told of again is not said by a fact of one worker, so all do it."""
+        first = self._targets[FIRST]
+        known = first.meta()
+        for source in self._sources:
+            for index, name in product(range(1, WORKERS_MAX), NAMES):
+                fact, image = f"{DELIVERED}{index}/{name}", source.image_by_name(name + own_suffix(index))
+                if image is not None and fact not in known:
+                    first.put_meta(fact, b"%d" % decode_stream(image).tail)
+        if any(DUE in source.meta() for source in self._sources):
+            for db in self._targets:
+                db.put_meta(DUE, b"")
 
     def _own_facts(self, db: HotDb) -> None:
         sources = self._sources

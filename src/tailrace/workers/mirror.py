@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -18,7 +18,8 @@ logger = logging.getLogger("tailrace.workers")
 RETRY_S: Final = 0.1
 RETRY_S_MAX: Final = 0.5  # whoever makes a subscription waits until all workers are heard
 UP_S_MAX: Final = 5.0
-MARK_S_MAX: Final = 30.0  # a worker that tells nothing for so long is away, whatever its socket says
+PAGE_COUNT: Final = 1000  # names that one request asks for
+SILENCE_S_MAX: Final = 30.0  # a worker that tells nothing for so long is away, whatever its socket says
 
 
 class Mirror:
@@ -31,6 +32,7 @@ class Mirror:
         self.up = asyncio.Event()  # everything it was asked about is known
         self._marks: dict[int, asyncio.Future[bool]] = {}  # False: it went away before
         self._last_mark = 0
+        self._lines = 0  # heard so far
         self._found: dict[str, Tail] | None = None  # while it is told everything again
         self._ended = asyncio.Event()
         self._begun = asyncio.Event()
@@ -45,7 +47,7 @@ class Mirror:
                 await self._first(self._begun, self._ended)
                 if self._begun.is_set():
                     self._found = {}
-                    await self.mark(*self._mirrors.wanted())
+                    await self.want(*self._mirrors.wanted())
                     self._compare()
                     self.up.set()
                     pause_s = RETRY_S
@@ -59,21 +61,34 @@ class Mirror:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
 
-    async def mark(self, patterns: Iterable[str] = (), names: Iterable[str] = ()) -> None:
-        """Asks to hear of more, and returns when all that was so far is known. Raises if it is away."""
+    async def want(self, patterns: Sequence[str], names: Sequence[str]) -> None:
+        """Asks to hear of more, in pages, and returns when all that was so far is known."""
+        for start in range(0, len(patterns), PAGE_COUNT):
+            await self.mark(patterns=patterns[start : start + PAGE_COUNT])
+        for start in range(0, len(names), PAGE_COUNT):
+            await self.mark(names=names[start : start + PAGE_COUNT])
+
+    async def mark(self, patterns: Sequence[str] = (), names: Sequence[str] = ()) -> None:
+        """Asks to hear of a few more, and returns when all that was so far is known. Raises if it is away."""
         self._last_mark += 1
         mark = self._last_mark
         told = self._marks[mark] = asyncio.get_running_loop().create_future()
         try:
             body = msgspec.json.encode(Interest(mark, list(patterns), list(names)))
-            async with asyncio.timeout(MARK_S_MAX):
-                status, _ = await self._peer.ask("POST", INTEREST, body)
-                if status != 204 or not await told:
-                    raise lost()
-        except TimeoutError:
-            raise lost() from None
+            status, _ = await self._peer.ask("POST", INTEREST, body)
+            if status != 204 or not await self._heard_to(told):
+                raise lost()
         finally:
             self._marks.pop(mark, None)
+
+    async def _heard_to(self, told: asyncio.Future[bool]) -> bool:
+        """However long it takes, as long as something comes: there may be very many streams to tell of."""
+        while not told.done():
+            lines = self._lines
+            await asyncio.wait((told,), timeout=SILENCE_S_MAX)
+            if lines == self._lines and not told.done():
+                return False
+        return told.result()
 
     @staticmethod
     async def _first(*events: asyncio.Event) -> None:
@@ -85,6 +100,7 @@ class Mirror:
                 wait.cancel()
 
     def _on_line(self, line: bytes) -> None:
+        self._lines += 1
         news = msgspec.json.decode(line, type=News)
         if news.kind == "begun":
             self._begun.set()
@@ -183,7 +199,7 @@ class Mirrors:
                 await self.complete()
         except TimeoutError:
             raise lost() from None
-        await asyncio.gather(*(mirror.mark(patterns, names) for mirror in self._mirrors))
+        await asyncio.gather(*(mirror.want(patterns, names) for mirror in self._mirrors))
 
     async def settle(self) -> None:
         """When it returns, what the others did before is known; those that are away did nothing."""

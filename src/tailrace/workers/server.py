@@ -32,6 +32,9 @@ from tailrace.workers.subscriptions import SpreadSubscriptions
 
 # Between workers a connection rests until one of them stops.
 NEVER_MS: Final = 2**40
+# What is said about the client beside the headers it repeated, which are in the head a second time.
+HEAD_BYTES_MORE: Final = 4096
+PAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
 class WorkerServer(Server):
@@ -43,14 +46,15 @@ class WorkerServer(Server):
         self._setup = setup
         self.index = setup.index
         workers = range(setup.count)
-        request_ms = setup.settings.limits.request_ms
-        self.peers = {index: Peer(setup.socket(index), loop, request_ms) for index in workers}
+        limits = setup.settings.limits
+        bounds = limits.request_ms, limits.append_queue_max_bytes
+        self.peers = {index: Peer(setup.socket(index), loop, *bounds) for index in workers}
         doors = {index: setup.door(index) for index in workers}
         super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
         circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
         self.sealing.share = "first" if setup.index == FIRST else "rest"
-        self.log.is_elsewhere = lambda name: circle.placement.home(name) != circle.own
         self._homes = homes.Homes(self.log, circle)
+        self.log.is_elsewhere = self._homes.is_elsewhere
         self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)
         self._handover = Handover()
         self._front = Front(
@@ -171,5 +175,15 @@ class WorkerServer(Server):
 
 
 def between_workers(limits: Limits) -> Limits:
-    """Clients are counted and timed where they are connected."""
-    return msgspec.structs.replace(limits, idle_ms=NEVER_MS, connections=2**31)
+    """Clients are counted, timed and measured where they are connected.
+
+    What is passed on has a longer head than it came with, and what workers tell each other comes in pages
+    that have nothing to do with what a client may send.
+    """
+    return msgspec.structs.replace(
+        limits,
+        idle_ms=NEVER_MS,
+        connections=2**31,
+        header_bytes=2 * limits.header_bytes + HEAD_BYTES_MORE,
+        append_body_bytes=max(limits.append_body_bytes, PAGE_BYTES_MAX),
+    )

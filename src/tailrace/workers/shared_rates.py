@@ -57,10 +57,10 @@ class SharedBuckets:
         self._cells[cell] = used_ns + wanted_ns
         return 0
 
-    def give_back(self, identity: str, kind: str) -> None:
-        """One that was taken for something that was refused for another reason."""
+    def give_back(self, identity: str, kind: str, count: int = 1) -> None:
+        """What was taken for something that was refused for another reason, or is counted elsewhere."""
         cell = self._slot(identity, 0) + 1 + KINDS.index(kind)
-        self._cells[cell] = max(0, self._cells[cell] - SECOND_NS // self._rates[kind].per_s)
+        self._cells[cell] = max(0, self._cells[cell] - count * SECOND_NS // self._rates[kind].per_s)
 
     def _slot(self, identity: str, now_ns: int) -> int:
         """The first cell of the identity's slot. One that has all its rights back may lose its slot."""

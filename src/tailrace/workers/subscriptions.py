@@ -54,7 +54,8 @@ class SpreadSubscriptions(SubscriptionService):
         found, _ = restore(self._log.streams.meta.items())
         for sub in found.values():
             if not sub.deleted:
-                self._want(sub.config, sub.links)
+                # Those that the pattern linked are heard of by the pattern.
+                self._want(sub.config, (path for path, link in sub.links.items() if not link.glob))
         self._mirrors.start()
         self._spawn(self._take_up())
 

@@ -36,6 +36,7 @@ logger = logging.getLogger("tailrace.workers")
 RETRY_S: Final = 0.2
 RETRY_S_MAX: Final = 10.0
 STEADY_S: Final = 30.0  # who has lived so long begins with the shortest pause again
+DRAIN: Final = b"drain\n"
 STOP_S: Final = 10.0  # beyond the time that draining may take
 
 
@@ -102,6 +103,7 @@ class Worker:
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
         self.drained = asyncio.Event()
+        self._draining = False
         self.failed = False  # it ended before it was ever ready
 
     async def run(self) -> None:
@@ -109,7 +111,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         while True:
             begun_s = loop.time()
-            code = await self._live()
+            end = await self._life()
             self.drained.set()
             if self._supervisor.stopping.is_set():
                 return
@@ -119,14 +121,24 @@ class Worker:
                 return
             if loop.time() - begun_s > STEADY_S:
                 pause_s = RETRY_S
-            logger.error("worker %d ended with %s; it is started again", self.index, code)
+            logger.error("worker %d ended with %s; it is started again", self.index, end)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
             if self._supervisor.stopping.is_set():
                 return
             self.drained.clear()
 
+    async def _life(self) -> int | Exception:
+        """How it ended. One that could not begin, for want of memory or of descriptors, is tried again."""
+        try:
+            return await self._live()
+        except Exception as error:
+            logger.exception("worker %d cannot be started", self.index)
+            await self._end()
+            return error
+
     async def _live(self) -> int:
+        self.process = None
         setup = self._supervisor.setup(self.index)
         self._supervisor.clear_sockets(setup)
         self.process = process = await asyncio.create_subprocess_exec(
@@ -140,6 +152,8 @@ class Worker:
         )
         assert process.stdout is not None
         self.tell(setup.encode())
+        if self._draining:
+            self.tell(DRAIN)  # which was said while there was nobody to hear it
         while line := await process.stdout.readline():
             word, _, rest = line.decode().strip().partition(" ")
             if word == "ready":
@@ -148,6 +162,16 @@ class Worker:
             elif word == "drained":
                 self.drained.set()
         return await process.wait()
+
+    async def _end(self) -> None:
+        process = self.process
+        if process is not None:
+            self.signal(signal.SIGKILL)
+            await process.wait()
+
+    def drain(self) -> None:
+        self._draining = True
+        self.tell(DRAIN)
 
     def tell(self, line: bytes) -> None:
         process = self.process
@@ -226,7 +250,7 @@ class Supervisor:
         logger.info("stopping")
         patience_s = self._settings.limits.drain_ms / 1000 + STOP_S
         for worker in self._workers:
-            worker.tell(b"drain\n")
+            worker.drain()
         await self._within(patience_s, *(worker.drained.wait() for worker in self._workers))
         # The first one takes what the others have to tell, and stops last.
         for stopped in (slice(1, None), slice(0, 1)):
