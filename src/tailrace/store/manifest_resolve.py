@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from tailrace.store.manifest_model import CONFIGURATION, STATE_AT_TAIL, BuriedError, Deleted, Facts, Head
+from tailrace.store.manifest_model import (
+    CONFIGURATION,
+    STATE_AT_TAIL,
+    BuriedError,
+    Deleted,
+    Facts,
+    Head,
+    ManifestConflictError,
+)
 
 
 def first_head(facts: Facts, fence: int, generation: int = 0) -> Head:
@@ -26,6 +34,10 @@ def base_of(facts: Facts, current: Head | None, fence: int) -> Head:
     if current is None:
         return first_head(facts, fence)
     if current.deleted is None:
+        if current.fence == fence and current.created_ns != facts.created_ns:
+            raise ManifestConflictError(
+                facts.stream_id, f"another stream {facts.name!r} is recorded, which was created elsewhere"
+            )
         return current
     if facts.created_ns > current.deleted.at_ns:
         return first_head(facts, fence, current.generation)
