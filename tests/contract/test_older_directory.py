@@ -13,7 +13,10 @@ from support.log_model import Append, Lifetime
 from tailrace.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
+from tailrace.store.manifest_model import FencedError
 from tailrace.store.segments import SegmentInfo
+from tailrace.tier.owner import Owner
+from tailrace.tier.rolled_back import RolledBackError
 
 TEXT, JSON = "text/plain", "application/json"
 KEPT: Lifetime = (None, None)
@@ -76,6 +79,12 @@ def refused(real: LogHarness, name: str = "a") -> str:
     assert text_of(real, name) == before
     assert stream_of(real, name).sealed == sealed
     return report.error
+
+
+def objects_of(real: LogHarness) -> dict[str, bytes]:
+    bucket = real.directory.parent / "objects"
+    found = (path for path in bucket.rglob("*") if path.is_file() and ".tailrace" not in path.parts)
+    return {path.name: path.read_bytes() for path in found}
 
 
 def began(real: LogHarness, kind: str = TEXT) -> Path:
@@ -203,6 +212,24 @@ def test_an_empty_stream_of_that_name_is_not_gone_on_with_either(real: LogHarnes
     refused(real)
 
 
+def test_deleting_a_stream_takes_nothing_of_another_one_of_its_name(real: LogHarness) -> None:
+    backup = real.back_up()
+    create(real)
+    append(real, b"1", b"2")
+    seal(real)
+    bucket = objects_of(real)
+    assert any(name.endswith(".parquet") for name in bucket)
+    real.restore(backup)
+    real.clock.advance(1)
+    create(real)
+    append(real, b"a")
+    real.delete("a")
+    fold(real)
+    with pytest.raises(AssertionError, match="created elsewhere"):
+        real.tidy()
+    assert objects_of(real) == bucket
+
+
 def test_a_stream_that_was_deleted_since_is_told_of(real: LogHarness) -> None:
     backup = began(real)
     real.delete("a")
@@ -225,3 +252,44 @@ def test_forks_of_a_stream_keep_their_own_entries(real: LogHarness) -> None:
     append(real, b"z", name="f")
     refused(real, "f")
     assert text_of(real, "f") == b"12xz"
+
+
+def owner_of(real: LogHarness) -> Owner:
+    return Owner((real.directory.parent / "objects").as_uri(), "model", take_over=False, log=real.log)
+
+
+def test_the_bucket_of_a_server_that_went_on_is_not_claimed(real: LogHarness) -> None:
+    backup = began(real)
+    append(real, b"5")
+    seal(real)
+    real.restore(backup)
+    with pytest.raises(RolledBackError, match="'a'"):
+        real.run(owner_of(real).claim())
+    # It may have been out of reach when the server started: then no more entries are taken from now on.
+    with pytest.raises(FencedError, match="older than the object store"):
+        real.run(owner_of(real).confirm())
+
+
+def test_what_was_changed_but_not_sealed_since_counts_too(real: LogHarness) -> None:
+    create(real)
+    fold(real)
+    real.tidy()
+    backup = real.back_up()
+    fold(real)
+    assert real.append("a", Append([], None, closes=True)).code is None
+    fold(real)
+    real.tidy()
+    real.restore(backup)
+    with pytest.raises(RolledBackError):
+        real.run(owner_of(real).claim())
+
+
+def test_a_server_that_was_killed_gets_its_bucket_back(real: LogHarness) -> None:
+    began(real)
+    append(real, b"5")
+    assert real.ask_to_seal(stream_of(real)).segments
+    real.crash(turns=0)
+    real.run(owner_of(real).claim())
+    seal(real)
+    real.run(owner_of(real).claim())
+    assert text_of(real) == b"12345"
