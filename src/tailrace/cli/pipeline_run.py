@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
+from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
-from tailrace.cli.session import URL_DEFAULT
+from tailrace.cli.session import URL_DEFAULT, Session
 from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
@@ -109,7 +110,10 @@ def run(
         raise UsageError(str(error)) from None
     if supervised is not None:
         return _run_supervised(supervised, options)
-    return _run(endpoint, _token_from(token, token_file), options)
+    found = _token_from(token, token_file)
+    if once:
+        need_server(Session(url=endpoint))  # one that goes on may be there before its server is
+    return _run(endpoint, found, options)
 
 
 def _run_supervised(descriptor: int, options: Options) -> int:
