@@ -110,10 +110,7 @@ def run(
         raise UsageError(str(error)) from None
     if supervised is not None:
         return _run_supervised(supervised, options)
-    found = _token_from(token, token_file)
-    if once:
-        need_server(Session(url=endpoint))  # one that goes on may be there before its server is
-    return _run(endpoint, found, options)
+    return _run(endpoint, _token_from(token, token_file), options)
 
 
 def _run_supervised(descriptor: int, options: Options) -> int:
@@ -145,6 +142,8 @@ def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> in
     from tailrace.pipeline import owner as owners
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
+    if options.once:
+        need_server(Session(url=endpoint))  # one that goes on may be there before its server is
     configure("info", "auto")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)
