@@ -56,5 +56,6 @@ class Conflicts:
         """One line, for whoever asks whether the server is well; nothing if there are none."""
         if not self._names:
             return ""
-        count, name = len(self._names), next(iter(self._names.values()))
-        return f"conflict: it has other entries of {count} streams than this server, such as {name!r}"
+        more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
+        named = next(iter(self._names.values()))
+        return f"conflict: it has other entries than this server of stream {named!r}{more}"

@@ -85,9 +85,8 @@ class Owner:
             raise HistoryElsewhereError(self._url)
         if owner is None or (owner.deployment != self.deployment and self._take_over):
             await refuse_strangers(self._objects, [self._log.store])
-        if owner is not None:
-            ours = owner.deployment == self.deployment
-            await refuse_rolled_back(self._objects, self._log, owner.fence if ours else 0)
+        if owner is not None and owner.deployment == self.deployment and not self._take_over:
+            await refuse_rolled_back(self._objects, self._log, owner.fence)
         self.fence = await self._ownership.claim(self.deployment, self._take_over)
         self.failure = ""
 

@@ -38,12 +38,13 @@ class RolledBackError(TailraceError):
             f"the data directory is older than the object store {url}, which has something of {name!r} that "
             "never happened here: it is a backup, or a copy that others went on from. To go on with what the "
             "bucket has, start with --bootstrap on an empty data directory. To go back to the backup, name a "
-            "copy of the bucket that was made together with it",
+            "copy of the bucket that was made together with it. To look at what is here nevertheless, add "
+            "--take-over: streams that differ are not sealed then",
         )
 
 
 async def refuse_rolled_back(objects: Objects, log: Log, fence: int) -> None:
-    """Raises if a manifest speaks of what has not happened here. `fence`: ours, 0 if we have none yet."""
+    """Raises if a manifest speaks of what has not happened here. The fence is that of this deployment."""
     manifests = Manifests(objects, fence)
 
     async def look(stream: Stream) -> bool:

@@ -155,9 +155,6 @@ class Sealing:
 
     def _checkpointed(self, seq: int, touched: list[Stream]) -> None:
         begun_s = self._turns.checkpointed(seq, self._loop.time())
-        for stream in touched if self.runs.conflicts else ():
-            if stream.removed:
-                self.runs.conflicts.over(stream.number)
         self._due.checkpointed(touched, begun_s)
         self.pressure.checkpointed(seq)
         self._heads.checkpointed(seq)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tailrace.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.records import Sealed
+from tailrace.log.records import Delete, Op, Sealed
 from tailrace.tier.conflicts import Conflicts
 from tailrace.tier.due import DueStreams
 from tailrace.tier.standing import PAUSE_S_MIN
@@ -47,6 +47,7 @@ class SealRuns:
         self._jobs = 0
         self.busy: set[int] = set()
         self.conflicts = Conflicts(log.streams.get)
+        log.publisher.on_change.append(self._changed)
         self.segments = self.segment_bytes = 0
         self.on_run: Callable[[SealRun], None] | None = None
 
@@ -144,6 +145,10 @@ class SealRuns:
         """The stream stays in the hot store, where it is served from, and is tried again much later."""
         self.conflicts.found(stream, why)
         self._sealing.call_later(CONFLICT_PAUSE_S, lambda: self._try_again(stream.number))
+
+    def _changed(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Delete) and stream.removed:
+            self.conflicts.over(stream.number)
 
     def _try_again(self, number: int) -> None:
         self.conflicts.resting.discard(number)
