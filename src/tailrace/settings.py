@@ -80,7 +80,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool,
         Meta(
             description="Take the object store over from another server, which then stops writing; all its "
-            "streams must be in the data directory."
+            "streams must be in the data directory. Also starts a server that is older than its object store."
         ),
     ] = False
     bootstrap: Annotated[

@@ -83,6 +83,7 @@ TABLE: Final[dict[str, Metric]] = {
         counter("sealed_segments", "Segments recorded in a manifest."),
         counter("sealed_bytes", "Size of the segments recorded in a manifest."),
         counter("seal_failures", "Jobs of the sealer that failed and are repeated."),
+        gauge("seal_conflicts", "Streams of which the object store has other entries than this server."),
         counter("trimmed_entries", "Entries that retention took away."),
         counter("trimmed_segments", "Segments that retention took away."),
         counter("trimmed_bytes", "Size of the segments that retention took away."),
@@ -296,6 +297,7 @@ class Telemetry:
         self.sealed_segments = Number()
         self.sealed_bytes = Number()
         self.seal_failures = Number()
+        self.seal_conflicts = Number()
         self.trimmed_entries = Number()
         self.trimmed_segments = Number()
         self.trimmed_bytes = Number()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.cli import Finished, tailrace
+from support.ports import free_port
 from tailrace.cli.failures import RefusedError
 from tailrace.cli.spark_needs import need_spark
 
@@ -38,6 +39,16 @@ def test_p16_without_java(words: tuple[str, ...], tmp_path: Path) -> None:
     assert NO_JAVA in refusal(tailrace(*words, env=nothing))
     old = {"PATH": str(tmp_path), "JAVA_HOME": str(java(tmp_path, "11.0.2"))}
     assert NO_JAVA in refusal(tailrace(*words, env=old))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:2]))
+def test_without_a_server_nothing_is_started(words: tuple[str, ...], tmp_path: Path) -> None:
+    """This Java can start nothing: whoever tried would say something else, and much later."""
+    nobody = f"http://127.0.0.1:{free_port()}"
+    env = {"PATH": str(tmp_path), "JAVA_HOME": str(java(tmp_path, "21.0.1")), "TAILRACE_ENDPOINT": nobody}
+    done = tailrace(*words, env=env)
+    said = f"tailrace: no server answers at {nobody}; start one with: tailrace serve (unreachable)\n"
+    assert (done.code, done.out, done.err) == (3, "", said)
 
 
 def test_connect_needs_no_java_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,21 @@ class LogHarness:
         self.directory = copy
         self._open()
 
+    def back_up(self) -> Path:
+        """A copy of the directory as it is now; the bucket is not in it."""
+        self.settle()
+        self._lives += 1
+        copy = self._root / f"backup-{self._lives}"
+        shutil.copytree(self.directory, copy)
+        return copy
+
+    def restore(self, backup: Path) -> None:
+        """An older directory comes back to the bucket, under the name that it had there."""
+        self._end()
+        shutil.rmtree(self.directory)
+        self.directory = backup
+        self._open()
+
     def bootstrap(self) -> None:
         """The directory is lost; what the bucket has comes back, and belongs to a new owner."""
         self._end()
@@ -191,11 +206,16 @@ class LogHarness:
         """Moves what the hot store has of a stream to the object store, and writes that down."""
         if stream.stored <= stream.sealed:
             return
-        report = self._ask("seal", [stream.number], stream.sealed)
+        report = self.ask_to_seal(stream)
+        assert not report.error, report.error
         if report.segments:
             sealed = Sealed(stream.number, report.generation, report.as_of, report.segments, report.footers)
             self.call(self.log.record, sealed)
             self.settle()
+
+    def ask_to_seal(self, stream: Stream) -> Report:
+        """What the sealer says; nothing of it is written down."""
+        return self._answer("seal", [stream.number], stream.sealed)
 
     def tidy(self) -> None:
         """Brings manifests up to date and deletes the objects of removed streams."""
@@ -210,6 +230,10 @@ class LogHarness:
             self._ask("bury", graves)
             self.call(self.log.record, Recorded(0, [], graves))
         self.settle()
+
+    def trim(self, stream: Stream) -> None:
+        """Deletes the objects of what retention took away."""
+        self._ask("trim", [stream.number])
 
     def compact(self, stream: Stream, inputs: list[SegmentInfo]) -> SegmentInfo:
         """One segment in the place of several that follow each other, and these are deleted at once."""
@@ -229,7 +253,12 @@ class LogHarness:
             (place / one.key).unlink()
         return info
 
-    def _ask(
+    def _ask(self, kind: Kind, numbers: list[int], publication: Publication | None = None) -> Report:
+        report = self._answer(kind, numbers, publication=publication)
+        assert not report.error, report.error
+        return report
+
+    def _answer(
         self, kind: Kind, numbers: list[int], sealed: int = 0, publication: Publication | None = None
     ) -> Report:
         if not self._fence:
@@ -244,9 +273,7 @@ class LogHarness:
             )
             self._sealer = Sealer(setup)
         job = Job(id=1, kind=kind, numbers=numbers, sealed=sealed, publication=publication)
-        report = self.run(self._sealer.do(job))
-        assert not report.error, report.error
-        return report
+        return self.run(self._sealer.do(job))
 
     def put_meta(self, key: str, value: bytes) -> None:
         self.call(self.log.put_meta, key, value)

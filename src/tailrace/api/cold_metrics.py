@@ -37,6 +37,7 @@ def connect_cold(
     telemetry.sealed_segments.read = lambda: sealing.runs.segments
     telemetry.sealed_bytes.read = lambda: sealing.runs.segment_bytes
     telemetry.seal_failures.read = lambda: sealing.standing.failures
+    telemetry.seal_conflicts.read = lambda: len(sealing.runs.conflicts)
     trims, sweeps = sealing.trims, sealing.sweeps
     telemetry.trimmed_entries.read = lambda: trims.entries
     telemetry.trimmed_segments.read = lambda: trims.segments

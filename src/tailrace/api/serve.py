@@ -170,7 +170,7 @@ class Server:
         self.pipeline.connect(self.app.details)
         readers = (self._cold.parts, self._companions.parts, self._companions.lexicons)
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
-        self.app.health.object_store = lambda: self.sealing.standing.state
+        self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
@@ -191,6 +191,7 @@ class Server:
 
     async def start(self) -> None:
         settings = self._settings
+        await self.sealing.claim()
         self.log.open()
         self._disk.start()
         self._memory.start()
@@ -199,7 +200,7 @@ class Server:
         await registry_snapshot.tell_again(self.log)
         if self._declared is not None and self.log.refusal is None:
             logger.info("%d declared streams are there", await self._declared.make())
-        await self.sealing.start()
+        self.sealing.start()
         self.pipeline.start()
         if self._identities is not None:
             self._identities.start()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tailrace.cli.session import Session
 
 _ANSWER_S_MAX: Final = 60.0
+_CONNECT_S_MAX: Final = 5.0
 
 
 def stream_path(stream: str, resource: str) -> str:
@@ -59,11 +60,17 @@ def send(
         raise UsageError(f"a path has no '.' or '..' segments: {path}")
     sent = authorization(session) | ({} if body is None else {"Content-Type": "application/json"})
     try:
-        with httpx2.Client(timeout=_ANSWER_S_MAX) as http:
+        timeout = httpx2.Timeout(_ANSWER_S_MAX, connect=_CONNECT_S_MAX)
+        with httpx2.Client(timeout=timeout) as http:
             where = session.url.rstrip("/") + path
             return http.request(method, where, content=body, headers=sent | (headers or {}))
     except httpx2.TransportError as error:
         raise unreachable(session.url, error) from None
+
+
+def need_server(session: Session) -> None:
+    """Somebody answers: asked before something is begun that takes longer than saying that nobody does."""
+    send(session, "GET", "/healthz")
 
 
 def authorization(session: Session) -> dict[str, str]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
+from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
-from tailrace.cli.session import URL_DEFAULT
+from tailrace.cli.session import URL_DEFAULT, Session
 from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> in
     from tailrace.pipeline import owner as owners
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
+    if options.once:
+        need_server(Session(url=endpoint))  # one that goes on may be there before its server is
     configure("info", "auto")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
+from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
@@ -203,7 +204,7 @@ def shadow(
         if (capture is None) == (changes is None):
             raise UsageError("what is compared is --capture or --changes")
         database, collection = ("", "") if changes is None else _split(changes)
-        with _running(session, engine) as (spark, place):
+        with _running(session, engine, asks_server=capture is None) as (spark, place):
             from tailrace.pipeline.watch.report import write_report
             from tailrace.pipeline.watch.shadow import ShadowOptions, run_shadow
 
@@ -231,11 +232,13 @@ def shadow(
 
 
 @contextmanager
-def _running(session: Session, engine: Engine) -> Generator[tuple[Any, Place]]:
+def _running(session: Session, engine: Engine, *, asks_server: bool = True) -> Generator[tuple[Any, Place]]:
     """A Spark session and a server; what goes wrong becomes what every command says of it."""
     from tailrace.cli.spark_needs import need_spark
 
     need_spark(engine.master)
+    if asks_server:
+        need_server(session)
     from pyspark.errors import PySparkException
 
     from tailrace.client.error import ClientError

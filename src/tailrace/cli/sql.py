@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
+from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 from tailrace.cli.spark_needs import need_spark
@@ -72,6 +73,7 @@ def sql(
         end = parse_as_of(as_of)
     except OptionError as error:
         raise UsageError(str(error)) from None
+    need_server(session)
     print("starting Spark, a few seconds ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tailrace-sql-") as directory:
         from tailrace.pipeline.session import is_local, master_of, open_session

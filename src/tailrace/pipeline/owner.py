@@ -6,6 +6,7 @@ is raised as it is.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import msgspec
 
 from tailrace.pipeline.model import Heartbeat, HeartbeatAnswer, PlanAnswer
 from tailrace.store.offers import Offer
+
+logger = logging.getLogger("tailrace.pipeline")
 
 T = TypeVar("T")
 
@@ -105,6 +108,9 @@ class Owner:
                 )
             except _NETWORK as error:
                 failure = f"{type(error).__name__}: {error}"
+                if pause_s == PAUSE_S_FIRST:
+                    where = self._http.base_url
+                    logger.warning("no server answers at %s (%s); trying again for a while", where, failure)
             else:
                 if answer.status_code == 200:
                     return msgspec.json.decode(answer.content, type=shape)

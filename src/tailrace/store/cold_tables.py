@@ -183,14 +183,18 @@ class ColdTables:
         return found is not None
 
     def hot_ranges(self, after: int, limit: int) -> list[HotRange]:
-        """Streams with entries in the hot store, by number. One jump in the index for each of them."""
-        found: list[HotRange] = []
+        """Streams with entries in the hot store, by number."""
+        return [self.hot_range(number) for number in self.hot_numbers(after, limit)]
+
+    def hot_numbers(self, after: int, limit: int) -> list[int]:
+        """Their numbers alone. One jump in the index for each of them."""
+        found: list[int] = []
         while len(found) < limit:
             row = self._db.one("SELECT min(number) FROM blocks WHERE number>?", after)
             if row is None or row[0] is None:
                 break
             after = cast("int", row[0])
-            found.append(self.hot_range(after))
+            found.append(after)
         return found
 
     def hot_range(self, number: int) -> HotRange:

@@ -254,6 +254,11 @@ class HotDb:
         rows = self.rows("SELECT key, value FROM meta")
         return dict(cast("tuple[str, bytes]", row) for row in rows)
 
+    def newest_numbers(self, limit: int) -> list[int]:
+        """Of the streams that were made last."""
+        rows = self.rows("SELECT number FROM streams ORDER BY number DESC LIMIT ?", limit)
+        return [cast("int", row[0]) for row in rows]
+
     def count_streams(self) -> int:
         row = self.one("SELECT count(*) FROM streams")
         assert row is not None

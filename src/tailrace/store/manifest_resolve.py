@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from tailrace.store.manifest_model import CONFIGURATION, STATE_AT_TAIL, BuriedError, Deleted, Facts, Head
+from tailrace.store.manifest_model import (
+    CONFIGURATION,
+    STATE_AT_TAIL,
+    BuriedError,
+    Deleted,
+    Facts,
+    Head,
+    ManifestConflictError,
+)
 
 
 def first_head(facts: Facts, fence: int, generation: int = 0) -> Head:
@@ -26,10 +34,18 @@ def base_of(facts: Facts, current: Head | None, fence: int) -> Head:
     if current is None:
         return first_head(facts, fence)
     if current.deleted is None:
+        _refuse_another(facts, current, fence)
         return current
     if facts.created_ns > current.deleted.at_ns:
         return first_head(facts, fence, current.generation)
     raise BuriedError(facts.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+
+
+def _refuse_another(facts: Facts, current: Head, fence: int) -> None:
+    """Of one owner there is one stream of a name at a time: this one was made by a copy of us."""
+    if current.fence == fence and current.created_ns != facts.created_ns:
+        message = f"another stream {facts.name!r} is recorded, which was created elsewhere"
+        raise ManifestConflictError(facts.stream_id, message)
 
 
 def is_same_life(facts: Facts, head: Head) -> bool:
@@ -66,6 +82,7 @@ def tombstone(facts: Facts, current: Head | None, fence: int, at_ns: int, reason
     base = first_head(facts, fence) if current is None else current
     if base.deleted is not None or base.created_ns > at_ns:
         return base
+    _refuse_another(facts, base, fence)
     epoch = max(base.epoch, facts.epochs[-1][0])
     return msgspec.structs.replace(
         base,

@@ -7,11 +7,12 @@ import logging
 from collections import Counter
 
 from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.log.image import StoredStreams
+from tailrace.log.log import Log
+from tailrace.log.records import Sealed
 from tailrace.store.manifest_model import FencedError
 from tailrace.store.objects import ObjectsError, open_objects
 from tailrace.store.ownership import OwnedElsewhereError, Ownership
+from tailrace.tier.rolled_back import RolledBackError, refuse_rolled_back
 from tailrace.tier.strangers import StrangersError, refuse_strangers
 
 logger = logging.getLogger("tailrace.seal")
@@ -31,22 +32,27 @@ class HistoryElsewhereError(TailraceError):
         )
 
 
+def has_sealed(log: Log) -> bool:
+    """Whether there are segments, be it that only the journal knows of them."""
+    unfolded = (op for ops in log.streams.unfolded.values() for _, op in ops)
+    in_journal = any(isinstance(op, Sealed) and op.segments for op in unfolded)
+    return in_journal or log.store.db.cold.any_segments()
+
+
 class Owner:
     """The fence we write with, 0 while we have none."""
 
-    def __init__(
-        self, url: str, deployment: str, take_over: bool, store: StoredStreams, limits: Limits
-    ) -> None:
+    def __init__(self, url: str, deployment: str, take_over: bool, log: Log) -> None:
         try:
-            self._objects = open_objects(url, limits=limits)
+            self._objects = open_objects(url, limits=log.limits)
         except (ValueError, ObjectsError) as error:
             raise TailraceError("unavailable", str(error)) from error
         self._ownership = Ownership(self._objects)
         self._url = url
         self.deployment = deployment
         self._take_over = take_over
-        self._store = store
-        self._sealed = store.db.cold.any_segments()  # there is history to be found there
+        self._log = log
+        self._sealed = has_sealed(log)  # there is history to be found there
         self.fence = 0
         self.failure = ""
 
@@ -78,7 +84,9 @@ class Owner:
         if owner is None and self._sealed and not self._take_over:
             raise HistoryElsewhereError(self._url)
         if owner is None or (owner.deployment != self.deployment and self._take_over):
-            await refuse_strangers(self._objects, [self._store])
+            await refuse_strangers(self._objects, [self._log.store])
+        if owner is not None and owner.deployment == self.deployment and not self._take_over:
+            await refuse_rolled_back(self._objects, self._log, owner.fence)
         self.fence = await self._ownership.claim(self.deployment, self._take_over)
         self.failure = ""
 
@@ -90,7 +98,7 @@ class Owner:
             else:
                 await self._ownership.confirm(self.deployment, self.fence)
             self.failure = ""
-        except (OwnedElsewhereError, HistoryElsewhereError, StrangersError) as error:
+        except (OwnedElsewhereError, HistoryElsewhereError, RolledBackError, StrangersError) as error:
             raise FencedError(error.message) from error
         except (ObjectsError, OSError) as error:
             if not self.failure:

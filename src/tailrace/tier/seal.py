@@ -57,7 +57,7 @@ class Sealing:
         self._loop = loop
         self._settings = settings
         url = settings.object_store_url
-        owner = Owner(url, deployment, settings.take_over, log.store, log.limits)
+        owner = Owner(url, deployment, settings.take_over, log)
         self.standing = Standing(owner, log.limits, loop)
         self.standing.on_back = self._back
         self.standing.on_lost = self._lost
@@ -82,9 +82,11 @@ class Sealing:
 
     # -- life ------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Claims the bucket; raises if it is somebody else's."""
+    async def claim(self) -> None:
+        """Before anything is written here; raises if the bucket is somebody else's, or newer than we are."""
         await self.standing.start()
+
+    def start(self) -> None:
         self.pressure.start()
         self._log.on_checkpointed = self._checkpointed
         self.spawn(self._run())
@@ -285,6 +287,12 @@ class Sealing:
     # -- for people ------------------------------------------------------------------------------------
 
     @property
+    def state(self) -> str:
+        """How the object store is, in one line."""
+        state = self.standing.state
+        return self.runs.conflicts.state or state if state == "ok" else state
+
+    @property
     def queued(self) -> int:
         return len(self._due) + len(self.runs.busy)
 
@@ -311,13 +319,22 @@ class Sealing:
             stream = self._log.readable(name)
             wanted[stream.number] = stream.stored
             self.seal_soon(stream.number)
+        for number in wanted:
+            self.runs.retry_conflict(number)
+        self._wake.set()
+        refusal: TailraceError | None = None
         for number, last in wanted.items():
             while (found := self._log.streams.get(number)) is not None and found.sealed < last:
+                if (held_up := self.runs.conflicts.refusal(found)) is not None:
+                    refusal = held_up
+                    break
                 await self._step()
         through = self._heads.want()
         while self._heads.rounds < through:
             self._wake.set()
             await self._step()
+        if refusal is not None:
+            raise refusal
 
     async def _fold(self) -> None:
         """Everything that is durable now gets into the hot store."""

@@ -71,7 +71,8 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The outcome of a job. Of a `seal`: what to journal; `more` if there was too much for one job.
 
     `as_of` is the journal file the manifests speak for. `trouble` tells what kind of failure `error` is:
-    the store cannot be used, somebody else owns it, the sealer died, or something is wrong with this stream.
+    the store cannot be used, somebody else owns it, the sealer died, the bucket has other entries of this
+    stream than we have, or something else is wrong with it.
     Of a `sweep`: the key it has come to, empty at the end of the bucket.
     """
 
@@ -85,9 +86,9 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
     swept: Swept = msgspec.field(default_factory=Swept)
     keyed: bool = False  # of a `seal`: some entries have keys
     added: list[Companion] = []  # of a `publish`: those that the manifest did not list before
-    refused: str = ""  # of a `publish` or `compact`, why nothing was changed: `missing`, `changed`, `buried`
+    refused: str = ""  # why nothing was changed: `missing`, `changed`; of a `seal` as well: `buried`
     detail: str = ""
     done: list[tuple[int, int]] = []  # heads: stream and generation; others: stream and 0
     error: str = ""
-    trouble: Literal["", "unavailable", "fenced", "ended", "failed"] = ""
+    trouble: Literal["", "unavailable", "fenced", "ended", "conflict", "failed"] = ""
     usage: Usage = msgspec.field(default_factory=Usage)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.errors import TailraceError
 from tailrace.log.log import Log
-from tailrace.log.records import Sealed
+from tailrace.log.model import Stream
+from tailrace.log.records import Delete, Op, Sealed
+from tailrace.tier.conflicts import Conflicts
 from tailrace.tier.due import DueStreams
 from tailrace.tier.standing import PAUSE_S_MIN
 
 if TYPE_CHECKING:
     from tailrace.tier.seal import Sealing
+    from tailrace.tier.seal_job import Report
 
 logger = logging.getLogger("tailrace.seal")
 
@@ -21,6 +24,7 @@ logger = logging.getLogger("tailrace.seal")
 JOBS_MAX = 16
 LARGE_JOB = 4
 LARGE_JOB_BYTES = 1024 * 1024
+CONFLICT_PAUSE_S = 600.0  # nothing that the server does ends a conflict
 
 
 class SealRun(NamedTuple):
@@ -42,6 +46,8 @@ class SealRuns:
         self._due = due
         self._jobs = 0
         self.busy: set[int] = set()
+        self.conflicts = Conflicts(log.streams.get)
+        log.publisher.on_change.append(self._changed)
         self.segments = self.segment_bytes = 0
         self.on_run: Callable[[SealRun], None] | None = None
 
@@ -55,8 +61,8 @@ class SealRuns:
             except TailraceError:
                 self._due.add(number)
                 raise
-            if stream is None:
-                continue
+            if stream is None or number in self.conflicts.resting:
+                continue  # gone, or only its own time brings it back
             large = stream.size_bytes - stream.sealed_bytes >= LARGE_JOB_BYTES
             self.busy.add(number)
             weight = LARGE_JOB if large else 1
@@ -90,15 +96,18 @@ class SealRuns:
         begun_ns = self._log.clock.now_ns()
         report = await self._sealing.ask("seal", [number], sealed)
         if report.error:
-            self._tell(SealRun(stream.name, begun_ns, error=report.error))
-            everything_pauses = report.trouble in ("unavailable", "ended")
-            self._later(number, 0.0 if everything_pauses else self._sealing.standing.pause_s_max)
+            self._failed(number, report, begun_ns)
             return False
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
+            self.conflicts.over(number)
             return False  # its objects are deleted when the hot store has heard of it
         if stream.sealed != sealed:
             return True  # a failed commit took the journal back meanwhile
+        if report.refused == "buried":
+            self._stand_aside(stream, report.detail)
+            return False
+        self.conflicts.over(number)
         now_ns = self._log.clock.now_ns()
         await self._sealing.journal(
             Sealed(
@@ -119,6 +128,37 @@ class SealRuns:
         self._tell(SealRun(stream.name, begun_ns, len(report.segments), size_bytes))
         lineage.sealed(number)
         return report.more or self._due.is_due(stream)
+
+    def _failed(self, number: int, report: Report, begun_ns: int) -> None:
+        stream = self._log.streams.get(number)
+        if stream is None or stream.removed:
+            self.conflicts.over(number)
+            return
+        self._tell(SealRun(stream.name, begun_ns, error=report.error))
+        if report.trouble == "conflict":
+            self._stand_aside(stream, report.error)
+            return
+        everything_pauses = report.trouble in ("unavailable", "ended")
+        self._later(number, 0.0 if everything_pauses else self._sealing.standing.pause_s_max)
+
+    def _stand_aside(self, stream: Stream, why: str) -> None:
+        """The stream stays in the hot store, where it is served from, and is tried again much later."""
+        self.conflicts.found(stream, why)
+        self._sealing.call_later(CONFLICT_PAUSE_S, lambda: self._try_again(stream.number))
+
+    def _changed(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Delete) and stream.removed:
+            self.conflicts.over(stream.number)
+
+    def _try_again(self, number: int) -> None:
+        self.conflicts.resting.discard(number)
+        self._due.add(number)
+
+    def retry_conflict(self, number: int) -> None:
+        """Somebody may have ended it."""
+        if number in self.conflicts:
+            self.conflicts.over(number)
+            self._due.add(number)
 
     def _later(self, number: int, pause_s: float) -> None:
         """Again after a pause of its own; 0 where everything pauses."""

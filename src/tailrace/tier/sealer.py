@@ -23,25 +23,31 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace import failpoints, turns
-from tailrace.log.image import StoredStreams, decode_block
+from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
 from tailrace.logs import configure
 from tailrace.store.companions import PlanBook
 from tailrace.store.directory import make_directory
 from tailrace.store.document_objects import DocumentObjects, versions_within
-from tailrace.store.footers import fetch_footer, has_keys
 from tailrace.store.kept import Run
 from tailrace.store.manifest import Manifests, Stored
-from tailrace.store.manifest_model import BuriedError, Facts, FencedError, Head, ManifestError
-from tailrace.store.manifest_resolve import is_same_life
+from tailrace.store.manifest_model import (
+    BuriedError,
+    Facts,
+    FencedError,
+    Head,
+    ManifestConflictError,
+    ManifestError,
+)
 from tailrace.store.meta_objects import MetaObjects
 from tailrace.store.object_book import BookedObjects, ObjectBook
 from tailrace.store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
 from tailrace.store.ownership import Ownership
 from tailrace.store.segments import SegmentFile, SegmentRows, stream_prefix
+from tailrace.tier.adoption import Adoption, runs_behind
 from tailrace.tier.compact_seal import CompactSealing
 from tailrace.tier.companion_seal import CompanionSealing
-from tailrace.tier.cut import Portion, part_of, portions
+from tailrace.tier.cut import Portion, portions
 from tailrace.tier.facts import decode_buried, facts_of, stored_facts
 from tailrace.tier.meta_seal import MetaSealing
 from tailrace.tier.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
@@ -101,6 +107,7 @@ class Sealer:
         self._compact = CompactSealing(
             self._store, self._objects, self._manifests, self._threads, setup.limits
         )
+        self._adoption = Adoption(self._store, self._objects, self._manifests, self._threads)
         self._confirmed_s = 0.0
 
     async def close(self) -> None:
@@ -129,6 +136,8 @@ class Sealer:
             report.error, report.trouble = str(error), "fenced"
         except ObjectsUnavailableError as error:
             report.error, report.trouble = str(error), "unavailable"
+        except ManifestConflictError as error:
+            report.error, report.trouble = str(error), "conflict"
         except ManifestError as error:
             report.error, report.trouble = str(error), "failed"
         except Exception as error:
@@ -161,8 +170,8 @@ class Sealer:
         if facts is None:
             return  # removed meanwhile
         stored = await self._manifests.load(facts.stream_id)
-        if stored is not None and self._is_ahead(stored.head, facts, job):
-            await self._adopt(job, stored.head, report)
+        if stored is not None and self._adoption.is_ahead(stored.head, facts, job):
+            await self._adoption.adopt(job, facts, stored.head, report, SEGMENTS_PER_JOB)
             return
         snapshot = await loop.run_in_executor(self._threads, self._write, number, job.sealed)
         if snapshot is None:
@@ -174,7 +183,8 @@ class Sealer:
             failpoints.reached("seal.before_manifest")
             head = await self._publish(snapshot, stored)
             failpoints.reached("seal.after_manifest")
-        except BuriedError:
+        except BuriedError as error:
+            report.refused, report.detail = "buried", str(error)
             return
         finally:
             for path in spooled:
@@ -186,27 +196,10 @@ class Sealer:
         report.more = snapshot.more
         report.as_of = 0 if snapshot.more else snapshot.as_of
 
-    def _is_ahead(self, head: Head, facts: Facts, job: Job) -> bool:
-        """Only what we recorded ourselves holds the entries we have; another owner's may be others."""
-        ours = head.fence == self._manifests.fence or is_same_life(facts, head)
-        return ours and head.deleted is None and head.uploaded_through > job.sealed
-
     async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
         added = [file.info for file, _ in snapshot.files]
         await self._documents.publish(snapshot.facts.stream_id, snapshot.documents, snapshot.as_of)
         return await self._manifests.publish(snapshot.facts, added, snapshot.producers, known=stored)
-
-    async def _adopt(self, job: Job, head: Head, report: Report) -> None:
-        """A sealer before us got this far, but the server was gone before it could write that down."""
-        prefix = stream_prefix(head.stream_id)
-        async for info in self._manifests.segments(head, job.sealed + 1):
-            report.segments.append(info)
-            report.footers.append(await fetch_footer(self._objects, prefix + info.key, info))
-            report.keyed = report.keyed or has_keys(report.footers[-1])
-            if len(report.segments) == SEGMENTS_PER_JOB:
-                break
-        report.generation = head.generation
-        report.more = True  # the stream may have grown since, and its head may be behind
 
     async def _upload(self, key: str, spooled: list[Path]) -> None:
         """Uploads the first of the files in the spool and takes it out."""
@@ -259,21 +252,12 @@ class Sealer:
 
     def _portions(self, stream: Stream, sealed: int) -> Iterator[Portion]:
         return portions(
-            self._runs(stream, sealed),
+            runs_behind(self._store, stream, sealed),
             stream.epochs,
             stream.separator,
             bytes_max=self._limits.seal_bytes,
             entries_max=self._limits.seal_entries,
         )
-
-    def _runs(self, stream: Stream, sealed: int) -> Iterator[SegmentRows]:
-        following = sealed + 1
-        for row in self._store.db.blocks_from(stream.number, following):
-            block = decode_block(row)
-            assert block.first <= following <= block.last, f"entry {following} of {stream.name} is missing"
-            run = SegmentRows(block.first, block.body, block.ends, block.times, block.keys)
-            yield part_of(run, following - block.first, len(block.ends), stream.separator)
-            following = block.last + 1
 
     # -- manifests alone ---------------------------------------------------------------------------------
 

@@ -114,6 +114,8 @@ class Standing:
         elif report.trouble == "ended":
             logger.error("%s of streams %s: %s", kind, numbers[:5], report.error)
             self._pause()
+        elif kind == "seal" and report.trouble == "conflict":
+            pass  # told by those who keep book of them
         elif self._is_news(report.error):
             logger.error(
                 "%s of streams %s failed: %s; trying again for ever", kind, numbers[:5], report.error

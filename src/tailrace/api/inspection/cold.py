@@ -41,6 +41,7 @@ def connect_details(
     routes.tail_of = tail_of
     routes.requests_of = requests_of
     routes.head_of = head_of
+    routes.is_in_conflict = lambda stream: stream.number in sealing.runs.conflicts
     routes.cached_of = lambda stream: cached_of(readers, stream)
 
 

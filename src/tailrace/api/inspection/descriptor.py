@@ -57,7 +57,7 @@ def details(
     stream: Stream, documents: Documents, manifest: Manifest, around: Surroundings
 ) -> dict[str, object]:
     return {
-        "stream": summary(stream, documents.profile_kind),
+        "stream": summary(stream, documents.profile_kind, manifest),
         "profile": orjson.Fragment(documents.profile),
         "schema": orjson.Fragment(documents.schema),
         "index_status": index_status(stream, documents, manifest, around.tail),
@@ -66,7 +66,7 @@ def details(
     }
 
 
-def summary(stream: Stream, profile: str) -> dict[str, object]:
+def summary(stream: Stream, profile: str, manifest: Manifest) -> dict[str, object]:
     """The stream itself. All numbers are of what is durable."""
     deadline_ns = stream.deadline_ns()
     pending_rows = str(max(0, stream.visible - stream.sealed))
@@ -97,6 +97,7 @@ def summary(stream: Stream, profile: str) -> dict[str, object]:
         "wal_bytes": pending_bytes,
         "last_append_at": instant(stream.last_ns if stream.visible else 0),
         "last_segment_cut_at": instant(stream.cold.recorded_ns),
+        **({"seal_conflict": True} if manifest.conflict else {}),
     }
 
 

@@ -40,6 +40,7 @@ class DetailsRoutes:
         self._waits: set[Wait] = set()
         self.requests_of: Callable[[Stream], Requests] = lambda _: {}
         self.head_of: Callable[[Stream], RecordedHead | None] = lambda _: None
+        self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
         self.tail_of: Callable[[Stream], TailRows] = lambda _: TailRows()
         self.indexed_of: Callable[[Stream], Indexed | None] = lambda _: Indexed()
         self.load_index: Callable[[Stream], Awaitable[None]] = _nothing_to_load
@@ -149,10 +150,11 @@ class DetailsRoutes:
         generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
         head = self.head_of(stream)
         indexed = self.indexed_of(stream) or Indexed()
+        conflict = self.is_in_conflict(stream)
         if head is not None:
-            return Manifest(generation, head.at_ns, head.etag, head.size_bytes, indexed)
+            return Manifest(generation, head.at_ns, head.etag, head.size_bytes, indexed, conflict)
         recorded_ns = cold.recorded_ns if cold.generation == generation else 0
-        return Manifest(generation, recorded_ns, indexed=indexed)
+        return Manifest(generation, recorded_ns, indexed=indexed, conflict=conflict)
 
 
 class Wait:

@@ -35,6 +35,7 @@ class Manifest(NamedTuple):
     etag: str | None = None
     size_bytes: int = 0
     indexed: Indexed = Indexed()
+    conflict: bool = False  # it speaks of other entries than those the stream has here
 
 
 class TailRows(NamedTuple):

@@ -40,7 +40,7 @@ _STREAM: Final[Json] = obj(
         "last_append_at": nullable(INSTANT),
         "last_segment_cut_at": nullable(INSTANT),
     },
-    {"observability": schema("Observability")},
+    {"observability": schema("Observability"), "seal_conflict": BOOLEAN},
 )
 _STORAGE: Final[Json] = obj(
     {

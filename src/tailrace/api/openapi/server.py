@@ -118,7 +118,7 @@ def _seal() -> Json:
             "200": answer("It is there.", schema("Sealed"), example={"sealed": True}),
             "202": answer("It takes longer than a request may: ask again.", schema("Sealed")),
         },
-        (404, 410, 429, 507),
+        (404, 409, 410, 429, 507),
         scope="manage",
         parameters=[query("stream", "Only this one.")],
     )
