@@ -38,8 +38,8 @@ def _refused(data_dir: Path, *args: str) -> str:
     """The line that says why a server does not start; it is the same at the next try."""
     server = ServerProcess(data_dir, args=args)
     for _ in range(2):
-        with pytest.raises(ServerFailedError):
-            server.start()
+        with pytest.raises(ServerFailedError), server:
+            pass
         assert not server.running
     lines = [line for line in server.log.splitlines() if line.startswith("tailrace: ")]
     assert len(lines) == 2, server.log
@@ -163,8 +163,8 @@ def test_a_backup_of_several_workers_is_refused_too(start_server: StartServer, t
     seal(Caller(server))
     server.stop()
     refused = ServerProcess(tmp_path / "restored", args=store)
-    with pytest.raises(ServerFailedError, match="older than the object store"):
-        refused.start()
+    with pytest.raises(ServerFailedError, match="older than the object store"), refused:
+        pass
     one = ServerProcess(tmp_path / "restored", args=(*store[:2], "--workers", "1", "--take-over"))
     with one:
         assert _read(one, name) == [1, 2]
