@@ -19,9 +19,8 @@ from tailrace.log.log import Log
 from tailrace.log.transaction import ignore
 from tailrace.net import Exchange, HttpServer
 from tailrace.net.relay import Peer
-from tailrace.workers import mirror
 from tailrace.workers.feed import FOLLOW, INTEREST, Feed
-from tailrace.workers.mirror import PAGE_COUNT, Mirrors
+from tailrace.workers.mirror import PAGE_COUNT, SILENCE_S_MAX, Mirror, Mirrors
 from tailrace.workers.server import between_workers
 
 
@@ -168,23 +167,35 @@ def test_any_number_of_names_can_be_asked_for() -> None:
 
 
 def test_only_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line comes every turn of the clock, the mark after many: that is no silence."""
+    """Lines come, the mark only after many waits: that is no silence."""
 
     async def main() -> None:
-        async with room() as here:
-            monkeypatch.setattr(mirror, "SILENCE_S_MAX", 0.05)
-            (one,) = here.mirrors._mirrors
-            told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            waiting = asyncio.create_task(one._heard_to(told))
-            for _ in range(20):
+        loop = asyncio.get_running_loop()
+        mirrors = Mirrors([], lambda: ([], []), nothing, nothing, nothing)
+        one = Mirror(Peer("nobody", loop, 1, 1), mirrors)
+        told: asyncio.Future[bool] = loop.create_future()
+        lines = 20
+
+        async def wait(_: object, **how: float) -> None:
+            nonlocal lines
+            assert how == {"timeout": SILENCE_S_MAX}
+            if lines:
+                lines -= 1
                 one._on_line(b'["found","a","1"]')
-                await asyncio.sleep(0.01)
-            told.set_result(True)
-            assert await waiting
-            silent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            assert not await one._heard_to(silent)
+            else:
+                told.set_result(True)
+
+        monkeypatch.setattr(asyncio, "wait", wait)
+        assert await one._heard_to(told)
+        told, lines = loop.create_future(), 3
+        silent: asyncio.Future[bool] = loop.create_future()
+        assert not await one._heard_to(silent)
 
     on_loop(main)
+
+
+def nothing(*_: str) -> None:
+    return
 
 
 def test_whoever_asks_before_a_worker_is_there_waits_for_it() -> None:
