@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 import pytest
@@ -20,29 +22,50 @@ WORKERS = 2
 KILLS = 3
 
 
-class Writer(threading.Thread):
-    """A producer that repeats what it got no answer to; a number is written once."""
+class Client(threading.Thread):
+    """Asks one thing after the other, each until it is done, as long as it is started with `with`."""
 
-    def __init__(self, port: int, name: str) -> None:
+    def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
-        self.name = name
-        self.acknowledged = 0
-        self.refusals = 0
-        self.ending = threading.Event()
-        self._wire = Wire(port)
+        self.ending = threading.Event()  # what it is at is still done
+        self.given_up = threading.Event()
+        self.wire = Wire(port)
         self.failure: object = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        self.ending.set()
+        if failure is not None:
+            self.given_up.set()
+        self.join(60)
 
     def run(self) -> None:
         while not self.ending.is_set():
-            self._append()
-        self._wire.close()
+            self.work()
+        self.wire.close()
 
-    def _append(self) -> None:
+    def work(self) -> None:
+        raise AssertionError("every kind of client has its own")
+
+
+class Writer(Client):
+    """A producer that repeats what it got no answer to; a number is written once."""
+
+    def __init__(self, port: int, name: str) -> None:
+        super().__init__(port)
+        self.name = name
+        self.acknowledged = 0
+        self.refusals = 0
+
+    def work(self) -> None:
         producer = {"Producer-Id": "p", "Producer-Epoch": "0", "Producer-Seq": str(self.acknowledged)}
         body = orjson.dumps(self.acknowledged)
-        while True:
+        while not self.given_up.is_set():
             try:
-                answer = self._wire.send("POST", self.name, body, {**JSON, **producer})
+                answer = self.wire.send("POST", self.name, body, {**JSON, **producer})
             except LostError:
                 self.refusals += 1
                 continue
@@ -57,8 +80,10 @@ class Writer(threading.Thread):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> ServerProcess:
-    return ServerProcess(tmp_path / "data", args=("--workers", str(WORKERS))).start()
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path / "data", args=("--workers", str(WORKERS))).start()
+    yield process
+    process.kill()
 
 
 def test_a_killed_worker_comes_back_with_all_it_acknowledged(server: ServerProcess) -> None:
@@ -72,35 +97,18 @@ def test_a_killed_worker_comes_back_with_all_it_acknowledged(server: ServerProce
         assert wire.send("PUT", name, headers=JSON).status == 201
     wire.close()
     writers = [Writer(server.port, name) for name in names]
-    for writer in writers:
-        writer.start()
-    for kill in range(KILLS):
-        victim = kill % WORKERS
-        before = [writer.acknowledged for writer in writers]
-        eventually(
-            lambda before=before: all(w.acknowledged > n + 20 for w, n in zip(writers, before, strict=True)),
-            "all writers get on",
-        )
-        pid = pid_of(server, victim)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        others = [writer for index, writer in enumerate(writers) if index // 2 != victim]
-        marks = [writer.acknowledged for writer in others]
-        eventually(
-            lambda others=others, marks=marks: all(
-                w.acknowledged > n + 20 for w, n in zip(others, marks, strict=True)
-            ),
-            "the streams of other workers are served",
-        )
-        eventually(lambda v=victim, p=pid: pid_of(server, v) not in (None, p), "it is started again")
-    marks = [writer.acknowledged for writer in writers]
-    eventually(
-        lambda: all(w.acknowledged > n + 20 for w, n in zip(writers, marks, strict=True)), "all get on again"
-    )
-    for writer in writers:
-        writer.ending.set()
-        writer.join(60)
-        assert writer.failure is None
+    with ExitStack() as working:
+        for writer in writers:
+            working.enter_context(writer)
+        for kill in range(KILLS):
+            _await_progress(writers, "all writers get on")
+            victim = kill % WORKERS
+            pid = _kill(server, victim)
+            others = [writer for index, writer in enumerate(writers) if index // 2 != victim]
+            _await_progress(others, "the streams of other workers are served")
+            eventually(lambda v=victim, p=pid: pid_of(server, v) not in (None, p), "it is started again")
+        _await_progress(writers, "all get on again")
+    assert not [writer.failure for writer in writers if writer.failure is not None]
     wire = Wire(server.port)
     for writer in writers:
         content = wire.read_all(writer.name)
@@ -111,33 +119,42 @@ def test_a_killed_worker_comes_back_with_all_it_acknowledged(server: ServerProce
     server.stop()
 
 
-class Forker(threading.Thread):
+def _await_progress(writers: list[Writer], what: str) -> None:
+    marks = [writer.acknowledged for writer in writers]
+    eventually(
+        lambda: all(writer.acknowledged > mark + 20 for writer, mark in zip(writers, marks, strict=True)),
+        what,
+    )
+
+
+def _kill(server: ServerProcess, victim: int) -> int:
+    pid = pid_of(server, victim)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+class Forker(Client):
     """Makes one fork after the other, each until it is there."""
 
     def __init__(self, port: int, sources: list[str]) -> None:
-        super().__init__(daemon=True)
+        super().__init__(port)
         self._sources = sources
-        self._wire = Wire(port)
         self.made: list[str] = []
-        self.ending = threading.Event()
-        self.failures: list[object] = []
 
-    def run(self) -> None:
-        while not (self.ending.is_set() or self.failures):
-            self._make(f"fork/{len(self.made)}", self._sources[len(self.made) % len(self._sources)])
-        self._wire.close()
-
-    def _make(self, name: str, source: str) -> None:
-        while True:
+    def work(self) -> None:
+        name, source = f"fork/{len(self.made)}", self._sources[len(self.made) % len(self._sources)]
+        while not self.given_up.is_set():
             try:
-                answer = self._wire.send("PUT", name, headers={"Stream-Forked-From": f"/v1/stream/{source}"})
+                answer = self.wire.send("PUT", name, headers={"Stream-Forked-From": f"/v1/stream/{source}"})
             except LostError:
                 continue
             if answer.ok:
                 self.made.append(name)
                 return
             if answer.status != 503:
-                self.failures.append(answer)
+                self.failure = answer
+                self.ending.set()
                 return
 
 
@@ -147,21 +164,14 @@ def test_every_fork_is_told_once_whoever_is_killed(server: ServerProcess) -> Non
     for name in sources:
         assert wire.send("PUT", name, b"[1]", JSON).status == 201
     wire.close()
-    forker = Forker(server.port, sources)
-    forker.start()
-    for kill in range(KILLS):
-        mark = len(forker.made)
-        eventually(lambda mark=mark: len(forker.made) > mark + 10, "forks are made")
-        victim = kill % WORKERS
-        pid = pid_of(server, victim)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda v=victim, p=pid: pid_of(server, v) not in (None, p), "it is started again")
-    mark = len(forker.made)
-    eventually(lambda: len(forker.made) > mark + 10, "forks are made again")
-    forker.ending.set()
-    forker.join(60)
-    assert not forker.failures
+    with Forker(server.port, sources) as forker:
+        for kill in range(KILLS):
+            _await_forks(forker, "forks are made")
+            victim = kill % WORKERS
+            pid = _kill(server, victim)
+            eventually(lambda v=victim, p=pid: pid_of(server, v) not in (None, p), "it is started again")
+        _await_forks(forker, "forks are made again")
+    assert forker.failure is None
 
     def told() -> list[str]:
         content = wire.read_all("__registry__")
@@ -173,6 +183,11 @@ def test_every_fork_is_told_once_whoever_is_killed(server: ServerProcess) -> Non
     assert told() == sorted([*sources, *forker.made])
     wire.close()
     server.stop()
+
+
+def _await_forks(forker: Forker, what: str) -> None:
+    mark = len(forker.made)
+    eventually(lambda: forker.failure is not None or len(forker.made) > mark + 10, what)
 
 
 def test_without_its_supervisor_a_worker_ends(server: ServerProcess) -> None:
