@@ -24,6 +24,8 @@ _WHEN_NOBODY_ELSE: Final = 3 << 13  # a class of its own, in which there are no 
 # size, policy, flags, niceness, priority, length of a turn in ns, and two for deadlines
 _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
 _AS_THE_SYSTEM_DOES_US: Final = 0
+# Of processes that a server cannot do without for long: a tenth of a core that it wants all of.
+HELPER_NICENESS: Final = 10
 
 
 def ask_for(turn_us: int) -> None:
@@ -38,7 +40,7 @@ def ask_for(turn_us: int) -> None:
     _ask_the_kernel(_SCHED_SETATTR, 0, wanted, 0)
 
 
-def step_back(niceness: int) -> None:
+def step_back(niceness: int = HELPER_NICENESS) -> None:
     """In a helper: what the server asked for is not for it, and the server comes first."""
     os.nice(niceness)
     ask_for(_AS_THE_SYSTEM_DOES_US)

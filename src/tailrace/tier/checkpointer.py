@@ -188,7 +188,7 @@ def say(line: str) -> None:
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
-    turns.step_back(5)
+    turns.step_back()
     failpoints.in_child()
     store: StoredStreams | None = None
     lines: list[str] = []

@@ -410,7 +410,7 @@ def _say(line: bytes) -> None:
 
 
 def main() -> None:
-    turns.step_back(5)
+    turns.step_back()
     failpoints.in_child()
     configure("warning", "auto")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
