@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -20,12 +21,15 @@ def names_of(worker: int, workers: int, prefix: str = "s") -> Iterator[str]:
 
 def pid_of(server: ServerProcess, worker: int) -> int | None:
     """The process of a worker, None while it has none."""
-    for task in Path(f"/proc/{server.pid}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
+    for pid in _children(server.pid):
+        with suppress(OSError):  # it is over
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if MODULE in words and int(words[words.index(MODULE) + 1]) == worker:
-                return int(pid)
+                return pid
     return None
+
+
+def _children(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread that ends while its process goes on
+            yield from map(int, (task / "children").read_text().split())
