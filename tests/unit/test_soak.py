@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 from bench.chart import Panel, draw_svg
-from bench.soak import Row, Soak, panels, verdict, write
+from bench.soak import Row, Soak, panels, summary, verdict, write
 
 GOOD = Row(
     minutes=0.0,
@@ -19,6 +19,7 @@ GOOD = Row(
     read_p99_ms=4.0,
     delivery_p99_ms=5.0,
     errors=0,
+    stolen_ms=0.0,
     server_mb=100.0,
     all_mb=200.0,
     segments=1,
@@ -49,6 +50,14 @@ def test_what_is_held_against_a_run(change: dict[str, float], said: str) -> None
     late = msgspec.structs.replace(GOOD, **change)
     (found,) = verdict(soak(*[GOOD] * 6, *[late] * 3))
     assert said in found
+
+
+def test_intervals_in_which_the_machine_stood_still_say_nothing_about_p99() -> None:
+    still = msgspec.structs.replace(GOOD, append_p99_ms=90.0, stolen_ms=80.0)
+    assert verdict(soak(*[GOOD] * 6, GOOD, still, still)) == []
+    (found,) = verdict(soak(*[GOOD] * 6, *[still] * 3))
+    assert "stood still too often" in found
+    assert "90.0 ms (3), none" in summary(soak(*[GOOD] * 6, *[still] * 3).rows)
 
 
 def test_a_message_that_live_readers_missed_is_held_against_a_run() -> None:
