@@ -143,13 +143,12 @@ class TailraceApp:
         """Whether the client of a request whose body is still coming has a token; 401 if it needs one."""
         if self._verifier is None:
             return True
-        given = exchange.headers.get(b"authorization")
-        if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL):
-            return not self._verifier.verify(given).public
-        try:  # a wake is answered with its own token
-            return not self._verifier.verify(given).public
+        try:
+            return not self._verifier.verify(exchange.headers.get(b"authorization")).public
         except TailraceError:
-            return False
+            if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL):
+                raise
+            return False  # a wake is answered with its own token
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)

@@ -29,6 +29,16 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._all: set[UpstreamConnection] = set()
         self._slots: set[UpstreamConnection] = set()  # busy ones that count
+        self.refused = 0  # requests for which there was no place in the queue
+
+    @property
+    def active(self) -> int:
+        """Requests that have a connection; long answers with one of their own are not among them."""
+        return len(self._slots)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
 
     async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> Reply:
         """Sends a request when it is its turn. With `again` it is tried once more if nothing came back."""
@@ -99,6 +109,7 @@ class Pool:
             self._free -= 1
             return 0.0
         if len(self._waiting) >= self._queue_max:
+            self.refused += 1
             raise TailraceError("overloaded", "too many requests wait for the upstream")
         begun = self._loop.time()
         turn = self._loop.create_future()

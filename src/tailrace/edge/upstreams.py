@@ -12,10 +12,10 @@ import orjson
 import xxhash
 
 from tailrace.edge.connection import UpstreamLostError
-from tailrace.edge.counted_pool import CountedPool
 from tailrace.edge.deployments import Deployments
 from tailrace.edge.headers import own_request
 from tailrace.edge.origin import Origin
+from tailrace.edge.pool import Pool
 from tailrace.edge.ramp import Opening, Ramp
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -44,9 +44,9 @@ class Upstream:
         self.origin = origin
         self.id = origin.id
         bounds = (limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000)
-        self.pool = CountedPool(origin, *bounds)
+        self.pool = Pool(origin, *bounds)
         # For requests that are still coming: a client that sends slowly takes nobody else's turn.
-        self.uploads = CountedPool(origin, *bounds)
+        self.uploads = Pool(origin, *bounds)
         self.healthy = True  # until proven otherwise: the first request finds out
         self.deployment = ""
         self.wrong: str = ""  # why it is not used, however well it is
@@ -67,7 +67,7 @@ class Upstream:
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
 
     @property
-    def pools(self) -> tuple[CountedPool, CountedPool]:
+    def pools(self) -> tuple[Pool, Pool]:
         return self.pool, self.uploads
 
     @property
