@@ -16,7 +16,7 @@ class Desk:
     """A journal and a committer, and somebody who writes down what happens."""
 
     def __init__(self, directory: Path) -> None:
-        self.journal = Journal(directory, FILE_BYTES, 0, 0)
+        self.journal = Journal(directory, FILE_BYTES, 0, 0, descriptors=4)
         self.journal.open_first()
         loop = asyncio.get_running_loop()
         self.committer = Committer(loop, self._reserve, self._acknowledge, self._fail, syncs_in_flight=4)
@@ -52,7 +52,7 @@ class Desk:
         self.journal.settled(batch.file, batch.position + len(batch.data))
         self.acknowledged.extend(batch.items)
 
-    def _fail(self, batches: list[Batch], error: OSError) -> None:
+    def _fail(self, batches: list[Batch], error: OSError, certain: bool) -> None:
         raise error
 
 
