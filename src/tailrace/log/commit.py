@@ -67,6 +67,13 @@ class Batch:
         self.under_way = 0  # syncs when its own began, that one included
 
 
+def resting_on(refusal: TailraceError, batch: Batch | None) -> TailraceError:
+    """The refusal, which no client gets before the batch is durable or has failed."""
+    if batch is not None:
+        refusal.unsettled = batch.waiting.append
+    return refusal
+
+
 class Committer:
     """Turns submitted payloads into durable ones. All methods run on the loop thread except `_work`."""
 
