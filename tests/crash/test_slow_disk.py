@@ -12,6 +12,7 @@ import pytest
 
 from crash.faults import JOURNAL, SYNC, WRITE, Disk
 from crash.station import Station, eventually
+from crash.wire import Answer
 from support.calls import Caller
 from support.server import ServerProcess
 from support.watch_client import Live
@@ -94,6 +95,7 @@ class Request:
     """A request whose bytes have been sent when this returns; its answer is read later."""
 
     def __init__(self, post: Station, method: str, body: bytes = b"", *headers: str) -> None:
+        self._method = method
         self._socket = socket.create_connection(("127.0.0.1", post.server.port), timeout=30)
         fields = ("Host: a", "Content-Type: text/plain", f"Content-Length: {len(body)}", *headers)
         head = "\r\n".join((f"{method} /v1/stream/lines HTTP/1.1", *fields, "", ""))
@@ -105,10 +107,11 @@ class Request:
     def answered(self) -> bool:
         return bool(select.select([self._socket], [], [], 0)[0])
 
-    def answer(self) -> http.client.HTTPResponse:
-        response = http.client.HTTPResponse(self._socket)
-        response.begin()
-        return response
+    def answer(self) -> Answer:
+        with http.client.HTTPResponse(self._socket, method=self._method) as response:
+            response.begin()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, headers, response.read())
 
     def __enter__(self) -> Request:
         return self
@@ -137,7 +140,7 @@ def test_a_duplicate_names_no_sequence_that_is_not_durable(post: Station, disk: 
         ):
             assert before.answer().status == 204
             answer = duplicate.answer()
-            assert (answer.status, answer.headers["Producer-Seq"]) == (204, "0")
+            assert (answer.status, answer.headers["producer-seq"]) == (204, "0")
             assert not following.answered
 
 
@@ -163,7 +166,7 @@ def test_a_deletion_that_fails_is_never_shown(post: Station, disk: Disk) -> None
         with Request(post, "GET") as read, Request(post, "POST", b"x\n") as append:
             assert deletion.answer().status == 503
             answer = read.answer()
-            assert (answer.status, answer.read()) == (200, b"".join(post.acknowledged))
+            assert (answer.status, answer.body) == (200, b"".join(post.acknowledged))
             assert append.answer().status == 503
     post.check()
 
