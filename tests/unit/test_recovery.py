@@ -115,7 +115,7 @@ def test_a_damaged_header_is_not_taken_for_an_empty_file(journal: Path, store: S
         with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
             tail(journal, store)
         with pytest.raises(JournalCorruptError):
-            Journal(journal, 4096, 0, 0)
+            Journal(journal, 4096, 0, 0, descriptors=1)
         flip(file_path(journal, 1), position, position % 8)
     assert sorted(journal.iterdir()) == before
 
@@ -133,7 +133,7 @@ def test_zeros_over_the_header_are_not_taken_for_an_empty_file(
     with pytest.raises(JournalCorruptError, match=f"data from byte {zeroed}.* on; .*'tailrace salvage'"):
         tail(journal, store)
     with pytest.raises(JournalCorruptError):
-        Journal(journal, 4096, 0, 0)
+        Journal(journal, 4096, 0, 0, descriptors=1)
     assert path.read_bytes() == damaged
 
 
@@ -143,7 +143,7 @@ def test_a_file_that_was_never_begun_is_removed(journal: Path, store: StoredStre
     write_journal_file(journal, 1, RECORDS)
     file_path(journal, 2).write_bytes(content)
     assert tail(journal, store) == 4
-    Journal(journal, 4096, 1, 0)
+    Journal(journal, 4096, 1, 0, descriptors=1)
     assert [path.name for path in journal.iterdir()] == [file_path(journal, 1).name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from tailrace.log.image import StoredStreams
 from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path, write_all
 from tailrace.log.records import UNREADABLE, decode, decode_plain_append
 from tailrace.log.streams import Streams
+
+logger = logging.getLogger("tailrace.log")
 
 
 class Replayed(NamedTuple):
@@ -63,7 +65,7 @@ def sync_tail(directory: Path, replayed: Replayed) -> None:
 
     A sync is not enough. If write-back failed and the error was reported to the killed server, the pages are
     clean, and no later sync writes them or reports the error again. So what was not acknowledged is written
-    once more, over itself. A disk that has no room even for that is synced only: then reads can be served.
+    once more, over itself. A file that takes no write at all is synced only, so that reads can be served.
     """
     if not replayed.files:
         return
@@ -74,8 +76,7 @@ def sync_tail(directory: Path, replayed: Replayed) -> None:
         try:
             write_all(fd, os.pread(fd, end - start, start), start)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            logger.warning("journal file cannot be written again, syncing it only: %s: %s", path.name, error)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -63,12 +63,12 @@ def cannot_write(error: OSError) -> TailraceError:
 
 
 def outcome_unknown(refusal: TailraceError) -> TailraceError:
-    """For a change that was written to a journal file which then could neither be synced nor cut."""
-    return TailraceError(
-        refusal.code,
-        f"{refusal.message}; the outcome of this request is unknown, check the stream before retrying",
-        outcome="unknown",
-    )
+    """For a change that was written to a journal file which then could neither be synced nor cut.
+
+    Always 503: clients repeat a request after 507, which promises that nothing was changed.
+    """
+    message = f"{refusal.message}; the outcome of this request is unknown, check the stream before retrying"
+    return TailraceError("unavailable", message, outcome="unknown")
 
 
 def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -> None:

@@ -28,7 +28,7 @@ class Journal:
     """Hands out room in the journal. Used from the loop thread; files are prepared on another."""
 
     def __init__(
-        self, directory: Path, file_bytes: int, previous_seq: int, previous_end: int, descriptors: int = 1
+        self, directory: Path, file_bytes: int, previous_seq: int, previous_end: int, descriptors: int
     ) -> None:
         """`descriptors` is the number of commit threads that write to a file at the same time."""
         self._descriptors = descriptors
@@ -46,7 +46,7 @@ class Journal:
         self._error: OSError | None = None  # why a file that somebody waits for could not be prepared
         for _, path in list_files(directory):
             if read_header(path) is None:
-                path.unlink()  # prepared and never used: it holds nothing but zeros
+                path.unlink()  # prepared and never used: there is nothing but zeros behind its header
         self.seq = max([previous_seq, *(seq for seq, _ in list_files(directory))])
 
     def open_first(self) -> None:
