@@ -21,6 +21,7 @@ from support.watch_client import Live
 ACTIVE = "0000000000000001.jnl"
 LONG_US = 20_000_000
 PAUSE_US = 2_500_000
+END_OF_BODY = b"0\r\n\r\n"
 
 
 def slow_down(post: Station) -> None:
@@ -94,11 +95,11 @@ def test_a_repeated_delete_is_answered_with_the_first(post: Station, disk: Disk)
 class Request:
     """A request whose bytes have been sent when this returns; its answer is read later."""
 
-    def __init__(self, post: Station, method: str, body: bytes = b"", *headers: str) -> None:
+    def __init__(self, post: Station, method: str, body: bytes = b"", *headers: str, query: str = "") -> None:
         self._method = method
         self._socket = socket.create_connection(("127.0.0.1", post.server.port), timeout=30)
         fields = ("Host: a", "Content-Type: text/plain", f"Content-Length: {len(body)}", *headers)
-        head = "\r\n".join((f"{method} /v1/stream/lines HTTP/1.1", *fields, "", ""))
+        head = "\r\n".join((f"{method} /v1/stream/lines{query} HTTP/1.1", *fields, "", ""))
         self._socket.sendall(head.encode() + body)
         # The server reads what has arrived in one turn, so it has this request when it answers the next.
         assert post.server.status("/healthz") == 200
@@ -106,6 +107,13 @@ class Request:
     @property
     def answered(self) -> bool:
         return bool(select.select([self._socket], [], [], 0)[0])
+
+    def read_until(self, text: bytes) -> bytes:
+        """What has arrived when this is in it, or when the connection has ended."""
+        found = b""
+        while text not in found and (data := self._socket.recv(65536)):
+            found += data
+        return found
 
     def answer(self) -> Answer:
         with http.client.HTTPResponse(self._socket, method=self._method) as response:
@@ -155,6 +163,23 @@ def test_a_deletion_shows_when_it_is_durable(post: Station, disk: Disk, method: 
             assert deletion.answer().status == 204
             assert request.answer().status == 404
     assert post.send("GET", "lines").status == 404
+
+
+def test_a_live_reader_stays_until_the_deletion_is_durable(post: Station, disk: Disk) -> None:
+    """It is woken by an append in between, when the deletion is decided already."""
+    with Request(post, "GET", query="?live=sse&offset=now") as reader:
+        assert b"upToDate" in reader.read_until(b"upToDate")
+        disk.delay(ACTIVE, SYNC, PAUSE_US, skip=1, count=1)
+        pause = disk.delay(ACTIVE, SYNC, PAUSE_US // 2, count=1)
+        with Request(post, "POST", b"the last line\n") as append:
+            eventually(lambda: disk.hits(pause) == 1, "the disk is busy")
+            with Request(post, "DELETE") as deletion:
+                assert append.answer().status == 204
+                assert post.server.status("/healthz") == 200, "the reader was woken before that"
+                assert not reader.answered
+                assert not deletion.answered
+                assert reader.read_until(END_OF_BODY).endswith(END_OF_BODY)
+                assert deletion.answer().status == 204
 
 
 def test_a_deletion_that_fails_is_never_shown(post: Station, disk: Disk) -> None:
