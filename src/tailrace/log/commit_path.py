@@ -234,8 +234,9 @@ class CommitPath:
         self.journal.abandon()
         self._undoing.begin(batches)
         self._undoing.roll_back()
-        failure = refusal if certain else outcome_unknown(refusal)
+        unknown = outcome_unknown(refusal)
         for batch in batches:
+            failure = refusal if certain or batch.file is None else unknown
             for item in batch.items:
                 assert isinstance(item, Transaction)
                 answer(item, failure)
