@@ -7,6 +7,8 @@ in the code base chooses a status for an error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import orjson
 
 CODES: dict[str, int] = {
@@ -120,6 +122,10 @@ RETRY_AFTER_S: dict[str, int] = {
 
 class TailraceError(Exception):
     """A refusal: a code from the table, a message for people, headers and fields for programs."""
+
+    # Registers a callback for the moment when the change that the refusal rests on is durable, or has failed.
+    # None if it rests on durable state. Until then a client must not see it.
+    unsettled: Callable[[Callable[[TailraceError | None], None]], None] | None = None
 
     def __init__(
         self,

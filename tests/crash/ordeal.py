@@ -131,7 +131,11 @@ class Ordeal:
         self.kills += 1
         self.crew.rest()
         self.disk.heal()
+        self._between_lives()
         self.server.start()
+
+    def _between_lives(self) -> None:
+        """The server is dead, and the disk is well again."""
 
     def _arrange_death(self, kind: str) -> None:
         """The process dies at an exact point of its own I/O."""

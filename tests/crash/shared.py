@@ -100,7 +100,8 @@ class SharedWriter:
             attempt.outcome = "acknowledged"
             attempt.entry = answer.entry
         else:
-            attempt.outcome = "refused" if answer.status in REFUSED else "unknown"
+            certain = answer.status in REFUSED and b'"outcome":"unknown"' not in answer.body
+            attempt.outcome = "refused" if certain else "unknown"
         return answer
 
     def settle(self, wire: Wire) -> None:

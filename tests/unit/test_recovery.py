@@ -115,9 +115,36 @@ def test_a_damaged_header_is_not_taken_for_an_empty_file(journal: Path, store: S
         with pytest.raises(JournalCorruptError, match="tailrace inspect journal"):
             tail(journal, store)
         with pytest.raises(JournalCorruptError):
-            Journal(journal, 4096, 0, 0)
+            Journal(journal, 4096, 0, 0, descriptors=1)
         flip(file_path(journal, 1), position, position % 8)
     assert sorted(journal.iterdir()) == before
+
+
+@pytest.mark.parametrize("zeroed", [HEADER_BYTES, HEADER_BYTES + 8, 512, 300_000])
+def test_zeros_over_the_header_are_not_taken_for_an_empty_file(
+    journal: Path, store: StoredStreams, zeroed: int
+) -> None:
+    """Whatever follows may be records that were acknowledged: they stay where they are."""
+    records = [*RECORDS, [append(1, 5, b"x" * 400_000)]]
+    write_journal_file(journal, 1, records)
+    path = file_path(journal, 1)
+    damaged = bytes(zeroed) + path.read_bytes()[zeroed:]
+    path.write_bytes(damaged)
+    with pytest.raises(JournalCorruptError, match=f"data from byte {zeroed}.* on; .*'tailrace salvage'"):
+        tail(journal, store)
+    with pytest.raises(JournalCorruptError):
+        Journal(journal, 4096, 0, 0, descriptors=1)
+    assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("content", [b"", bytes(10), bytes(5000), b"TRJRNL01" + bytes(5000)])
+def test_a_file_that_was_never_begun_is_removed(journal: Path, store: StoredStreams, content: bytes) -> None:
+    """Prepared, or with a header that was not written completely: there is nothing behind it."""
+    write_journal_file(journal, 1, RECORDS)
+    file_path(journal, 2).write_bytes(content)
+    assert tail(journal, store) == 4
+    Journal(journal, 4096, 1, 0, descriptors=1)
+    assert [path.name for path in journal.iterdir()] == [file_path(journal, 1).name]
 
 
 def test_damage_before_the_end_another_file_recorded(journal: Path, store: StoredStreams) -> None:

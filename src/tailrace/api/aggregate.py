@@ -59,11 +59,11 @@ class AggregateRoutes:
         try:
             body = await self._aggregate(stream, view, request)
         except TailraceError as refusal:
-            answers.refuse(exchange, _gone() if stream.removed else refusal)
+            answers.refuse(exchange, answers.deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if stream.removed:
-                answers.refuse(exchange, _gone())
+                answers.refuse(exchange, answers.deleted(stream))
                 return
             answers.refuse(exchange, TailraceError("internal", "the aggregate failed"))
             raise
@@ -78,7 +78,3 @@ class AggregateRoutes:
             return await self._aggregator.aggregate(stream, view, request, deadline)
         finally:
             self._gate.leave()
-
-
-def _gone() -> TailraceError:
-    return TailraceError("not_found", "the stream was deleted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tailrace.api.proxies import proxies_of
 from tailrace.api.request_log import failures
 from tailrace.errors import TailraceError
+from tailrace.log.commit import resting_on
 from tailrace.log.model import Stream
 from tailrace.net import common_headers
 from tailrace.net.http1 import Exchange
@@ -71,7 +72,17 @@ def refusal_of(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, 
 
 def refuse(exchange: Exchange, refusal: TailraceError) -> None:
     """For those who answer later; whoever raises is answered in the same way by net."""
+    if refusal.unsettled is not None:
+        hold, refusal.unsettled = refusal.unsettled, None
+        hold(lambda failure: refuse(exchange, failure or refusal))
+        return
     exchange.respond(*exchange.connection.server.app.refuse(exchange, refusal))
+
+
+def deleted(stream: Stream) -> TailraceError:
+    """The refusal for a stream that was deleted while a request was at work on it."""
+    code = "stream_gone" if stream.gone and not stream.removed else "not_found"
+    return resting_on(TailraceError(code, "the stream was deleted"), stream.batch)
 
 
 def base_url(exchange: Exchange, settings: Settings) -> str:

@@ -80,7 +80,7 @@ class Follower:
     def _go_on(self) -> bool:
         stream, live = self.stream, self._live
         while not self.ended:
-            if stream.removed or stream.gone:
+            if (stream.removed or stream.gone) and stream.batch is None:  # else it is not durable yet
                 self.finish(4404)
                 return True
             if (self._type_was_unset and stream.content_type is not None) or self._position < stream.earliest:

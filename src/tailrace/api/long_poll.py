@@ -48,8 +48,7 @@ class LongPoll:
         request = self._request
         if stream.removed or stream.gone:
             self._leave()
-            code = "stream_gone" if stream.gone and not stream.removed else "not_found"
-            answers.refuse(self._exchange, TailraceError(code, "the stream was deleted"))
+            answers.refuse(self._exchange, answers.deleted(stream))
             return
         if stream.visible > self._position:
             if request.key or request.filter_text:

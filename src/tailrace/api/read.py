@@ -230,13 +230,13 @@ class ReadRoutes:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
-            deleted = TailraceError("not_found", "the stream was deleted")
-            answers.refuse(exchange, deleted if request.stream.removed else refusal)
+            stream = request.stream
+            answers.refuse(exchange, answers.deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if request.stream.removed:
                 # Deleted under the reader's feet: its rows are gone.
-                answers.refuse(exchange, TailraceError("not_found", "the stream was deleted"))
+                answers.refuse(exchange, answers.deleted(request.stream))
                 return
             answers.refuse(exchange, TailraceError("internal", "the read failed"))
             raise

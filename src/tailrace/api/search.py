@@ -140,12 +140,11 @@ class SearchRoutes:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
             return
         except TailraceError as refusal:
-            deleted = TailraceError("not_found", "the stream was deleted")
-            answers.refuse(exchange, deleted if stream.removed else refusal)
+            answers.refuse(exchange, answers.deleted(stream) if stream.removed else refusal)
             return
         except Exception:
             if stream.removed:
-                answers.refuse(exchange, TailraceError("not_found", "the stream was deleted"))
+                answers.refuse(exchange, answers.deleted(stream))
                 return
             answers.refuse(exchange, TailraceError("internal", "the search failed"))
             raise

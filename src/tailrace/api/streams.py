@@ -250,10 +250,7 @@ class StreamRoutes:
         if stream is None:
             if log.confirm_deleted(name, _answer_delete, exchange):
                 return
-            raise TailraceError("not_found", f"there is no stream {name!r}")
-        if stream.gone:
-            raise TailraceError("stream_gone", "the stream was deleted; its forks live on")
-        log.remove(stream, "deleted", _answer_delete, exchange)
+        log.remove(log.existing(name), "deleted", _answer_delete, exchange)
 
 
 def read_only() -> TailraceError:
@@ -282,7 +279,7 @@ def answer_append(transaction: Transaction, error: TailraceError | None) -> None
         answers.refuse(exchange, error)
         return
     if transaction.duplicate:
-        _answer_special(exchange, stream, stream.visible, 0, None, stream.visible_closed)
+        _answer_special(exchange, stream, stream.visible, 0, transaction.producer, stream.visible_closed)
         return
     op = transaction.append or transaction.ops[0]
     assert type(op) is Append
@@ -290,7 +287,7 @@ def answer_append(transaction: Transaction, error: TailraceError | None) -> None
     if op.producer is None and not op.closes and b"prefer" not in exchange.headers:
         exchange.respond(204, answers.next_offset(stream.offset(last)))
     else:
-        _answer_special(exchange, stream, last, op.count, op.producer, op.closes)
+        _answer_special(exchange, stream, last, op.count, op.producer and op.producer[1:], op.closes)
 
 
 def _answer_special(
@@ -298,18 +295,18 @@ def _answer_special(
     stream: Stream,
     last: int,
     count: int,
-    producer: tuple[str, int, int] | None,
+    producer: tuple[int, int] | None,
     closed: bool,
 ) -> None:
-    """Producers learn the highest sequence that was accepted, whatever this request brought."""
+    """Producers learn the highest sequence that was accepted, whatever this request brought.
+
+    That is `producer`, as it was when the request was decided: what was decided since may not be durable.
+    """
     offset = stream.offset(last)
     head = answers.next_offset(offset)
     status = 204
-    raw_id = exchange.headers.get(b"producer-id")
-    if raw_id is not None:
-        known = (stream.producers or {}).get(raw_id.decode())
-        epoch, seq = (producer[1], producer[2]) if producer else (known.epoch, known.seq) if known else (0, 0)
-        head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (epoch, seq)
+    if b"producer-id" in exchange.headers:
+        head += b"Producer-Epoch: %d\r\nProducer-Seq: %d\r\n" % (producer or (0, 0))
         if count:
             status = 200
     if closed:

@@ -41,7 +41,8 @@ class Feed:
     def on_published(self, stream: Stream) -> None:
         """New entries are taken in together, once per coalescing window."""
         if stream.removed or stream.gone:
-            self._on_ended(self)
+            if stream.batch is None:  # else it is not durable yet, and this is called again when it is
+                self._on_ended(self)
         elif self._timer is None and self._task is None and self.behind:
             window_s = self.state.config.touch_coalesce_window_ms / 1000
             self._timer = self._context.loop.call_later(window_s, self._start)

@@ -8,7 +8,7 @@ that helps. Batches are acknowledged strictly in log order.
 from __future__ import annotations
 
 import asyncio
-import errno
+import logging
 import os
 import queue
 import threading
@@ -17,8 +17,19 @@ from collections import deque
 from collections.abc import Callable
 
 from tailrace.errors import TailraceError
-from tailrace.log.journal import FRAME, FRAME_BYTES, JournalFile, crc32c_extend, encode_header, mark
+from tailrace.log.journal import (
+    FRAME,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    JournalFile,
+    crc32c_extend,
+    encode_header,
+    mark,
+    write_all,
+)
 from tailrace.log.overlap import Overlap
+
+logger = logging.getLogger("tailrace.log")
 
 Settled = Callable[[TailraceError | None], None]
 
@@ -56,6 +67,13 @@ class Batch:
         self.under_way = 0  # syncs when its own began, that one included
 
 
+def resting_on(refusal: TailraceError, batch: Batch | None) -> TailraceError:
+    """The refusal, which no client gets before the batch is durable or has failed."""
+    if batch is not None:
+        refusal.unsettled = batch.waiting.append
+    return refusal
+
+
 class Committer:
     """Turns submitted payloads into durable ones. All methods run on the loop thread except `_work`."""
 
@@ -64,13 +82,14 @@ class Committer:
         loop: asyncio.AbstractEventLoop,
         reserve: Callable[[int, bool], JournalFile | None],
         acknowledge: Callable[[Batch], None],
-        fail: Callable[[list[Batch], OSError], None],
+        fail: Callable[[list[Batch], OSError, bool], None],
         syncs_in_flight: int,
     ) -> None:
         self._loop = loop
         self._reserve = reserve
         self._acknowledge = acknowledge
-        self._fail = fail
+        self._fail = fail  # told whether it is certain that a restart does not bring the batches back
+        self._cutting = False  # a failed file is being cut after its last acknowledged record
         self.overlap = Overlap(syncs_in_flight)
         self._open = Batch()
         self._flush_scheduled = False
@@ -169,6 +188,8 @@ class Committer:
             return
         if file is None:
             return  # a new file is due: it begins when it is prepared and everything in the old one durable
+        if file.failed is not None:
+            return  # fails with the batches that are in flight
         self._open = Batch()
         batch.file = file
         batch.position = file.end
@@ -179,14 +200,15 @@ class Committer:
         self._in_flight.append(batch)
         batch.under_way = len(self._in_flight)
         if len(self._threads) < len(self._in_flight):
-            name = f"commit-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            number = len(self._threads)
+            thread = threading.Thread(target=self._work, args=(number,), name=f"commit-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._jobs.put(batch)
 
-    def _work(self) -> None:
+    def _work(self, number: int) -> None:
         while (batch := self._jobs.get()) is not None:
-            sync_batch(batch)
+            sync_batch(batch, number)
             try:
                 self._loop.call_soon_threadsafe(self._settle)
             except RuntimeError:
@@ -196,11 +218,13 @@ class Committer:
         """Acknowledges finished batches in order, then lets the next one go."""
         in_flight = self._in_flight
         while in_flight and in_flight[0].synced:
-            batch = in_flight.popleft()
-            self.queued_bytes -= batch.size
-            if batch.error is not None:
-                self._break(batch)
+            batch = in_flight[0]
+            file = batch.file
+            if file is None or file.failed is not None:
+                self._stop_writing(file)
                 return
+            in_flight.popleft()
+            self.queued_bytes -= batch.size
             self.overlap.note(batch.sync_s, batch.under_way)
             self.syncs += 1
             if self.observe_sync is not None:
@@ -213,14 +237,38 @@ class Committer:
         elif not in_flight:
             self._idle.set()
 
-    def _break(self, failed: Batch) -> None:
+    def _stop_writing(self, file: JournalFile | None) -> None:
+        """Nothing more is acknowledged from this file, whatever became of the batches that are in flight.
+
+        They fail when no thread writes to the file any more and it is cut after its last acknowledged record.
+        """
+        if file is None:
+            self._break(certain=True)  # there was no file to write to
+        elif not self._cutting and all(batch.synced for batch in self._in_flight):
+            self._cutting = True
+            threading.Thread(target=self._cut_off, args=(file,), name="journal-cut", daemon=True).start()
+
+    def _cut_off(self, file: JournalFile) -> None:
+        try:
+            file.cut_off()
+            certain = True
+        except OSError as error:
+            logger.warning("journal file cannot be cut after its last record: %s: %s", file.path.name, error)
+            certain = False
+        try:
+            self._loop.call_soon_threadsafe(self._break, certain)
+        except RuntimeError:
+            pass  # the loop is closed: there is no request left to answer
+
+    def _break(self, certain: bool) -> None:
         """A batch could not be made durable: neither it nor anything after it happened."""
-        assert failed.error is not None
-        batches = [failed, *self._in_flight, self._open]
+        self._cutting = False
+        batches = [*self._in_flight, self._open]
+        error = next(batch.error for batch in batches if batch.error is not None)
         self._in_flight.clear()
         self._open = Batch()
         self.queued_bytes = 0
-        self._fail(batches, failed.error)
+        self._fail(batches, error, certain)
         if not self._open.payloads:
             self._idle.set()
 
@@ -235,26 +283,29 @@ def framed(payloads: list[bytes], seed: int) -> bytes:
     return b"".join(pieces)
 
 
-def sync_batch(batch: Batch) -> None:
+def sync_batch(batch: Batch, thread: int) -> None:
     """Makes a batch durable, or notes why it is not."""
     begun = time.perf_counter()
+    file = batch.file
+    assert file is not None
     try:
-        write_batch(batch)
+        write_batch(batch, file.fds[thread])
     except OSError as error:
-        batch.error = error
+        batch.error = file.failed = error
     batch.sync_s = time.perf_counter() - begun
     batch.synced = True
 
 
-def write_batch(batch: Batch) -> None:
-    """One positioned write (more only if the kernel takes less) and one `fdatasync`, on a commit thread."""
-    file, data = batch.file, batch.data
-    assert file is not None
-    assert file.fd >= 0
-    written = os.pwrite(file.fd, data, batch.position)
-    while written < len(data):
-        more = os.pwrite(file.fd, memoryview(data)[written:], batch.position + written)
-        if more == 0:
-            raise OSError(errno.EIO, "the journal took no more bytes")
-        written += more
-    os.fdatasync(file.fd)
+def write_batch(batch: Batch, fd: int) -> None:
+    """One write and one `fdatasync`, on a commit thread and its own descriptor.
+
+    The first batch of a file begins with the header, which is synced before the records: otherwise a crash
+    could leave records behind a header that is not there.
+    """
+    data, position = batch.data, batch.position
+    if not position:
+        write_all(fd, data[:HEADER_BYTES], 0)
+        os.fdatasync(fd)
+        data, position = data[HEADER_BYTES:], HEADER_BYTES
+    write_all(fd, data, position)
+    os.fdatasync(fd)

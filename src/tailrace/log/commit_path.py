@@ -20,7 +20,7 @@ from tailrace.log.model import Stream
 from tailrace.log.publish import Publisher, answer
 from tailrace.log.records import Meta, encode
 from tailrace.log.recovery import Replayed, replay, sync_tail
-from tailrace.log.rollback import Undoing, cannot_write
+from tailrace.log.rollback import Undoing, cannot_write, outcome_unknown
 from tailrace.log.rotation import Journal
 from tailrace.log.stalls import Stalls
 from tailrace.log.transaction import Reply, Transaction, ignore
@@ -53,7 +53,11 @@ class CommitPath:
         self.streams = self.recovered.streams
         self.streams.first_epoch = int(str(self.store.db.fact("first_epoch", 0)))
         self.journal = Journal(
-            journal_directory, limits.journal_file_bytes, self.recovered.seq, self.recovered.end
+            journal_directory,
+            limits.journal_file_bytes,
+            self.recovered.seq,
+            self.recovered.end,
+            limits.journal_syncs_in_flight,
         )
         self.committer = Committer(
             loop, self.journal.reserve, self._acknowledge, self._fail, limits.journal_syncs_in_flight
@@ -218,20 +222,26 @@ class CommitPath:
 
     # -- failure ---------------------------------------------------------------------------------------
 
-    def _fail(self, batches: list[Batch], error: OSError) -> None:
-        """The journal could not take a batch. None of it happened: back to the last acknowledged state."""
+    def _fail(self, batches: list[Batch], error: OSError, certain: bool) -> None:
+        """The journal could not take a batch. None of it happened: back to the last acknowledged state.
+
+        It is `certain` if the journal file was cut durably. If not, a power cut may bring the batch back
+        until the next file has begun, and the answers say so.
+        """
         logger.error("journal write failed: %s; rolling back to the last durable record", error)
         self.failures += 1
         self.refusal = refusal = cannot_write(error)
         self.journal.abandon()
         self._undoing.begin(batches)
         self._undoing.roll_back()
+        unknown = outcome_unknown(refusal)
         for batch in batches:
+            failure = refusal if certain or batch.file is None else unknown
             for item in batch.items:
                 assert isinstance(item, Transaction)
-                answer(item, refusal)
+                answer(item, failure)
             for settled in batch.waiting:
-                settled(refusal)
+                settled(failure)
         if self.on_failure is not None:
             self.on_failure(error)
 

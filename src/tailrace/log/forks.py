@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.errors import TailraceError
+from tailrace.log.commit import resting_on
 from tailrace.log.decide import CreateRequest, ForkPoint, gone, resolve
 from tailrace.log.history import Pinned
 from tailrace.log.model import Stream
@@ -12,16 +13,14 @@ from tailrace.log.reader import Reader
 
 
 def fork_point(
-    reader: Reader, source: Stream | None, request: CreateRequest, at_hand: Sequence[Pinned]
+    reader: Reader, source: Stream, request: CreateRequest, at_hand: Sequence[Pinned]
 ) -> ForkPoint:
     """Resolves the fork headers against the source, or refuses.
 
     Raises NotAtHandError if it needs an entry from the object store that is not among those at hand.
     """
-    if source is None or source.visible < 0:
-        raise TailraceError("not_found", f"there is no stream {request.source!r} to fork")
     if source.gone:
-        raise TailraceError("source_deleted", "the source was deleted")
+        raise resting_on(TailraceError("source_deleted", "the source was deleted"), source.batch)
     if request.fork_position is None:
         entry = source.visible
     else:

@@ -16,6 +16,7 @@ from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.log import compaction, outbox, outbox_events
 from tailrace.log.catalogue import DOCUMENT, Catalogue, encode_plans, plans_in
+from tailrace.log.commit import resting_on
 from tailrace.log.commit_path import CommitPath
 from tailrace.log.decide import (
     AppendRequest,
@@ -116,17 +117,28 @@ class Log(CommitPath):
         """The stream to write to, or the refusal its absence calls for."""
         stream = self.find(name)
         if stream is None:
-            raise TailraceError("not_found", f"there is no stream {name!r}")
+            raise self.absent(name)
         if stream.gone:
-            raise TailraceError("stream_gone", "the stream was deleted; its forks live on")
+            refusal = TailraceError("stream_gone", "the stream was deleted; its forks live on")
+            raise resting_on(refusal, stream.batch)
         return stream
 
     def readable(self, name: str) -> Stream:
         """The stream to read from: its creation is durable."""
         stream = self.existing(name)
         if stream.visible < 0:
-            raise TailraceError("not_found", f"there is no stream {name!r}")
+            raise self.absent(name, stream)
         return stream
+
+    def absent(self, name: str, stream: Stream | None = None) -> TailraceError:
+        """The refusal for a name without a stream, or with one whose creation is not durable.
+
+        It has to wait if there was one before whose deletion is not durable either: that one still exists.
+        """
+        refusal = TailraceError("not_found", f"there is no stream {name!r}")
+        if self.streams.changed_names.get(name) == UNPUBLISHED and (stream is None or stream.incarnation):
+            return resting_on(refusal, self.committer.newest)
+        return refusal
 
     def count_streams(self) -> int:
         """Streams that exist, those that are not in memory included."""
@@ -163,6 +175,9 @@ class Log(CommitPath):
         if op is None:
             transaction = Transaction(stream, reply, context)
             transaction.duplicate = True
+            if request.producer is not None:
+                known = (stream.producers or {}).get(request.producer[0])
+                transaction.producer = None if known is None else (known.epoch, known.seq)
             self._after(transaction)
             return
         if op.closes or op.binds is not None or stream.lifetime is not NO_LIFETIME:
@@ -240,7 +255,11 @@ class Log(CommitPath):
             self._confirm(stream, request, source, reply, context, now_ns)
             return False
         self._admit(None, 0 if request.initial is None else len(request.initial.body))
-        fork = None if request.source is None else fork_point(self.reader, source, request, at_hand)
+        fork = None
+        if request.source is not None:
+            if source is None or source.visible < 0:
+                raise self.absent(request.source, source)
+            fork = fork_point(self.reader, source, request, at_hand)
         streams = self.streams
         tombstone = streams.tombstone(request.name)
         create = decide_create(request, streams.next_number, tombstone, fork, now_ns, streams.first_epoch)

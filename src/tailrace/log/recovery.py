@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.log.image import StoredStreams
-from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path
+from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path, write_all
 from tailrace.log.records import UNREADABLE, decode, decode_plain_append
 from tailrace.log.streams import Streams
+
+logger = logging.getLogger("tailrace.log")
 
 
 class Replayed(NamedTuple):
@@ -19,6 +22,7 @@ class Replayed(NamedTuple):
     files: list[tuple[int, int]]  # every file that was replayed, with its end
     records: int
     torn: bool
+    acknowledged: int  # the part of the last file that is known to have been acknowledged
 
 
 def replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None = None) -> Replayed:
@@ -35,14 +39,11 @@ def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None)
     streams = Streams(store)
     streams.next_number = int(str(store.db.fact("next_number", 1)))
     streams.meta = store.db.meta()
-    seq, end, records, torn = checkpoint_seq, HEADER_BYTES, 0, False
+    seq, end, records, torn, acknowledged = checkpoint_seq, HEADER_BYTES, 0, False, 0
     files: list[tuple[int, int]] = []
-    for path, header, known_end in chain(directory, checkpoint_seq):
-        if upto is not None:
-            if header.seq > upto[0]:
-                break
-            if header.seq == upto[0]:
-                known_end = upto[1]
+    for path, header, known_end in chain(directory, checkpoint_seq, None if upto is None else upto[0]):
+        if upto is not None and header.seq == upto[0]:
+            known_end = upto[1]
         scan = Scan(path, header, known_end)
         for position, payload in scan:
             records += 1
@@ -54,19 +55,31 @@ def _replay(directory: Path, store: StoredStreams, upto: tuple[int, int] | None)
                 raise JournalCorruptError(
                     f"{path.name}: the record at byte {position} does not fit ({why}); {LOOK}"
                 ) from error
-        seq, end, torn = header.seq, scan.end, scan.torn
+        seq, end, torn, acknowledged = header.seq, scan.end, scan.torn, scan.acknowledged
         files.append((seq, end))
-    return Replayed(streams, seq, end, files, records, torn)
+    return Replayed(streams, seq, end, files, records, torn, acknowledged)
 
 
 def sync_tail(directory: Path, replayed: Replayed) -> None:
-    """What a killed server wrote may be in the page cache only; from now on it counts as acknowledged."""
-    if replayed.files:
-        fd = os.open(file_path(directory, replayed.seq), os.O_RDONLY | os.O_CLOEXEC)
+    """What a killed server wrote may be in the page cache only; from now on it counts as acknowledged.
+
+    A sync is not enough. If write-back failed and the error was reported to the killed server, the pages are
+    clean, and no later sync writes them or reports the error again. So what was not acknowledged is written
+    once more, over itself. A file that takes no write at all is synced only, so that reads can be served.
+    """
+    if not replayed.files:
+        return
+    path = file_path(directory, replayed.seq)
+    start, end = replayed.acknowledged, replayed.end
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            write_all(fd, os.pread(fd, end - start, start), start)
+        except OSError as error:
+            logger.warning("journal file cannot be written again, syncing it only: %s: %s", path.name, error)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def apply_record(streams: Streams, payload: bytes) -> None:

@@ -62,6 +62,15 @@ def cannot_write(error: OSError) -> TailraceError:
     return TailraceError("unavailable", "the journal cannot be written; the server is trying to recover")
 
 
+def outcome_unknown(refusal: TailraceError) -> TailraceError:
+    """For a change that was written to a journal file which then could neither be synced nor cut.
+
+    Always 503: clients repeat a request after 507, which promises that nothing was changed.
+    """
+    message = f"{refusal.message}; the outcome of this request is unknown, check the stream before retrying"
+    return TailraceError("unavailable", message, outcome="unknown")
+
+
 def roll_back(streams: Streams, durable: Streams, known: Mapping[int, Stream]) -> None:
     """Puts a state rebuilt from disk into `streams`, and into the objects that readers hold on to.
 

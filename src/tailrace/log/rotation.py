@@ -27,7 +27,11 @@ logger = logging.getLogger("tailrace.log")
 class Journal:
     """Hands out room in the journal. Used from the loop thread; files are prepared on another."""
 
-    def __init__(self, directory: Path, file_bytes: int, previous_seq: int, previous_end: int) -> None:
+    def __init__(
+        self, directory: Path, file_bytes: int, previous_seq: int, previous_end: int, descriptors: int
+    ) -> None:
+        """`descriptors` is the number of commit threads that write to a file at the same time."""
+        self._descriptors = descriptors
         self.directory = directory
         self.file_bytes = file_bytes
         self.active: JournalFile | None = None
@@ -42,7 +46,7 @@ class Journal:
         self._error: OSError | None = None  # why a file that somebody waits for could not be prepared
         for _, path in list_files(directory):
             if read_header(path) is None:
-                path.unlink()
+                path.unlink()  # prepared and never used: there is nothing but zeros behind its header
         self.seq = max([previous_seq, *(seq for seq, _ in list_files(directory))])
 
     def open_first(self) -> None:
@@ -70,28 +74,20 @@ class Journal:
 
         None if that is a new file and not everything before it is `settled`: the header of a file vouches for
         every byte of the one before, so a crash must not be able to leave the header and take the bytes.
+        None while the first batch of a file is in flight, because nothing may be written behind a header that
+        is not durable.
         None as well while the new file is being prepared; `on_prepared` tells when to ask again.
         """
         active = self.active
         if active is not None and max(active.end + MARK_BYTES, HEADER_BYTES) + size <= active.size:
-            return active
+            return active if active.durable or not active.end else None
         if not settled or not self._is_ready(HEADER_BYTES + size):
             return None
         return self._rotate()
 
     def abandon(self) -> None:
-        """After a failed write: nothing more goes to the active file, and nothing unacknowledged counts.
-
-        What lies behind the last acknowledged record is cut off. After a failed sync it is in the page cache
-        but perhaps never on the disk: a restart must not take it for durable.
-        """
-        failed, self.active = self.active, None
-        if failed is None:
-            return
-        try:
-            os.ftruncate(failed.fd, self.durable_end if failed.seq == self.durable_seq else 0)
-        except OSError as error:
-            logger.warning("%s cannot be cut after its last record: %s", failed.path.name, error)
+        """After a failed write: nothing more goes to the active file."""
+        self.active = None
 
     def settled(self, file: JournalFile, end: int) -> None:
         """Everything up to here is durable and acknowledged."""
@@ -133,7 +129,7 @@ class Journal:
         assert path is not None
         file_id = int.from_bytes(os.urandom(8), "little")
         header = Header(self.seq + 1, file_id, self.durable_seq, self.durable_end, time.time_ns())
-        self.active = open_file(path, header)
+        self.active = open_file(path, header, self._descriptors)
         self._next = None
         self.seq += 1
         self._prepare(self.file_bytes, in_advance=True)

@@ -256,7 +256,7 @@ class Streams:
         if stream is None and isinstance(op, Meta) and subject_of(op.key) is not None:
             self.meta_file = self.file
         if stream is None or (stream.removed and not isinstance(op, Delete)):
-            return  # nothing to show, or deleted by a later operation that is durable as well
+            return  # nothing to show, or deleted by a later operation; if that fails, disk brings this back
         if isinstance(op, Append):
             self.publish_append(op, stream)
             return

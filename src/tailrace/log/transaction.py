@@ -27,6 +27,7 @@ class Transaction(msgspec.Struct, eq=False):
     streams: tuple[Stream | None, ...] = ()
     duplicate: bool = False
     size: int = 0
+    producer: tuple[int, int] | None = None  # of a duplicate: the epoch and sequence accepted last
 
     def steps(self) -> Iterable[tuple[Op, Stream | None]]:
         """Every operation with the stream it changed."""

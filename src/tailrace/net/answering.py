@@ -314,6 +314,9 @@ class AnsweringConnection(asyncio.Protocol):
 
     def _handler_failed(self, exchange: Exchange, error: Exception) -> None:
         refusal = error if isinstance(error, TailraceError) else TailraceError("internal", "internal error")
+        if refusal.unsettled is not None and not exchange.answered:
+            refusal.unsettled(lambda _: self._handle_again(exchange))
+            return
         answer = None if exchange.answered else self._refusal_of(exchange, refusal)
         if refusal is not error:
             path = exchange.path[:PATH_BYTES_LOGGED].decode("latin-1")
@@ -324,6 +327,17 @@ class AnsweringConnection(asyncio.Protocol):
         elif self.current is exchange:
             # The answer is half out; cutting it off is the only honest end.
             self.transport.abort()
+
+    def _handle_again(self, exchange: Exchange) -> None:
+        """What a refusal rested on is durable now, or did not happen: the request is decided by that."""
+        if self.current is not exchange or exchange.answered:
+            return  # the client has left
+        try:
+            self.server.app.handle(exchange)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+            if isinstance(error, TailraceError):
+                error.unsettled = None  # another change may be on its way; one wait is enough
+            self._handler_failed(exchange, error)
 
     def _refusal_of(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         try:

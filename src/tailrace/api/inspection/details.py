@@ -187,8 +187,7 @@ class Wait:
 
     def on_published(self, stream: Stream) -> None:
         if stream.removed or stream.gone:
-            code = "stream_gone" if stream.gone and not stream.removed else "not_found"
-            self.refuse(TailraceError(code, "the stream was deleted"))
+            self.refuse(answers.deleted(stream))
         elif self._routes.tag(stream, self._kind) != self._tag:
             self._leave()
             self._routes.show(self._exchange, stream, self._kind)

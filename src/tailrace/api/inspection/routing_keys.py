@@ -51,8 +51,7 @@ class RoutingKeyRoutes:
         except TimeoutError:
             answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
         except TailraceError as refusal:
-            deleted = TailraceError("not_found", "the stream was deleted")
-            answers.refuse(exchange, deleted if stream.removed else refusal)
+            answers.refuse(exchange, answers.deleted(stream) if stream.removed else refusal)
         except Exception:
             answers.refuse(exchange, TailraceError("internal", "the listing failed"))
             raise

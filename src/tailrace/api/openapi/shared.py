@@ -21,7 +21,7 @@ SCHEMAS: Final[Json] = {
         {
             "error": obj(
                 {"code": {"enum": sorted(CODES)}, "message": STRING},
-                {"header": STRING, "earliest_offset": OFFSET},
+                {"header": STRING, "earliest_offset": OFFSET, "outcome": {"const": "unknown"}},
                 description="`code` is the thing to test for; some errors have further fields.",
             )
         }

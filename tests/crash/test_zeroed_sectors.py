@@ -1,0 +1,105 @@
+"""A sector of the journal that reads as zeros: the server refuses to start and changes no file."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crash.faults import HOT, WRITE, Disk
+from crash.station import Station, eventually
+from crash.wire import Content
+from crash.writeback import SECTOR_BYTES
+from tailrace.log.inspect import inspect_journal
+from tailrace.log.journal import read_header
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each time; ZEROED_SEED repeats one."""
+    found = int(os.environ.get("ZEROED_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"to repeat: ZEROED_SEED={found} pytest tests/crash/test_zeroed_sectors.py")
+    return found
+
+
+@pytest.fixture
+def post(tmp_path: Path, disk: Disk) -> Iterator[Station]:
+    """A station with several journal files, none of them checkpointed: the hot store cannot be written."""
+    station = Station(tmp_path, disk, "--journal-file-bytes", "64KiB")
+    station.start()
+    disk.fail(HOT, WRITE)
+    station.append_many(8, size=15_000)
+    station.append_many(12, size=700)
+    yield station
+    station.kill()
+    print(station.server.log)
+
+
+def used(post: Station) -> list[Path]:
+    return [path for path in post.journal_files if read_header(path) is not None]
+
+
+def zero(path: Path, sector: int) -> bytes:
+    """Zeroes one sector; what the file was before."""
+    before = path.read_bytes()
+    start, end = sector * SECTOR_BYTES, (sector + 1) * SECTOR_BYTES
+    path.write_bytes(before[:start] + bytes(len(before[start:end])) + before[end:])
+    return before
+
+
+def starts(post: Station) -> bool:
+    """Whether the server comes up. If it does not, it says what to do, and no file has changed."""
+    before = {path.name: path.read_bytes() for path in post.journal_files}
+    server = post.server.start(ready=False)
+    eventually(lambda: not server.running or server.status("/readyz") == 200, "it starts or refuses to")
+    if server.running:
+        return True
+    assert post.server.wait_exit() == 1
+    assert {path.name: path.read_bytes() for path in post.journal_files} == before
+    message = post.server.log.splitlines()[-1]
+    assert "tailrace inspect journal" in message
+    assert "tailrace salvage" in message
+    return False
+
+
+def test_a_zeroed_first_sector_of_any_file_is_refused(post: Station) -> None:
+    post.stop_dead()
+    assert len(used(post)) > 1
+    for path in used(post):
+        before = zero(path, 0)
+        assert not starts(post), f"{path.name} was taken for a file that was never begun"
+        path.write_bytes(before)
+    post.crash_and_check()
+
+
+def test_a_zeroed_sector_never_loses_more_than_the_last_batch(
+    post: Station, seed: int, tmp_path: Path
+) -> None:
+    """Whether the last batch was acknowledged is written nowhere yet; everything before it is known to be."""
+    chance = random.Random(seed)
+    post.stop_dead()
+    ends = {
+        str(row["file"]): int(str(row["ends_at"]))
+        for row in inspect_journal(post.data_dir)
+        if "records" in row
+    }
+    refused = 0
+    kept = shutil.copytree(post.data_dir, tmp_path / "kept")
+    for _ in range(6):
+        path = chance.choice(used(post))
+        zero(path, chance.randrange(-(-ends[path.name] // SECTOR_BYTES)))
+        if starts(post):
+            content = post.wire.read_all("lines")
+            assert isinstance(content, Content)
+            assert content.entries in (post.acknowledged, post.acknowledged[:-1])
+        else:
+            refused += 1
+        post.stop_dead()
+        shutil.rmtree(post.data_dir)
+        shutil.copytree(kept, post.data_dir)
+    assert refused, "no damage was noticed"
+    post.crash_and_check()
