@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from crash import world as world_shim
 from crash.faults import Disk, build
+from crash.world import World
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,14 @@ def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def disk(faulty_library: Path, tmp_path: Path) -> Disk:
     """Give `disk.env` to a server, then tell the disk what to do."""
     return Disk(faulty_library, tmp_path / "faults")
+
+
+@pytest.fixture(scope="session")
+def world_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return world_shim.build(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def world(world_library: Path, tmp_path: Path) -> World:
+    """Give `world.env` to a server in `tmp_path / "data"`, then limit its disk or set its clock."""
+    return World(world_library, tmp_path / "world", tmp_path / "data")

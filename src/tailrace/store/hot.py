@@ -63,6 +63,24 @@ class Execute(Protocol):
     def __call__(self, query: str, bindings: tuple[object, ...] = ()) -> Rows: ...
 
 
+class Space(NamedTuple):
+    """How the pages of the file are used."""
+
+    pages: int
+    free_pages: int
+    page_bytes: int
+    incremental: bool  # free pages can be given back one by one; else the file has to be rebuilt
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for new rows without growing the file."""
+        return self.free_pages * self.page_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.pages - self.free_pages) * self.page_bytes
+
+
 class BlockRow(NamedTuple):
     first: int
     last: int
@@ -99,6 +117,10 @@ class HotDb:
         self.connection.set_busy_timeout(10_000)
         self.execute = execute = cast("Execute", self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
         execute("PRAGMA page_size=8192")
+        if path.stat().st_size == 0:
+            execute(
+                "PRAGMA auto_vacuum=INCREMENTAL"
+            )  # a file that has tables would have to be rebuilt for it
         execute("PRAGMA journal_mode=WAL")
         execute("PRAGMA synchronous=FULL")
         execute("PRAGMA mmap_size=0")
@@ -258,6 +280,15 @@ class HotDb:
         """Of the streams that were made last."""
         rows = self.rows("SELECT number FROM streams ORDER BY number DESC LIMIT ?", limit)
         return [cast("int", row[0]) for row in rows]
+
+    def space(self) -> Space:
+        def number(pragma: str) -> int:
+            row = self.one(f"PRAGMA {pragma}")
+            assert row is not None
+            return cast("int", row[0])
+
+        incremental = number("auto_vacuum") == 2
+        return Space(number("page_count"), number("freelist_count"), number("page_size"), incremental)
 
     def count_streams(self) -> int:
         row = self.one("SELECT count(*) FROM streams")
