@@ -57,9 +57,8 @@ class Plans:
         self._log = context.log
         self._sealing = sealing
         self._work = work
-        # The plan of each stream that is in the bucket: not those before it, which may be swept by now.
-        # The plan of a stream that was stored last. One that is wanted again has another generation: its object
-        # may have been swept meanwhile.
+        # The plan of each stream that is in the bucket, by hash and generation: not those before it, which
+        # may be swept by now. One that is wanted again has another generation.
         self._stored: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
         self.shows_places = False  # in the order of pages, so that those of several workers can be joined

@@ -47,7 +47,7 @@ _COMMANDS: Final = (
     ("seal", "Move streams to the object store now.", _CARE),
     ("pipeline", "Look after the pipeline that builds indexes, or run one.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),
-    ("verify", "Check that everything in the object store is as it was recorded.", _CARE),
+    ("verify", "Check that a data directory and its object store are as they were recorded.", _CARE),
     ("gc", "Delete what no manifest in the object store names any more.", _CARE),
     ("doctor", "Check that this machine can run a server well.", _CARE),
     ("token", "Create, inspect and revoke access tokens.", _CARE),
