@@ -28,7 +28,7 @@ from tailrace import failpoints, turns
 from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
-from tailrace.log.records import Describe, decode
+from tailrace.log.records import Describe, Op, decode
 from tailrace.log.recovery import apply_plain_append
 from tailrace.log.streams import Streams
 from tailrace.store.hot import HotDb
@@ -57,45 +57,65 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         header = read_header(path)
         if header is None or header.previous_seq > done:
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
+        folding = Folding(store, seq)
+        for _, payload in Scan(path, header, end):
+            folding.take(payload)
+        folding.write(tombstone_ns)
+    if folding.cold.trims:
+        failpoints.reached("seal.after_trim")
+    db.connection.wal_checkpoint(mode=0)
+
+
+class Folding:
+    """The records of one journal file on their way into the hot store, within one transaction."""
+
+    def __init__(self, store: StoredStreams, seq: int) -> None:
+        self._store = store
+        self._seq = seq
+        db = store.db
         db.cold.create()
         db.documents.create()
         db.companions.create()
         if db.trims.create():
             write_book_of_forks(db)
-        streams = Streams(store)
+        self.streams = streams = Streams(store)
         streams.next_number = int(str(db.fact("next_number", 1)))
-        before = db.meta()
-        streams.meta = dict(before)
+        self._before = db.meta()
+        streams.meta = dict(self._before)
         streams.file = seq
-        cold = ColdChanges(seq)
-        documents: dict[tuple[int, str], bytes | None] = {}
-        for _, payload in Scan(path, header, end):
-            if apply_plain_append(streams, payload):
-                continue  # says nothing about objects or documents
-            for op in decode(payload):
-                stream = streams.assign(op)
-                streams.publish(op, stream)
-                cold.take(op, stream)
-                if type(op) is Describe:
-                    documents[op.stream, op.key] = op.value
-        if cold.trims:
+        self.cold = ColdChanges(seq)
+        self._documents: dict[tuple[int, str], bytes | None] = {}
+
+    def take(self, payload: bytes) -> None:
+        if apply_plain_append(self.streams, payload):
+            return  # says nothing about objects or documents
+        for op in decode(payload):
+            self.apply(op)
+
+    def apply(self, op: Op) -> None:
+        stream = self.streams.assign(op)
+        self.streams.publish(op, stream)
+        self.cold.take(op, stream)
+        if type(op) is Describe:
+            self._documents[op.stream, op.key] = op.value
+
+    def write(self, tombstone_ns: int) -> None:
+        db, streams = self._store.db, self.streams
+        if self.cold.trims:
             failpoints.reached("seal.before_trim")
-        cold.dig_graves(store)
-        write_streams(store, streams, cold)
-        for (number, key), value in documents.items():
+        self.cold.dig_graves(self._store)
+        write_streams(self._store, streams, self.cold)
+        for (number, key), value in self._documents.items():
             if number not in streams.removed:
                 db.documents.put(number, key, value)
-        keys = before.keys() | streams.meta.keys()
-        changed = [key for key in keys if before.get(key) != streams.meta.get(key)]
-        MetaTables(db).changed(changed, seq)
+        keys = self._before.keys() | streams.meta.keys()
+        changed = [key for key in keys if self._before.get(key) != streams.meta.get(key)]
+        MetaTables(db).changed(changed, self._seq)
         for key in changed:
             db.put_meta(key, streams.meta.get(key))
         db.expire_tombstones(time.time_ns() - tombstone_ns)
         db.set_fact("next_number", streams.next_number)
-        db.set_fact("journal_seq", seq)
-    if cold.trims:
-        failpoints.reached("seal.after_trim")
-    db.connection.wal_checkpoint(mode=0)
+        db.set_fact("journal_seq", self._seq)
 
 
 def write_streams(store: StoredStreams, streams: Streams, cold: ColdChanges) -> None:
