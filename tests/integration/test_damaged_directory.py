@@ -3,63 +3,16 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from support.calls import Caller
 from support.cli import tailrace
+from support.damage import checkpointed, damage_journal, filled, overwrite_page
 from support.journals import append, create, flip, write_journal_file
 from support.ports import free_port
-from support.server import ServerProcess
 from support.workers import names_of
 from tailrace.log.inspect import inspect_journal
-
-TEXT = {"Content-Type": "text/plain"}
-ENV = {"TAILRACE_SEAL_AGE_MS": "3600000"}
-
-
-def filled(directory: Path, *args: str, names: tuple[str, ...] = ("orders",)) -> Path:
-    """A directory that a server was killed on, with records in its journal."""
-    server = ServerProcess(directory, args=args, env=ENV).start()
-    call = Caller(server)
-    for name in names:
-        assert call("PUT", name, headers=TEXT).status == 201
-        for number in range(20):
-            assert call("POST", name, f"line {number}\n".encode(), headers=TEXT).status == 204
-    server.kill()
-    return directory
-
-
-def damage_journal(directory: Path, record: int = 2) -> Path:
-    """One bit of a record in the middle, that was acknowledged."""
-    rows = [row for row in inspect_journal(directory) if "ops" in row]
-    path = directory / "journal" / str(rows[record]["file"])
-    flip(path, int(str(rows[record]["position"])) + 20)
-    return path
-
-
-def damage_hot_store(directory: Path) -> None:
-    path = directory / "hot.db"
-    data = bytearray(path.read_bytes())
-    assert len(data) > 4 * 8192
-    data[3 * 8192 : 4 * 8192] = b"\xa5" * 8192
-    path.write_bytes(data)
-
-
-def checkpointed(directory: Path) -> Path:
-    """A directory with entries in the hot store, of which none are sealed."""
-    server = ServerProcess(directory, env={**ENV, "TAILRACE_JOURNAL_FILE_BYTES": "64KiB"}).start()
-    call = Caller(server)
-    assert call("PUT", "orders", headers=TEXT).status == 201
-    for number in range(40):
-        assert call("POST", "orders", f"{number} ".encode() + b"x" * 8000, headers=TEXT).status == 204
-    server.kill()
-    with closing(sqlite3.connect(directory / "hot.db")) as database:
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return directory
 
 
 def doctor(directory: Path) -> tuple[int, dict[str, str]]:
@@ -109,7 +62,7 @@ def test_a_missing_journal_file_is_damage(tmp_path: Path) -> None:
 def test_damage_to_the_hot_store_is_told(tmp_path: Path) -> None:
     directory = checkpointed(tmp_path / "data")
     assert tailrace("verify", "--data-dir", str(directory)).code == 0
-    damage_hot_store(directory)
+    overwrite_page(directory / "hot.db", 3)
     done = tailrace("verify", "--data-dir", str(directory), "--json")
     assert done.code == 1
     assert any(json.loads(line).get("key", "").endswith("hot.db") for line in done.out.splitlines())

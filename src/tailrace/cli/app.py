@@ -48,6 +48,7 @@ _COMMANDS: Final = (
     ("pipeline", "Look after the pipeline that builds indexes, or run one.", _CARE),
     ("inspect", "Print what the files of a data directory hold.", _CARE),
     ("verify", "Check that a data directory and its object store are as they were recorded.", _CARE),
+    ("salvage", "Copy what can be read of a damaged data directory into a new one.", _CARE),
     ("gc", "Delete what no manifest in the object store names any more.", _CARE),
     ("doctor", "Check that this machine can run a server well.", _CARE),
     ("token", "Create, inspect and revoke access tokens.", _CARE),

@@ -63,8 +63,7 @@ async def _salvage(old: Path, new: Path, *, as_json: bool) -> int:
     if partial.exists():
         raise RefusedError(f"{partial} is left from an earlier attempt; delete it first")
     workers = [(layout.path(old, index), layout.path(partial, index)) for index in range(layout.workers)]
-    size = sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
-    async with progress("copying", lambda: (report.bytes, size, _counted(report))):
+    async with progress("copying", lambda: (report.bytes, None, _counted(report))):
         await asyncio.to_thread(copy, old, partial, workers, report)
     _finish(partial, new, layout)
     _put(report, as_json=as_json)

@@ -110,13 +110,10 @@ def pieces(file: SalvagedFile) -> Iterator[Piece]:
         payload = record_at(data, position, limit, seed)
         if payload is None:
             acknowledged = limit if file.end is not None else last_mark(data, position, seed)
-            following = next_record(data, position + 1, limit, seed)
-            if following is None:
-                if position < acknowledged:
-                    yield Piece(position, acknowledged - position, None)
-                return
-            yield Piece(position, following - position, None)
-            position = following
+            if position >= acknowledged:
+                return  # never finished, as after any crash; recovery drops it as well
+            position, damaged = next_record(data, position + 1, limit, seed) or acknowledged, position
+            yield Piece(damaged, position - damaged, None)
             continue
         if payload[0] or len(payload) != MARK.size:
             yield Piece(position, len(payload), payload)

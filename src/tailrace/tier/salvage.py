@@ -7,7 +7,6 @@ entry. What is missing is counted for each stream.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, cast
@@ -77,7 +76,7 @@ def salvage(old: Path, new: Path, workers: Sequence[tuple[Path, Path]], report: 
     for old_worker, new_worker in workers:
         new_worker.mkdir(parents=True, exist_ok=True, mode=0o700)
         Salvaging(old_worker, new_worker, report).run()
-    sources = {source: target for source, target in workers} | {old: new}
+    sources = dict(workers) | {old: new}
     for source, target in sources.items():
         skipped = {path for path in sources if path != source}
         copy_rest(source, target, skipped, report)
@@ -219,10 +218,8 @@ class Salvaging:
                     db.execute("DELETE FROM streams WHERE number=?", (number,))
                     continue
                 self._close_holes(db, stream, max(stream.sealed, sealed_later.get(number, 0)))
-        unnamed = db.rows(
-            "SELECT DISTINCT number FROM blocks WHERE number NOT IN (SELECT number FROM streams) ORDER BY number"
-        )
-        for row in list(unnamed):
+        query = "SELECT DISTINCT number FROM blocks WHERE number NOT IN (SELECT number FROM streams)"
+        for row in list(db.rows(query)):
             self._name(db, cast("int", row[0]))
 
     def _close_holes(self, db: HotDb, stream: Stream, sealed: int) -> None:
@@ -365,6 +362,8 @@ class Salvaging:
         if isinstance(op, Append):
             stream = streams.get(op.stream) or self._unnamed(folding, op)
             return self._next(stream, op)
+        if isinstance(op, Create) and (streams.get(op.stream) or streams.find(op.name)) is not None:
+            return None  # the hot store has it
         if isinstance(op, Create) and op.parent:
             if streams.get(op.parent) is None:
                 self._report.lost(op.name, op.fork_entry, "its source is lost")
@@ -444,7 +443,3 @@ def _ops(payload: bytes) -> list[Op]:
         return list(decode(payload))
     except UNREADABLE:
         return []
-
-
-def clear(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)

@@ -42,7 +42,7 @@ def copy_file(source: Path, target: Path, copied: Callable[[int], None]) -> int:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether SQLite finds nothing wrong with a database. It may be changed: what its WAL holds is taken in."""
+    """Whether SQLite finds nothing wrong with a copy of a database. What its WAL holds is taken in."""
     connection = apsw.Connection(str(path))
     try:
         execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]
@@ -90,7 +90,7 @@ def _insert(target: HotDb, table: str, rows: list[Row]) -> None:
     with target.write():
         for row in rows:
             places = ", ".join("?" * len(row))
-            target.execute(f"INSERT OR REPLACE INTO {table} VALUES({places})", row)  # noqa: S608 - of ours
+            target.execute(f"INSERT OR REPLACE INTO {table} VALUES({places})", row)
     rows.clear()
 
 
@@ -106,17 +106,17 @@ class TableReader:
     def __iter__(self) -> Iterator[Row]:
         return self._by_rowid() if self._has_rowid else self._from_both_ends()
 
-    def _rows(self, query: str, *bindings: object) -> Iterator[Row]:
+    def _rows(self, query: str) -> Iterator[Row]:
         try:
-            yield from self._execute(query.format(self._table), bindings)
+            yield from self._execute(query)
         except apsw.Error:
             self.damaged = True
 
     def _from_both_ends(self) -> Iterator[Row]:
-        yield from self._rows("SELECT * FROM {}")
+        yield from self._rows(f"SELECT * FROM {self._table}")  # noqa: S608 - names of ours
         if self.damaged:
             key = ", ".join(f"{name} DESC" for name in self._key())
-            yield from self._rows(f"SELECT * FROM {{}} ORDER BY {key}")
+            yield from self._rows(f"SELECT * FROM {self._table} ORDER BY {key}")  # noqa: S608 - names of ours
 
     def _key(self) -> list[str]:
         rows = self._execute("SELECT name FROM pragma_table_info(?) WHERE pk ORDER BY pk", (self._table,))
