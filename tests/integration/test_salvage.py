@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from support.calls import Caller
+from support.calls import Caller, eventually
 from support.cli import Finished, tailrace
 from support.damage import (
     PAGE_BYTES,
@@ -20,7 +22,7 @@ from support.damage import (
     overwrite_page,
     state_of,
 )
-from support.sealing import SEALING_ENV, wait_sealed
+from support.sealing import SEALING_ENV, unsealed_blocks, wait_sealed
 from support.server import ServerProcess
 from support.workers import names_of
 from tailrace.protocol.offsets import encode
@@ -193,3 +195,49 @@ def test_without_arguments_or_with_help_it_explains_itself(flags: tuple[str, ...
     done = tailrace("salvage", *flags)
     assert done.code == (0 if flags else 2)
     assert "OLD" in done.out + done.err
+
+
+@pytest.mark.parametrize("place", ["journal", "hot store"])
+def test_history_in_a_bucket_goes_on_behind_what_is_lost(tmp_path: Path, place: str) -> None:
+    old, new, args = tmp_path / "old", tmp_path / "new", ("--object-store", (tmp_path / "bucket").as_uri())
+    server = ServerProcess(old, args=args, env=SEALING_ENV).start()
+    call = Caller(server)
+    assert call("PUT", "orders", headers=TEXT).status == 201
+    for number in range(10):
+        assert call("POST", "orders", line(number), headers=TEXT).status == 204
+    wait_sealed(old)
+    server.stop()
+    env = {**UNSEALED, "TAILRACE_JOURNAL_FILE_BYTES": "64KiB" if place == "hot store" else "2MiB"}
+    server = ServerProcess(old, args=args, env=env).start()
+    call = Caller(server)
+    for number in range(10, 40):
+        assert call("POST", "orders", line(number, 12_000), headers=TEXT).status == 204
+    if place == "hot store":
+        eventually(lambda: unsealed_blocks(old), lambda count: count > 0)
+    server.kill()
+    if place == "journal":
+        damage_journal(old, record=-9)
+    else:
+        with closing(sqlite3.connect(old / "hot.db")) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        data = (old / "hot.db").read_bytes()
+        pages = [data[at : at + PAGE_BYTES] for at in range(0, len(data), PAGE_BYTES)]
+        payload = [number for number, page in enumerate(pages) if page.count(b"x") > PAGE_BYTES - 100]
+        for page in payload[len(payload) // 2 : len(payload) // 2 + 2]:
+            overwrite_page(old / "hot.db", page)
+    done = salvage(old, new, "--json")
+    assert done.code == 1, done.out
+    lost = losses_of(done)["orders"]
+    expected = [line(number) for number in range(10)] + [line(number, 12_000) for number in range(10, 40)]
+    with ServerProcess(new, args=args, env=SEALING_ENV) as server:
+        found = entries_in(server, "orders")
+        assert found == [one for one in expected if one in found]
+        assert len(found) == 40 - lost
+        assert Caller(server)("POST", "orders", b"more\n", headers=TEXT).status == 204
+        wait_sealed(new)
+        assert entries_in(server, "orders") == [*found, b"more\n"]
+        assert "conflict" not in server.log
+        server.kill()
+    assert tailrace("verify", "--data-dir", str(new), *args).code == 0
+    with ServerProcess(tmp_path / "restored", args=(*args, "--bootstrap"), env=SEALING_ENV) as server:
+        assert entries_in(server, "orders") == [*found, b"more\n"]

@@ -137,9 +137,9 @@ class TableReader:
             step = 1
             while after + step < ROWID_MAX and not self._can_seek(after + step):
                 step *= 2
-            for rowid in range(after + 1, after + min(step, TRIED_MAX)):
+            for rowid in range(after + 1, after + min(step, TRIED_MAX) + 1):
                 yield from self._one(rowid)
-            after += step - 1
+            after += step
 
     def _can_seek(self, rowid: int) -> bool:
         query = f"SELECT * FROM {self._table} NOT INDEXED WHERE rowid>=? ORDER BY rowid LIMIT 1"  # noqa: S608
