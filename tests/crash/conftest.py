@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,11 @@ def world_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(world_library: Path, tmp_path: Path) -> World:
     """Give `world.env` to a server in `tmp_path / "data"`, then limit its disk or set its clock."""
     return World(world_library, tmp_path / "world", tmp_path / "data")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another one with each run; a failure shows how to run the test with the same one again."""
+    found = int(os.environ.get("CRASH_SEED") or secrets.randbelow(2**32))
+    print(f"to run it again: CRASH_SEED={found} pytest '{request.node.nodeid}'")
+    return found
