@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from crash.faults import HOT, SYNC, WRITE, Disk
 from crash.station import Station, eventually
 from crash.world import World
 from support.cli import tailrace
@@ -73,6 +75,34 @@ def test_appends_go_on_when_everything_is_sealed(station: Station, world: World,
     station.check()
     station.crash_and_check()
     station.append_many(3)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+def test_a_kill_while_pages_are_given_back(
+    seed: int, tmp_path: Path, world: World, disk: Disk, old: bool
+) -> None:
+    disk.env = world.with_faults(disk.env)
+    args = ("--object-store", (tmp_path / "bucket").as_uri())
+    station = Station(tmp_path, disk, *args, env=LIMITS).start()
+    if old:
+        station.stop_dead()
+        make_old(station.data_dir)
+        station.server.start()
+    fill(station, world, 16 * MIB)
+    chance = random.Random(seed)
+    for _ in range(3):
+        # The checkpointer dies at some write or sync: of the checkpoint that trims, or of the vacuum.
+        disk.die(HOT, chance.choice((WRITE, SYNC)), skip=chance.randint(0, 400))
+    sealed = tailrace("seal", "--url", f"http://127.0.0.1:{station.server.port}")
+    assert sealed.code == 0, sealed.err
+    eventually(lambda: not unsealed_blocks(station.data_dir), "everything is sealed")
+    station.append_until_accepted()
+    disk.heal()
+    station.check()
+    station.crash_and_check()
+    assert tailrace("verify", "--data-dir", str(station.data_dir), *args).code == 0
+    station.kill()
+    print(station.server.log)
 
 
 def test_a_restart_gives_back_what_an_earlier_life_left(station: Station, world: World) -> None:

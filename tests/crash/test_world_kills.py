@@ -10,6 +10,7 @@ from crash.faults import Disk
 from crash.ordeal import Ordeal
 from crash.station import eventually
 from crash.world import World
+from support.sealing import hot
 
 KIB = 1024
 HOUR_S = 3600.0
@@ -28,6 +29,7 @@ class WorldOrdeal(Ordeal):
         reserve = {"TAILRACE_DISK_RESERVE_BYTES": RESERVES[seed % len(RESERVES)]}
         disk.env = {**world.with_faults(disk.env), **reserve}
         self.world = world
+        self.segments = 0
         super().__init__(seed, directory, disk, sealing=sealing)
 
     def run_world(self, rounds: int) -> None:
@@ -35,10 +37,18 @@ class WorldOrdeal(Ordeal):
             for _ in range(rounds):
                 self._one_change()
                 self.crew.settle()
+                if self.sealing:
+                    eventually(self._sealed_again, "sealing goes on by itself")
         finally:
             self.crew.end()
             self.server.kill()
+            print(self.server.log)
         assert len(self.stream.entries) > 20 * rounds, "the writers hardly wrote"
+
+    def _sealed_again(self) -> bool:
+        """Whether segments were recorded since this was last true."""
+        before, self.segments = self.segments, hot(self.server.data_dir).get("segments", 0)
+        return self.segments > before
 
     def _one_change(self) -> None:
         """Under full load; now and then with a kill on top of it."""

@@ -129,7 +129,7 @@ def _put(report: SalvageReport, *, as_json: bool) -> None:
         flush()
         return
     for loss in report.losses.values():
-        reasons = ", ".join(f"{count:,} by a {reason}" for reason, count in loss.reasons.items())
+        reasons = ", ".join(f"{count:,}: {reason}" for reason, count in loss.reasons.items())
         put(f"{loss.stream}: {loss.entries:,} entries are missing ({reasons})\n".encode())
     for problem in report.problems:
         put(f"{problem}\n".encode())
