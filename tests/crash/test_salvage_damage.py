@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from crash.faults import HOT, WRITE, Disk
+from crash.faults import HOT, JOURNAL, READ, WRITE, Disk
 from crash.station import Station
 from crash.wire import TEXT
 from support.calls import Caller
@@ -57,16 +58,19 @@ def damage(path: Path, kind: str, chance: random.Random) -> None:
         path.write_bytes(data)
 
 
-def salvaged_and_checked(station: Station, tmp_path: Path, seed: int) -> None:
+def damage_and_check(station: Station, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(chance.randint(1, 4)):
         path = chance.choice(station.journal_files)
         kind = chance.choice(KINDS)
         print(f"{kind} {path.name}")
         damage(path, kind, chance)
+    check_salvage(station, tmp_path / "new")
+
+
+def check_salvage(station: Station, new: Path, env: Mapping[str, str] | None = None) -> None:
     before = state_of(station.data_dir)
-    new = tmp_path / f"new-{seed}"
-    done = tailrace("salvage", str(station.data_dir), str(new), "--json")
+    done = tailrace("salvage", str(station.data_dir), str(new), "--json", env=env)
     print(done.out)
     assert state_of(station.data_dir) == before
     rows = [json.loads(row) for row in done.out.splitlines()]
@@ -87,7 +91,16 @@ def salvaged_and_checked(station: Station, tmp_path: Path, seed: int) -> None:
 
 
 def test_everything_that_is_left_is_served(station: Station, tmp_path: Path, seed: int) -> None:
-    salvaged_and_checked(station, tmp_path, seed)
+    damage_and_check(station, tmp_path, seed)
+
+
+def test_a_disk_that_answers_some_reads_with_errors(
+    station: Station, disk: Disk, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    fault = disk.fail(JOURNAL, READ, errno.EIO, skip=chance.randint(0, 8), count=chance.randint(1, 4))
+    check_salvage(station, tmp_path / "new", disk.env)
+    assert disk.hits(fault) > 0
 
 
 @pytest.mark.nightly
@@ -95,4 +108,4 @@ def test_everything_that_is_left_is_served(station: Station, tmp_path: Path, see
 def test_everything_that_is_left_is_served_all_night(
     station: Station, tmp_path: Path, seed: int, night: int
 ) -> None:
-    salvaged_and_checked(station, tmp_path, seed + night)
+    damage_and_check(station, tmp_path, seed + night)

@@ -28,6 +28,7 @@ from tailrace.log.journal import (
     seed_of,
 )
 
+READ_BYTES: Final = 1 << 20
 BLOCK_BYTES: Final = 4096
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
@@ -77,23 +78,35 @@ def files_behind(directory: Path, seq: int) -> list[SalvagedFile]:
 def read_readable(path: Path) -> tuple[bytes, int]:
     """The bytes of a file, with zeros for blocks that the disk does not give; how many bytes those are."""
     with path.open("rb", buffering=0) as file:
-        try:
-            return file.read(), 0
-        except OSError:
-            parts = list(readable_blocks(file.fileno()))
+        parts = list(readable_blocks(file.fileno()))
     return b"".join(part for part, _ in parts), sum(lost for _, lost in parts)
 
 
 def readable_blocks(fd: int) -> Iterator[tuple[bytes, int]]:
-    """A file block by block; with each, how many of its bytes the disk does not give, which are zeros."""
+    """A file in parts; with each, how many of its bytes the disk does not give, which are zeros.
+
+    Where a large read fails, its blocks are read one by one.
+    """
     size = os.fstat(fd).st_size
-    for at in range(0, size, BLOCK_BYTES):
-        length = min(BLOCK_BYTES, size - at)
-        try:
-            part = os.pread(fd, length, at)
-        except OSError:
-            part = b""
-        yield part.ljust(length, b"\0"), length - len(part)
+    for at in range(0, size, READ_BYTES):
+        length = min(READ_BYTES, size - at)
+        part = _read_at(fd, length, at)
+        if part is not None:
+            yield part, 0
+            continue
+        for place in range(at, at + length, BLOCK_BYTES):
+            wanted = min(BLOCK_BYTES, at + length - place)
+            block = _read_at(fd, wanted, place)
+            yield block or bytes(wanted), 0 if block else wanted
+
+
+def _read_at(fd: int, length: int, at: int) -> bytes | None:
+    """None if the disk does not give all of it."""
+    try:
+        found = os.pread(fd, length, at)
+    except OSError:
+        return None
+    return found if len(found) == length else None
 
 
 def pieces(file: SalvagedFile) -> Iterator[Piece]:

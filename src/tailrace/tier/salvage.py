@@ -7,6 +7,7 @@ entry. What is missing is counted for each stream.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, cast
@@ -109,6 +110,8 @@ def _copy_tree(source: Path, target: Path, report: SalvageReport) -> None:
             lost = copy_file(source, target, report.copied)
             report.files += 1
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise  # of the new disk
             report.problems.append(f"{source} cannot be copied: {error.strerror}")
             return
         if lost:
@@ -137,6 +140,7 @@ class Salvaging:
         self._report = report
         # By number of a stream: what is lost of it, in its old numbers.
         self._holes: dict[int, list[Hole]] = {}
+        self._rebuilt = False
 
     def run(self) -> None:
         seq_known = self._hot_store()
@@ -182,6 +186,7 @@ class Salvaging:
                 (self._new / name).rename(self._new / name.replace("hot", "damaged", 1))
         for leftover in self._new.glob("hot.db-*"):
             leftover.unlink()
+        self._rebuilt = True
         db = HotDb(path, writer=True)
         damaged = copy_rows(self._new / "damaged.db", db)
         tables = ", ".join(f"{table} ({count:,} rows read)" for table, count in damaged.items())
@@ -222,7 +227,21 @@ class Salvaging:
         for row in list(db.rows(query)):
             self._name(db, cast("int", row[0]))
 
+    def _note_unlisted(self, db: HotDb, stream: Stream) -> None:
+        """Sealed entries whose segments are not listed any more: they are in the bucket, and not served."""
+        begin = max(stream.earliest, stream.fork_entry)
+        listed = sum(
+            min(row.last, stream.sealed) - max(row.first - 1, begin)
+            for row in db.cold.segments_within(stream.number, begin, stream.sealed)
+        )
+        unlisted = stream.sealed - begin - listed
+        self._report.lost(
+            stream.name, unlisted, "the list of its segments is damaged; they are in the bucket"
+        )
+
     def _close_holes(self, db: HotDb, stream: Stream, sealed: int) -> None:
+        if self._rebuilt:
+            self._note_unlisted(db, stream)
         own: list[Hole] = []
         reached = sealed
         blocks: list[tuple[int, Block]] = []
