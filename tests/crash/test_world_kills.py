@@ -38,7 +38,7 @@ class WorldOrdeal(Ordeal):
                 self._one_change()
                 self.crew.settle()
                 if self.sealing:
-                    eventually(self._sealed_again, "sealing goes on by itself")
+                    eventually(self._sealed_again, "sealing continues by itself")
         finally:
             self.crew.end()
             self.server.kill()
@@ -67,7 +67,7 @@ class WorldOrdeal(Ordeal):
         self.world.resize_disk(0)
         if killed:
             self.server.start()
-        eventually(lambda: self.server.status("/readyz") == 200, "the server goes on by itself")
+        eventually(lambda: self.server.status("/readyz") == 200, "the server is ready again by itself")
 
 
 def test_nothing_is_lost_on_a_full_disk_or_under_another_clock(

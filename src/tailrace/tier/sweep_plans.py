@@ -48,10 +48,10 @@ async def superseded(
     oldest_ns: int,
     remembered: Remembered | None,
 ) -> list[ObjectInfo]:
-    """Plans that are not the wanted one and no companion was built by. Nobody may store plans meanwhile.
+    """Plans that are not the wanted one and no companion was built by. No plan may be stored meanwhile.
 
     A stream remembers the fingerprints of some plans before the wanted one; the object of such a plan is
-    needed only as long as a companion was built by it. A plan that is wanted again is stored anew, so each is
+    needed only as long as a companion was built by it. One that is wanted again is stored again, so each is
     looked at once more: the listing is of before.
     """
     prefix = stream_prefix(head.stream_id)

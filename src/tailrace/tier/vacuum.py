@@ -3,8 +3,8 @@
 SQLite reuses pages that were freed, but keeps the file as large as it ever was. The checkpointer process, the
 only writer of the file, moves pages from its end into free ones and cuts the end off: a bounded number per
 step and only while no journal file waits. A file that an older version made has no map of its pages; it is
-rebuilt once, within the write-ahead log, so that a crash leaves the old content or the new one. Readers go on
-meanwhile.
+rebuilt once, within the write-ahead log, so that a crash leaves the old content or the new one. Readers are
+not disturbed.
 """
 
 from __future__ import annotations
