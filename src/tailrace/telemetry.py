@@ -77,6 +77,7 @@ TABLE: Final[dict[str, Metric]] = {
         counter("trace_spans", "Spans of traces, by what became of them.", "outcome"),
         # Cold history.
         gauge("hot_bytes", "Payload in the hot store."),
+        gauge("hot_free_bytes", "Free pages of the hot store: reused, or given back to the disk."),
         gauge("unsealed_bytes", "Payload that is not on the object store yet, wherever it is."),
         gauge("spooled_bytes", "Segments that are written and not yet uploaded."),
         gauge("seal_queue", "Streams that are due to be sealed."),
@@ -291,6 +292,7 @@ class Telemetry:
         self.disk_free_bytes = Number()
         self.trace_spans = Numbers()
         self.hot_bytes = Number()
+        self.hot_free_bytes = Number()
         self.unsealed_bytes = Number()
         self.spooled_bytes = Number()
         self.seal_queue = Number()

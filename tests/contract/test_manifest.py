@@ -344,6 +344,25 @@ def test_a_buried_stream_leaves_a_tombstone(url: str) -> None:
     on(url, work)
 
 
+def test_a_burial_under_an_older_clock_is_one_all_the_same(url: str) -> None:
+    async def work(objects: Objects) -> None:
+        manifests = Manifests(objects, 1)
+        info = segment(1, 3)
+        await objects.create(PREFIX + info.key, b"x")
+        await manifests.publish(facts(3), [info])
+        head = await manifests.bury(facts(3), CREATED_NS - 10**15, "deleted")
+        assert head.deleted is not None
+        assert head.deleted.at_ns == CREATED_NS
+        assert await keys_of(objects) == ["manifest.json"]
+        with pytest.raises(BuriedError):
+            await manifests.publish(facts(3), [info])
+        # Another stream of the name is one, also if the clock says that it was created before.
+        other = await manifests.publish(facts(1, created_ns=CREATED_NS - 5), [segment(1, 1)])
+        assert (other.deleted, other.uploaded_through) == (None, 1)
+
+    on(url, work)
+
+
 def test_a_stream_without_a_head_can_be_buried_and_forgotten(url: str) -> None:
     async def work(objects: Objects) -> None:
         manifests = Manifests(objects, 1)

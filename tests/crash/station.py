@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crash.faults import Disk
 from crash.wire import TEXT, Answer, Content, LostError, Wire
+from crash.world import World
 from support.server import ServerProcess
 
 WAIT_S_MAX = 60.0
@@ -25,9 +26,11 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 class Station:
     """Remembers what was acknowledged."""
 
-    def __init__(self, directory: Path, disk: Disk, *args: str) -> None:
+    def __init__(
+        self, directory: Path, disk: Disk | World, *args: str, env: Mapping[str, str] | None = None
+    ) -> None:
         self.disk = disk
-        self.server = ServerProcess(directory / "data", args=args, env=disk.env)
+        self.server = ServerProcess(directory / "data", args=args, env={**disk.env, **(env or {})})
         self.acknowledged: list[bytes] = []
         self._sent = 0
         self._wire: Wire | None = None
@@ -54,7 +57,8 @@ class Station:
     def stop_dead(self) -> None:
         """The process is killed, and whatever ailed the disk is mended."""
         self.kill()
-        self.disk.heal()
+        if isinstance(self.disk, Disk):
+            self.disk.heal()
 
     @property
     def wire(self) -> Wire:
@@ -92,8 +96,8 @@ class Station:
             answer = self.append(size)
             assert answer.status == 204, answer
 
-    def append_until_accepted(self) -> None:
-        eventually(lambda: self.append().ok, "appends are accepted again")
+    def append_until_accepted(self, size: int = 0) -> None:
+        eventually(lambda: self.append(size).ok, "appends are accepted again")
 
     def check(self) -> None:
         """Reads show exactly what was acknowledged."""

@@ -33,8 +33,6 @@ class PowerCuts(Ordeal):
 
 
 def run(directory: Path, disk: WritebackDisk, kills: int) -> None:
-    settings = f"WRITEBACK_SEED={disk.seed} POWER_CUTS={kills}"
-    print(f"to repeat: {settings} pytest tests/crash/test_power_cuts.py -m 'not nightly'")
     PowerCuts(directory, disk).run(kills)
     print(f"{kills} kills, write-back failed {disk.failures} times")
 

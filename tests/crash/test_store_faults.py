@@ -10,6 +10,7 @@ import pytest
 
 from crash.faults import ALLOCATE, HOT, READ, SYNC, WRITE, Disk, children
 from crash.station import Station, eventually
+from support.sealing import SEALING_ENV, wait_sealed
 
 
 @pytest.fixture
@@ -117,3 +118,19 @@ def test_checkpointer_and_sealer_end_with_their_server(post: Station) -> None:
     post.kill()
     for child in found:
         eventually(lambda pid=child: not Path(f"/proc/{pid}").exists(), "its children are gone")
+
+
+def test_a_failed_seal_job_leaves_nothing_in_the_spool(tmp_path: Path, disk: Disk) -> None:
+    env = {**SEALING_ENV, "TAILRACE_SEAL_AGE_MS": "3600000", "TAILRACE_SEAL_ENTRIES": "1000"}
+    env |= {"TAILRACE_SEAL_BYTES": "64KiB", "TAILRACE_HELPER_IDLE_MS": "3600000"}
+    station = Station(tmp_path, disk, env=env).start()
+    spool = station.data_dir / "spool"
+    fault = disk.fail("/spool/", SYNC, errno.ENOSPC, skip=2)
+    station.append_many(8, size=40_000)
+    eventually(lambda: disk.hits(fault) > 0, "the third segment of a job cannot be written")
+    eventually(lambda: not list(spool.iterdir()), "the spool is empty although the sealer is still running")
+    disk.heal()
+    wait_sealed(station.data_dir)
+    station.check()
+    station.kill()
+    print(station.server.log)

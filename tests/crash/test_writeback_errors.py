@@ -77,9 +77,6 @@ def at_work(post: Station, seed: int) -> Iterator[Crew]:
 
 @pytest.fixture
 def post(tmp_path: Path, writeback: WritebackDisk) -> Iterator[Station]:
-    print(
-        f"seed {writeback.seed}: WRITEBACK_SEED={writeback.seed} pytest tests/crash/test_writeback_errors.py"
-    )
     station = Station(tmp_path, writeback, "--journal-file-bytes", "256KiB")
     station.start()
     yield station

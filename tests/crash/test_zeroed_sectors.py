@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -16,14 +15,6 @@ from crash.wire import Content
 from crash.writeback import SECTOR_BYTES
 from tailrace.log.inspect import inspect_journal
 from tailrace.log.journal import read_header
-
-
-@pytest.fixture
-def seed() -> int:
-    """Another one each time; ZEROED_SEED repeats one."""
-    found = int(os.environ.get("ZEROED_SEED") or random.SystemRandom().getrandbits(32))
-    print(f"to repeat: ZEROED_SEED={found} pytest tests/crash/test_zeroed_sectors.py")
-    return found
 
 
 @pytest.fixture

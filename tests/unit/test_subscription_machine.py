@@ -410,6 +410,27 @@ def test_a_claim_after_the_lease_takes_over() -> None:
     assert code_of(machine.answer, sub, answer_for(first), NOW_MS + TTL_MS, "w_3") == "FENCED"
 
 
+def test_a_lease_ends_although_the_clock_was_set_back() -> None:
+    sub, _ = woken(config("pull"))
+    apply(sub, machine.claim(sub, "worker-1", NOW_MS, "w_x"))
+    day_ms = 86_400_000
+    for step_ms in (1, TTL_MS):
+        assert code_of(machine.claim, sub, "worker-2", NOW_MS - step_ms, "w_2") == "ALREADY_CLAIMED"
+        assert machine.due_in_ms(sub, NOW_MS - step_ms) == TTL_MS + step_ms
+    assert machine.due_in_ms(sub, NOW_MS - day_ms) == 0
+    second = apply(sub, machine.claim(sub, "worker-2", NOW_MS - day_ms, "w_2"))
+    assert second is not None
+    assert second.lease_until_ms == NOW_MS - day_ms + TTL_MS
+
+
+def test_a_delivery_is_tried_again_although_the_clock_was_set_back() -> None:
+    sub, wake = woken(config())
+    apply(sub, machine.failed(sub, wake.generation, NOW_MS, 0.0))
+    assert machine.attempt(sub, NOW_MS - 1) == Step()
+    assert machine.due_in_ms(sub, NOW_MS - 86_400_000) == 0
+    assert apply(sub, machine.attempt(sub, NOW_MS - 86_400_000)) is not None
+
+
 # -- on disk ----------------------------------------------------------------------------------------------
 
 

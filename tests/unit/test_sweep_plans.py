@@ -34,7 +34,7 @@ HOUR_S = 3600
 MONTH_NS = 30 * 24 * HOUR_S * 10**9
 STREAM = facts(0).stream_id
 PREFIX = stream_prefix(STREAM)
-RECORDED, REMEMBERED, BUILT_BY, NOBODYS = (f"sha256:{digit * 64}" for digit in "abcd")
+RECORDED, REMEMBERED, BUILT_BY, NOBODYS, SUPERSEDED = (f"sha256:{digit * 64}" for digit in "abcde")
 
 
 def run(work: Callable[[Objects, Manifests], Awaitable[None]]) -> None:
@@ -98,6 +98,24 @@ def test_the_owner_sweeps_what_nobody_names_when_it_is_old() -> None:
         assert await _sweep(objects, 25, **options) == {plan_name(NOBODYS)}
         assert await _plans(objects) == _names((RECORDED, REMEMBERED, BUILT_BY))
         assert await _sweep(objects, 1000, **options) == set()
+
+    run(work)
+
+
+def test_a_superseded_plan_goes_when_no_companion_was_built_by_it() -> None:
+    async def remembered(_head: Head) -> PlanBook:
+        return _book(SUPERSEDED, BUILT_BY, REMEMBERED)
+
+    async def work(objects: Objects, manifests: Manifests) -> None:
+        book = encode_plans(_book(SUPERSEDED, BUILT_BY, RECORDED))
+        key = document_key(STREAM, DOCUMENT)
+        await objects.delete([key])
+        await MetaObjects(objects, 1).put(key, DocumentObject(document=msgspec.Raw(book)))
+        await objects.create(PREFIX + plan_name(SUPERSEDED), b"a plan")
+        options: dict[str, Any] = {"owner": manifests, "remembered": remembered}
+        assert await _sweep(objects, 23, **options) == set()
+        assert await _sweep(objects, 25, **options) == _names((SUPERSEDED, NOBODYS))
+        assert await _plans(objects) == _names((RECORDED, REMEMBERED, BUILT_BY))
 
     run(work)
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+from collections.abc import Callable
 
 from tailrace.errors import TailraceError
 from tailrace.log.log import Log
@@ -16,11 +17,18 @@ CHECK_S = 1.0
 
 
 class DiskGuard:
-    """One look a second at the free space; after a failed journal write also the attempt to go on."""
+    """One look a second at the free space; after a failed journal write also the attempt to go on.
 
-    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop) -> None:
+    `on_scarce` is called when less than the reserve is free, and when it is free again.
+    """
+
+    def __init__(
+        self, log: Log, loop: asyncio.AbstractEventLoop, on_scarce: Callable[[bool], None] | None = None
+    ) -> None:
         self._log = log
         self._loop = loop
+        self._on_scarce = on_scarce
+        self._scarce = False
         self._timer: asyncio.TimerHandle | None = None
         self._attempt: asyncio.Future[None] | None = None
         self._stopped = False
@@ -48,11 +56,19 @@ class DiskGuard:
 
     def _look_at_space(self) -> None:
         log = self._log
+        reserve = log.limits.disk_reserve_bytes
         try:
-            short = self.free_bytes() < log.limits.disk_reserve_bytes
+            free = self.free_bytes()
         except OSError as error:
             logger.warning("cannot tell the free disk space: %s", error)
             return
+        scarce = free < reserve
+        if scarce != self._scarce and self._on_scarce is not None:
+            self._on_scarce(scarce)
+        self._scarce = scarce
+        # Entries move from the journal to the hot store, where they reuse free pages. The journal and the
+        # write-ahead log of the hot store need room of their own: half of the reserve is really free.
+        short = scarce and free + min(self.reusable_bytes(), reserve // 2) < reserve
         if short and not self._short:
             logger.error("the disk is below its reserve; appends are refused until there is room")
             shortage = TailraceError(
@@ -63,6 +79,13 @@ class DiskGuard:
             logger.warning("the disk has room again")
             log.set_shortage("disk", None)
         self._short = short
+
+    def reusable_bytes(self) -> int:
+        """Room for entries in free pages of the hot store."""
+        try:
+            return self._log.store.db.space().free_bytes
+        except TailraceError:
+            return 0  # logged where it was found
 
     def _attempted(self, attempt: asyncio.Future[None]) -> None:
         self._attempt = None

@@ -57,8 +57,9 @@ class Plans:
         self._log = context.log
         self._sealing = sealing
         self._work = work
-        # The plan of each stream that is in the bucket: not those before it, which may be swept by now.
-        self._stored: OrderedDict[str, str] = OrderedDict()
+        # The plan of each stream that is in the bucket, by hash and generation: not those before it, which
+        # may be swept by now. One that is wanted again has another generation.
+        self._stored: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
         self.shows_places = False  # in the order of pages, so that those of several workers can be joined
 
@@ -133,7 +134,7 @@ class Plans:
         }
 
     async def _store(self, stream: Stream, folder: str, entry: PlanEntry) -> bool:
-        if self._stored.get(folder) == entry.hash:
+        if self._stored.get(folder) == (entry.hash, entry.generation):
             self._stored.move_to_end(folder)
             return True
         plan = plan_of(stream, plans_in(stream.documents).keyed)
@@ -147,7 +148,7 @@ class Plans:
         report = await self._sealing.ask("plan", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
-        self._stored[folder] = plan.hash
+        self._stored[folder] = (entry.hash, entry.generation)
         self._stored.move_to_end(folder)
         if len(self._stored) > REMEMBERED_MAX:
             self._stored.popitem(last=False)

@@ -171,7 +171,7 @@ class Server:
         readers = (self._cold.parts, self._companions.parts, self._companions.lexicons)
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
-        self._disk = DiskGuard(self.log, loop)
+        self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, limit_of(limits))
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
@@ -359,6 +359,7 @@ class Server:
         telemetry.checkpoint_lag_bytes.read = lambda: self._checkpoints.lag_bytes
         telemetry.checkpoints.read = lambda: self._checkpoints.done
         telemetry.disk_free_bytes.read = self._disk.free_bytes
+        telemetry.hot_free_bytes.read = self._disk.reusable_bytes
         for mode in ("long-poll", "sse", "ws"):
             telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
         connect_cold(telemetry, self.sealing, self._cold, self._companions)

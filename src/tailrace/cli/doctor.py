@@ -19,8 +19,9 @@ Verdict = Literal["ok", "warn", "fail"]
 _HELP: Final = """Check that this machine can run a server well, with the settings `tailrace serve` would use.
 
 Looks at Python and its packages, the data directory (writable, free space, how long one fsync takes, another
-server's lock), the port, the clock, the limit of open files, and the sources that are followed. The exit code
-is 1 if something would stop a server; warnings alone leave it at 0.
+server's lock), the port, the clock, the limit of open files, the sources that are followed, and whether the
+journal and the hot store can be read. The exit code is 1 if something would stop a server; warnings alone
+leave it at 0.
 
 For example:
 
@@ -92,6 +93,7 @@ def examine(flags: dict[str, str]) -> Iterator[Finding]:
     )
     for check in checks:
         yield check(settings)
+    yield from _stored(settings)
 
 
 def _python() -> Finding:
@@ -223,6 +225,39 @@ def _files(settings: Settings) -> Finding:
         detail = f"at most {hard:,}, but the limit `connections` needs {wanted:,}: raise ulimit -n"
         return Finding("open files", "warn", detail)
     return Finding("open files", "ok", f"room for {settings.limits.connections:,} connections")
+
+
+def _stored(settings: Settings) -> Iterator[Finding]:
+    """Everything a start would replay. One damaged record that was acknowledged, and no server starts."""
+    from tailrace.errors import TailraceError
+    from tailrace.tier.directory_check import check_directory
+    from tailrace.workers.layout import is_unused, worker_paths
+
+    try:
+        paths = [path for path in worker_paths(settings.data_dir) if not is_unused(path)]
+    except TailraceError as error:
+        yield Finding("journal", "fail", error.message)
+        return
+    journals, stores = list[str](), list[str]()
+    records = streams = 0
+    torn = ""
+    for path in paths:
+        journal, hot = check_directory(path, deep=False)
+        journals += [f"{path / 'journal' / file}: {problem}" for file, problem in journal.problems]
+        stores += [f"{path / 'hot.db'}: {problem}" for _, problem in hot.problems]
+        records, streams = records + journal.records, streams + hot.streams
+        torn = ", the last one was cut short by a crash" if journal.torn else torn
+    yield _damage("journal", journals) or Finding("journal", "ok", f"{records:,} records to replay{torn}")
+    detail = f"{streams:,} streams; 'tailrace verify' reads all of it"
+    yield _damage("hot store", stores) or Finding("hot store", "ok", detail)
+
+
+def _damage(check: str, problems: list[str]) -> Finding | None:
+    if not problems:
+        return None
+    more = f" and {len(problems) - 1} more problems" if problems[1:] else ""
+    remedy = "'tailrace salvage' copies what is readable into a new directory"
+    return Finding(check, "fail", f"{problems[0]}{more}; {remedy}")
 
 
 def _pipeline(settings: Settings) -> Finding:

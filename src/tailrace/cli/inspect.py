@@ -43,28 +43,48 @@ command = App(name="inspect", help=_HELP, help_format="markdown")
 
 @command.command
 def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
-    """Print every record of the journal, in order, and where it ends."""
-    from tailrace.log.inspect import inspect_journal
+    """Print every record of the journal, in order, and where it ends; of each worker if there are several.
 
-    for record in inspect_journal(_existing(data_dir)):
-        if json:
-            put_json(record)
-        else:
-            put(_pairs(record).encode() + b"\n")
+    The exit code is 1 if the journal is damaged, so that a server would refuse to start. A last record that a
+    crash cut short is no damage.
+    """
+    from tailrace.log.inspect import inspect_journal
+    from tailrace.tier.directory_check import check_directory
+
+    damage: list[str] = []
+    for worker, path in _workers(data_dir):
+        for record in inspect_journal(path):
+            if json:
+                put_json(worker | record)
+            else:
+                put(_pairs(worker | record).encode() + b"\n")
+        problems = check_directory(path, deep=False)[0].problems
+        damage += [f"{path / 'journal' / file}: {problem}" for file, problem in problems]
     flush()
+    if damage:
+        raise RefusedError("the journal is damaged: " + "; ".join(damage))
 
 
 @command.command
 def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
-    """Print what the hot store holds: its position in the journal, its tables and their sizes."""
-    from tailrace.store.inspect import inspect_hot
+    """Print what the hot store holds: its position in the journal, its tables and their sizes.
 
-    described = inspect_hot(_existing(data_dir))
-    if json:
-        put_json(described)
-    else:
-        _put_table(described)
+    The exit code is 1 if it cannot be read. `tailrace verify` looks at all of its pages.
+    """
+    from tailrace.store.inspect import inspect_hot
+    from tailrace.tier.directory_check import check_hot
+
+    damage: list[str] = []
+    for worker, path in _workers(data_dir):
+        described = worker | inspect_hot(path)
+        if json:
+            put_json(described)
+        else:
+            _put_table(described)
+        damage += [problem for _, problem in check_hot(path / "hot.db", deep=False).problems]
     flush()
+    if damage:
+        raise RefusedError("the hot store cannot be read: " + "; ".join(damage))
 
 
 @command.command
@@ -194,10 +214,14 @@ def _pairs(record: dict[str, object]) -> str:
     return "  ".join(f"{name}={_shown(value)}" for name, value in record.items())
 
 
-def _existing(data_dir: Path) -> Path:
+def _workers(data_dir: Path) -> list[tuple[dict[str, object], Path]]:
+    """The directory of each worker, and what its lines begin with if there are several."""
+    from tailrace.workers.layout import worker_paths
+
     if not data_dir.is_dir():
         raise RefusedError(f"there is no data directory {data_dir}")
-    return data_dir
+    paths = worker_paths(data_dir)
+    return [({"worker": index} if len(paths) > 1 else {}, path) for index, path in enumerate(paths)]
 
 
 def _shown(value: object) -> str:

@@ -12,14 +12,20 @@ from tailrace.cli.failures import OK, REFUSED, RefusedError
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tailrace.settings import Settings
     from tailrace.tier.verify import Finding, Verified
 
-_HELP: Final = """Read everything again that the manifests of an object store name, and print what is wrong.
+_HELP: Final = """Read a data directory and its object store again, and print what is wrong.
 
-Checks the SHA-256 of every segment and page, the checksums inside segments, their rows, payload bytes and
-times, that entries follow each other without a gap, and that all of it is what the manifest counts. Nothing
-is changed, and it may run beside a server. The exit code is 0 if all is well, 1 if there are findings, 2 if
-the store cannot be read.
+In the data directory: that the journal can be replayed, that the pages of the hot store are sound, and that
+entries follow each other without a gap. In the object store: the SHA-256 of every segment and page, the
+checksums inside segments, their rows, payload bytes and times, that entries follow each other without a gap,
+and that all of it is what the manifest counts. What was not looked at is said at the end.
+
+Nothing is changed, and it may run beside a server. The exit code is 0 if all is well, 1 if there are
+findings, 2 if the store cannot be read.
 
 For example:
 
@@ -49,12 +55,16 @@ async def _verify(stream: str, bucket: Bucket) -> int:
         if bucket.json:
             put_json(msgspec.structs.asdict(finding))
         else:
-            put(f"{finding.stream}  {finding.key}: {finding.problem}\n".encode())
+            about = f"{finding.stream}  " if finding.stream else ""
+            put(f"{about}{finding.key}: {finding.problem}\n".encode())
         flush()
 
-    async with opened(bucket.settings()) as objects:
+    settings = bucket.settings()
+    async with opened(settings) as objects:
         verifier = Verifier(objects, report)
         seen = verifier.seen
+        for path in _directories(settings, stream, seen.not_checked):
+            await asyncio.to_thread(verifier.directory, path)
         async with progress("verifying", lambda: (seen.bytes, seen.bytes_known or None, _counted(seen))):
             if stream:
                 if not await verifier.named(stream):
@@ -64,13 +74,36 @@ async def _verify(stream: str, bucket: Bucket) -> int:
     if bucket.json:
         put_json({"summary": msgspec.structs.asdict(seen)})
     else:
+        for part in seen.not_checked:
+            put(f"not checked: {part}\n".encode())
         put(f"{_counted(seen)}: {seen.findings or 'no'} findings\n".encode())
     flush()
     return REFUSED if seen.findings else OK
 
 
+def _directories(settings: Settings, stream: str, not_checked: list[str]) -> list[Path]:
+    """Where journals and hot stores are; the reason is added to `not_checked` if they are left out."""
+    from tailrace.workers.layout import is_unused, worker_paths
+
+    local = "journal and hot store"
+    root = settings.data_dir
+    if stream:
+        not_checked.append(f"{local} (only the history of {stream} in the object store was asked for)")
+        return []
+    if not root.is_dir():
+        not_checked.append(f"{local} (there is no data directory {root})")
+        return []
+    paths = [path for path in worker_paths(root) if not is_unused(path)]
+    if not paths:
+        not_checked.append(f"{local} (no server has written to {root})")
+    if (root / "watch.db").exists() or any((path / "watch.db").exists() for path in paths):
+        not_checked.append("watch.db (it is derived from its streams)")
+    return paths
+
+
 def _counted(seen: Verified) -> str:
     return (
+        f"{seen.journal_records:,} journal records, {seen.hot_entries:,} entries in the hot store, "
         f"{seen.streams:,} streams, {seen.segments:,} segments, {seen.entries:,} entries, "
         f"{seen.companions:,} companions, "
         f"{seen.bytes / 2**20:,.1f} MiB"

@@ -323,10 +323,16 @@ def gone(stream: Stream, earliest: int) -> TailraceError:
 def decide_delete(stream: Stream, reason: str, now_ns: int, ancestors: Sequence[Stream]) -> list[Delete]:
     """Deletion of a stream, and of soft-deleted ancestors that lose their last fork by it."""
     if stream.forks:
-        return [Delete(stream.number, now_ns, reason, soft=True)]
-    ops = [Delete(stream.number, now_ns, reason, soft=False)]
+        return [Delete(stream.number, delete_time_ns(stream, now_ns), reason, soft=True)]
+    ops = [Delete(stream.number, delete_time_ns(stream, now_ns), reason, soft=False)]
     for ancestor in ancestors:
         if not ancestor.gone or ancestor.forks > 1:
             break
-        ops.append(Delete(ancestor.number, now_ns, ancestor.gone_reason, soft=False))
+        at_ns = delete_time_ns(ancestor, now_ns)
+        ops.append(Delete(ancestor.number, at_ns, ancestor.gone_reason, soft=False))
     return ops
+
+
+def delete_time_ns(stream: Stream, now_ns: int) -> int:
+    """A deletion comes after the creation and the last entry, also when the clock was set back meanwhile."""
+    return max(now_ns, stream.created_ns, stream.last_ns)

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
+from urllib.parse import quote
 
 import apsw
 
@@ -63,6 +64,24 @@ class Execute(Protocol):
     def __call__(self, query: str, bindings: tuple[object, ...] = ()) -> Rows: ...
 
 
+class Space(NamedTuple):
+    """How the pages of the file are used."""
+
+    pages: int
+    free_pages: int
+    page_bytes: int
+    incremental: bool  # free pages can be given back one by one; else the file has to be rebuilt
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for new rows without growing the file."""
+        return self.free_pages * self.page_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.pages - self.free_pages) * self.page_bytes
+
+
 class BlockRow(NamedTuple):
     first: int
     last: int
@@ -80,13 +99,16 @@ def unreadable(error: apsw.Error) -> TailraceError:
 class HotDb:
     """One connection. Readers each have their own; SQLite's WAL keeps them out of the writer's way."""
 
-    def __init__(self, path: Path, *, writer: bool = False) -> None:
+    def __init__(self, path: Path, *, writer: bool = False, read_only: bool = False) -> None:
         self.cold = ColdTables(self)
         self.trims = TrimTables(self)
         self.documents = DocumentTable(self)
         self.companions = CompanionTables(self)
         try:
-            self._open(path, writer)
+            if read_only:
+                self._open_read_only(path)
+            else:
+                self._open(path, writer)
         except apsw.Error as error:
             raise unreadable(error) from error
 
@@ -99,12 +121,36 @@ class HotDb:
         self.connection.set_busy_timeout(10_000)
         self.execute = execute = cast("Execute", self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
         execute("PRAGMA page_size=8192")
+        if path.stat().st_size == 0:
+            execute(
+                "PRAGMA auto_vacuum=INCREMENTAL"
+            )  # a file that has tables would have to be rebuilt for it
         execute("PRAGMA journal_mode=WAL")
         execute("PRAGMA synchronous=FULL")
         execute("PRAGMA mmap_size=0")
         execute(f"PRAGMA cache_size={-16384 if writer else -4096}")
         if self.one("SELECT 1 FROM sqlite_schema WHERE name='facts'") is None:
             self._create_tables()
+        self._check_version()
+
+    def _open_read_only(self, path: Path) -> None:
+        """For tools, which change nothing. In a directory that cannot be written there must be no WAL."""
+        for immutable in (0, 1):
+            uri = f"file:{quote(str(path.absolute()))}?mode=ro&immutable={immutable}"
+            flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+            self.connection = apsw.Connection(uri, flags=flags)
+            self.connection.set_busy_timeout(10_000)
+            self.execute = cast("Execute", self.connection.execute)  # pyright: ignore[reportUnknownMemberType]
+            try:
+                self.execute("SELECT 1 FROM sqlite_schema").fetchone()
+                break
+            except apsw.CantOpenError:
+                wal = path.with_name(path.name + "-wal")
+                if immutable or (wal.exists() and wal.stat().st_size):
+                    raise
+        self._check_version()
+
+    def _check_version(self) -> None:
         version = cast("int", self.fact("version", 0))
         if version > VERSION:
             raise TailraceError(
@@ -258,6 +304,15 @@ class HotDb:
         """Of the streams that were made last."""
         rows = self.rows("SELECT number FROM streams ORDER BY number DESC LIMIT ?", limit)
         return [cast("int", row[0]) for row in rows]
+
+    def space(self) -> Space:
+        def number(pragma: str) -> int:
+            row = self.one(f"PRAGMA {pragma}")
+            assert row is not None
+            return cast("int", row[0])
+
+        incremental = number("auto_vacuum") == 2
+        return Space(number("page_count"), number("freelist_count"), number("page_size"), incremental)
 
     def count_streams(self) -> int:
         row = self.one("SELECT count(*) FROM streams")

@@ -69,7 +69,12 @@ def _read(path: Path) -> dict[str, object]:
             found = execute(query).fetchone()
             rows[table] = None if found is None else found[0]
         sample = [dict(zip(_SAMPLE_COLUMNS, row, strict=True)) for row in execute(_SAMPLE, (SAMPLE_COUNT,))]
+        pages = {
+            name: found[0]
+            for name in ("page_count", "freelist_count", "page_size")
+            if (found := execute(f"PRAGMA {name}").fetchone()) is not None
+        }
         execute("COMMIT")
     finally:
         connection.close()
-    return {"facts": facts, "rows": rows, "streams": sample}
+    return {"pages": pages, "facts": facts, "rows": rows, "streams": sample}

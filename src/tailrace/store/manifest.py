@@ -266,7 +266,11 @@ class Manifests:
         return head, [*pages.superseded, *ripe]
 
     async def bury(self, facts: Facts, at_ns: int, reason: str) -> Head:
-        """Replace the head by a tombstone, then delete everything else of the stream."""
+        """Replace the head by a tombstone, then delete everything else of the stream.
+
+        ManifestConflictError if the head still speaks of this stream afterwards. One of a later stream of the
+        same name is left as it is: the earlier one was buried before that was recorded.
+        """
 
         async def plan(current: Head | None) -> Change:
             return Change(tombstone(facts, current, self.fence, at_ns, reason))
@@ -276,6 +280,8 @@ class Manifests:
             failpoints.reached("gc.before_delete")
             await clear_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
             failpoints.reached("gc.after_delete")
+        elif head.created_ns == facts.created_ns:
+            raise ManifestConflictError(facts.stream_id, "the head was not replaced by a tombstone")
         return head
 
     async def forget(self, stream_id: str, before_ns: int) -> bool:

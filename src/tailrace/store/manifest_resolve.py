@@ -36,9 +36,18 @@ def base_of(facts: Facts, current: Head | None, fence: int) -> Head:
     if current.deleted is None:
         _refuse_another(facts, current, fence)
         return current
-    if facts.created_ns > current.deleted.at_ns:
+    if is_later_life(facts, current, current.deleted):
         return first_head(facts, fence, current.generation)
     raise BuriedError(facts.stream_id, f"it was {current.deleted.reason} and takes nothing more")
+
+
+def is_later_life(facts: Facts, current: Head, deleted: Deleted) -> bool:
+    """Whether a stream is not the one of the tombstone but uses its name again.
+
+    By the clock it was created later. A clock that was set back may say otherwise; then it is another stream
+    if it was created at another time than the one that was buried.
+    """
+    return facts.created_ns > deleted.at_ns or facts.created_ns != current.created_ns
 
 
 def _refuse_another(facts: Facts, current: Head, fence: int) -> None:
@@ -80,12 +89,14 @@ def with_facts(facts: Facts, base: Head, head: Head, fence: int) -> Head:
 def tombstone(facts: Facts, current: Head | None, fence: int, at_ns: int, reason: str) -> Head:
     """What remains of a stream. A tombstone stays the first one; a later life of the name is not touched."""
     base = first_head(facts, fence) if current is None else current
+    at_ns = max(at_ns, facts.created_ns)
     if base.deleted is not None or base.created_ns > at_ns:
         return base
     _refuse_another(facts, base, fence)
     epoch = max(base.epoch, facts.epochs[-1][0])
     return msgspec.structs.replace(
         base,
+        created_ns=facts.created_ns,
         deleted=Deleted(at_ns=at_ns, reason=reason, epoch=epoch),
         pages=(),
         segments=(),

@@ -280,9 +280,9 @@ class Agent:
         """One timer while something is due, none otherwise."""
         if self._stalled:
             return
-        due_ms = machine.due_at_ms(self.sub)
+        due_ms = machine.due_in_ms(self.sub, self._desk.now_ms())
         if due_ms is not None:
-            self._set_timer((due_ms - self._desk.now_ms()) / 1000)
+            self._set_timer(due_ms / 1000)
         elif self._timer is not None:
             self._timer.cancel()
             self._timer = None

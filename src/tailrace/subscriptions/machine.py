@@ -29,6 +29,7 @@ from tailrace.subscriptions.model import (
 RETRY_MS_FIRST: Final = 1000
 RETRY_MS_MAX: Final = 60_000
 RETRY_JITTER: Final = 0.2
+RETRY_PAUSE_MS_MAX: Final = round(RETRY_MS_MAX * (1 + RETRY_JITTER))
 # Streams one wake covers. What is pending beyond that follows in the next wake.
 WAKE_STREAMS_MAX: Final = 1000
 # With more links than this, a wake lists only those with work.
@@ -148,8 +149,17 @@ def lease_over(sub: Subscription, now_ms: int) -> bool:
         and wake.lease_until_ms is not None
         and wake.attempt_at_ms is None
         and sub.delivering != wake.generation
-        and now_ms >= wake.lease_until_ms
+        and _has_come(wake.lease_until_ms, now_ms, sub.config.lease_ttl_ms)
     )
+
+
+def _has_come(at_ms: int, now_ms: int, ms_max: int) -> bool:
+    """Whether an instant has come that was at most `ms_max` ahead when it was set.
+
+    One that is twice as far ahead was set before the clock was set back. A small step of the clock must not
+    end a lease.
+    """
+    return now_ms >= at_ms or at_ms - now_ms > 2 * ms_max
 
 
 def next_wake(sub: Subscription, now_ms: int, wake_id: str) -> Step:
@@ -169,6 +179,15 @@ def due_at_ms(sub: Subscription) -> int | None:
     if wake is None or sub.delivering == wake.generation:
         return None
     return wake.lease_until_ms if wake.attempt_at_ms is None else wake.attempt_at_ms
+
+
+def due_in_ms(sub: Subscription, now_ms: int) -> int | None:
+    """How long until then: at most twice a lease or a pause, also when the clock was set back."""
+    at_ms = due_at_ms(sub)
+    if at_ms is None or sub.wake is None:
+        return None
+    ms_max = sub.config.lease_ttl_ms if sub.wake.attempt_at_ms is None else RETRY_PAUSE_MS_MAX
+    return 0 if _has_come(at_ms, now_ms, ms_max) else at_ms - now_ms
 
 
 def claim(sub: Subscription, worker: str, now_ms: int, wake_id: str) -> Step:
@@ -211,7 +230,9 @@ def release(sub: Subscription, given: Answer, now_ms: int, wake_id: str) -> Step
 def attempt(sub: Subscription, now_ms: int) -> Step:
     """A delivery that was put off is tried again: the same wake, with a lease that starts now."""
     wake = sub.wake
-    if wake is None or wake.attempt_at_ms is None or now_ms < wake.attempt_at_ms:
+    if wake is None or wake.attempt_at_ms is None:
+        return Step()
+    if not _has_come(wake.attempt_at_ms, now_ms, RETRY_PAUSE_MS_MAX):
         return Step()
     if sub.delivering == wake.generation:
         return Step()

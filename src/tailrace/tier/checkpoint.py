@@ -7,11 +7,14 @@ import logging
 import sys
 from collections import deque
 
+from tailrace.errors import TailraceError
 from tailrace.log.log import Log
+from tailrace.tier.vacuum import is_due
 
 logger = logging.getLogger("tailrace.checkpoint")
 
 RETRY_S = 1.0
+VACUUM_RETRY_S = 60.0  # after a vacuum that could not give anything back
 # A restart need not fold a journal that replays in a blink.
 FOLD_AT_START_BYTES = 4 * 1024 * 1024
 
@@ -27,7 +30,11 @@ class Checkpoints:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._child: asyncio.subprocess.Process | None = None
+        self._disk_short = False
+        self._rebuilding = False  # the child rewrites the whole file; a journal file does not wait for that
+        self._vacuum_after_s = 0.0
         self.done = 0
+        self.given_back = 0  # pages of the hot store
         self.failures = 0
 
     @property
@@ -70,8 +77,18 @@ class Checkpoints:
         self._log.checkpoint_pending = True
         self._wake.set()
 
+        if self._rebuilding and self._child is not None and self._child.stdin is not None:
+            self._child.stdin.write(b"stop\n")
+
+    def disk_short(self, short: bool) -> None:
+        """Whether the disk has less room than its reserve: then every free page of the hot store counts."""
+        self._disk_short = short
+        self._vacuum_after_s = 0.0
+        self._wake.set()
+
     async def _run(self) -> None:
         while True:
+            await self._vacuum()
             try:
                 async with asyncio.timeout(self._log.limits.helper_idle_ms / 1000):
                     await self._wake.wait()
@@ -81,10 +98,7 @@ class Checkpoints:
                 await self._wake.wait()
             while self._files:
                 seq, end = self._files[0]
-                try:
-                    answer = await self._ask(seq, end)
-                except OSError as error:
-                    answer = f"failed {seq} {error}"
+                answer = await self._ask(f"{seq} {end}")
                 if answer == f"done {seq}":
                     self._files.popleft()
                     self.done += 1
@@ -96,19 +110,48 @@ class Checkpoints:
                 await asyncio.sleep(RETRY_S)
             self._wake.clear()
 
-    async def _ask(self, seq: int, end: int) -> str:
-        if self._child is None or self._child.returncode is not None:
-            self._child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tailrace.tier.checkpointer",
-                str(self._log.directory),
-                str(self._log.limits.tombstone_ms),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.write(f"{seq} {end}\n".encode())
-        await self._child.stdin.drain()
-        return (await self._child.stdout.readline()).decode().strip()
+    async def _vacuum(self) -> None:
+        """Gives free pages of the hot store back to the disk, step by step, while no journal file waits."""
+        loop = asyncio.get_running_loop()
+        while not self._wake.is_set() and loop.time() >= self._vacuum_after_s and self._vacuum_due():
+            answer = await self._ask(f"vacuum {int(self._disk_short)}")
+            self._rebuilding = False
+            verdict, _, detail = answer.partition(" ")
+            if verdict == "vacuumed" and int(detail) > 0:
+                self.given_back += int(detail)
+                continue
+            if verdict != "vacuumed":
+                self.failures += 1
+                logger.error("hot store vacuum failed: %s", answer or "the process ended")
+            self._vacuum_after_s = loop.time() + VACUUM_RETRY_S
+            loop.call_later(VACUUM_RETRY_S, self._wake.set)
+
+    def _vacuum_due(self) -> bool:
+        try:
+            space = self._log.store.db.space()
+        except TailraceError:
+            return False  # logged where it was found; reads say so as well
+        due = is_due(space, short=self._disk_short)
+        self._rebuilding = due and not space.incremental
+        return due
+
+    async def _ask(self, line: str) -> str:
+        """The child's answer; empty if it ended, `failed` if it could not be asked."""
+        try:
+            if self._child is None or self._child.returncode is not None:
+                self._child = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "tailrace.tier.checkpointer",
+                    str(self._log.directory),
+                    str(self._log.limits.tombstone_ms),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                )
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            self._child.stdin.write(f"{line}\n".encode())
+            await self._child.stdin.drain()
+            return (await self._child.stdout.readline()).decode().strip()
+        except OSError as error:
+            return f"failed {line} {error}"

@@ -4,7 +4,11 @@ It replays a file with the same `apply` the server uses and writes what changed 
 with the number of the file. Being another process, it takes no time from the server's loop; being a fold of
 the journal, it needs nothing from the server's memory. It may be killed at any moment.
 
-Lines in: `<file> <end>`. Lines out: `done <file>` or `failed <file> <why>`. It ends when its input does.
+Between files it gives free pages of the hot store back to the disk, when the server asks for it.
+
+Lines in: `<file> <end>`, answered by `done <file>` or `failed <file> <why>`; `vacuum <1 if the disk is
+short>`, answered by `vacuumed <pages>` or `failed vacuum <why>`; `stop`, which ends a vacuum early and has no
+answer of its own. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -14,19 +18,24 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+
+import apsw
 
 from tailrace import failpoints, turns
 from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
-from tailrace.log.records import Describe, decode
+from tailrace.log.records import Describe, Op, decode
 from tailrace.log.recovery import apply_plain_append
 from tailrace.log.streams import Streams
 from tailrace.store.hot import HotDb
 from tailrace.store.meta_tables import MetaTables
 from tailrace.tier.cold_changes import ColdChanges
 from tailrace.tier.stored import put_due, put_stream
+from tailrace.tier.vacuum import vacuum_step
 
 BLOCK_BYTES = 256 * 1024
 MERGE_BELOW_BYTES = 64 * 1024
@@ -48,45 +57,65 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
         header = read_header(path)
         if header is None or header.previous_seq > done:
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
+        folding = Folding(store, seq)
+        for _, payload in Scan(path, header, end):
+            folding.take(payload)
+        folding.write(tombstone_ns)
+    if folding.cold.trims:
+        failpoints.reached("seal.after_trim")
+    db.connection.wal_checkpoint(mode=0)
+
+
+class Folding:
+    """The records of one journal file on their way into the hot store, within one transaction."""
+
+    def __init__(self, store: StoredStreams, seq: int) -> None:
+        self._store = store
+        self._seq = seq
+        db = store.db
         db.cold.create()
         db.documents.create()
         db.companions.create()
         if db.trims.create():
             write_book_of_forks(db)
-        streams = Streams(store)
+        self.streams = streams = Streams(store)
         streams.next_number = int(str(db.fact("next_number", 1)))
-        before = db.meta()
-        streams.meta = dict(before)
+        self._before = db.meta()
+        streams.meta = dict(self._before)
         streams.file = seq
-        cold = ColdChanges(seq)
-        documents: dict[tuple[int, str], bytes | None] = {}
-        for _, payload in Scan(path, header, end):
-            if apply_plain_append(streams, payload):
-                continue  # says nothing about objects or documents
-            for op in decode(payload):
-                stream = streams.assign(op)
-                streams.publish(op, stream)
-                cold.take(op, stream)
-                if type(op) is Describe:
-                    documents[op.stream, op.key] = op.value
-        if cold.trims:
+        self.cold = ColdChanges(seq)
+        self._documents: dict[tuple[int, str], bytes | None] = {}
+
+    def take(self, payload: bytes) -> None:
+        if apply_plain_append(self.streams, payload):
+            return  # says nothing about objects or documents
+        for op in decode(payload):
+            self.apply(op)
+
+    def apply(self, op: Op) -> None:
+        stream = self.streams.assign(op)
+        self.streams.publish(op, stream)
+        self.cold.take(op, stream)
+        if type(op) is Describe:
+            self._documents[op.stream, op.key] = op.value
+
+    def write(self, tombstone_ns: int) -> None:
+        db, streams = self._store.db, self.streams
+        if self.cold.trims:
             failpoints.reached("seal.before_trim")
-        cold.dig_graves(store)
-        write_streams(store, streams, cold)
-        for (number, key), value in documents.items():
+        self.cold.dig_graves(self._store)
+        write_streams(self._store, streams, self.cold)
+        for (number, key), value in self._documents.items():
             if number not in streams.removed:
                 db.documents.put(number, key, value)
-        keys = before.keys() | streams.meta.keys()
-        changed = [key for key in keys if before.get(key) != streams.meta.get(key)]
-        MetaTables(db).changed(changed, seq)
+        keys = self._before.keys() | streams.meta.keys()
+        changed = [key for key in keys if self._before.get(key) != streams.meta.get(key)]
+        MetaTables(db).changed(changed, self._seq)
         for key in changed:
             db.put_meta(key, streams.meta.get(key))
         db.expire_tombstones(time.time_ns() - tombstone_ns)
         db.set_fact("next_number", streams.next_number)
-        db.set_fact("journal_seq", seq)
-    if cold.trims:
-        failpoints.reached("seal.after_trim")
-    db.connection.wal_checkpoint(mode=0)
+        db.set_fact("journal_seq", self._seq)
 
 
 def write_streams(store: StoredStreams, streams: Streams, cold: ColdChanges) -> None:
@@ -172,12 +201,41 @@ def merge(blocks: list[Block], separator: int) -> Block:
     return Block(blocks[0].first, body, ends, times, keys if keyed else None)
 
 
-def _exit_with_parent(lines: list[str], ready: threading.Condition) -> None:
-    for line in sys.stdin:
-        with ready:
-            lines.append(line)
-            ready.notify()
-    os._exit(0)  # the server is gone; an unfinished transaction rolls back by itself
+class Orders:
+    """Lines of the server, read on a thread of their own."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._ready = threading.Condition()
+        self._interruptible: HotDb | None = None  # vacuums
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            with self._ready:
+                if line.strip() == "stop":
+                    if self._interruptible is not None:
+                        self._interruptible.connection.interrupt()
+                    continue
+                self._lines.append(line)
+                self._ready.notify()
+        os._exit(0)  # the server is gone; an unfinished transaction rolls back by itself
+
+    def next(self) -> list[str]:
+        with self._ready:
+            while not self._lines:
+                self._ready.wait()
+            return self._lines.pop(0).split()
+
+    @contextmanager
+    def may_interrupt(self, db: HotDb) -> Generator[None]:
+        with self._ready:
+            self._interruptible = db
+        try:
+            yield
+        finally:
+            with self._ready:
+                self._interruptible = None
 
 
 def say(line: str) -> None:
@@ -191,21 +249,22 @@ def main() -> None:
     turns.step_back()
     failpoints.in_child()
     store: StoredStreams | None = None
-    lines: list[str] = []
-    ready = threading.Condition()
-    threading.Thread(target=_exit_with_parent, args=(lines, ready), daemon=True).start()
+    orders = Orders()
     while True:
-        with ready:
-            while not lines:
-                ready.wait()
-            seq, end = (int(word) for word in lines.pop(0).split())
+        name, argument = orders.next()
         try:
             store = store or StoredStreams(data_dir / "hot.db", writer=True)
-            checkpoint_file(data_dir, store, seq, end, tombstone_ns)
-        except Exception as error:  # noqa: BLE001 - told to the server, which tries again
-            say(f"failed {seq} {type(error).__name__}: {error}".replace("\n", " "))
-        else:
-            say(f"done {seq}")
+            if name == "vacuum":
+                with orders.may_interrupt(store.db):
+                    given_back = vacuum_step(data_dir, store.db, short=argument == "1")
+                say(f"vacuumed {given_back}")
+            else:
+                checkpoint_file(data_dir, store, int(name), int(argument), tombstone_ns)
+                say(f"done {name}")
+        except apsw.InterruptError:
+            say("vacuumed 0")
+        except Exception as error:  # noqa: BLE001 - reported to the server, which tries again
+            say(f"failed {name} {type(error).__name__}: {error}".replace("\n", " "))
 
 
 if __name__ == "__main__":

@@ -217,6 +217,15 @@ class Sealer:
 
     def _write(self, number: int, sealed: int) -> Snapshot | None:
         """Writes what the hot store has behind `sealed` into the spool, as far as one job goes."""
+        spooled: list[Path] = []
+        try:
+            return self._write_into(spooled, number, sealed)
+        except BaseException:
+            for path in spooled:
+                discard(path)  # the job is repeated, and may find other portions then
+            raise
+
+    def _write_into(self, spooled: list[Path], number: int, sealed: int) -> Snapshot | None:
         from tailrace.store.segment_writer import write_segment
 
         with self._store.snapshot():
@@ -232,6 +241,7 @@ class Sealer:
                     break
                 failpoints.reached("seal.before_write")
                 path = self._spool / f"{number}-{portion.runs[0].first}.parquet"
+                spooled.append(path)
                 file = write_segment(
                     portion.runs,
                     path,

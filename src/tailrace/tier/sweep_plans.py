@@ -48,18 +48,19 @@ async def superseded(
     oldest_ns: int,
     remembered: Remembered | None,
 ) -> list[ObjectInfo]:
-    """Plans that no stream remembers and no companion was built by. Nobody may store plans meanwhile.
+    """Plans that are not the wanted one and no companion was built by. No plan may be stored meanwhile.
 
-    A plan that is wanted again is stored anew, so each is looked at once more: the listing is of before.
+    A stream remembers the fingerprints of some plans before the wanted one; the object of such a plan is
+    needed only as long as a companion was built by it. One that is wanted again is stored again, so each is
+    looked at once more: the listing is of before.
     """
     prefix = stream_prefix(head.stream_id)
     plans = [info for info in found if _PLAN.fullmatch(info.key.removeprefix(prefix))]
     book = await _recorded(objects, head) if plans else None
     if book is None:
         return []
-    known = {plan.hash for plan in book.plans}
-    if remembered is not None:
-        known |= {plan.hash for plan in (await remembered(head)).plans}
+    books = [book] if remembered is None else [book, await remembered(head)]
+    known = {each.wanted.hash for each in books if each.wanted is not None}
     known |= {one.plan_hash async for one in companions}
     named = {prefix + plan_name(plan_hash) for plan_hash in known}
     return [info for info in plans if info.key not in named and await _is_older(objects, info.key, oldest_ns)]

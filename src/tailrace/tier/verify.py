@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,7 @@ from tailrace.store.objects import ObjectMissingError
 from tailrace.store.segments import CorruptSegmentError, SegmentInfo, segment_name, stream_prefix
 from tailrace.store.segments import stream_id as stream_id_of
 from tailrace.tier.crowd import first_failure, for_each_stream
+from tailrace.tier.directory_check import check_directory
 
 if TYPE_CHECKING:
     from tailrace.store.objects import Objects
@@ -33,9 +35,9 @@ SEGMENTS_AT_ONCE = 16
 class Finding(msgspec.Struct, frozen=True):
     """One thing that is wrong."""
 
-    stream: str  # its name, or its id where the head cannot be read
+    stream: str  # its name, or its id where the head cannot be read; empty if it is not about one
     stream_id: str
-    key: str  # in the stream's folder
+    key: str  # in the stream's folder, or the path of a file of the data directory
     problem: str
 
 
@@ -50,6 +52,9 @@ class Verified(msgspec.Struct):
     bytes: int = 0
     bytes_known: int = 0
     findings: int = 0
+    journal_records: int = 0
+    hot_entries: int = 0
+    not_checked: list[str] = []
 
 
 class Verifier:
@@ -68,6 +73,16 @@ class Verifier:
         """Every stream that has a head."""
         await for_each_stream(self._objects, self.stream)
         return self.seen
+
+    def directory(self, path: Path) -> None:
+        """The journal and the hot store of a server, or of one worker. Reads all of them."""
+        journal, hot = check_directory(path, deep=True)
+        self.seen.journal_records += journal.records
+        self.seen.hot_entries += hot.entries
+        for file, problem in journal.problems:
+            self._find("", "", str(path / "journal" / file), problem)
+        for stream, problem in hot.problems:
+            self._find(stream, "", str(path / "hot.db"), problem)
 
     async def named(self, name_or_id: str) -> bool:
         """Every use of one name. False: there is none."""

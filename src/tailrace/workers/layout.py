@@ -56,6 +56,12 @@ def read_layout(root: Path) -> Layout:
     return layout
 
 
+def worker_paths(root: Path) -> list[Path]:
+    """The directories with a journal and a hot store; the data directory itself if there is one worker."""
+    layout = read_layout(root)
+    return [layout.path(root, index) for index in range(layout.workers)]
+
+
 def write_layout(root: Path, layout: Layout) -> None:
     """From this moment on the directories of this generation count, and no others."""
     write_durably(root / FILE, msgspec.json.encode(layout).decode() + "\n")

@@ -1,0 +1,148 @@
+"""``tailrace salvage``: what can be read of a damaged data directory, in a new one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.buckets import progress
+from tailrace.cli.failures import OK, REFUSED, RefusedError
+from tailrace.cli.session import flush, put, put_json
+
+if TYPE_CHECKING:
+    from tailrace.tier.salvage import SalvageReport
+    from tailrace.workers.layout import Layout
+
+_HELP: Final = """Copy everything that can be read out of a damaged data directory into a new one.
+
+OLD is only read. NEW must not exist, or be empty. Records of the journal and rows of the hot store that
+cannot be read are left out, and everything else is copied: the other entries, keys, settings of streams, the
+objects if they are in the data directory, and the identity of the server. Start a server on NEW with the same
+settings, and never again one on OLD: both would be the same server.
+
+Where entries are lost, those behind them follow those before: they get new numbers, and offsets that clients
+hold from there on are answered with 410. History in a bucket stays where it is. Entries whose stream has lost
+its name are in `salvaged/<number>`.
+
+The report says what was copied and, for each stream, how many entries are missing and why. The hot store has
+no checksums of its pages: a value that was changed within a page cannot be told from a sound one. The exit
+code is 0 if everything was copied and 1 if something is missing, or if the copy was refused.
+
+For example:
+
+    tailrace salvage /var/lib/tailrace /mnt/new/tailrace
+
+    tailrace serve --data-dir /mnt/new/tailrace
+"""
+
+command = App(name="salvage", help=_HELP, help_format="markdown")
+
+
+@command.default
+def salvage(
+    old: Annotated[Path, Parameter(help="The damaged data directory. No server may use it.")],
+    new: Annotated[Path, Parameter(help="The directory to make.")],
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="", help="Print JSON, one object per line.")] = False,
+) -> int:
+    return asyncio.run(_salvage(old.absolute(), new.absolute(), as_json=json))
+
+
+async def _salvage(old: Path, new: Path, *, as_json: bool) -> int:
+    from tailrace.tier.salvage import SalvageReport
+    from tailrace.tier.salvage import salvage as copy
+
+    _check(old, new)
+    report = SalvageReport()
+    layout = _layout(old, report)
+    partial = new.with_name(f"{new.name}.partial")
+    if partial.exists():
+        raise RefusedError(f"{partial} is left from an earlier attempt; delete it first")
+    workers = [(layout.path(old, index), layout.path(partial, index)) for index in range(layout.workers)]
+    async with progress("copying", lambda: (report.bytes, None, _counted(report))):
+        await asyncio.to_thread(copy, old, partial, workers, report)
+    _finish(partial, new, layout)
+    _put(report, as_json=as_json)
+    return OK if report.complete else REFUSED
+
+
+def _check(old: Path, new: Path) -> None:
+    import fcntl
+
+    if not old.is_dir():
+        raise RefusedError(f"there is no data directory {old}")
+    if new.exists() and (not new.is_dir() or any(new.iterdir())):
+        raise RefusedError(f"{new} exists and is not empty; name a directory that does not exist")
+    if new == old or old in new.parents:
+        raise RefusedError(f"{new} lies in {old}; name a directory outside of it")
+    if (old / "lock").is_file():
+        with (old / "lock").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RefusedError(f"a server is running on {old}; stop it first") from None
+
+
+def _layout(old: Path, report: SalvageReport) -> Layout:
+    """How many workers there were; from their directories if workers.json cannot be read."""
+    from tailrace.errors import TailraceError
+    from tailrace.workers.layout import DIRECTORY, Layout, read_layout
+
+    try:
+        return read_layout(old)
+    except TailraceError as error:
+        report.problems.append(error.message)
+    generations = [int(path.name) for path in (old / DIRECTORY).glob("*") if path.name.isdigit()]
+    if not generations:
+        return Layout()
+    found = (old / DIRECTORY / str(max(generations))).glob("*")
+    numbers = [int(path.name) for path in found if path.name.isdigit()]
+    return Layout(workers=max(numbers, default=0) + 1, generation=max(generations))
+
+
+def _finish(partial: Path, new: Path, layout: Layout) -> None:
+    """The copy gets its name when all of it is durable."""
+    from tailrace.store.directory import sync_directory
+    from tailrace.workers.layout import write_layout
+
+    if layout.generation:
+        write_layout(partial, layout)
+    if new.exists():
+        new.rmdir()
+    partial.rename(new)
+    sync_directory(new.parent)
+
+
+def _put(report: SalvageReport, *, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        for loss in report.losses.values():
+            put_json(msgspec.structs.asdict(loss))
+        summary = msgspec.structs.asdict(report)
+        del summary["losses"]
+        put_json({"summary": summary | {"streams_damaged": len(report.losses)}})
+        flush()
+        return
+    for loss in report.losses.values():
+        reasons = ", ".join(f"{count:,}: {reason}" for reason, count in loss.reasons.items())
+        put(f"{loss.stream}: {loss.entries:,} entries are missing ({reasons})\n".encode())
+    for problem in report.problems:
+        put(f"{problem}\n".encode())
+    missing = "nothing is missing"
+    if not report.complete:
+        missing = f"{report.entries_missing:,} entries of {len(report.losses):,} streams are missing"
+    put(f"{_counted(report)}: {missing}\n".encode())
+    flush()
+
+
+def _counted(report: SalvageReport) -> str:
+    return (
+        f"{report.streams:,} streams, {report.entries:,} entries in the hot store, "
+        f"{report.journal_records:,} journal records, {report.files:,} files, "
+        f"{report.bytes / 2**20:,.1f} MiB"
+    )
