@@ -48,11 +48,10 @@ class PlainAppend:
         if not self._json:
             self._log.append_plain(stream, body, None, _acknowledge, exchange)
             return
-        entries = json_split.split(body, self._json_depth)
-        if len(entries) == 1:
-            self._log.append_plain(stream, bytes(entries[0]), None, _acknowledge, exchange)
-        elif entries:
-            joined, lengths = json_split.join(entries)
+        joined, lengths = json_split.entries(body, self._json_depth)
+        if len(lengths) == 1:
+            self._log.append_plain(stream, joined, None, _acknowledge, exchange)
+        elif lengths:
             self._log.append_plain(stream, joined, lengths, _acknowledge, exchange)
         else:
             self._general(exchange)

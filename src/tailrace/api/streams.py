@@ -122,15 +122,12 @@ class StreamRoutes:
     def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
         """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
         if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
-            entries = json_split.split(body, self._limits.json_depth)
-            if not entries:
+            joined, lengths = json_split.entries(body, self._limits.json_depth)
+            if not lengths:
                 if stream is None:
                     return AppendRequest(b"", None)
                 raise TailraceError("empty_array", "an empty array appends nothing")
-            if len(entries) == 1:
-                return AppendRequest(bytes(entries[0]), content_type)
-            joined, lengths = json_split.join(entries)
-            return AppendRequest(joined, content_type, lengths)
+            return AppendRequest(joined, content_type, None if len(lengths) == 1 else lengths)
         return AppendRequest(body, content_type)
 
     # -- PUT -------------------------------------------------------------------------------------------
