@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Clients that are not known share this part of the memory for bodies that are not all there.
 STRANGERS_PART = 16
+# Of a Content-Length; Python converts no more than 4300 digits to a number.
+LENGTH_DIGITS_MAX = 18
 
 
 class ReceivingConnection(AnsweringConnection):
@@ -29,6 +31,13 @@ class ReceivingConnection(AnsweringConnection):
     def _received_bytes(self) -> int:
         """Of the body of the request that is being read."""
         return 0 if self._body is None else len(self._body)
+
+    def _check_declared(self, length: bytes) -> None:
+        """A Content-Length. The parser has checked that it is digits; any number of them may be zeros."""
+        if len(length) > LENGTH_DIGITS_MAX:
+            message = f"Content-Length has more than {LENGTH_DIGITS_MAX} digits"
+            raise TailraceError("invalid_header", message, header="content-length")
+        self._check_length(int(length))
 
     def _check_length(self, size: int) -> None:
         limit = self.server.body_bytes_max
