@@ -78,6 +78,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="Time for one request before it is answered with 408.")
     ] = 5000
     append_ms: Annotated[Millis, Meta(description="Time an append may wait for its commit.")] = 3000
+    append_wait_ms: Annotated[
+        MillisOrNone,
+        Meta(description="Time an append waits for room in the log before it is refused with 429; 0: none."),
+    ] = 2000
     header_ms: Annotated[Millis, Meta(description="Time a client has to send a request's headers.")] = 10_000
     body_idle_ms: Annotated[Millis, Meta(description="Longest silence inside a request body.")] = 30_000
     idle_ms: Annotated[Millis, Meta(description="Time a kept-alive connection may stay silent.")] = 75_000

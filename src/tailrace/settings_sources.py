@@ -164,6 +164,7 @@ def _check(settings: Settings) -> None:
         ("long_poll_default_ms", "long_poll_max_ms"),
         ("long_poll_max_ms", "request_ms"),
         ("details_max_wait_ms", "request_ms"),
+        ("append_wait_ms", "request_ms"),
         ("list_page", "list_page_max"),
         ("lease_min_ms", "lease_default_ms"),
         ("lease_default_ms", "lease_max_ms"),

@@ -62,6 +62,9 @@ TABLE: Final[dict[str, Metric]] = {
         counter("append_entries", "Entries made durable."),
         counter("append_bytes", "Payload bytes made durable."),
         gauge("append_queue_bytes", "Bytes waiting for a commit."),
+        gauge("append_waiting_requests", "Appends that wait for room in the log."),
+        gauge("append_waiting_bytes", "Bodies of these appends."),
+        counter("append_waits", "Appends that had to wait for room in the log."),
         histogram("commit_records", "Journal records that shared one sync.", SIZES),
         histogram("sync_seconds", "Time of one write and sync of the journal.", SECONDS),
         counter("journal_failures", "Writes or syncs of the journal that failed."),
@@ -284,6 +287,9 @@ class Telemetry:
         self.journal_failures = Number()
         self.streams = Number()
         self.streams_loaded = Number()
+        self.append_waiting_requests = Number()
+        self.append_waiting_bytes = Number()
+        self.append_waits = Number()
         self.tail_memory_bytes = Number()
         self.journal_bytes = Number()
         self.checkpoint_lag_bytes = Number()

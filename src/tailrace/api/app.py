@@ -34,9 +34,11 @@ from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
 from tailrace.api.vouched import Vouching
+from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
 from tailrace.errors import TailraceError
+from tailrace.log.commit_path import NoRoomError
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers, names
@@ -72,7 +74,8 @@ class TailraceApp:
         self.reads = ReadRoutes(context, self.live)
         self.filtered = self.reads.filtered
         self.guard = Guard(self.live.contracts, context.clock, context.limits)
-        self._streams = StreamRoutes(context, self.guard)
+        self.waiting_appends = WaitingAppends(context.log, context.loop)
+        self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
         self.schema = SchemaRoutes(context, self.live)
         self.touch = TouchRoutes(context)
         self.profile = ProfileRoutes(context, self.live, self.touch.reset)
@@ -111,6 +114,12 @@ class TailraceApp:
     # -- what net asks for -------------------------------------------------------------------------------
 
     def handle(self, exchange: Exchange) -> None:
+        try:
+            self._handle(exchange)
+        except NoRoomError as lack:
+            self.waiting_appends.add(exchange, self._handle, lack)
+
+    def _handle(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path
         name = self._names.get(path)
         if name is not None and method != b"OPTIONS":

@@ -207,6 +207,16 @@ class HttpServer:
             self.heads_known.clear()
         self.heads_known[head] = known
 
+    def hold_body(self, size: int) -> bool:
+        """Count a body that waits in memory for its turn; False if bodies take too much memory already."""
+        if self.body_bytes_held + size > self.limits.append_queue_max_bytes:
+            return False
+        self.body_bytes_held += size
+        return True
+
+    def release_body(self, size: int) -> None:
+        self.body_bytes_held -= size
+
     def watch(self, swept: Swept) -> None:
         """Have the sweeper look after `swept` until `forget`."""
         self._swept.add(swept)
