@@ -26,7 +26,14 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the server accepts, holds and waits for, at most."""
 
     # Requests.
-    append_body_bytes: Annotated[Bytes, Meta(description="Largest body of one append or create.")] = 10 * MIB
+    append_body_bytes: Annotated[Bytes, Meta(description="Largest body of one append or create.")] = 64 * MIB
+    request_body_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Largest body of any other request, and largest entry of a stream with a schema or a "
+            "profile: these are decoded."
+        ),
+    ] = 10 * MIB
     header_bytes: Annotated[Bytes, Meta(description="Largest request line and header block together.")] = (
         64 * KIB
     )
@@ -561,8 +568,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="Time an upstream has to begin its answer to an edge.")
     ] = 30_000
     edge_frame_bytes: Annotated[
-        Bytes, Meta(description="Largest message that an edge takes from an upstream.")
-    ] = 64 * MIB
+        # One entry, in which every byte may have to be escaped by six.
+        Bytes,
+        Meta(description="Largest message that an edge takes from an upstream."),
+    ] = 400 * MIB
     edge_memory_cache_bytes: Annotated[
         BytesOrNone, Meta(description="Slices that an edge keeps in memory.")
     ] = 256 * MIB

@@ -210,7 +210,15 @@ class TailraceApp:
             return ANONYMOUS
         return self._grants.find(given.partition(b" ")[2]) or ANONYMOUS
 
+    def _check_body(self, exchange: Exchange) -> None:
+        """For requests whose bodies are decoded: that takes many times their size."""
+        limit = self._context.limits.request_body_bytes
+        if len(exchange.body) > limit:
+            message = f"the body is over {limit} bytes"
+            raise TailraceError("payload_too_large", message, limit_bytes=limit)
+
     def _control(self, exchange: Exchange, rest: bytes) -> None:
+        self._check_body(exchange)
         if self.control is None:
             raise TailraceError("not_found", "subscriptions are not available")
         self.control(exchange, rest, self.identify)
@@ -236,6 +244,7 @@ class TailraceApp:
         self._stream_method(exchange, identity, method, decoded)
 
     def _sub_resource(self, exchange: Exchange, identity: Identity, method: bytes, path: str) -> None:
+        self._check_body(exchange)
         name, slash, route = path.rpartition("/touch/")
         if slash and name:
             self.touch.serve(exchange, identity, method, name, route)
@@ -277,6 +286,7 @@ class TailraceApp:
         self.reads.read(exchange, identity, name, key)
 
     def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
+        self._check_body(exchange)
         if path == b"/v1/streams":
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")

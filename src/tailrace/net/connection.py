@@ -372,6 +372,7 @@ class HttpConnection(ReceivingConnection):
         else:
             try:
                 self._ask_for_admission()
+                self._ask_for_share()
             except TailraceError as refusal:
                 self.refuse(refusal)
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from tailrace.limits import Limits
 from tailrace.net.app import App
 from tailrace.net.connection import HttpConnection
 from tailrace.net.exchange import Exchange
+from tailrace.net.receiving import ReceivingConnection
 from tailrace.net.request_head import KNOWN_HEADS_MAX, KnownHead
 from tailrace.net.wire import date_line, status_line
 
@@ -73,6 +75,9 @@ class HttpServer:
         self.connections_total = 0
         self.connections_refused = 0
         self.body_bytes_held = 0  # of bodies that are not all there
+        self.bodies_waiting: deque[ReceivingConnection] = deque()  # connections whose bodies wait for memory
+        self.body_shares = 0  # bodies that are in memory, or will be, as a whole
+        self._sharing_out = False
         self.stranger_bytes_held = 0  # the same, of clients that are not known
         # What connections read on every request.
         self.fixed_headers = app.fixed_headers or b""
@@ -212,10 +217,36 @@ class HttpServer:
         if self.body_bytes_held + size > self.limits.append_queue_max_bytes:
             return False
         self.body_bytes_held += size
+        self.body_shares += 1
         return True
 
     def release_body(self, size: int) -> None:
         self.body_bytes_held -= size
+        self.body_shares -= 1
+        if self.bodies_waiting:
+            self.share_out()
+
+    def has_share(self, size: int) -> bool:
+        """Whether a further body of this size may be received now. One alone always may."""
+        fits = self.body_bytes_held + size <= self.limits.append_queue_max_bytes
+        return fits or not self.body_shares
+
+    def share_out(self) -> None:
+        """Memory for bodies was given back: those that wait for it are read further, soon and in order."""
+        if not self._sharing_out:
+            self._sharing_out = True
+            self.loop.call_soon(self._share_out)
+
+    def _share_out(self) -> None:
+        self._sharing_out = False
+        waiting = self.bodies_waiting
+        while waiting:
+            wanted = waiting[0].share_wanted
+            if wanted is not None:
+                if not self.has_share(wanted):
+                    return
+                waiting[0].take_share()
+            waiting.popleft()
 
     def watch(self, swept: Swept) -> None:
         """Have the sweeper look after `swept` until `forget`."""
