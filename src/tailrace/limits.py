@@ -27,6 +27,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     # Requests.
     append_body_bytes: Annotated[Bytes, Meta(description="Largest body of one append or create.")] = 64 * MIB
+    append_entries: Annotated[Count, Meta(description="Most messages in the JSON array of one append.")] = (
+        1_000_000
+    )
     request_body_bytes: Annotated[
         Bytes,
         Meta(

@@ -222,10 +222,18 @@ def test_a_body_that_is_cut_in_pieces_has_the_same_entries(
         patched.setattr(json_split, "_ELEMENT_BYTES_MIN", len(body) + 1)
         if whole is None:
             with pytest.raises(TailraceError, match="JSON"):
-                json_split.entries(body, 6)
+                json_split.entries(body, 6, 1000)
         else:
-            joined, lengths = json_split.entries(body, 6)
+            joined, lengths = json_split.entries(body, 6, 1000)
             assert (joined, list(lengths)) == (whole[0], list(whole[1]))
+
+
+@pytest.mark.parametrize("element", [b"0", b'{"a": "some more of it"}'])
+def test_an_array_has_a_limited_number_of_entries(element: bytes) -> None:
+    body = b"[" + b",".join([element] * 200_000) + b"]"
+    assert len(json_split.entries(body, 512, 200_000)[1]) == 200_000
+    with pytest.raises(TailraceError, match="more than 199999 entries"):
+        json_split.entries(body, 512, 199_999)
 
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])

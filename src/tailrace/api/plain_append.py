@@ -24,7 +24,16 @@ from tailrace.protocol.offsets import next_offset_line
 class PlainAppend:
     """Handles the appends of one head; whatever is not as usual goes the general way."""
 
-    __slots__ = ("_content_type", "_general", "_json", "_json_depth", "_log", "_name", "_waiting")
+    __slots__ = (
+        "_content_type",
+        "_entries_max",
+        "_general",
+        "_json",
+        "_json_depth",
+        "_log",
+        "_name",
+        "_waiting",
+    )
 
     def __init__(
         self,
@@ -36,6 +45,7 @@ class PlainAppend:
     ) -> None:
         self._log = log
         self._json_depth = log.limits.json_depth
+        self._entries_max = log.limits.append_entries
         self._name = name
         self._content_type = content_type
         self._json = is_json(content_type)
@@ -61,7 +71,7 @@ class PlainAppend:
             if not self._json:
                 log.append_plain(stream, body, None, _acknowledge, exchange)
                 return
-            joined, lengths = json_split.entries(body, self._json_depth)
+            joined, lengths = json_split.entries(body, self._json_depth, self._entries_max)
             if len(lengths) == 1:
                 log.append_plain(stream, joined, None, _acknowledge, exchange)
             elif lengths:

@@ -131,7 +131,7 @@ class StreamRoutes:
     def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
         """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
         if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
-            joined, lengths = json_split.entries(body, self._limits.json_depth)
+            joined, lengths = json_split.entries(body, self._limits.json_depth, self._limits.append_entries)
             if not lengths:
                 if stream is None:
                     return AppendRequest(b"", None)

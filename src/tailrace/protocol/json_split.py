@@ -32,16 +32,18 @@ _BLOCK_BYTES = 256 * 1024
 _ELEMENT_BYTES_MIN = 16
 
 
-def entries(body: bytes, depth_max: int) -> tuple[bytes, Sequence[int]]:
+def entries(body: bytes, depth_max: int, entries_max: int) -> tuple[bytes, Sequence[int]]:
     """The entries of one JSON text as one block body (joined by commas) and their lengths."""
     if len(body) > _BLOCK_BYTES and body.count(b",") * _ELEMENT_BYTES_MIN > len(body):
         text = body.strip(_SPACE)
         if text[:1] == b"[":
-            return _join_pieces(text, depth_max)
+            return _join_pieces(text, depth_max, entries_max)
     found = split(body, depth_max)
     if len(found) == 1:
         entry = bytes(found[0])
         return entry, (len(entry),)
+    if len(found) > entries_max:
+        raise _too_many(entries_max)
     return join(found)
 
 
@@ -127,7 +129,7 @@ def _without_surrogates(body: bytes) -> bytes:
     return b"".join(blocks)
 
 
-def _join_pieces(text: bytes, depth_max: int) -> tuple[bytes, Sequence[int]]:
+def _join_pieces(text: bytes, depth_max: int, entries_max: int) -> tuple[bytes, Sequence[int]]:
     """`entries` of an array of many short elements: split piece by piece, each piece an array of its own."""
     bodies: list[bytes] = []
     lengths = array("I")
@@ -138,6 +140,8 @@ def _join_pieces(text: bytes, depth_max: int) -> tuple[bytes, Sequence[int]]:
             raise TailraceError("invalid_json", f"body is not valid JSON: no value before byte {end}")
         bodies.append(joined)
         lengths.extend(more)
+        if len(lengths) > entries_max:
+            raise _too_many(entries_max)
         start = end + 1
     return b",".join(bodies), lengths
 
@@ -175,6 +179,11 @@ def _depths(text: bytes) -> Iterator[tuple[int, NDArray[numpy.uint8], NDArray[nu
         depth, quoted = int(depths[-1]), inside[-1]
         depths[inside == 1] = -1
         yield start, codes, depths
+
+
+def _too_many(entries_max: int) -> TailraceError:
+    message = f"the array has more than {entries_max} entries; append them in several requests"
+    return TailraceError("payload_too_large", message, limit_entries=entries_max)
 
 
 def _too_deep(depth_max: int) -> TailraceError:
