@@ -48,6 +48,8 @@ TABLE: Final[dict[str, Metric]] = {
         counter("received_bytes", "Bytes received from clients."),
         counter("sent_bytes", "Bytes sent to clients."),
         gauge("connections", "Open connections."),
+        gauge("connections_max", "Open connections at which further ones are refused."),
+        counter("connections_refused", "Connections refused because there were too many."),
         counter("relayed_requests", "Requests passed on to the worker that owns what they are about."),
         counter("moved_connections", "Connections given to the worker that owns what they ask for."),
         gauge("live_connections", "Live readers, by mode.", "mode"),
@@ -272,6 +274,8 @@ class Telemetry:
         self.connections = Number()
         self.relayed_requests = Number()
         self.moved_connections = Number()
+        self.connections_max = Number()
+        self.connections_refused = Number()
         self.live_connections = Numbers()
         self.live_demoted = Number()
         self.spark_reads = Number()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.descriptors import accept_backlog, refused_at_once
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.app import App
@@ -23,9 +24,6 @@ from tailrace.net.wire import date_line, status_line
 SWEEP_S = 0.5
 # Reads longer than this are parsed in slices.
 SLICE_BYTES_MAX = 64 * 1024
-# Connections over the limit are told so; this many at once, then they are dropped without a word.
-REFUSED_AT_ONCE_MAX = 256
-ACCEPT_BACKLOG = 4096
 WRITE_HIGH_WATER_BYTES = 256 * 1024
 
 
@@ -92,6 +90,9 @@ class HttpServer:
         # Coarse loop time, moved by the sweeper.
         self.now = self.loop.time()
         self.idle_deadline = self.now + limits.idle_ms / 1000
+        # Connections over the limit are told so; so many at once, and further ones are dropped.
+        self._dropped_from = limits.connections + refused_at_once(limits.connections)
+        self._backlog = accept_backlog(limits.connections)
         self._clock = clock
         self._date = b""
         self._date_s = 0
@@ -120,7 +121,7 @@ class HttpServer:
                 self._connection,
                 sock=sock,
                 ssl=ssl,
-                backlog=ACCEPT_BACKLOG,
+                backlog=self._backlog,
                 ssl_handshake_timeout=handshake_s,
             )
         else:
@@ -129,7 +130,7 @@ class HttpServer:
                 host,
                 port,
                 ssl=ssl,
-                backlog=ACCEPT_BACKLOG,
+                backlog=self._backlog,
                 reuse_port=reuse_port or None,
                 ssl_handshake_timeout=handshake_s,
             )
@@ -139,7 +140,7 @@ class HttpServer:
     async def start_unix(self, path: str) -> None:
         """Listen on a socket of this machine, for other processes of the same server."""
         self._listeners.append(
-            await self.loop.create_unix_server(self._connection, path, backlog=ACCEPT_BACKLOG)
+            await self.loop.create_unix_server(self._connection, path, backlog=self._backlog)
         )
 
     async def drain(self, ms: int | None = None) -> bool:
@@ -188,7 +189,7 @@ class HttpServer:
         """A connection was accepted: look after it, or tell it that there are too many."""
         self.connections_total += 1
         is_full = len(self._swept) >= self.limits.connections
-        if is_full and len(self._swept) >= self.limits.connections + REFUSED_AT_ONCE_MAX:
+        if is_full and len(self._swept) >= self._dropped_from:
             self.connections_refused += 1
             connection.transport.abort()
             return
