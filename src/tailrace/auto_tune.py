@@ -23,6 +23,7 @@ TUNED: Final[dict[str, tuple[int, ...]]] = {
     "memory_limit_bytes": PRESETS_MB,
 }
 SEARCHES: Final = (1, 2, 4, 8, 16, 32)  # at once, and never more than two for each core
+BODIES: Final = (10, 16, 32, 64, 64, 64)  # MiB of one append
 _OFF: Final = frozenset({"", "no", "off", "false", "0"})
 _ON: Final = frozenset({"yes", "on", "true"})
 _ROOT: Final = Path("/sys/fs/cgroup")
@@ -48,12 +49,14 @@ def preset_mb(size_mb: int) -> int:
     return fitting[-1]
 
 
-def tuned(preset: int, append_body_bytes: int) -> dict[str, int]:
-    """The settings of a preset."""
+def tuned(preset: int, append_body_bytes: int | None = None) -> dict[str, int]:
+    """The settings of a preset; the largest body is one of them unless it was chosen."""
     column = PRESETS_MB.index(preset)
     values = {name: sizes[column] * MIB for name, sizes in TUNED.items()}
     # One stream may take a quarter of the queue, and always one body of the largest size.
     values["search_concurrency"] = min(SEARCHES[column], 2 * (os.cpu_count() or 1))
+    if append_body_bytes is None:
+        append_body_bytes = values["append_body_bytes"] = BODIES[column] * MIB
     values["append_queue_stream_bytes"] = max(values["append_queue_max_bytes"] // 4, append_body_bytes)
     return values
 

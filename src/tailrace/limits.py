@@ -26,7 +26,17 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the server accepts, holds and waits for, at most."""
 
     # Requests.
-    append_body_bytes: Annotated[Bytes, Meta(description="Largest body of one append or create.")] = 10 * MIB
+    append_body_bytes: Annotated[Bytes, Meta(description="Largest body of one append or create.")] = 64 * MIB
+    append_entries: Annotated[Count, Meta(description="Most messages in the JSON array of one append.")] = (
+        1_000_000
+    )
+    request_body_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Largest body of any other request, and largest entry of a stream with a schema or a "
+            "profile: these are decoded."
+        ),
+    ] = 10 * MIB
     header_bytes: Annotated[Bytes, Meta(description="Largest request line and header block together.")] = (
         64 * KIB
     )
@@ -78,6 +88,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="Time for one request before it is answered with 408.")
     ] = 5000
     append_ms: Annotated[Millis, Meta(description="Time an append may wait for its commit.")] = 3000
+    append_wait_ms: Annotated[
+        MillisOrNone,
+        Meta(description="Time an append waits for room in the log before it is refused with 429; 0: none."),
+    ] = 2000
     header_ms: Annotated[Millis, Meta(description="Time a client has to send a request's headers.")] = 10_000
     body_idle_ms: Annotated[Millis, Meta(description="Longest silence inside a request body.")] = 30_000
     idle_ms: Annotated[Millis, Meta(description="Time a kept-alive connection may stay silent.")] = 75_000
@@ -557,8 +571,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Millis, Meta(description="Time an upstream has to begin its answer to an edge.")
     ] = 30_000
     edge_frame_bytes: Annotated[
-        Bytes, Meta(description="Largest message that an edge takes from an upstream.")
-    ] = 64 * MIB
+        # One entry, in which every byte may have to be escaped by six.
+        Bytes,
+        Meta(description="Largest message that an edge takes from an upstream."),
+    ] = 400 * MIB
     edge_memory_cache_bytes: Annotated[
         BytesOrNone, Meta(description="Slices that an edge keeps in memory.")
     ] = 256 * MIB

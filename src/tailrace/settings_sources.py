@@ -48,9 +48,18 @@ def load(
     preset = str(chosen.get("preset", ("default", ""))[0])
     for name, value in PRESETS.get(preset, {}).items():
         chosen.setdefault(name, (value, f"preset {preset}"))
+    _fit_defaults(chosen)
     settings = _build(chosen)
     _check(settings)
     return settings
+
+
+def _fit_defaults(chosen: Chosen) -> None:
+    """The largest body is no larger than the queue that was chosen for it."""
+    name = "append_body_bytes"
+    value, source = chosen.get("append_queue_stream_bytes", (None, ""))
+    if name not in chosen and isinstance(value, int) and 0 < value < int(TABLE[name].default):
+        chosen[name] = (value, source)
 
 
 def _auto_tune(chosen: Chosen) -> None:
@@ -64,8 +73,8 @@ def _auto_tune(chosen: Chosen) -> None:
         preset = auto_tune.preset_mb(size_mb)
     except ValueError as error:
         raise SettingsError(f"{source}: {error}") from None
-    body_bytes = chosen.get("append_body_bytes", (TABLE["append_body_bytes"].default, ""))[0]
-    for name, value in auto_tune.tuned(preset, int(str(body_bytes))).items():
+    body_bytes = int(str(chosen["append_body_bytes"][0])) if "append_body_bytes" in chosen else None
+    for name, value in auto_tune.tuned(preset, body_bytes).items():
         if name in chosen:
             raise SettingsError(f"{chosen[name][1]} cannot be combined with {TABLE['auto_tune'].flag}")
         chosen[name] = (value, source)
@@ -164,6 +173,7 @@ def _check(settings: Settings) -> None:
         ("long_poll_default_ms", "long_poll_max_ms"),
         ("long_poll_max_ms", "request_ms"),
         ("details_max_wait_ms", "request_ms"),
+        ("append_wait_ms", "request_ms"),
         ("list_page", "list_page_max"),
         ("lease_min_ms", "lease_default_ms"),
         ("lease_default_ms", "lease_max_ms"),

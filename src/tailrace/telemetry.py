@@ -48,6 +48,8 @@ TABLE: Final[dict[str, Metric]] = {
         counter("received_bytes", "Bytes received from clients."),
         counter("sent_bytes", "Bytes sent to clients."),
         gauge("connections", "Open connections."),
+        gauge("connections_max", "Open connections at which further ones are refused."),
+        counter("connections_refused", "Connections refused because there were too many."),
         counter("relayed_requests", "Requests passed on to the worker that owns what they are about."),
         counter("moved_connections", "Connections given to the worker that owns what they ask for."),
         gauge("live_connections", "Live readers, by mode.", "mode"),
@@ -62,6 +64,9 @@ TABLE: Final[dict[str, Metric]] = {
         counter("append_entries", "Entries made durable."),
         counter("append_bytes", "Payload bytes made durable."),
         gauge("append_queue_bytes", "Bytes waiting for a commit."),
+        gauge("append_waiting_requests", "Appends that wait for room in the log."),
+        gauge("append_waiting_bytes", "Bodies of these appends."),
+        counter("append_waits", "Appends that had to wait for room in the log."),
         histogram("commit_records", "Journal records that shared one sync.", SIZES),
         histogram("sync_seconds", "Time of one write and sync of the journal.", SECONDS),
         counter("journal_failures", "Writes or syncs of the journal that failed."),
@@ -270,6 +275,7 @@ class Telemetry:
         self.connections = Number()
         self.relayed_requests = Number()
         self.moved_connections = Number()
+        self.connections_max, self.connections_refused = Number(), Number()
         self.live_connections = Numbers()
         self.live_demoted = Number()
         self.spark_reads = Number()
@@ -285,6 +291,8 @@ class Telemetry:
         self.journal_failures = Number()
         self.streams = Number()
         self.streams_loaded = Number()
+        self.append_waiting_requests, self.append_waiting_bytes = Number(), Number()
+        self.append_waits = Number()
         self.tail_memory_bytes = Number()
         self.journal_bytes = Number()
         self.checkpoint_lag_bytes = Number()

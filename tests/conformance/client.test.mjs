@@ -125,3 +125,30 @@ test("reports a missing stream and a taken name as its own errors", async () => 
   await DurableStream.delete({ url })
   assert.equal((await DurableStream.head({ url })).exists, false)
 })
+
+test("takes 50 messages of 1 MiB, 15 at a time, as the client joins them", async () => {
+  // The load of the official benchmark: while one request is under way the client joins what comes meanwhile.
+  const handle = await DurableStream.create({ url: fresh("large"), contentType: "application/octet-stream" })
+  const message = new Uint8Array(1024 * 1024).fill(42)
+  for (let sent = 0; sent < 50; sent += 15) {
+    const together = Math.min(15, 50 - sent)
+    await Promise.all(Array.from({ length: together }, () => handle.append(message)))
+  }
+  let [read, offset, done] = [0, "-1", false]
+  while (!done) {
+    const page = await handle.stream({ live: false, offset })
+    read += (await page.body()).length
+    ;[offset, done] = [page.offset, page.upToDate]
+  }
+  assert.equal(read, 50 * message.length)
+})
+
+test("takes JSON messages of 1 MiB from 16 clients at once", async () => {
+  const message = JSON.stringify({ text: "x".repeat(1024 * 1024) })
+  await Promise.all(
+    Array.from({ length: 16 }, async () => {
+      const handle = await DurableStream.create({ url: fresh("large"), contentType: "application/json" })
+      for (let sent = 0; sent < 20; sent += 1) await handle.append(message)
+    }),
+  )
+})

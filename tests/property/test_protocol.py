@@ -199,6 +199,43 @@ def test_json_is_taken_if_and_only_if_it_is_json(body: bytes, edits: list[tuple[
     assert repr([json.loads(bytes(entry)) for entry in found]) == repr(expected)
 
 
+@given(
+    texts.map(str.encode),
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(list(b'[]{}",:\\ 0')))),
+    st.integers(1, 9),
+)
+@settings(max_examples=400)
+@example(b"[1,2,3,4]", [(4, 0x2C)], 2)
+@example(b"[1,2,3,4,]", [], 3)
+@example(b'["a,b","\\ud800,",[1,2],{"a":[3,4]}]', [], 4)
+def test_a_body_that_is_cut_in_pieces_has_the_same_entries(
+    body: bytes, edits: list[tuple[int, int]], block_bytes: int
+) -> None:
+    for at, byte in edits:
+        body = body[:at] + bytes((byte,)) + body[at:]
+    try:
+        whole = json_split.join(json_split.split(body, 6))
+    except TailraceError:
+        whole = None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_split, "_BLOCK_BYTES", block_bytes)
+        patched.setattr(json_split, "_ELEMENT_BYTES_MIN", len(body) + 1)
+        if whole is None:
+            with pytest.raises(TailraceError, match="JSON"):
+                json_split.entries(body, 6, 1000)
+        else:
+            joined, lengths = json_split.entries(body, 6, 1000)
+            assert (joined, list(lengths)) == (whole[0], list(whole[1]))
+
+
+@pytest.mark.parametrize("element", [b"0", b'{"a": "some more of it"}'])
+def test_an_array_has_a_limited_number_of_entries(element: bytes) -> None:
+    body = b"[" + b",".join([element] * 200_000) + b"]"
+    assert len(json_split.entries(body, 512, 200_000)[1]) == 200_000
+    with pytest.raises(TailraceError, match="more than 199999 entries"):
+        json_split.entries(body, 512, 199_999)
+
+
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
 def test_nesting_has_a_limit(opening: bytes, closing: bytes) -> None:
     levels = opening.count(b"[") + opening.count(b"{")

@@ -137,6 +137,9 @@ def test_a_page_keeps_what_python_numbers_cannot() -> None:
     texts = [b'{"a": "\\ud800,["}', '"ü"'.encode(), b"[1 , 2]", b"1e400"]
     lone = Page(body=b"[" + b" ,\n".join(texts) + b"]", content_type=JSON, next_offset=OFFSET)
     assert lone.raw_entries == texts, "text that was cut within a character is still a message"
+    long = b"9" * 5000  # more digits than Python converts to a number
+    assert Page(body=b'["\\ud800",%b]' % long, content_type=JSON, next_offset=OFFSET).raw_entries[1] == long
+    assert wire.number("9" * 5000) is None
 
 
 def test_errors_carry_what_the_server_said() -> None:

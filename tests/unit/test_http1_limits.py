@@ -184,6 +184,42 @@ def test_unfinished_bodies_share_one_budget() -> None:
     on_loop(main)
 
 
+def test_large_bodies_wait_for_memory_and_all_of_them_are_received() -> None:
+    async def main() -> None:
+        async with site(append_queue_max_bytes=1_000_000, append_wait_ms=60_000) as here:
+            request = post("/", b"x" * 600_000)
+            clients = [await here.connect() for _ in range(4)]
+            for client in clients:
+                await client.send(request[:10_000])
+            await until(lambda: len(here.server.bodies_waiting) == 3)
+            held: list[int] = []
+            for client in clients:
+                client.writer.write(request[10_000:])
+            for client in clients:
+                held.append(here.server.body_bytes_held)
+                assert (await client.answer()).status == 200
+            assert max(held) <= 1_000_000
+            assert here.server.body_bytes_held == here.server.body_shares == here.server.parse_errors == 0
+
+    on_loop(main)
+
+
+def test_a_body_that_waited_too_long_for_memory_is_refused() -> None:
+    async def main() -> None:
+        async with site(append_queue_max_bytes=1_000_000, append_wait_ms=100) as here:
+            request = post("/", b"x" * 600_000)
+            first, second, third = [await here.connect() for _ in range(3)]
+            for client in (first, second, third):
+                await client.send(request[:10_000])
+            assert (await second.answer()).code == (await third.answer()).code == "overloaded"
+            await first.send(request[10_000:])
+            assert (await first.answer()).status == 200
+            await until(lambda: here.server.body_bytes_held == here.server.body_shares == 0)
+            assert (await here.exchange(request)).status == 200, "those that were refused hold up no others"
+
+    on_loop(main)
+
+
 def test_the_sweeper_runs_only_while_there_are_connections() -> None:
     async def main() -> None:
         async with site() as here:

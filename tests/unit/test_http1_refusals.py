@@ -24,6 +24,11 @@ MALFORMED = {
     "hex length": POST + b"Content-Length: 0x1\r\n\r\nx",
     "empty length": POST + b"Content-Length:\r\n\r\n",
     "overflowing length": POST + b"Content-Length: 99999999999999999999999\r\n\r\n",
+    "length of 5000 digits": POST + b"Content-Length: " + b"0" * 4999 + b"3\r\n\r\nabc",
+    "length of 5000 digits, with a wait for 100": POST
+    + b"Expect: 100-continue\r\nContent-Length: "
+    + b"0" * 4999
+    + b"3\r\n\r\nabc",
     "space before colon": POST + b"Content-Length : 3\r\n\r\nabc",
     "two codings": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "unknown coding": POST + b"Transfer-Encoding: gzip\r\n\r\nabc",

@@ -118,6 +118,11 @@ def test_settings_that_contradict_each_other_are_refused(flags: dict[str, str]) 
         load(flags, {})
 
 
+def test_the_largest_body_fits_into_the_queue_that_was_chosen() -> None:
+    assert load({"append_queue_stream_bytes": "32MiB"}, {}).limits.append_body_bytes == 32 * 1024 * 1024
+    assert load({"preset": "small"}, {}).limits.append_body_bytes == 16 * 1024 * 1024
+
+
 @pytest.mark.parametrize(
     ("host", "alone"),
     [

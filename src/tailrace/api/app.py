@@ -34,9 +34,11 @@ from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
 from tailrace.api.touch import TouchRoutes
 from tailrace.api.vouched import Vouching
+from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
 from tailrace.errors import TailraceError
+from tailrace.log.commit_path import NoRoomError
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.protocol import headers, names
@@ -72,7 +74,8 @@ class TailraceApp:
         self.reads = ReadRoutes(context, self.live)
         self.filtered = self.reads.filtered
         self.guard = Guard(self.live.contracts, context.clock, context.limits)
-        self._streams = StreamRoutes(context, self.guard)
+        self.waiting_appends = WaitingAppends(context.log, context.loop)
+        self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
         self.schema = SchemaRoutes(context, self.live)
         self.touch = TouchRoutes(context)
         self.profile = ProfileRoutes(context, self.live, self.touch.reset)
@@ -111,6 +114,12 @@ class TailraceApp:
     # -- what net asks for -------------------------------------------------------------------------------
 
     def handle(self, exchange: Exchange) -> None:
+        try:
+            self._handle(exchange)
+        except NoRoomError as lack:
+            self.waiting_appends.add(exchange, self._handle, lack)
+
+    def _handle(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path
         name = self._names.get(path)
         if name is not None and method != b"OPTIONS":
@@ -201,7 +210,15 @@ class TailraceApp:
             return ANONYMOUS
         return self._grants.find(given.partition(b" ")[2]) or ANONYMOUS
 
+    def _check_body(self, exchange: Exchange) -> None:
+        """For requests whose bodies are decoded: that takes many times their size."""
+        limit = self._context.limits.request_body_bytes
+        if len(exchange.body) > limit:
+            message = f"the body is over {limit} bytes"
+            raise TailraceError("payload_too_large", message, limit_bytes=limit)
+
     def _control(self, exchange: Exchange, rest: bytes) -> None:
+        self._check_body(exchange)
         if self.control is None:
             raise TailraceError("not_found", "subscriptions are not available")
         self.control(exchange, rest, self.identify)
@@ -227,6 +244,7 @@ class TailraceApp:
         self._stream_method(exchange, identity, method, decoded)
 
     def _sub_resource(self, exchange: Exchange, identity: Identity, method: bytes, path: str) -> None:
+        self._check_body(exchange)
         name, slash, route = path.rpartition("/touch/")
         if slash and name:
             self.touch.serve(exchange, identity, method, name, route)
@@ -268,6 +286,7 @@ class TailraceApp:
         self.reads.read(exchange, identity, name, key)
 
     def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
+        self._check_body(exchange)
         if path == b"/v1/streams":
             if method not in (b"GET", b"HEAD"):
                 raise not_allowed("GET, HEAD, OPTIONS")

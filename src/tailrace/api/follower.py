@@ -22,6 +22,7 @@ class Follower:
     __slots__ = (
         "_cursor",
         "_greeted",
+        "_in_turn",
         "_key",
         "_live",
         "_position",
@@ -54,6 +55,7 @@ class Follower:
         self._shareable = self._key is None and cursor is None
         self._task: asyncio.Task[None] | None = None
         self._waiting = False  # in the stream's list of readers
+        self._in_turn = False  # a page that does not reach the tail may be sent
         self._skipped = False  # position moved without anything being sent
         self._greeted = False  # something was sent: the first thing may be a control alone
         self.ended = False
@@ -100,14 +102,34 @@ class Follower:
             if encoded is not None:
                 self._position = stream.visible
                 self._emit(encoded, stream.visible_closed)
-            else:
-                page = live.try_page(stream, self._position, self._key)
-                if page is None:
-                    return False
-                self._send_page(page)
+                continue
+            if self._wire.unsent_bytes > live.catch_up_unsent_bytes_max:
+                live.demoted += 1
+                return True
+            if not self._in_turn:
+                live.in_turn(self._on_turn)
+                return True
+            self._in_turn = False
+            page = live.try_page(stream, self._position, self._key, live.page_bytes)
+            if page is None:
+                return False
+            self._send_page(page)
         return True
 
+    def _on_turn(self) -> None:
+        """One page may be sent now, if there is still one to send."""
+        if not self.ended:
+            self._in_turn = True
+            self.on_published(self.stream)
+            self._in_turn = False
+
     def _send_page(self, page: Page) -> None:
+        wire, after = self._wire, self._position
+        assert wire is not None
+        if self._shareable and page.count and page.next_entry < self.stream.visible:
+            self._position = page.next_entry
+            self._emit(self._live.encoded_page(wire, self.stream, after, page), False)
+            return
         self._position = page.next_entry
         at_end = self.stream.visible_closed and self._position >= self.stream.visible
         if page.count or at_end:
@@ -139,9 +161,10 @@ class Follower:
         """Reads pages that are not in memory, as fast as the client takes them."""
         try:
             while not self.ended and self._wire is not None:
-                if self._wire.unsent_bytes > self._live.unsent_bytes_max:
-                    return
+                if self._wire.unsent_bytes > self._live.catch_up_unsent_bytes_max:
+                    return  # `on_drain` goes on from here
                 page = await self._live.page(self.stream, self._position, self._key)
+                await self._live.turn()
                 if not self.ended:
                     self._send_page(page)
                     if self._advance():
@@ -188,7 +211,8 @@ class Follower:
             self._task = live.loop.create_task(self._catch_up())
 
     def on_drain(self) -> None:
-        self.on_published(self.stream)
+        if not self.ended:
+            self.on_published(self.stream)
 
     def on_tick(self, now: float, keep_alive_s: float) -> None:
         assert self._wire is not None

@@ -44,12 +44,14 @@ class Guard:
         self._contracts = contracts
         self._clock = clock
         self._bytes_max = limits.append_body_bytes
+        self._entry_bytes_max = limits.request_body_bytes
         self._key_bytes_max = limits.key_bytes
         self._canonical: WeakKeyDictionary[Contract, Profile] = WeakKeyDictionary()
         self.profiles = Profiles()
 
     def check(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
         """Brings the entries into the form in which they are stored, or refuses them; gives their keys."""
+        self._check_sizes(request)
         profile = self.profiles.of(stream.documents)
         if not profile.checks:
             return self._contracts.guard(request, stream)
@@ -86,6 +88,13 @@ class Guard:
             if request.lengths is not None:
                 request.lengths = [len(stored) for stored in payloads]
         return keys if rule or default else None
+
+    def _check_sizes(self, request: AppendRequest) -> None:
+        """Each entry is decoded, which takes many times its size."""
+        limit = self._entry_bytes_max
+        if len(request.body) > limit and max(request.lengths or (len(request.body),)) > limit:
+            message = f"an entry of a stream with a schema or a profile has at most {limit} bytes"
+            raise TailraceError("payload_too_large", message, limit_bytes=limit)
 
     def check_normal(
         self, profile: Profile, defaults: Sequence[str | None], request: AppendRequest, stream: Stream

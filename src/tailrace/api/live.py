@@ -3,12 +3,16 @@
 A follower first catches up page by page, then waits in the stream's list. When something is published each
 wire form is encoded once and the same bytes go to everybody who was at the same place. A follower whose
 socket does not keep up is not written to until it has drained, and then reads on from the log.
+
+Pages for those that catch up are shared, too: readers at one place read and encode a page once. A few of them
+are sent in one turn of the loop, and none to a reader whose socket has not taken most of those before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable
 
 from tailrace.api import answers
@@ -23,10 +27,17 @@ from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.net.http1 import Exchange
 from tailrace.net.live_wires import WsReader
+from tailrace.net.server import WRITE_HIGH_WATER_BYTES
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 
 TICK_S = 1.0
+# Of one page for a follower that catches up.
+PAGE_BYTES = 256 * 1024
+# Such pages that are sent in one turn of the loop: what else there is to do comes in between.
+PAGES_PER_TURN = 4
+# Of pages in their wire form that were made since the last tick.
+ENCODED_BYTES_MAX = 16 * 1024 * 1024
 
 
 class Live:
@@ -48,6 +59,15 @@ class Live:
         self.step_from = -1
         self.step_to = -1
         self.step: dict[str, bytes] = {}
+        self._too_far: tuple[Stream, int, int] | None = None  # a step that is not one page, or not in memory
+        # Pages that do not reach the tail: being read, and as they were sent, by where they begin.
+        self._reading: dict[tuple[Stream, int], asyncio.Task[Page]] = {}
+        self._encoded: dict[tuple[Stream, int, int, str], bytes] = {}
+        self._encoded_bytes = 0
+        self._turns: deque[Callable[[], None]] = deque()  # followers that have a page to send
+        self.page_bytes = min(PAGE_BYTES, context.limits.read_page_bytes)
+        # A transport with more than this says when it has sent most of it.
+        self.catch_up_unsent_bytes_max = min(WRITE_HIGH_WATER_BYTES, context.limits.live_unsent_bytes)
         self.connections = 0
         self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
         self.by_stream: dict[Stream, int] = {}
@@ -163,6 +183,8 @@ class Live:
         self._timer = None
         self.now = now = self.loop.time()
         self.step_stream = None  # what it says about the cursor grows old
+        self._too_far = None
+        self._forget_encoded()
         keep_alive_s = self._limits.sse_keep_alive_ms / 1000
         for follower in tuple(self._followers):
             follower.on_tick(now, keep_alive_s)
@@ -177,21 +199,77 @@ class Live:
     def interval(self) -> int:
         return int(next_cursor(None, self.now_s()))
 
-    def try_page(self, stream: Stream, after: int, key: bytes | None) -> Page | None:
+    def try_page(self, stream: Stream, after: int, key: bytes | None, bytes_max: int) -> Page | None:
         limits = self._limits
         if stream.visible_documents is None:
-            found = self._log.reader.try_read(
-                stream, after, limits.read_page_bytes, limits.read_page_entries, key
-            )
+            found = self._log.reader.try_read(stream, after, bytes_max, limits.read_page_entries, key)
             return found if isinstance(found, Page) else None
-        bytes_max, entries_max, apart = self.contracts.page_of(stream, after, limits)
+        page_bytes, entries_max, apart = self.contracts.page_of(stream, after, limits)
+        bytes_max = min(bytes_max, page_bytes)
         found = self._log.reader.try_read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, found) if isinstance(found, Page) else None
 
     async def page(self, stream: Stream, after: int, key: bytes | None) -> Page:
+        """A page that is not in memory. Followers that want the same one at the same time read it once."""
+        if key is not None:
+            return await self._read(stream, after, key)
+        reading = self._reading.get((stream, after))
+        if reading is None:
+            reading = self._reading[stream, after] = self.loop.create_task(self._read(stream, after, None))
+            reading.add_done_callback(lambda done: self._was_read(stream, after, done))
+        return await asyncio.shield(reading)
+
+    def _was_read(self, stream: Stream, after: int, reading: asyncio.Task[Page]) -> None:
+        self._reading.pop((stream, after), None)
+        if not reading.cancelled():
+            reading.exception()  # all who waited for it may be gone
+
+    async def _read(self, stream: Stream, after: int, key: bytes | None) -> Page:
         bytes_max, entries_max, apart = self.contracts.page_of(stream, after, self._limits)
+        bytes_max = min(bytes_max, self.page_bytes)
         page = await self._log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, page)
+
+    def in_turn(self, send: Callable[[], None]) -> None:
+        """Has a follower that catches up called for one page when those before it have sent theirs."""
+        if not self._turns:
+            self.loop.call_soon(self._turn)
+        self._turns.append(send)
+
+    async def turn(self) -> None:
+        """Returns when it is the turn of a follower that has read a page."""
+        come = asyncio.Event()
+        self.in_turn(come.set)
+        await come.wait()
+
+    def _turn(self) -> None:
+        turns = self._turns
+        for _ in range(min(PAGES_PER_TURN, len(turns))):
+            try:
+                turns[0]()
+            finally:
+                turns.popleft()
+        if turns:
+            self.loop.call_soon(self._turn)
+
+    def encoded_page(self, wire: Wire, stream: Stream, after: int, page: Page) -> bytes:
+        """A page that does not reach the tail, in one wire form, made once for all who take it soon."""
+        known = (stream, after, page.next_entry, wire.form)
+        found = self._encoded.get(known)
+        if found is None:
+            cursor = next_cursor(None, self.now_s())
+            payload = payload_of(stream, page) if page.count else None
+            offset = stream.offset(page.next_entry)
+            found = wire.encode(payload, offset, cursor, up_to_date=False, closed=False)
+            if self._encoded_bytes + len(found) > ENCODED_BYTES_MAX:
+                self._forget_encoded()
+            self._encoded[known] = found
+            self._encoded_bytes += len(found)
+        return found
+
+    def _forget_encoded(self) -> None:
+        self._encoded.clear()
+        self._encoded_bytes = 0
 
     def _promoted(self, stream: Stream, after: int, page: Page) -> Page:
         contract = self.contracts.of(stream.visible_documents)
@@ -203,8 +281,11 @@ class Live:
             found = self.step.get(wire.form)
             if found is not None and not stream.visible_closed:
                 return found
-        page = self.try_page(stream, after, None)
+        if self._too_far == (stream, after, stream.visible):
+            return None
+        page = self.try_page(stream, after, None, self._limits.read_page_bytes)
         if page is None or page.next_entry < stream.visible:
+            self._too_far = (stream, after, stream.visible)
             return None
         closed = stream.visible_closed
         cursor = next_cursor(None, self.now_s())

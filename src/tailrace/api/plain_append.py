@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tailrace.api import answers
+from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.errors import TailraceError
+from tailrace.log.commit_path import NoRoomError
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction
@@ -22,40 +24,62 @@ from tailrace.protocol.offsets import next_offset_line
 class PlainAppend:
     """Handles the appends of one head; whatever is not as usual goes the general way."""
 
-    __slots__ = ("_content_type", "_general", "_json", "_json_depth", "_log", "_name")
+    __slots__ = (
+        "_content_type",
+        "_entries_max",
+        "_general",
+        "_json",
+        "_json_depth",
+        "_log",
+        "_name",
+        "_waiting",
+    )
 
-    def __init__(self, log: Log, name: str, content_type: str, general: Callable[[Exchange], None]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        name: str,
+        content_type: str,
+        general: Callable[[Exchange], None],
+        waiting: WaitingAppends,
+    ) -> None:
         self._log = log
         self._json_depth = log.limits.json_depth
+        self._entries_max = log.limits.append_entries
         self._name = name
         self._content_type = content_type
         self._json = is_json(content_type)
         self._general = general
+        self._waiting = waiting
 
     def __call__(self, exchange: Exchange) -> None:
-        stream = self._log.streams.by_name.get(self._name)
-        if (
-            stream is None
-            or stream.closed
-            or stream.gone
-            or stream.lifetime is not NO_LIFETIME
-            or stream.content_type != self._content_type
-            or stream.documents is not None
-        ):
-            self._general(exchange)
-            return
-        body = exchange.body
-        if not self._json:
-            self._log.append_plain(stream, body, None, _acknowledge, exchange)
-            return
-        entries = json_split.split(body, self._json_depth)
-        if len(entries) == 1:
-            self._log.append_plain(stream, bytes(entries[0]), None, _acknowledge, exchange)
-        elif entries:
-            joined, lengths = json_split.join(entries)
-            self._log.append_plain(stream, joined, lengths, _acknowledge, exchange)
-        else:
-            self._general(exchange)
+        log = self._log
+        stream = log.streams.by_name.get(self._name)
+        try:
+            if (
+                stream is None
+                or stream.closed
+                or stream.gone
+                or stream.lifetime is not NO_LIFETIME
+                or stream.content_type != self._content_type
+                or stream.documents is not None
+                or log.on_room is not None  # others wait for room
+            ):
+                self._general(exchange)
+                return
+            body = exchange.body
+            if not self._json:
+                log.append_plain(stream, body, None, _acknowledge, exchange)
+                return
+            joined, lengths = json_split.entries(body, self._json_depth, self._entries_max)
+            if len(lengths) == 1:
+                log.append_plain(stream, joined, None, _acknowledge, exchange)
+            elif lengths:
+                log.append_plain(stream, joined, lengths, _acknowledge, exchange)
+            else:
+                self._general(exchange)
+        except NoRoomError as lack:
+            self._waiting.add(exchange, self._general, lack)
 
 
 def _acknowledge(transaction: Transaction, error: TailraceError | None) -> None:

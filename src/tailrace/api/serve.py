@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvloop
 
-from tailrace import __version__, turns
+from tailrace import __version__, descriptors, turns
 from tailrace.api import request_log, restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
@@ -74,6 +75,7 @@ def run(settings: Settings) -> int:
     for told in unknown_variables(os.environ):
         logger.warning(told)
     turns.ask_for(settings.processor_turn_us)
+    settings = msgspec.structs.replace(settings, limits=descriptors.fitted(settings.limits))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
     gc.freeze()
@@ -348,9 +350,15 @@ class Server:
         telemetry.received_bytes.read = lambda: http.bytes_in
         telemetry.sent_bytes.read = lambda: http.bytes_out
         telemetry.connections.read = lambda: http.connections_open
+        telemetry.connections_max.read = lambda: http.limits.connections
+        telemetry.connections_refused.read = lambda: http.connections_refused
         telemetry.append_entries.read = lambda: log.publisher.entries
         telemetry.append_bytes.read = lambda: log.publisher.bytes
         telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
+        waiting = self.app.waiting_appends
+        telemetry.append_waiting_requests.read = lambda: waiting.count
+        telemetry.append_waiting_bytes.read = lambda: waiting.bytes
+        telemetry.append_waits.read = lambda: waiting.waited
         telemetry.journal_failures.read = lambda: log.failures
         telemetry.streams.read = log.count_streams
         telemetry.streams_loaded.read = lambda: len(log.streams.by_number)

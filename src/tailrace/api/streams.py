@@ -14,8 +14,10 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.api.guard import PROFILE, Guard
 from tailrace.api.plain_append import PlainAppend
 from tailrace.api.profile import TOUCH
+from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, may
 from tailrace.errors import TailraceError
+from tailrace.log.commit_path import NoRoomError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.model import NO_LIFETIME, Stream
@@ -47,8 +49,9 @@ SPECIAL_HEADERS = frozenset(
 class StreamRoutes:
     """What changes a stream, and its metadata."""
 
-    def __init__(self, context: Context, guard: Guard) -> None:
+    def __init__(self, context: Context, guard: Guard, waiting: WaitingAppends) -> None:
         self._context = context
+        self._waiting = waiting
         self._guard = guard
         self._log = context.log
         self._limits = context.limits
@@ -59,6 +62,8 @@ class StreamRoutes:
 
     def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
+        if self._waiting.holds_back:
+            raise NoRoomError("other appends wait for room")
         log = self._log
         stream = log.streams.by_name.get(name)
         if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
@@ -79,7 +84,11 @@ class StreamRoutes:
             return None
         if content_type is None or not exchange.body:
             return None
-        return PlainAppend(self._log, name, content_type, lambda again: self.append(again, ANONYMOUS, name))
+
+        def general(again: Exchange) -> None:
+            self.append(again, ANONYMOUS, name)
+
+        return PlainAppend(self._log, name, content_type, general, self._waiting)
 
     def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
         """As `answer_append`; the time from decision to durability is the commit's."""
@@ -122,15 +131,12 @@ class StreamRoutes:
     def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
         """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
         if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
-            entries = json_split.split(body, self._limits.json_depth)
-            if not entries:
+            joined, lengths = json_split.entries(body, self._limits.json_depth, self._limits.append_entries)
+            if not lengths:
                 if stream is None:
                     return AppendRequest(b"", None)
                 raise TailraceError("empty_array", "an empty array appends nothing")
-            if len(entries) == 1:
-                return AppendRequest(bytes(entries[0]), content_type)
-            joined, lengths = json_split.join(entries)
-            return AppendRequest(joined, content_type, lengths)
+            return AppendRequest(joined, content_type, None if len(lengths) == 1 else lengths)
         return AppendRequest(body, content_type)
 
     # -- PUT -------------------------------------------------------------------------------------------

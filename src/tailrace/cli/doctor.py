@@ -219,12 +219,14 @@ def _port(settings: Settings) -> Finding:
 def _files(settings: Settings) -> Finding:
     import resource
 
+    from tailrace import descriptors
+
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.limits.connections + 200
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        detail = f"at most {hard:,}, but the limit `connections` needs {wanted:,}: raise ulimit -n"
+    wanted, fits = settings.limits.connections, descriptors.connections_within(hard)
+    if fits < wanted:
+        detail = f"at most {hard:,}: room for {fits:,} of {wanted:,} `connections`; raise ulimit -n"
         return Finding("open files", "warn", detail)
-    return Finding("open files", "ok", f"room for {settings.limits.connections:,} connections")
+    return Finding("open files", "ok", f"room for {wanted:,} connections")
 
 
 def _stored(settings: Settings) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamIn
 from tailrace.client.retry import Backoff, Retries
 from tailrace.client.steps import Outcome, Steps, exchange
 
-# `append_many` cuts its requests here: far below the server's 10 MiB, large enough to make requests rare.
+# `append_many` cuts its requests here: far below the server's 64 MiB, large enough to make requests rare.
 BATCH_BYTES_MAX = 1024 * 1024
 BATCH_COUNT_MAX = 10_000
 

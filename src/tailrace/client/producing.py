@@ -137,5 +137,4 @@ class Sequencer:
 
 
 def _epoch(answer: wire.Answer) -> int | None:
-    text = answer.headers.get("producer-epoch")
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+    return wire.number(answer.headers.get("producer-epoch"))

@@ -10,7 +10,8 @@ import json
 import re
 from typing import Final
 
-_DECODER: Final = json.JSONDecoder()
+# Numbers are not converted: they may have any number of digits, and the texts around them are wanted.
+_DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str)
 _BETWEEN: Final = re.compile(r"[ \t\r\n,:]*")
 
 
@@ -27,8 +28,8 @@ def members(body: bytes) -> dict[str, bytes]:
 
 def _values(body: bytes, opening: str, closing: str) -> list[str]:
     """One after the other; of an object names and values in turn."""
-    json.loads(body)
     text, found = body.decode(), list[str]()
+    _DECODER.decode(text)
     place = _next(text, text.index(opening) + 1)
     while text[place] != closing:
         end = _DECODER.raw_decode(text, place)[1]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-# One event holds at most one read page, which is one oversized entry in the worst case: 10 MiB, in base64.
-EVENT_BYTES_MAX = 64 * 1024 * 1024
+# One event holds at most one read page, which is one oversized entry in the worst case: 64 MiB of line ends.
+EVENT_BYTES_MAX = 400 * 1024 * 1024
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamIn
 STREAM_ROOT = "/v1/stream/"
 LIST_PATH = "/v1/streams"
 OCTETS_TYPE = "application/octet-stream"
+DIGITS_MAX = 18  # of a number in a header
 
 # A point in time. An integer counts Unix nanoseconds; text is RFC 3339.
 Time: TypeAlias = datetime | int | str
@@ -268,8 +269,10 @@ def _flag(answer: Answer, name: str) -> bool:
     return answer.headers.get(name, "").lower() == "true"
 
 
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+def number(text: str | None) -> int | None:
+    """The value of a header that is a whole number; None if it is absent or something else."""
+    text = text or ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
 
 
 def parse_info(name: str, answer: Answer) -> StreamInfo:
@@ -281,10 +284,10 @@ def parse_info(name: str, answer: Answer) -> StreamInfo:
         closed=_flag(answer, "stream-closed"),
         created=answer.status == 201,
         earliest_offset=headers.get("stream-earliest-offset"),
-        ttl_s=_number(headers.get("stream-ttl")),
+        ttl_s=number(headers.get("stream-ttl")),
         expires_at=headers.get("stream-expires-at"),
         retention=headers.get("stream-retention"),
-        retention_bytes=_number(headers.get("stream-retention-bytes")),
+        retention_bytes=number(headers.get("stream-retention-bytes")),
     )
 
 

@@ -77,8 +77,7 @@ class Slice:
         self.timing = reply.get(b"server-timing") or b""
         if not self.is_immutable:
             stated = _MAX_AGE.search(self.cache_control)
-            age = reply.get(b"age") or b""  # of an answer that another edge had kept
-            spent_s = int(age) if age.isdigit() else 0
+            spent_s = reply.number(b"age") or 0  # of an answer that another edge had kept
             # Counted from when it was asked for, so that it is over here before it is at the owner.
             self.until = -inf if stated is None else sent_at + int(stated[1]) - spent_s
         return self

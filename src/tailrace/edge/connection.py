@@ -14,6 +14,7 @@ HELD_BYTES_MAX = 256 * 1024
 # Silence in the middle of an answer that is waited for as a whole, after which its upstream counts as lost.
 SILENT_S_MAX = 30.0
 SWITCHING = 101
+DIGITS_MAX = 18  # of a number in a header
 
 
 class UpstreamLostError(Exception):
@@ -70,8 +71,12 @@ class Reply:
     @property
     def length(self) -> int | None:
         """How long the body is going to be, if the upstream said so."""
-        text = self.get(b"content-length")
-        return int(text) if text is not None and text.isdigit() else None
+        return self.number(b"content-length")
+
+    def number(self, name: bytes) -> int | None:
+        """The value of a header that is a whole number; None if it is absent or something else."""
+        text = self.get(name) or b""
+        return int(text) if text.isdigit() and len(text) <= DIGITS_MAX else None
 
     async def piece(self) -> bytes:
         """The next bytes of the body; none at its end. Raises `UpstreamLostError` if it breaks off."""

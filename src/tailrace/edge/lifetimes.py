@@ -31,7 +31,7 @@ def lifetime_of(reply: Reply, sent_at: float) -> Lifetime:
     window, expires = reply.get(b"stream-ttl"), reply.get(b"stream-expires-at")
     retained = any(reply.get(name) for name in (b"stream-retention", b"stream-retention-bytes"))
     if window is not None:
-        return Lifetime(window_s=int(window) if window.isdigit() else 0, retained=retained)
+        return Lifetime(window_s=reply.number(b"stream-ttl") or 0, retained=retained)
     if expires is not None:
         left_s = _left_s(expires.decode("latin-1"), reply.get(b"date") or b"")
         return Lifetime(ends_at=sent_at + left_s, retained=retained)

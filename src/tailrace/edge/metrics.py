@@ -24,6 +24,8 @@ TABLE: Final[dict[str, Metric]] = {
         ),
         _row("refused", "counter", "Requests that the edge itself refused, by error code.", ("code",)),
         _row("connections", "gauge", "Open connections of clients."),
+        _row("connections_max", "gauge", "Open connections at which further ones are refused."),
+        _row("connections_refused", "counter", "Connections refused because there were too many."),
         _row("received_bytes", "counter", "Bytes received from clients."),
         _row("sent_bytes", "counter", "Bytes sent to clients."),
         _row("body_bytes", "gauge", "Bytes of request bodies that wait for their upstream."),
@@ -84,6 +86,8 @@ class EdgeTelemetry:
         self.edge_requests = Numbers()
         self.edge_refused = Numbers()
         self.edge_connections = Number()
+        self.edge_connections_max = Number()
+        self.edge_connections_refused = Number()
         self.edge_received_bytes = Number()
         self.edge_sent_bytes = Number()
         self.edge_body_bytes = Number()

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tailrace import __version__, turns
+from tailrace import __version__, descriptors, turns
 from tailrace.auth import bind_check
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.edge.app import EdgeApp
@@ -62,6 +62,7 @@ def run(settings: Settings) -> int:
     for told in unknown_variables(os.environ):
         logger.warning(told)
     turns.ask_for(settings.processor_turn_us)
+    settings = msgspec.structs.replace(settings, limits=descriptors.fitted_edge(settings.limits))
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     try:
@@ -248,6 +249,8 @@ class Edge:
         telemetry = self.telemetry
         telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.own.stopping)
         telemetry.edge_connections.read = lambda: http.connections_open
+        telemetry.edge_connections_max.read = lambda: http.limits.connections
+        telemetry.edge_connections_refused.read = lambda: http.connections_refused
         telemetry.edge_received_bytes.read = lambda: http.bytes_in
         telemetry.edge_sent_bytes.read = lambda: http.bytes_out
         telemetry.edge_body_bytes.read = lambda: http.body_bytes_held

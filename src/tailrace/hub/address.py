@@ -19,7 +19,7 @@ TOPICS: Final = "hub/topic/"
 # Addresses that were seen lately are not looked at again. A full cache holds about 3 MiB.
 _KNOWN_MAX: Final = 8192
 
-_PATH: Final = re.compile(r"[A-Za-z0-9_.:~-]+(?:/[A-Za-z0-9_.:~-]+)*")
+_PATH: Final = re.compile(r"[A-Za-z0-9_.:~-]+(?:/[A-Za-z0-9_.:~-]+)*+")
 _TOPIC: Final = re.compile(r"[A-Za-z0-9/_.:~-]+")
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_.:~-]*")
 # They would collide with what belongs to a stream.

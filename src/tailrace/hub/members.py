@@ -14,7 +14,7 @@ from tailrace.hub.errors import HubError
 DEPTH_MAX: Final = 64
 _NAME_SHOWN_MAX: Final = 128
 _GAP: Final = re.compile(r"[ \t\n\r]*")
-_STRINGS: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRINGS: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: no state for each
 _BRACKETS: Final = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _objects: Final = msgspec.json.Decoder(dict[str, Raw])

@@ -32,6 +32,14 @@ LARGE_BYTES = 64 * 1024  # of one append, when memory is short
 NO_BOUND = 2**62
 
 
+class NoRoomError(TailraceError):
+    """A change that the log has no room for now, and will have when it has written what it holds."""
+
+    def __init__(self, message: str, stream: Stream | None = None) -> None:
+        super().__init__("overloaded", message)
+        self.stream = stream  # the one whose own queue is full, if that is the reason
+
+
 class CommitPath:
     """From the state that disk brought back to batches that are durable. Runs on the loop thread."""
 
@@ -69,6 +77,7 @@ class CommitPath:
         self.pressure: TailraceError | None = None  # why nothing large is taken on
         self._shortages: dict[str, TailraceError] = {}
         self.room_bytes = NO_BOUND  # for entries that are in the queue or in memory, not in the hot store yet
+        self.on_room: Callable[[], None] | None = None  # there may be room for what was refused before
         self.on_no_room: Callable[[], None] | None = None  # it is used up; the next look finds a shortage
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
@@ -103,15 +112,32 @@ class CommitPath:
         if self.pressure is not None and size > LARGE_BYTES:
             raise self.pressure
         limits = self.limits
-        if self.streams.memory_bytes + self.committer.queued_bytes + size > self.room_bytes:
+        queued_bytes, memory_bytes = self.committer.queued_bytes, self.streams.memory_bytes
+        if memory_bytes + queued_bytes + size > self.room_bytes:
             self._refuse_for_room()
+        if (
+            queued_bytes + size > limits.append_queue_max_bytes
+            or memory_bytes > 2 * limits.tail_memory_max_bytes
+            or (stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes)
+        ):
+            raise self._lack(stream, size) or AssertionError
+
+    def _lack(self, stream: Stream | None, size: int) -> NoRoomError | None:
+        """What there is no room in for a change of this size."""
+        limits = self.limits
         if self.committer.queued_bytes + size > limits.append_queue_max_bytes:
-            raise TailraceError("overloaded", "the server's append queue is full")
+            return NoRoomError("the server's append queue is full")
         if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
-            raise TailraceError("overloaded", "the stream's append queue is full")
+            return NoRoomError("the stream's append queue is full", stream)
         if self.streams.memory_bytes > 2 * limits.tail_memory_max_bytes:
             self._make_room()
-            raise TailraceError("overloaded", "checkpoints are behind; memory for new entries is used up")
+            return NoRoomError("checkpoints are behind; memory for new entries is used up")
+        return None
+
+    def has_room(self, stream: Stream | None, size: int) -> bool:
+        """Whether a change that was refused with `NoRoomError` would be admitted now, or refused for good."""
+        refused = self.refusal is not None or self.shortage is not None
+        return refused or self._lack(stream, size) is None
 
     def _refuse_for_room(self) -> None:
         if self.on_no_room is not None:
@@ -182,6 +208,8 @@ class CommitPath:
         self.publisher.publish(batch)
         if streams.memory_bytes > self.limits.tail_memory_max_bytes and not self.checkpoint_pending:
             self.retire_active_file()
+        if self.on_room is not None:
+            self.on_room()
 
     def _entered_file(self, seq: int) -> None:
         """The first durable batch of a file: the one before it will not change any more."""
@@ -197,6 +225,8 @@ class CommitPath:
         if self.on_checkpointed is not None:
             self.on_checkpointed(seq, touched)
         evict_idle(self.streams, seq)
+        if self.on_room is not None:
+            self.on_room()
 
     def retire_active_file(self) -> None:
         """Lets the next batch start a new file, so that the present one can be checkpointed."""

@@ -145,17 +145,18 @@ def prepare_file(
 
     With `zero` its blocks are written once, which makes every later sync cheaper; without, they are only
     reserved, for when somebody waits for the file. Until `hurry` is set the disk is left to others most of
-    the time: 64 MiB of zeros at once would make every append wait that syncs meanwhile.
+    the time: 64 MiB of zeros at once would make every append wait that syncs meanwhile. When it is set, all
+    appends wait for this file, and the rest of the zeros would take longer than it saves.
     """
     path = file_path(directory, seq)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
         remaining = size if zero else 0
-        while remaining > 0:
+        while remaining > 0 and not (hurry is not None and hurry.is_set()):
             begun = time.perf_counter()
             remaining -= os.write(fd, _ZEROS[: min(len(_ZEROS), remaining)])
-            if hurry is not None and not hurry.is_set():
+            if hurry is not None:
                 os.fdatasync(fd)
                 hurry.wait(IDLE_SHARE * (time.perf_counter() - begun))
         os.fsync(fd)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -278,10 +279,10 @@ def fold(records: Sequence[AppendRecord], separator: int, file: int) -> Block:
             position += separator
             times.append(record.time_ns)
         else:
-            for length in lengths:
-                position += length
-                ends.append(position)
-                position += separator
+            steps = [length + separator for length in lengths]
+            steps[0] += position - separator
+            ends.extend(accumulate(steps))
+            position = ends[-1] + separator
             times.extend([record.time_ns] * record.count)
         if record.key is not None or keys is not None or record.keys is not None:
             if keys is None:

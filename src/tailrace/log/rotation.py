@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -22,6 +23,10 @@ from tailrace.log.journal import (
 )
 
 logger = logging.getLogger("tailrace.log")
+
+# For a file descriptor, while connections that are about to be refused have all of them.
+DESCRIPTOR_TRIES = 20
+DESCRIPTOR_PAUSE_S = 0.1
 
 
 class Journal:
@@ -135,13 +140,24 @@ class Journal:
         self._prepare(self.file_bytes, in_advance=True)
         return self.active
 
+    def _prepared(self, seq: int, size: int, *, zero: bool) -> Path:
+        """On the preparing thread. A process that has no file descriptor left will have one again soon."""
+        for _ in range(DESCRIPTOR_TRIES):
+            try:
+                return prepare_file(self.directory, seq, size, zero=zero, hurry=self._hurry)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+            time.sleep(DESCRIPTOR_PAUSE_S)
+        return prepare_file(self.directory, seq, size, zero=zero, hurry=self._hurry)
+
     def _prepare(self, size: int, *, in_advance: bool) -> None:
         """Has the file after the present one made on a thread, so that no disk holds up the loop."""
         seq = self.seq + 1
 
         def work() -> None:
             try:
-                self._next = prepare_file(self.directory, seq, size, zero=in_advance, hurry=self._hurry)
+                self._next = self._prepared(seq, size, zero=in_advance)
             except OSError as error:
                 # Nobody waits for a file made in advance: it is tried again when somebody does.
                 self._error = None if in_advance else error

@@ -301,6 +301,13 @@ class AnsweringConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
             self._handler_failed(exchange, error)
 
+    def handle_later(self, exchange: Exchange, handle: Callable[[Exchange], None]) -> None:
+        """Have a request handled that waited for something."""
+        try:
+            handle(exchange)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is answered
+            self._handler_failed(exchange, error)
+
     def _call(self, callback: Callable[[], None] | None) -> None:
         """Run a callback of the application; its mistakes must not stop the connection's clean-up."""
         if callback is None:

@@ -256,7 +256,7 @@ class HttpConnection(ReceivingConnection):
             self._examine(exchange, keep_alive)
         length = headers.get(b"content-length")
         if length is not None and len(length) >= server.body_digits:
-            self._check_length(int(length))
+            self._check_declared(length)
 
     def on_body(self, piece: bytes) -> None:
         if self._body is None:
@@ -372,6 +372,7 @@ class HttpConnection(ReceivingConnection):
         else:
             try:
                 self._ask_for_admission()
+                self._ask_for_share()
             except TailraceError as refusal:
                 self.refuse(refusal)
                 return
@@ -398,7 +399,7 @@ class HttpConnection(ReceivingConnection):
         if exchange.mode & MODE_CONTINUE:
             length = exchange.headers.get(b"content-length")
             if length is not None:
-                self._check_length(int(length))
+                self._check_declared(length)
             self._ask_for_admission()
             self._send_continue()
 

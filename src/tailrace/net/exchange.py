@@ -153,6 +153,18 @@ class Exchange(msgspec.Struct, eq=False):
         if connection.backlog:
             connection.advance()
 
+    def run(self, handle: Callable[[Exchange], None]) -> None:
+        """Give a request that waited to its handler; a refusal that it raises is answered."""
+        if not self.answered:
+            self.connection.handle_later(self, handle)
+
+    def hold_body(self) -> bool:
+        """Count the body among those that wait in memory, until `release_body`; False if there is no room."""
+        return self.connection.server.hold_body(len(self.body))
+
+    def release_body(self) -> None:
+        self.connection.server.release_body(len(self.body))
+
     def name(self) -> str:
         """The id of this request, made now if its client gave none; the answer will carry it."""
         self.request_id = self.request_id or new_id()

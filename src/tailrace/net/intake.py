@@ -148,6 +148,9 @@ class IntakeConnection(HttpConnection):
         elif self._head_done and self._received_bytes() >= BEGUN_BYTES:
             self._begin()
 
+    def _ask_for_share(self) -> None:
+        """Of a body that is given on while it comes, no more than a bound is in memory at any time."""
+
     def _begin(self) -> None:
         """The request is handed over without the rest of its body, if it is its turn."""
         exchange = self._incoming

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.descriptors import accept_backlog, refused_at_once
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.app import App
 from tailrace.net.connection import HttpConnection
 from tailrace.net.exchange import Exchange
+from tailrace.net.receiving import ReceivingConnection
 from tailrace.net.request_head import KNOWN_HEADS_MAX, KnownHead
 from tailrace.net.wire import date_line, status_line
 
@@ -21,9 +24,6 @@ from tailrace.net.wire import date_line, status_line
 SWEEP_S = 0.5
 # Reads longer than this are parsed in slices.
 SLICE_BYTES_MAX = 64 * 1024
-# Connections over the limit are told so; this many at once, then they are dropped without a word.
-REFUSED_AT_ONCE_MAX = 256
-ACCEPT_BACKLOG = 4096
 WRITE_HIGH_WATER_BYTES = 256 * 1024
 
 
@@ -73,6 +73,9 @@ class HttpServer:
         self.connections_total = 0
         self.connections_refused = 0
         self.body_bytes_held = 0  # of bodies that are not all there
+        self.bodies_waiting: deque[ReceivingConnection] = deque()  # connections whose bodies wait for memory
+        self.body_shares = 0  # bodies that are in memory, or will be, as a whole
+        self._sharing_out = False
         self.stranger_bytes_held = 0  # the same, of clients that are not known
         # What connections read on every request.
         self.fixed_headers = app.fixed_headers or b""
@@ -87,6 +90,9 @@ class HttpServer:
         # Coarse loop time, moved by the sweeper.
         self.now = self.loop.time()
         self.idle_deadline = self.now + limits.idle_ms / 1000
+        # Connections over the limit are told so; so many at once, and further ones are dropped.
+        self._dropped_from = limits.connections + refused_at_once(limits.connections)
+        self._backlog = accept_backlog(limits.connections)
         self._clock = clock
         self._date = b""
         self._date_s = 0
@@ -115,7 +121,7 @@ class HttpServer:
                 self._connection,
                 sock=sock,
                 ssl=ssl,
-                backlog=ACCEPT_BACKLOG,
+                backlog=self._backlog,
                 ssl_handshake_timeout=handshake_s,
             )
         else:
@@ -124,7 +130,7 @@ class HttpServer:
                 host,
                 port,
                 ssl=ssl,
-                backlog=ACCEPT_BACKLOG,
+                backlog=self._backlog,
                 reuse_port=reuse_port or None,
                 ssl_handshake_timeout=handshake_s,
             )
@@ -134,7 +140,7 @@ class HttpServer:
     async def start_unix(self, path: str) -> None:
         """Listen on a socket of this machine, for other processes of the same server."""
         self._listeners.append(
-            await self.loop.create_unix_server(self._connection, path, backlog=ACCEPT_BACKLOG)
+            await self.loop.create_unix_server(self._connection, path, backlog=self._backlog)
         )
 
     async def drain(self, ms: int | None = None) -> bool:
@@ -183,7 +189,7 @@ class HttpServer:
         """A connection was accepted: look after it, or tell it that there are too many."""
         self.connections_total += 1
         is_full = len(self._swept) >= self.limits.connections
-        if is_full and len(self._swept) >= self.limits.connections + REFUSED_AT_ONCE_MAX:
+        if is_full and len(self._swept) >= self._dropped_from:
             self.connections_refused += 1
             connection.transport.abort()
             return
@@ -206,6 +212,42 @@ class HttpServer:
         if len(self.heads_known) >= KNOWN_HEADS_MAX:
             self.heads_known.clear()
         self.heads_known[head] = known
+
+    def hold_body(self, size: int) -> bool:
+        """Count a body that waits in memory for its turn; False if bodies take too much memory already."""
+        if self.body_bytes_held + size > self.limits.append_queue_max_bytes:
+            return False
+        self.body_bytes_held += size
+        self.body_shares += 1
+        return True
+
+    def release_body(self, size: int) -> None:
+        self.body_bytes_held -= size
+        self.body_shares -= 1
+        if self.bodies_waiting:
+            self.share_out()
+
+    def has_share(self, size: int) -> bool:
+        """Whether a further body of this size may be received now. One alone always may."""
+        fits = self.body_bytes_held + size <= self.limits.append_queue_max_bytes
+        return fits or not self.body_shares
+
+    def share_out(self) -> None:
+        """Memory for bodies was given back: those that wait for it are read further, soon and in order."""
+        if not self._sharing_out:
+            self._sharing_out = True
+            self.loop.call_soon(self._share_out)
+
+    def _share_out(self) -> None:
+        self._sharing_out = False
+        waiting = self.bodies_waiting
+        while waiting:
+            wanted = waiting[0].share_wanted
+            if wanted is not None:
+                if not self.has_share(wanted):
+                    return
+                waiting[0].take_share()
+            waiting.popleft()
 
     def watch(self, swept: Swept) -> None:
         """Have the sweeper look after `swept` until `forget`."""

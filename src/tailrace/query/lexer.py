@@ -11,7 +11,7 @@ TokenKind = Literal["(", ")", ":", "-", "op", "word", "quoted", "stray"]
 
 _SPACE: Final = re.compile(r"\s+")
 _WORD: Final = re.compile(r"[^\s():<>=]+")
-_QUOTED: Final = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_QUOTED: Final = re.compile(r'"((?:[^"\\]|\\.)*+)"', re.DOTALL)
 _OPERATOR: Final = re.compile(r"[<>]=?|=")
 _NUMBER: Final = re.compile(r"-[0-9.]")
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)

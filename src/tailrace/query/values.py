@@ -29,7 +29,7 @@ _DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?
 _SECOND: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
 _USUAL: Final = re.compile(rf"{_SECOND}(?:\.[0-9]{{3}})?Z")
 # Many of them with milliseconds, a line feed between two.
-_USUAL_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*")
+_USUAL_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*+")
 _INSTANT: Final = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
     r"(?:[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"

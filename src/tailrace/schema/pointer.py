@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, cast
 
-_TOKEN = re.compile(r"(?:[^~/]|~0|~1)*")
+_TOKEN = re.compile(r"(?:[^~/]|~0|~1)*+")  # possessive: `re` keeps no state for each repetition
 _INDEX = re.compile(r"0|[1-9][0-9]*")
 
 

@@ -12,7 +12,7 @@ from tailrace.spark.options import CONNECTION_OPTIONS, Connection, Options, conn
 
 APPEND_ROWS_DEFAULT = 1000
 APPEND_BYTES_DEFAULT = 4 << 20
-APPEND_BYTES_MAX = 9 << 20  # the server takes bodies up to 10 MiB
+APPEND_BYTES_MAX = 9 << 20  # less than any server takes that was not set up with smaller limits
 JSON_TYPE = "application/json"
 STORES = ("s3", "gs", "az")
 WRITE_OPTIONS = (
@@ -58,7 +58,7 @@ def write_options(given: Mapping[str, str], *, streaming: bool) -> WriteOptions:
         refuse("producerId is up to 128 letters, digits, dots, colons, dashes and underscores")
     bytes_max = options.count("batchBytes") or APPEND_BYTES_DEFAULT
     if bytes_max > APPEND_BYTES_MAX:
-        refuse(f"batchBytes is at most {APPEND_BYTES_MAX}: the server takes bodies of 10 MiB")
+        refuse(f"batchBytes is at most {APPEND_BYTES_MAX}")
     return WriteOptions(
         connection=connection_of(options),
         stream=options.get("stream") or options.get("path"),

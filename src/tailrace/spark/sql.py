@@ -30,7 +30,7 @@ VIEWS_MAX = 64  # in one statement
 _TYPES = {"string": "string", "integer": "bigint", "number": "double", "boolean": "boolean"}
 # What is quoted or a comment is left alone; a catalogue view gets the quotes that its dot needs.
 _TOKENS = re.compile(
-    r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`|--[^\n]*|/\*.*?\*/)"
+    r"('(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|`[^`]*`|--[^\n]*|/\*.*?\*/)"
     rf"|\btailrace\.({'|'.join(CATALOGUE)})\b",
     re.DOTALL | re.IGNORECASE,
 )
@@ -124,7 +124,7 @@ def missing_name(error: AnalysisException) -> str | None:
         return None
     parameters: Any = error.getMessageParameters() or {}
     relation: str = parameters.get("relationName", "")
-    parts = re.findall(r"`((?:[^`]|``)*)`", relation)
+    parts = re.findall(r"`((?:[^`]|``)*+)`", relation)
     return "/".join(part.replace("``", "`") for part in parts) or None
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from tailrace import descriptors
 from tailrace.api import serve as single
 from tailrace.auth.verifier import identity_path
 from tailrace.errors import TailraceError
@@ -45,6 +46,7 @@ def run(settings: Settings) -> int:
     configure(settings.log_level, settings.log_format)
     for told in unknown_variables(os.environ):
         logger.warning(told)
+    descriptors.raise_limit()
     try:
         # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
         port = reserve(settings.host, settings.port)

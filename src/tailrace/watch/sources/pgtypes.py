@@ -21,7 +21,7 @@ INT_DIGITS: Final = 20  # sign and digits of the longest that 64 bits can hold
 _INT_MIN: Final = -(2**63)
 _INT_MAX: Final = 2**63 - 1
 _INSTANT: Final = re.compile(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)\+00(?::00)?\Z")
-_ELEMENT: Final = re.compile(r'"((?:[^"\\]|\\.)*)"|([^",{}]+)', re.DOTALL)
+_ELEMENT: Final = re.compile(r'"((?:[^"\\]|\\.)*+)"|([^",{}]+)', re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 
 Convert = Callable[[str], Any]
