@@ -16,6 +16,7 @@ from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.errors import TailraceError
 from tailrace.watch.cel import compile_text, environments
 from tailrace.watch.change import Change, ChangeEntry, Images, Op, Prev
+from tailrace.watch.cost import CostError
 from tailrace.watch.index import Index, Probed
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import value
@@ -23,7 +24,7 @@ from tailrace.watch.matcher import BATCH_MIN, Found, Interest, Matcher
 from tailrace.watch.predicate import EITHER, Part, Predicate
 from tailrace.watch.query import read_query
 from tailrace.watch.rules import Rule
-from tailrace.watch.values import CostError, EvaluationError
+from tailrace.watch.values import EvaluationError
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=")
 

@@ -15,9 +15,9 @@ from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.watch import document
 from tailrace.watch.change import shown
+from tailrace.watch.cost import CostError
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.query import Query, read_query, sort_key, sort_values
-from tailrace.watch.values import CostError
 from tailrace.watch.view import Moment, Row
 
 SCAN_ROWS: Final = 200  # between two looks at what else the loop has to do

@@ -18,8 +18,8 @@ from tailrace.api.watch.subscription import Subscription
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.watch.change import BeforeUnknownError, Change, decode
+from tailrace.watch.cost import CostError
 from tailrace.watch.query import sort_key, sort_values
-from tailrace.watch.values import CostError
 from tailrace.watch.view import Row
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from tailrace.api.watch.collection import Collection
 from tailrace.auth import Identity
 from tailrace.watch import document
 from tailrace.watch.checkpoint import Walk
+from tailrace.watch.cost import CostError
 from tailrace.watch.document import Document
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.push import DELETED
-from tailrace.watch.values import CostError
 from tailrace.watch.view import Row
 
 SCAN_ROWS: Final = 200  # between two looks at what else the loop has to do

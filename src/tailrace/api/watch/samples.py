@@ -12,8 +12,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from tailrace.watch.change import Change
+from tailrace.watch.cost import CostError
 from tailrace.watch.syntax import shape
-from tailrace.watch.values import CostError
 
 if TYPE_CHECKING:
     from tailrace.api.watch.subscription import Subscription
