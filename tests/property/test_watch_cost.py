@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.watch_changes import change_of
 from tailrace.errors import TailraceError
 from tailrace.watch.cel import compile_text
-from tailrace.watch.cost import CostError
+from tailrace.watch.cost import CostError, Turn
+from tailrace.watch.matcher import Interest, Matcher
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.rules import Rule
 
 # The budget is meant to be used up in about 5 ms. Machines differ, and so do patterns to search for.
-CPU_S_MAX = 0.15
+CPU_S_MAX = 0.1
 MEMORY_BYTES_MAX = 64 * 1024 * 1024
 
 LARGE: dict[str, Any] = {
@@ -236,3 +238,47 @@ def test_no_generated_expression_exceeds_its_budget(seed: int) -> None:
 @pytest.mark.nightly
 def test_no_generated_expression_exceeds_its_budget_of_many() -> None:
     assert sum(map(costs_no_more_than_allowed, range(10_000))) > 5_000
+
+
+# -- live matching -------------------------------------------------------------------------------------------
+
+
+def test_one_change_against_a_thousand_costly_subscriptions_is_bounded() -> None:
+    """Those that need more than is left are postponed; the cheap ones are decided all the same."""
+    turn = Turn(40_000)
+    matcher: Matcher[str] = Matcher(10_000, turn)
+    for number in range(1_000):
+        costly = Predicate([Part(*compile_text(f"!doc.l.exists(x, x == {-1 - number})"))])
+        matcher.add(Interest(costly, None), f"costly-{number}")
+    for number in range(50):
+        cheap = Predicate([Part(*compile_text(f"doc.n + {number} == {5 + number}"))])
+        matcher.add(Interest(cheap, None), f"cheap-{number}")
+    change = change_of(1, None, LARGE)
+    found = matcher.found(change)
+    matched = {subscriber for match in found.matches for subscriber in match.subscribers}
+    assert not found.too_costly
+    assert {f"cheap-{number}" for number in range(50)} <= matched
+    assert len(matched | found.postponed) == 1_050
+    assert 5 <= 1_000 - len(found.postponed) <= 40_000 // 1_000
+    assert cpu_s(lambda: matcher.found(change)) < CPU_S_MAX
+    turn.renew()
+    again = matcher.found(change)
+    assert len(again.postponed) == len(found.postponed), "the next turn has its own steps"
+
+
+def test_an_expression_that_never_fits_is_too_costly_and_not_postponed() -> None:
+    turn = Turn(40_000)
+    matcher: Matcher[str] = Matcher(10_000, turn)
+    matcher.add(Interest(Predicate([Part(*compile_text("doc.l.all(x, !(-1 in doc.m))"))]), None), "one")
+    found = matcher.found(change_of(1, None, LARGE))
+    assert (found.too_costly, found.postponed) == ({"one"}, set())
+
+
+def test_a_read_rule_is_not_taken_for_a_refusal_when_it_is_postponed() -> None:
+    """A rule that cannot be afforded denies; one that is postponed has not been decided."""
+    turn = Turn(10)
+    matcher: Matcher[str] = Matcher(10_000, turn)
+    rule = Rule("!doc.l.exists(x, x == -1)", "readRule").part_for({}, "read")
+    matcher.add(Interest(Predicate([rule]), Predicate([rule])), "one")
+    found = matcher.found(change_of(1, None, LARGE))
+    assert (found.matches, found.postponed) == ([], {"one"})

@@ -12,7 +12,7 @@ Nodes outside of quantifiers are not charged: an expression has at most 500 of t
 from __future__ import annotations
 
 import threading
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from tailrace.watch.syntax import (
     DOC,
@@ -65,6 +65,38 @@ class Meter(threading.local):
         self.left -= steps
         if self.left < 0:
             raise CostError if self.allowance == STEPS_MAX else PostponedError
+
+
+class Turn:
+    """Steps that all evaluations between two turns of an event loop have together.
+
+    Once they are used up, every expression still has its share: the cheap ones are decided whatever the
+    others cost.
+    """
+
+    __slots__ = ("_steps", "left")
+
+    SHARE: Final = 100
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.left = steps
+
+    @property
+    def is_used(self) -> bool:
+        return self.left < self._steps
+
+    def renew(self) -> None:
+        self.left = self._steps
+
+    def allow(self) -> int:
+        """Sets what the next evaluations on this thread may spend; tells what was spent so far."""
+        METER.allowance = STEPS_MAX if self.left >= STEPS_MAX else max(self.SHARE, self.left)
+        return METER.spent
+
+    def account(self, spent_before: int) -> None:
+        METER.allowance = STEPS_MAX
+        self.left -= METER.spent - spent_before
 
 
 METER: Final = Meter()
@@ -191,7 +223,7 @@ class _Bounds:
     def _at(self, path: tuple[str, ...]) -> Any:
         value: Any = self._document
         for name in path:
-            value = value.get(name) if type(value) is dict else None
+            value = cast("dict[str, Any]", value).get(name) if type(value) is dict else None
         return value
 
 
