@@ -269,7 +269,12 @@ class Gateway:
         watched = subscription.watched
         found = subscription.positions if seqs is None else seqs
         position = Position(
-            watched.database, watched.name, watched.generation, subscription.query_hash, list(found)
+            watched.database,
+            watched.name,
+            watched.generation,
+            subscription.query_hash,
+            list(found),
+            subscription.id,
         )
         return signer.position(position)
 
