@@ -175,15 +175,8 @@ def test_a_position_before_the_tokens_own_is_no_position(
     live.close()
 
 
-def test_pages_of_other_sites_and_secrets_in_urls_are_refused(server: ServerProcess) -> None:
-    for path in ("/realtime/ws", "/replication/ws?database=default"):
-        assert refusal(server, path, Origin="https://evil.example") == (403, "forbidden")
+def test_secrets_in_urls_are_refused(server: ServerProcess) -> None:
     assert refusal(server, "/realtime/ws?token=abc") == (400, "invalid_request")
-    for origin in (f"http://127.0.0.1:{server.port}", "http://localhost:3000"):
-        url = f"ws://127.0.0.1:{server.port}/realtime/ws"
-        with connect(url, additional_headers={"Origin": origin}, open_timeout=WAIT_S) as socket:
-            socket.send('{"type":"heartbeat"}')
-            assert json.loads(socket.recv(timeout=WAIT_S))["type"] == "heartbeat"
 
 
 def test_high_priority_is_not_for_everybody(start_server: StartServer) -> None:

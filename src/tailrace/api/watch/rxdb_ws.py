@@ -16,7 +16,6 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.watch.messages import only_database
-from tailrace.api.watch.origins import check_origin
 from tailrace.api.watch.rxdb import LIMIT_DEFAULT, Pull, Replication
 from tailrace.api.watch.rxdb_feed import Feed, Wire
 from tailrace.api.watch.rxdb_http import read_limit, read_params, read_shape
@@ -24,6 +23,7 @@ from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
+from tailrace.net.origins import Origins
 from tailrace.net.websocket import WebSocketConnection
 from tailrace.protocol.ws_frames import CONTINUATION, TEXT, encode_frame
 from tailrace.watch import document, names
@@ -342,6 +342,7 @@ async def _one(body: bytes) -> AsyncIterator[bytes]:
 class SocketRoute:
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
+        self._origins = Origins(replication.context.settings)
 
     def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A client may say who it is with the upgrade, or in a frame."""
@@ -354,7 +355,7 @@ class SocketRoute:
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
-        check_origin(exchange, replication.context.settings)
+        self._origins.check(exchange)
         replication.check_room()
         identity: Identity | None = None
         if replication.gateway.verifier is None:
