@@ -229,7 +229,7 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | list | dict) else 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_generated_expression_exceeds_its_budget(seed: int) -> None:
     costs_no_more_than_allowed(seed)
@@ -282,3 +282,23 @@ def test_a_read_rule_is_not_taken_for_a_refusal_when_it_is_postponed() -> None:
     matcher.add(Interest(Predicate([rule]), Predicate([rule])), "one")
     found = matcher.found(change_of(1, None, LARGE))
     assert (found.matches, found.postponed) == ([], {"one"})
+
+
+@pytest.mark.parametrize("elements", [list(range(140_000)), [5] * 140_000])
+def test_looking_for_elements_of_long_lists_is_bounded(elements: list[int]) -> None:
+    """Lists are gone through once, however many buckets of the index ask for their elements."""
+    matcher: Matcher[int] = Matcher(10_000, Turn(40_000))
+    for number in range(1_000):
+        where = f"{number // 10} in doc.l && {number % 10} in doc.m"
+        matcher.add(Interest(Predicate([Part(*compile_text(where))]), None), number)
+    change = change_of(1, None, {"l": elements, "m": elements})
+    assert change.after is not None, "it is parsed before"
+    assert cpu_s(lambda: matcher.found(change)) < 3 * CPU_S_MAX
+
+
+def test_the_sample_of_an_index_keeps_no_large_documents() -> None:
+    matcher: Matcher[int] = Matcher(10_000)
+    matcher.add(Interest(Predicate([Part(*compile_text("doc.n == 5"))]), None), 1)
+    for document in ({"n": 5}, {"n": 5, "s": "x" * 20_000}, {"n": 5, "l": list(range(100))}):
+        matcher.found(change_of(1, None, document))
+    assert len(matcher.index.sample) == 2

@@ -61,10 +61,11 @@ class Meter(threading.local):
         self.left = self.allowance
 
     def charge(self, steps: int) -> None:
-        self.spent += steps
-        self.left -= steps
-        if self.left < 0:
+        """Before the steps are taken: what cannot be afforded is not begun."""
+        if steps > self.left:
             raise CostError if self.allowance == STEPS_MAX else PostponedError
+        self.left -= steps
+        self.spent += steps
 
 
 class Turn:

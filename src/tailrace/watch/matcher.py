@@ -12,6 +12,7 @@ from tailrace.watch.change import Change, Document
 from tailrace.watch.cost import CostError, PostponedError, Turn
 from tailrace.watch.index import Index, Probed
 from tailrace.watch.predicate import EITHER, SEMANTICS, UNDECIDED, Condition, Predicate
+from tailrace.watch.sample import DOCUMENT_BYTES_MAX
 
 S = TypeVar("S")
 
@@ -193,7 +194,7 @@ class Matcher(Generic[S]):
         apart: Mapping[Shared[S], Knowledge],
     ) -> Found[S]:
         """What a change is to those who matched before it or after it, and to those who have to be asked."""
-        if change.after is not None:
+        if change.after is not None and len(change.entry.after) <= DOCUMENT_BYTES_MAX:
             self.index.sample.add(change.after)
         told: dict[Event, list[Shared[S]]] = {}
         too_costly: set[S] = set()
