@@ -342,6 +342,13 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     watch_scan_predicates: Annotated[
         Count, Meta(description="Different predicates of one collection that no index can help with.")
     ] = 1000
+    watch_match_steps: Annotated[
+        Count,
+        Meta(
+            description="Steps that live matching spends on expressions at once, about 0.5 us each; "
+            "subscriptions that need more than is left read the log instead."
+        ),
+    ] = 40_000
     watch_outbound_bytes: Annotated[
         Bytes, Meta(description="Unsent bytes of one realtime connection; beyond, it reads from the log.")
     ] = 4 * MIB

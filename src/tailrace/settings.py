@@ -144,7 +144,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auth_audience: Annotated[str, Meta(description="Required aud claim of tokens.")] = ""
 
     cors_origins: Annotated[
-        str, Meta(description="Origins browsers may call from: * or a comma-separated list.")
+        str,
+        Meta(description="Origins browsers may call from, WebSockets included: * or a comma-separated list."),
     ] = "*"
     resource_policy: Annotated[
         Literal["cross-origin", "same-site", "same-origin"],

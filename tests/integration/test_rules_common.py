@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from conftest import StartServer
+from support.edge import StartEdge
+from support.server import ServerProcess
 from support.wire import Answer, Wire, fresh, request_bytes
 from tailrace.errors import CODES
 from tailrace.protocol.headers import RESPONSE_HEADERS
@@ -119,27 +121,62 @@ def test_configured_origins_and_policy(start_server: StartServer) -> None:
     wire.close()
 
 
-@pytest.mark.parametrize("path", ["/v1/stream/live?offset=-1&live=ws", "/hub/ws"])
-def test_configured_origins_hold_for_websockets(start_server: StartServer, path: str) -> None:
+WEBSOCKETS = (
+    "/v1/stream/live?offset=-1&live=ws",
+    "/hub/ws",
+    "/realtime/ws",
+    "/replication/ws?database=default",
+)
+
+
+def upgrade_status(wire: Wire, path: str, origin: str | None) -> int:
+    asked = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        **({} if origin is None else {"Origin": origin}),
+    }
+    with wire.connect() as connection:
+        connection.send(request_bytes("GET", path, asked))
+        return connection.read_head().status
+
+
+@pytest.mark.parametrize(
+    ("origins", "refused"),
+    [
+        ("https://a.example, https://b.example", {"https://c.example", "http://tailrace.test", "null"}),
+        ("*", set[str]()),
+        ("https://a.example, *", set[str]()),
+    ],
+)
+def test_configured_origins_hold_for_websockets(
+    start_server: StartServer, origins: str, refused: set[str]
+) -> None:
     """Browsers ask nobody before they open one: the server itself looks whose page it is."""
-    for origins, statuses in (
-        ("https://a.example, https://b.example", (101, 403, 101)),
-        ("*", (101, 101, 101)),
-    ):
-        wire = Wire(start_server("--cors-origins", origins).port)
-        assert wire.put("live", "text/plain").status == 201
-        for origin, status in zip(("https://b.example", "https://c.example", None), statuses, strict=True):
-            asked = {
-                "Connection": "Upgrade",
-                "Upgrade": "websocket",
-                "Sec-WebSocket-Version": "13",
-                "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-                **({} if origin is None else {"Origin": origin}),
-            }
-            with wire.connect() as connection:
-                connection.send(request_bytes("GET", path, asked))
-                assert connection.read_head().status == status, origin
-        wire.close()
+    server = start_server("--cors-origins", origins)
+    wire = Wire(server.port)
+    assert wire.put("live", "text/plain").status == 201
+    asked = ["https://b.example", "https://c.example", "null", None]
+    asked += [f"http://127.0.0.1:{server.port}", "http://localhost:3000"]  # pages of this machine
+    asked += ["http://tailrace.test"]  # the host that is asked for: any name can be made to lead here
+    for path in WEBSOCKETS:
+        found = {origin: upgrade_status(wire, path, origin) for origin in asked}
+        assert found == {origin: 403 if origin in refused else 101 for origin in asked}, path
+    allowed = wire.get("/healthz", {"Origin": "https://c.example"}).get("access-control-allow-origin")
+    assert allowed == (None if refused else "*")
+    wire.close()
+
+
+def test_an_edge_looks_at_origins_by_its_own_setting(server: ServerProcess, start_edge: StartEdge) -> None:
+    edge = start_edge(server.base_url, cors_origins="https://a.example")
+    owner, wire = Wire(server.port), Wire(edge.port)
+    owner.put("live", "text/plain")
+    for path in WEBSOCKETS:
+        found = [upgrade_status(wire, path, origin) for origin in ("https://a.example", "https://c.example")]
+        assert found == [101, 403], path
+    owner.close()
+    wire.close()
 
 
 # -- 4.3 errors

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from conftest import StartServer
+from support.edge import StartEdge
 from support.waiting import Waiting
 from support.wire import Wire, fresh
 from tailrace.limits import Limits
@@ -317,6 +318,36 @@ def test_the_default_wait_leaves_room_for_clients_with_a_limit_of_five_seconds(
     name = filled(http)
     for wait in ("", "&timeout=1h", "&timeout_ms=100000"):
         assert http.get(f"{name}?offset=now&live=long-poll{wait}").status == 204
+    http.close()
+
+
+def test_a_wait_that_was_shortened_says_so(start_server: StartServer, start_edge: StartEdge) -> None:
+    """Asking for more than the server waits is no error: the answer has the limit."""
+    waits = {"long_poll_default_ms": "50", "long_poll_max_ms": "80"}
+    server = start_server(env={f"TAILRACE_{name.upper()}": value for name, value in waits.items()})
+    edge = start_edge(server.base_url, **waits)
+    for wire in (Wire(server.port), Wire(edge.port)):
+        name = filled(wire)
+        for wait, limit in (
+            ("timeout=30s", "80"),
+            ("timeout_ms=81", "80"),
+            ("timeout=80ms", None),
+            ("", None),
+        ):
+            answer = wire.get(f"{name}?offset=now&live=long-poll&{wait}")
+            assert (answer.status, answer.get("stream-wait-limit-ms")) == (204, limit), wait
+        shortened = wire.get(f"{name}?offset=now&live=long-poll&timeout=1h")
+        assert "Stream-Wait-Limit-Ms" in shortened["access-control-expose-headers"]
+        wire.close()
+
+
+def test_a_shortened_wait_for_details_says_so(start_server: StartServer) -> None:
+    http = Wire(start_server("--details-max-wait-ms", "80").port)
+    name = filled(http, "x")
+    tag = http.get(f"{name}/_details")["etag"]
+    for wait, limit in (("timeout=30s", "80"), ("timeout=50ms", None)):
+        answer = http.get(f"{name}/_details?live=true&{wait}", {"If-None-Match": tag})
+        assert (answer.status, answer.get("stream-wait-limit-ms")) == (304, limit)
     http.close()
 
 

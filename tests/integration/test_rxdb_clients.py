@@ -263,6 +263,24 @@ def test_tokens_travel_in_the_first_frame(clients: Clients, start_server: StartS
     party.leave()
 
 
+def test_clients_that_write_agree_after_restarts(clients: Clients, start_server: StartServer) -> None:
+    """A stop with requests under way: the plugin never asks again for what was not answered."""
+    server = start_server()
+    for _ in range(3):
+        party = Party(clients, server)
+        one, other = party.join("ws"), party.join("ws")
+        for edit in range(300):
+            party.put(one, f"a{edit % 5}", edit)
+            party.put(other, f"b{edit % 5}", edit)
+        server.stop()
+        party.put(one, "late", 1)
+        server.start()
+        party.put(other, "later", 2)
+        expected = {f"{who}{edit % 5}": edit for who in "ab" for edit in range(295, 300)}
+        party.agree({**expected, "late": 1, "later": 2})
+        party.leave()
+
+
 def _cut(_direction: str, _piece: bytes) -> bool:
     return True
 

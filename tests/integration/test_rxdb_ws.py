@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import socket
 import threading
 from typing import Any
 
@@ -16,6 +18,9 @@ from support.calls import Caller, eventually
 from support.replica import Frames, Replica, Stream
 from support.server import ServerProcess
 from support.watch_client import Live
+from support.wire import request_bytes
+from support.ws_wire import frame
+from tailrace.protocol.ws_frames import CLOSE, TEXT
 
 BASE = "/v1/databases/default"
 SECRET = "a secret that is long enough for the server to accept it"
@@ -241,6 +246,45 @@ def test_other_rules_and_a_stop(start_server: StartServer) -> None:
     stopping.start()
     assert frames.closed() == 1001
     stopping.join()
+
+
+def test_a_request_that_crosses_with_a_stop_is_answered(start_server: StartServer) -> None:
+    """The client sends before it can know of the stop, as one far away does; the plugin asks only once."""
+    server = start_server()
+    asked = request_bytes(
+        "GET",
+        "/replication/ws",
+        {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        },
+    )
+    call = b'{"id":"%b","collection":"c","method":"masterWrite","params":[[{"newDocumentState":{"id":"a"}}]]}'
+    with socket.create_connection(("127.0.0.1", server.port), 30) as client:
+        client.sendall(asked)
+        assert client.recv(4096).startswith(b"HTTP/1.1 101 ")
+        client.sendall(frame(TEXT, call % b"first"))
+        assert b'"id":"first"' in client.recv(4096)
+        server.signal(signal.SIGTERM)
+        eventually(lambda: refuses(server.port), bool)
+        client.sendall(frame(TEXT, call % b"crossing"))
+        heard = b""
+        while (piece := client.recv(4096)) and b"the server is stopping" not in heard:
+            heard += piece
+        heard += piece
+        client.sendall(frame(CLOSE, b"\x03\xe9"))
+    assert b'"id":"crossing","collection":"c","result":[]' in heard
+    assert server.wait_exit() == 0
+
+
+def refuses(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 30).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_metrics(server: ServerProcess, call: Caller, place: str) -> None:

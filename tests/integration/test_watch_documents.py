@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -378,3 +380,55 @@ def test_rules_decide_what_is_seen_and_written(start_server: StartServer) -> Non
         0,
     ]
     assert one("GET", "/v1/stream/__changes__/app/orders/0?offset=-1").status == 403, "changes bypass rules"
+
+
+def slowest_answer_s(call: Caller, work: Callable[[], Reply]) -> tuple[Reply, float]:
+    """What `work` is answered, and how long the slowest of many small requests beside it took."""
+    slowest = 0.0
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(work)
+        while not running.done():
+            begun = time.monotonic()
+            assert call("GET", "/health").status == 200
+            slowest = max(slowest, time.monotonic() - begun)
+        return running.result(), slowest
+
+
+def test_a_costly_query_does_not_hold_up_other_requests(server: ServerProcess, place: str) -> None:
+    call, other = Caller(server), Caller(server)
+    large = {"s": "a" * 400_000, "t": "a" * 100_000 + "b" + "a" * 100_000, "l": list(range(1_500)), "n": 1}
+    for number in range(150):
+        data = large if number < 20 else {"s": "", "l": list(range(1_500)), "n": 1}
+        assert put(call, f"{place}/d{number:03}", data).status == 201
+    hostile = "doc.l.exists(x, doc.s.contains(doc.t))"
+    ask = {"collection": place, "where": hostile}
+    refused, slowest = slowest_answer_s(other, lambda: call("POST", f"{BASE}/query", ask))
+    assert (refused.status, refused.body["error"]["code"]) == (400, "query_too_complex")
+    assert slowest < 1.0
+    ask = {
+        "collection": place,
+        "where": "doc.l.exists(x, x == -1) || doc.n == 2",
+        "orderBy": [{"field": "n"}],
+    }
+    answer, slowest = slowest_answer_s(other, lambda: call("POST", f"{BASE}/query", ask))
+    assert (answer.status, answer.body["documents"]) == (200, [])
+    assert slowest < 1.0
+
+
+def test_a_page_of_large_documents_is_cut_and_continued(call: Caller, place: str) -> None:
+    names = [f"d{number:02}" for number in range(14)]
+    for number, name in enumerate(names):
+        assert put(call, f"{place}/{name}", {"s": "x" * 900_000, "n": -number}).status == 201
+    for order, wanted in (([], names), ([{"field": "n"}], names[::-1])):
+        found: list[str] = []
+        pages, cursor = 0, None
+        while pages == 0 or cursor is not None:
+            ask = {"collection": place, "orderBy": order, "limit": 1000} | (
+                {"cursor": cursor} if cursor else {}
+            )
+            answer = call("POST", f"{BASE}/query", ask)
+            assert answer.status == 200
+            assert len(answer.raw) < 9 * 1024 * 1024
+            found += [document["id"] for document in answer.body["documents"]]
+            pages, cursor = pages + 1, answer.body["cursor"]
+        assert (found, pages) == (wanted, 2)

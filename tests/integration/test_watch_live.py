@@ -86,7 +86,7 @@ def test_a_resume_goes_on_behind_its_token(server: ServerProcess, call: Caller, 
     acknowledged = live.take_until("subscribe_ack")[-1]["payload"]
     assert acknowledged["positions"] == [0] * 16
     put(call, f"{place}/a", {"n": 1})
-    token = live.take()["token"]
+    token = live.take()["payload"]["token"]
     live.close()
     put(call, f"{place}/b", {"n": 2})
     put(call, f"{place}/a", {"n": 3})

@@ -6,16 +6,16 @@ import random
 import sys
 from typing import Any
 
-import msgspec
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.watch_changes import change_of
 from support.watch_language import NAMES, TEXTS, Maker, quoted
 from tailrace.errors import TailraceError
 from tailrace.watch.cel import compile_text, environments
-from tailrace.watch.change import Change, ChangeEntry, Images, Op, Prev
+from tailrace.watch.change import Change
+from tailrace.watch.cost import CostError
 from tailrace.watch.index import Index, Probed
 from tailrace.watch.intervals import Intervals
 from tailrace.watch.lower import value
@@ -23,7 +23,7 @@ from tailrace.watch.matcher import BATCH_MIN, Found, Interest, Matcher
 from tailrace.watch.predicate import EITHER, Part, Predicate
 from tailrace.watch.query import read_query
 from tailrace.watch.rules import Rule
-from tailrace.watch.values import CostError, EvaluationError
+from tailrace.watch.values import EvaluationError
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=")
 
@@ -263,25 +263,6 @@ def test_w21_the_index_finds_what_evaluating_everything_finds(seed: int) -> None
         assert matching <= candidates
         assert found.sure | {one for one in found.maybe if one.lookups == EITHER} <= matching
         assert not found.sure & found.maybe
-
-
-def change_of(seq: int, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Change:
-    op: Op = "insert" if before is None else "delete" if after is None else "replace"
-    entry = ChangeEntry(
-        database="d",
-        collection="c",
-        documentKey=f"d{seq}",
-        op=op,
-        before=msgspec.Raw(orjson.dumps(before)),
-        after=msgspec.Raw(orjson.dumps(after)),
-        images=Images("full", "full"),
-        version=2,
-        createdAt=0,
-        prev=None if before is None else Prev(1, 0),
-        txn=None,
-        commitTime="",
-    )
-    return Change(entry, 0, seq, 0)
 
 
 @settings(max_examples=20)

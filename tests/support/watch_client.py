@@ -222,7 +222,7 @@ class Follower:
             self.positions[partition] = seq
             self._since[partition] = seq
             if seq % 3:  # now and then the older token, and what was applied since, have to do
-                self.token, self._since = envelope.get("token", self.token), {}
+                self.token, self._since = envelope["payload"].get("token", self.token), {}
         held = self.held if self._snapshot is None else self._snapshot
         delta = envelope["payload"]["delta"]
         if delta["op"] == "delete":

@@ -107,3 +107,36 @@ def test_w35_those_who_read_nothing_delay_nobody(tmp_path: Path, stalled: int) -
             seqs += [seq for _, seq, *_ in events(one)]
         assert seqs == list(range(1, 61)), "and nothing is missing when they read again"
     room.close()
+
+
+def test_costly_subscriptions_read_the_log_and_miss_nothing(tmp_path: Path) -> None:
+    """What matching may spend at once is bounded; cheap subscriptions hear of a change at once."""
+    room = Room(tmp_path, watch_partitions=1, watch_match_steps=3_000, watch_audit_retention_ms=0)
+    try:
+        cheap, cheap_wire = room.connect()
+        ask(room, cheap, "cheap", query={"collection": "c", "where": "doc.n + 1 > 0"})
+        costly, costly_wire = room.connect()
+        for number in range(40):
+            where = f"!doc.l.exists(x, x == {-1 - number})"
+            ask(room, costly, f"s{number}", query={"collection": "c", "where": where})
+        room.turn(5)
+        cheap_wire.read(10)
+        costly_wire.read(100)
+        for place in range(5):
+            room.write(("put", f"c/d{place}", {"n": place, "l": list(range(300))}))
+        assert [one[-1] for one in events(cheap_wire)] == [f"d{place}" for place in range(5)]
+        heard: dict[str, list[int]] = {}
+
+        def is_told() -> bool:
+            for envelope in costly_wire.read(1_000):
+                assert envelope["type"] == "event"
+                for sub_id in envelope["subIds"]:
+                    heard.setdefault(sub_id, []).append(envelope["seq"])
+            return sum(map(len, heard.values())) >= 200
+
+        room.until(is_told)
+        assert heard == {f"s{number}": [1, 2, 3, 4, 5] for number in range(40)}
+        assert room.gateway.demotions > 0
+        assert not room.gateway.resyncs
+    finally:
+        room.close()

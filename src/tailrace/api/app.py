@@ -41,6 +41,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.commit_path import NoRoomError
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
+from tailrace.net.origins import Origins
 from tailrace.protocol import headers, names
 
 logger = logging.getLogger("tailrace.api")
@@ -107,7 +108,7 @@ class TailraceApp:
         self._timing = settings.server_timing
         total = "total" if self._timing else None
         self.common_headers = CommonHeaders(
-            settings.resource_policy, settings.cors_origins, total, context.loop.time
+            settings.resource_policy, Origins(settings), total, context.loop.time
         )
         self.fixed_headers = self.common_headers.fixed
 

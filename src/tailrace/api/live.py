@@ -20,13 +20,13 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
-from tailrace.api.origins import Origins
 from tailrace.auth import Action, Identity, is_hub, may
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.net.http1 import Exchange
 from tailrace.net.live_wires import WsReader
+from tailrace.net.origins import Origins
 from tailrace.net.server import WRITE_HIGH_WATER_BYTES
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor

@@ -24,7 +24,7 @@ from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import live_mode, parse_query, routing_key, wait_ms
+from tailrace.protocol.query import live_mode, parse_query, routing_key, wait_limit_lines, wait_ms
 from tailrace.query.filtering import Sieve
 from tailrace.schema.registry import Registry
 
@@ -427,6 +427,7 @@ class ReadRoutes:
             head += answers.CLOSED
         else:
             head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
+            head += wait_limit_lines(parse_query(exchange.query), self._limits.long_poll_max_ms)
         exchange.respond(204, head)
 
     def note_wait(self, exchange: Exchange) -> None:

@@ -255,7 +255,7 @@ class _Watching:
             self._pages = {}
         elif kind == "event":
             self._change(payload["delta"])
-            self._token = envelope.get("token", self._token)
+            self._token = payload.get("token", self._token)
         elif kind == "heartbeat":
             self._token = payload["tokens"].get("s", self._token)
         elif kind == "resync-required":

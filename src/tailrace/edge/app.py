@@ -28,6 +28,7 @@ from tailrace.errors import TailraceError
 from tailrace.net import request_log
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
+from tailrace.net.origins import Origins
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.query import live_mode, parse_query
@@ -73,9 +74,8 @@ class EdgeApp:
         # Before it goes on, so that the server's log has the same id.
         self._names_all = settings.request_ids or self._logs_all
         total = "edge-total" if settings.server_timing else None
-        self.common_headers = CommonHeaders(
-            settings.resource_policy, settings.cors_origins, total, context.loop.time
-        )
+        self._origins = Origins(settings)
+        self.common_headers = CommonHeaders(settings.resource_policy, self._origins, total, context.loop.time)
         self.fixed_headers = self.common_headers.fixed
 
     # -- what net asks for
@@ -118,6 +118,8 @@ class EdgeApp:
     # -- what is passed on or shared
 
     def _route(self, exchange: Exchange) -> None:
+        if exchange.wants_websocket():
+            self._origins.check(exchange)
         target = target_of(exchange.path, self._context.limits.name_bytes)
         if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")

@@ -24,7 +24,7 @@ from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import wait_ms
+from tailrace.protocol.query import wait_limit_lines, wait_ms
 from tailrace.protocol.refusals import NO_STORE
 
 # How a read from now is asked for: nobody keeps its answer.
@@ -172,6 +172,7 @@ class LongPolls:
         """The time is up. Up to date is only who has all there is, as far as that is known."""
         head = line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
         head += line("Stream-End-Offset", max(channel.end, reading.offset))
+        head += wait_limit_lines(reading.query, self._context.limits.long_poll_max_ms)
         if channel.connected and channel.end <= reading.offset:
             head += b"Stream-Up-To-Date: true\r\n"
         self._context.telemetry.edge_requests.add("long-poll", outcome, 204)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tailrace.net.exchange import Exchange
+from tailrace.net.origins import Origins
 from tailrace.protocol import headers
 
 
@@ -12,12 +13,10 @@ class CommonHeaders:
     """Policy, CORS and, where it is wanted, how long the answer took and with what."""
 
     def __init__(
-        self, resource_policy: str, cors_origins: str, total: str | None, time: Callable[[], float]
+        self, resource_policy: str, origins: Origins, total: str | None, time: Callable[[], float]
     ) -> None:
         """`total` is what Server-Timing calls the whole; None leaves that header out."""
-        self._origins: frozenset[str] | None = None
-        if cors_origins != "*":
-            self._origins = frozenset(origin.strip() for origin in cors_origins.split(",") if origin.strip())
+        self._origins = None if origins.allow_all else origins
         self._common = headers.common_lines(resource_policy, "*" if self._origins is None else None)
         self._total = total
         self._time = time
@@ -35,7 +34,7 @@ class CommonHeaders:
             return common
         origin = b"" if exchange is None else exchange.headers.get(b"origin", b"")
         text = origin.decode("latin-1")
-        if text in self._origins:
+        if self._origins.are_named(text):
             return common + headers.line("Access-Control-Allow-Origin", text)
         return common
 

@@ -38,6 +38,9 @@ RESPONSE_HEADERS: tuple[str, ...] = (
     "Vary",
 )
 
+# On the answer to a long-poll whose wait was shortened, and exposed there only.
+WAIT_LIMIT = "Stream-Wait-Limit-Ms"
+
 # On answers to searches only, and so exposed there only: every other answer is spared the length of them.
 SEARCH_HEADERS: tuple[str, ...] = (
     "search-timed-out",

@@ -7,6 +7,7 @@ from urllib.parse import unquote_to_bytes
 
 from tailrace.errors import TailraceError
 from tailrace.protocol import durations
+from tailrace.protocol.headers import WAIT_LIMIT, exposed, line
 
 QUERY_BYTES_CACHED = 512
 SINGLE = frozenset(
@@ -87,10 +88,23 @@ def routing_key(query: dict[str, str], path_key: str | None) -> str:
 
 def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
     """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
+    asked_ms = _asked_wait_ms(query)
+    return min(default_ms if asked_ms is None else asked_ms, max_ms)
+
+
+def wait_limit_lines(query: dict[str, str], max_ms: int) -> bytes:
+    """For the answer to a long-poll that waited in vain: the longest wait, if the client asked for more."""
+    asked_ms = _asked_wait_ms(query)
+    if asked_ms is None or asked_ms <= max_ms:
+        return b""
+    return line(WAIT_LIMIT, str(max_ms)) + exposed((WAIT_LIMIT,))
+
+
+def _asked_wait_ms(query: dict[str, str]) -> int | None:
     if (exact := query.get("timeout_ms")) is not None:
         if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
             raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
-        return min(int(exact), max_ms)
+        return int(exact)
     if (text := query.get("timeout")) is not None:
-        return min(durations.parse_wait_ms(text), max_ms)
-    return min(default_ms, max_ms)
+        return durations.parse_wait_ms(text)
+    return None

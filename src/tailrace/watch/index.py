@@ -12,7 +12,7 @@ the second one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tailrace.watch.intervals import Intervals
@@ -54,11 +54,24 @@ def _weight(condition: Condition, sample: Sample) -> float:
 class Probed(Generic[T]):
     """What was found for one document."""
 
-    __slots__ = ("maybe", "sure")
+    __slots__ = ("_elements", "maybe", "sure")
 
     def __init__(self) -> None:
         self.sure: set[T] = set()  # they match
         self.maybe: set[T] = set()  # whether these do has to be decided
+        self._elements: dict[Path, set[Any]] | None = None
+
+    def held(self, path: Path, value: Any, keys: KeysView[Any]) -> set[Any]:
+        """Which of the keys a list or map of the document holds.
+
+        Every bucket on the way asks: the elements are gathered once, and the fewer of both are gone through.
+        """
+        if self._elements is None:
+            self._elements = {}
+        known = self._elements.get(path)
+        if known is None:
+            known = self._elements[path] = set(elements(value))
+        return keys & known
 
     def take(self, item: T, depth: int) -> None:
         """One that so many of its conjuncts led to."""
@@ -275,8 +288,8 @@ class _Level(Generic[T]):
     def _probe_rare(self, document: Any, found: Probed[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.contains.items():
-            for element in elements(gets[path](document)):
-                _collect(table.get(element), depth, document, found)
+            for element in found.held(path, gets[path](document), table.keys()):
+                _collect(table[element], depth, document, found)
         for path, known in self.has.items():
             if gets[path](document) is not MISSING:
                 _collect(known, depth, document, found)

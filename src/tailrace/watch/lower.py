@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from tailrace.watch import values
+from tailrace.watch.cost import TEXT_SHIFT, charge, search_steps
 from tailrace.watch.syntax import (
     DOC,
     FLIPPED,
@@ -31,7 +32,7 @@ from tailrace.watch.syntax import (
     flatten,
     path_of,
 )
-from tailrace.watch.values import STEPS_MAX, CostError, EvaluationError
+from tailrace.watch.values import EvaluationError
 
 Value = Callable[[Any, Any], Any]
 Truth = Callable[[Any], bool]
@@ -54,6 +55,7 @@ _TEXT: Final[dict[str, Callable[[str, str], bool]]] = {
     "startsWith": str.startswith,
     "endsWith": str.endswith,
 }
+_SHORT: Final = 1 << TEXT_SHIFT
 _MISSING: Final = object()
 
 
@@ -273,17 +275,21 @@ def _call(node: Call) -> Value:
         compute_two = _ARITHMETIC[function]
         return lambda d, x: compute_two(first(d, x), second(d, x))
     if function in _TEXT:
-        return _text(first, second, _TEXT[function])
+        return _text(first, second, _TEXT[function], search=function == "contains")
     if function == "_[_]":
         return _index(first, second)
     raise NotLoweredError
 
 
-def _text(first: Value, second: Value, holds: Callable[[str, str], bool]) -> Value:
+def _text(first: Value, second: Value, holds: Callable[[str, str], bool], *, search: bool) -> Value:
     def found(d: Any, x: Any) -> bool:
         one, other = first(d, x), second(d, x)
         if type(one) is not str or type(other) is not str:
             raise EvaluationError
+        if search:
+            charge(search_steps(len(one), len(other)))
+        elif len(other) >= _SHORT:
+            charge(len(other) >> TEXT_SHIFT)
         return holds(one, other)
 
     return found
@@ -352,30 +358,31 @@ def _count(node: Node) -> int:
 
 
 def _elements(node: Quantified) -> Value:
-    """What a quantifier goes through, if that is not too much."""
-    over = value(node.range)
-    items_max = STEPS_MAX // _count(node.condition)
+    """What a quantifier goes through; looking at all of it is charged beforehand."""
+    over, steps = value(node.range), _count(node.condition)
 
     def elements(d: Any, x: Any) -> Any:
         found = over(d, x)
         if type(found) is not list and type(found) is not dict:
             raise EvaluationError
-        if values.size(found) > items_max:
-            raise CostError
+        charge(steps * values.size(found))
         return found
 
     return elements
 
 
-def guards(node: Node) -> list[Value]:
-    """For expressions that the library runs: what its quantifiers go through, as far as that can be told."""
-    found = [guard for child in children(node) for guard in guards(child)]
-    if isinstance(node, Quantified):
-        try:
-            found.append(_elements(node))
-        except NotLoweredError:
-            pass
-    return found
+def is_metered(node: Node) -> bool:
+    """Whether deciding the node may charge anything: a comparison with a scalar value does not."""
+    if isinstance(node, Const):
+        return False
+    if isinstance(node, Call):
+        if node.function in ("_&&_", "_||_"):
+            return any(map(is_metered, node.args))
+        found = _comparison_truth(node)
+        compared_with = constant(node.args[-1])
+        is_list = compared_with is not None and type(compared_with.value) in (list, dict)
+        return found is None or (node.function == "_==_" and is_list)
+    return not (isinstance(node, Select) and path_of(Select(node.operand, node.field)) is not None)
 
 
 def _quantified(node: Quantified) -> Value:

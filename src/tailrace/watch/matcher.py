@@ -9,9 +9,10 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 from tailrace import __version__
 from tailrace.watch.batch import NO_ROW, Rows, has_arrays
 from tailrace.watch.change import Change, Document
+from tailrace.watch.cost import CostError, PostponedError, Turn
 from tailrace.watch.index import Index, Probed
 from tailrace.watch.predicate import EITHER, SEMANTICS, UNDECIDED, Condition, Predicate
-from tailrace.watch.values import CostError
+from tailrace.watch.sample import DOCUMENT_BYTES_MAX
 
 S = TypeVar("S")
 
@@ -33,6 +34,10 @@ class Interest:
     def __init__(self, whole: Predicate, rule: Predicate | None) -> None:
         self.whole = whole
         self.rule = rule  # None: everybody with the scope may read
+
+    @property
+    def is_metered(self) -> bool:
+        return self.whole.is_metered or (self.rule is not None and self.rule.is_metered)
 
     def event(self, change: Change) -> Event | None:
         """What the change is to whoever watches this; raises CostError if it cannot be afforded."""
@@ -74,7 +79,8 @@ class Found(NamedTuple, Generic[S]):
     """Whom a change concerns, and those whose predicate took too many steps to tell."""
 
     matches: list[Match[S]]
-    too_costly: set[S]
+    too_costly: set[S]  # more than an evaluation may take
+    postponed: set[S]  # more than was left of this turn; not decided
 
 
 class Shared(Generic[S]):
@@ -111,8 +117,10 @@ class Shared(Generic[S]):
 class Matcher(Generic[S]):
     """Equal predicates are decided once, whoever asked for them."""
 
-    def __init__(self, scan_max: int) -> None:
+    def __init__(self, scan_max: int, turn: Turn | None = None) -> None:
+        """`turn` bounds what matching takes at once; without it only each evaluation is bounded."""
         self.index: Index[Shared[S]] = Index(scan_max)
+        self._turn = turn
         self._by_hash: dict[bytes, Shared[S]] = {}
         self._rows: Rows | None = None
         self.candidates = 0
@@ -186,14 +194,15 @@ class Matcher(Generic[S]):
         apart: Mapping[Shared[S], Knowledge],
     ) -> Found[S]:
         """What a change is to those who matched before it or after it, and to those who have to be asked."""
-        if change.after is not None:
+        if change.after is not None and len(change.entry.after) <= DOCUMENT_BYTES_MAX:
             self.index.sample.add(change.after)
         told: dict[Event, list[Shared[S]]] = {}
         too_costly: set[S] = set()
+        postponed: set[S] = set()
         if apart:
             was -= apart.keys()
             now -= apart.keys()
-            told = self._decided(change, apart, too_costly)
+            told = self._decided(change, apart, too_costly, postponed)
         stayed = was & now
         if stayed or both:
             told.setdefault(("update", "changed"), []).extend((*both, *stayed))
@@ -204,10 +213,14 @@ class Matcher(Generic[S]):
             left = "deleted" if change.after is None else "left"
             told.setdefault(("delete", left), []).extend(was - stayed)
         self.hits += sum(map(len, told.values()))
-        return Found([Match(_subscribers(who), *what) for what, who in told.items()], too_costly)
+        return Found([Match(_subscribers(who), *what) for what, who in told.items()], too_costly, postponed)
 
     def _decided(
-        self, change: Change, apart: Mapping[Shared[S], Knowledge], too_costly: set[S]
+        self,
+        change: Change,
+        apart: Mapping[Shared[S], Knowledge],
+        too_costly: set[S],
+        postponed: set[S],
     ) -> dict[Event, list[Shared[S]]]:
         """One by one."""
         before, after = change.before, change.after
@@ -215,11 +228,19 @@ class Matcher(Generic[S]):
         for shared, (was, now) in apart.items():
             interest = shared.interest
             self.fallbacks += interest.whole.fallback
+            turn = self._turn if interest.is_metered else None
+            spent = turn.allow() if turn is not None else 0
             try:
                 event = interest.event_of(before, after, was, now)
             except CostError:
                 too_costly.update(shared.subscribers)
                 continue
+            except PostponedError:
+                postponed.update(shared.subscribers)
+                continue
+            finally:
+                if turn is not None:
+                    turn.account(spent)
             if event is not None:
                 told.setdefault(event, []).append(shared)
         return told

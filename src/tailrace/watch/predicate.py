@@ -17,9 +17,9 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 from tailrace.watch.cel import Program
-from tailrace.watch.lower import MISSING, NotLoweredError, Truth, conjunction, getter, guards, truth
+from tailrace.watch.cost import METER, CostError, LibraryCost
+from tailrace.watch.lower import MISSING, NotLoweredError, Truth, conjunction, getter, is_metered, truth
 from tailrace.watch.syntax import Call, Const, Node, Select, constant, flatten, path_of, text
-from tailrace.watch.values import CostError, EvaluationError
 
 # Moves when the meaning of expressions does; part of every hash of a query.
 SEMANTICS: Final = "1"
@@ -238,12 +238,13 @@ def canonical(parts: Sequence[Part], documents: frozenset[str] | None = None) ->
 class Predicate:
     """All parts have to be true. Two with the same hash decide the same."""
 
-    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "lookups")
+    __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "is_metered", "lookups")
 
     def __init__(self, parts: Sequence[Part], documents: frozenset[str] | None = None) -> None:
         meaning = f"{SEMANTICS}\n{canonical(parts, documents)}"
         self.hash = hashlib.sha256(meaning.encode("utf-8", "surrogatepass")).digest()
         self.fallback = False
+        self.is_metered = False  # whether deciding it may charge anything
         conditions: list[Condition] = []
         truths: list[Truth] = []
         for part in parts:
@@ -255,7 +256,8 @@ class Predicate:
         known = _merged(conditions)
         exact = tuple(one for one in known if one.exact)
         self._tests: tuple[Condition, ...] = known if len(exact) == len(known) else exact
-        self._rest: Truth | None = conjunction(truths) if truths else None
+        rest = conjunction(truths) if truths else None
+        self._rest: Truth | None = _metered(rest) if rest is not None and self.is_metered else rest
         # What the index files it under: one list of conjuncts, or one for each branch of an OR.
         self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
         # It is true where so many of its conjuncts were looked up: there is nothing else to decide.
@@ -269,8 +271,9 @@ class Predicate:
         try:
             found = [truth(node) for node in rest]
         except NotLoweredError:
-            self.fallback = True
+            self.fallback = self.is_metered = True
             found = [_by_library(part)]
+        self.is_metered = self.is_metered or any(map(is_metered, rest))
         return found if part.variables is None else [_denying(holds) for holds in found]
 
     @property
@@ -314,27 +317,35 @@ def _branches(parts: Sequence[Part]) -> tuple[tuple[Condition, ...], ...]:
 
 
 def _denying(holds: Truth) -> Truth:
-    """A rule that takes too many steps says no; a query that does has no result at all."""
+    """A rule that takes too many steps says no; a query that does has no result at all.
+
+    A rule has a budget of its own: what may be read does not depend on what else is asked for.
+    """
 
     def allows(doc: Any) -> bool:
+        left = METER.left
+        METER.begin()
         try:
             return holds(doc)
         except CostError:
             return False
+        finally:
+            METER.left = left
 
     return allows
 
 
 def _by_library(part: Part) -> Truth:
-    program, variables, checks = part.program, part.variables or {}, guards(part.node)
+    program, variables, cost = part.program, part.variables or {}, LibraryCost(part.node)
     assert program is not None, "what cannot be lowered came as text"
+    return lambda doc: program.holds(doc=cost.charge(doc, variables), **variables)
 
-    def holds(doc: Any) -> bool:
-        for check in checks:
-            try:
-                check(doc, None)
-            except EvaluationError:
-                continue  # which the library finds, too
-        return program.holds(doc=doc, **variables)
 
-    return holds
+def _metered(holds: Truth) -> Truth:
+    """With a budget for this evaluation alone."""
+
+    def decided(doc: Any) -> bool:
+        METER.begin()
+        return holds(doc)
+
+    return decided

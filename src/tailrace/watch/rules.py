@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 import orjson
 
 from tailrace.watch.cel import compile_text
+from tailrace.watch.cost import CostError
 from tailrace.watch.document import Document
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.syntax import (
@@ -22,7 +23,6 @@ from tailrace.watch.syntax import (
     Select,
     children,
 )
-from tailrace.watch.values import CostError
 
 Auth = dict[str, Any]
 NOBODY: Final[Auth] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from itertools import islice
 from typing import Any, Final, cast
 
 from tailrace.watch.lower import MISSING, getter
@@ -13,6 +14,9 @@ SAMPLE_MAX: Final = 2000
 SAMPLE_MIN: Final = 32
 STALE_AFTER: Final = 500  # documents that came in since the columns were made
 COLUMNS_MAX: Final = 200
+# It is an estimate: large documents are left out, and of a long list some elements are enough.
+DOCUMENT_BYTES_MAX: Final = 16 * 1024
+ELEMENTS_MAX: Final = 64
 # What share of documents a conjunct lets through, as long as nothing is known.
 GUESSES: Final = {"equal": 0.01, "among": 0.05, "prefix": 0.05, "contains": 0.1, "range": 0.3, "has": 0.9}
 
@@ -31,7 +35,7 @@ class Column:
         self.texts = sorted(value for value in values if type(value) is str)
         self.elements: Counter[Any] = Counter()
         for value in values:
-            self.elements.update(set(elements(value)))
+            self.elements.update(set(elements(value, ELEMENTS_MAX)))
 
     def count(self, condition: Condition) -> int:
         kind, value = condition.kind, condition.value
@@ -88,9 +92,9 @@ class Sample:
         return (column.count(condition) + guess) / len(self._documents)
 
 
-def elements(value: Any) -> list[Any]:
-    """What `in` finds in a list, or in a map."""
+def elements(value: Any, count_max: int | None = None) -> list[Any]:
+    """What `in` finds in a list, or in a map; of the first so many."""
     if type(value) is list:
-        listed = cast("list[Any]", value)
+        listed = cast("list[Any]", value)[:count_max]
         return [found for item in listed if (found := class_of(item)) is not None]
-    return list(cast("dict[str, Any]", value)) if type(value) is dict else []
+    return list(islice(cast("dict[str, Any]", value), count_max)) if type(value) is dict else []

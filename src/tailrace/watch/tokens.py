@@ -33,6 +33,7 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     query: bytes
     seqs: list[int]
+    sub_id: str = ""  # of the subscription; tokens of older versions do not have it
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -160,6 +161,7 @@ def described(token: str) -> dict[str, object] | None:
         "generation": position.generation,
         "positions": position.seqs,
         "query": position.query.hex(),
+        "subscription": position.sub_id or None,
         "key": raw[0],
     }
 

@@ -7,23 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Final, cast
 
+from tailrace.watch.cost import TEXT_SHIFT, charge
+
 INT_MIN: Final = -(2**63)
 INT_MAX: Final = 2**63 - 1
-STEPS_MAX: Final = 10_000  # on one document
 
 
 class EvaluationError(Exception):
     """The expression has no value on this document, which therefore does not match."""
-
-
-class CostError(Exception):
-    """The expression took more steps than one may; that is not the same as not matching."""
-
-
-def _afford(steps: int) -> None:
-    """What goes through a list or a map of a document takes a step for each of its values."""
-    if steps > STEPS_MAX:
-        raise CostError
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -34,14 +25,16 @@ def equal(one: Any, other: Any) -> bool:
         if kind is list:
             if len(one) != len(other):
                 return False
-            _afford(len(one))
+            charge(len(one))
             return all(map(equal, one, other))
         if kind is dict:
             mine, theirs = cast("dict[Any, Any]", one), cast("dict[Any, Any]", other)
             if len(mine) != len(theirs):
                 return False
-            _afford(len(mine))
+            charge(len(mine))
             return all(key in theirs and equal(value, theirs[key]) for key, value in mine.items())
+        if kind is str:
+            _charge_texts(one, other)
         return one == other
     if kind is int and kind_other is float:
         return float(one) == other
@@ -50,11 +43,20 @@ def equal(one: Any, other: Any) -> bool:
     return False
 
 
+def _charge_texts(one: str, other: str) -> None:
+    """Two texts are compared no further than the shorter one reaches."""
+    steps = min(len(one), len(other)) >> TEXT_SHIFT
+    if steps:
+        charge(steps)
+
+
 def compared(one: Any, other: Any) -> tuple[Any, Any]:
     """Two values that have an order, in a form that Python orders as CEL does; else an error."""
     kind: type[Any] = type(one)
     kind_other: type[Any] = type(other)
     if kind is kind_other and kind in _ORDERED:
+        if kind is str:
+            _charge_texts(one, other)
         return one, other
     if kind is int and kind_other is float:
         return float(one), other
@@ -70,7 +72,7 @@ def contained(value: Any, container: Any) -> bool:
     """`in`: an element of a list, or a key of a map."""
     kind: type[Any] = type(container)
     if kind is list:
-        _afford(len(container))
+        charge(len(container))
         return any(equal(value, item) for item in container)
     if kind is dict:
         if type(value) is str:
@@ -89,9 +91,13 @@ def add(one: Any, other: Any) -> Any:
         raise EvaluationError
     if kind is int:
         return _bounded(one + other)
-    if kind in (float, str, list):
-        return one + other
-    raise EvaluationError
+    if kind is str:
+        charge((len(one) + len(other)) >> TEXT_SHIFT)
+    elif kind is list:
+        charge(len(one) + len(other))
+    elif kind is not float:
+        raise EvaluationError
+    return one + other
 
 
 def subtract(one: Any, other: Any) -> Any:

@@ -125,6 +125,7 @@ class Purged(NamedTuple):
     seq: int
 
 
+PIECE_BYTES: Final = 1024 * 1024  # of documents that are read at once
 NOTHING_PURGED: Final = Purged(0, 0)
 
 
@@ -155,9 +156,19 @@ class Moment:
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
 
-    def documents_after(self, collection: int, after: str, limit: int) -> list[Row]:
-        """Living documents in the order of their ids."""
-        return [_row(found) for found in self._execute(_AFTER, (collection, after, limit))]
+    def documents_after(
+        self, collection: int, after: str, limit: int, bytes_max: int = PIECE_BYTES
+    ) -> list[Row]:
+        """Living documents in the order of their ids, at least one if there is one, and no more than fit."""
+        rows: list[Row] = []
+        size = 0
+        for found in self._execute(_AFTER, (collection, after, limit)):
+            row = _row(found)
+            rows.append(row)
+            size += len(row.data)
+            if size >= bytes_max:
+                break
+        return rows
 
     def rows_after(self, collection: int, after: str, limit: int) -> list[Row]:
         """All there is, tombstones included, in the order of the ids."""

@@ -12,7 +12,6 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.socket import HubSocket
-from tailrace.api.origins import Origins
 from tailrace.api.proxies import network_of, proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import CODES, TailraceError
@@ -24,6 +23,7 @@ from tailrace.hub.message import new_id
 from tailrace.hub.policy import actor_of
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.net.http1 import Exchange
+from tailrace.net.origins import Origins
 from tailrace.settings import Settings
 
 WS_PATH: Final = b"/hub/ws"

@@ -21,7 +21,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.etag import none_match
-from tailrace.protocol.query import parse_query, wait_ms
+from tailrace.protocol.query import parse_query, wait_limit_lines, wait_ms
 from tailrace.store.object_book import RecordedHead
 
 WAIT_DEFAULT_MS = 3000
@@ -109,8 +109,13 @@ class DetailsRoutes:
         head = answers.JSON_TYPE + answers.NO_STORE + _etag(tag)
         exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, manifest)))
 
-    def unchanged(self, exchange: Exchange, tag: str) -> None:
-        exchange.respond(304, answers.NO_STORE + _etag(tag))
+    def unchanged(self, exchange: Exchange, tag: str, more: bytes = b"") -> None:
+        exchange.respond(304, answers.NO_STORE + _etag(tag) + more)
+
+    def waited(self, exchange: Exchange, tag: str) -> None:
+        """Nothing has changed while somebody waited."""
+        limit = wait_limit_lines(parse_query(exchange.query), self._context.limits.details_max_wait_ms)
+        self.unchanged(exchange, tag, limit)
 
     def ended(self, wait: Wait, stream: Stream) -> None:
         self._waits.discard(wait)
@@ -194,7 +199,7 @@ class Wait:
 
     def end(self) -> None:
         self._leave()
-        self._routes.unchanged(self._exchange, self._tag)
+        self._routes.waited(self._exchange, self._tag)
 
     def refuse(self, error: TailraceError) -> None:
         self._leave()

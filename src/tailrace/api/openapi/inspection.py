@@ -180,7 +180,7 @@ def _watched(identifier: str, about: str, shape: str) -> Json:
         about,
         {
             "200": answer("As it is now.", schema(shape), headers(always=("ETag",))),
-            "304": answer("It has not changed.", head=headers(always=("ETag",))),
+            "304": answer("It has not changed.", head=headers("Stream-Wait-Limit-Ms", always=("ETag",))),
         },
         (404, 410, 429),
         scope="read",

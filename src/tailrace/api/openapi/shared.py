@@ -34,6 +34,7 @@ _HEADERS: Final[dict[str, tuple[str, Json]]] = {
     "Stream-End-Offset": ("the tail of the stream", OFFSET),
     "Stream-Earliest-Offset": ("where the stream begins", OFFSET),
     "Stream-Cursor": ("to be sent as `cursor` with the next live read", STRING),
+    "Stream-Wait-Limit-Ms": ("the longest wait; the one asked for was longer", COUNT),
     "Stream-Up-To-Date": ("the answer reaches the tail", TRUE),
     "Stream-Closed": ("the end of a closed stream: nothing will follow", TRUE),
     "Stream-TTL": ("idle seconds after which the stream expires", COUNT),

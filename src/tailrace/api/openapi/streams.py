@@ -171,6 +171,7 @@ def _read(identifier: str, about: str) -> Json:
     )
     idle = headers(
         *("Stream-Closed", "Stream-Cursor", "Stream-Up-To-Date", "Stream-Earliest-Offset"),
+        "Stream-Wait-Limit-Ms",
         always=("Stream-Next-Offset", "Stream-End-Offset"),
     )
     same = headers(*common, "Stream-Up-To-Date", always=("Stream-Next-Offset", "Stream-End-Offset"))

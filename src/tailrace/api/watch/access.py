@@ -11,10 +11,10 @@ import orjson
 from tailrace.api.watch.collection import Collection
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
+from tailrace.watch.cost import CostError
 from tailrace.watch.document import Document
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.rules import NOBODY, Auth, Rule
-from tailrace.watch.values import CostError
 
 RULES_KEPT: Final = 1000
 

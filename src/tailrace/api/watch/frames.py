@@ -78,14 +78,12 @@ def event(
 ) -> Frame:
     """`changed` comes from `delta`; only what differs between clients is put around it."""
     entry = change.entry
-    payload = b'{"subId":%b,"delta":%b}' % (orjson.dumps(sub_ids[0]), changed)
-    tail = b""
-    if token is not None:
-        tail += b',"token":' + orjson.dumps(token)
-    if checksum:
-        tail += b',"checksum":"%08x"' % crc32c_extend(0, payload)
+    covered = b"" if token is None else b',"token":"%b"' % token.encode()
+    payload = b'{"subId":%b,"delta":%b%b}' % (orjson.dumps(sub_ids[0]), changed, covered)
+    tail = b',"checksum":"%08x"' % crc32c_extend(0, payload) if checksum else b""
     return Frame(
-        b'{"type":"event","version":1,"database":%b,"subIds":%b,"partition":%d,"seq":%d,"lsn":"%b","payload":%b%b}'
+        b'{"type":"event","version":1,"database":%b,"subIds":%b,"partition":%d,"seq":%d,"lsn":"%b","payload":%b%b'
+        b',"extensions":{}}'
         % (
             orjson.dumps(entry.database),
             orjson.dumps(sub_ids),

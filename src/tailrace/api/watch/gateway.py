@@ -28,6 +28,7 @@ from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.api.watch.watched import Watched
 from tailrace.auth import Grants, Identity, TokenVerifier
 from tailrace.watch.change import Change
+from tailrace.watch.cost import Turn
 from tailrace.watch.matcher import BATCH_MIN, Found
 from tailrace.watch.tokens import Position, Signer
 
@@ -74,6 +75,8 @@ class Gateway:
         self._recent: dict[bytes, tuple[float, bytes]] = {}
         self._found: dict[Change, Found[Subscription]] = {}  # for changes that are about to be shown
         self._found_each_s = 0.0
+        self._renewing = False
+        self._turn = Turn(context.limits.watch_match_steps)
         # Begins a stream of replication on a connection.
         self.on_stream: Callable[[Session, str | None, dict[str, Any]], None] | None = None
 
@@ -166,7 +169,7 @@ class Gateway:
         key = (database, name)
         found = self._watched.get(key)
         if found is None:
-            found = Watched(self.book, database, name, self.limits.watch_scan_predicates)
+            found = Watched(self.book, database, name, self.limits.watch_scan_predicates, self._turn)
             self._watched[key] = found
         return found
 
@@ -266,7 +269,12 @@ class Gateway:
         watched = subscription.watched
         found = subscription.positions if seqs is None else seqs
         position = Position(
-            watched.database, watched.name, watched.generation, subscription.query_hash, list(found)
+            watched.database,
+            watched.name,
+            watched.generation,
+            subscription.query_hash,
+            list(found),
+            subscription.id,
         )
         return signer.position(position)
 
@@ -361,6 +369,7 @@ class Gateway:
         if watched is not None and len(watched.matcher) and len(changes) > BATCH_MIN:
             begun = time.perf_counter()
             self._found = dict(zip(changes, watched.matcher.matches_of(changes), strict=True))
+            self._renew_later()
             self._found_each_s = (time.perf_counter() - begun) / len(changes)
 
     def on_applied(self, collection: Collection, change: Change) -> None:
@@ -369,7 +378,10 @@ class Gateway:
         if watched is None or not len(watched.matcher):
             return
         begun = time.perf_counter()
-        found = self._found.pop(change, None) or watched.matcher.found(change)
+        found = self._found.pop(change, None)
+        if found is None:
+            found = watched.matcher.found(change)
+            self._renew_later()
         groups: dict[tuple[Session, str, str, bool], list[Subscription]] = {}
         for subscribers, op, reason in found.matches:
             for subscription in subscribers:
@@ -390,6 +402,19 @@ class Gateway:
             self.objectives.delivered(watched, change.updated_ms)
         for subscription in found.too_costly:
             subscription.session.invalidate(subscription, "cost-exceeded")
+        for subscription in found.postponed:
+            if subscription.state == "live":
+                self.demote(subscription)
+
+    def _renew_later(self) -> None:
+        """Whatever else the loop has to do comes before more steps are spent on matching."""
+        if self._turn.is_used and not self._renewing:
+            self._renewing = True
+            self.context.loop.call_soon(self._renew)
+
+    def _renew(self) -> None:
+        self._renewing = False
+        self._turn.renew()
 
     def lsn(self, collection: Collection, change: Change) -> str:
         """At the source; of a native change it is the offset of its entry."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import heapq
-from typing import Any, Final, cast
+import time
+from typing import Any, Final, NamedTuple, cast
 
 import orjson
 
@@ -15,24 +16,39 @@ from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.watch import document
 from tailrace.watch.change import shown
+from tailrace.watch.cost import CostError
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.query import Query, read_query, sort_key, sort_values
-from tailrace.watch.values import CostError
 from tailrace.watch.view import Moment, Row
 
-SCAN_ROWS: Final = 200  # between two looks at what else the loop has to do
+SCAN_ROWS: Final = 200
+SLICE_S: Final = 0.005
+PAGE_BYTES: Final = 8 * 1024 * 1024
 
 
-class Found:
+class TimeSlice:
+    """How long a scan holds the event loop before it lets others have it."""
+
+    __slots__ = ("_until",)
+
+    def __init__(self) -> None:
+        self._until = time.perf_counter() + SLICE_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self._until
+
+    async def give_way(self) -> None:
+        await asyncio.sleep(0)
+        self._until = time.perf_counter() + SLICE_S
+
+
+class Found(NamedTuple):
     """A matching document, and its place in the order."""
 
-    __slots__ = ("flat", "key", "row", "values")
-
-    def __init__(self, row: Row, flat: dict[str, Any], values: list[Any], key: tuple[Any, ...]) -> None:
-        self.row = row
-        self.flat = flat
-        self.values = values
-        self.key = key
+    row: Row
+    values: list[Any]
+    key: tuple[Any, ...]
 
 
 class Queries:
@@ -58,6 +74,7 @@ class Asked:
         self._query = query
         self._matches = predicate.matches
         self._after = _read_cursor(query)
+        self._time_slice = TimeSlice()
 
     async def run(self) -> dict[str, Any]:
         collection, query = self._collection, self._query
@@ -67,37 +84,39 @@ class Asked:
         with self._book.view.moment() as moment:
             positions = list(collection.applied)
             if query.order:
-                found = await self._ordered(moment, collection)
+                found, fits = await self._ordered(moment, collection)
             else:
-                found = await self._by_id(moment, collection)
-        more = len(found) > query.limit
-        page = found[: query.limit]
+                found, fits = await self._by_id(moment, collection)
+        page = found[:fits]
         return {
             "documents": [_shown(collection, one.row) for one in page],
-            "cursor": _cursor(page[-1]) if more else None,
+            "cursor": _cursor(page[-1]) if len(found) > fits else None,
             "positions": positions,
         }
 
-    async def _by_id(self, moment: Moment, collection: Collection) -> list[Found]:
+    async def _by_id(self, moment: Moment, collection: Collection) -> tuple[list[Found], int]:
+        """What was found, and how much of it fits into the page; one more says that there are more."""
         found: list[Found] = []
         after = "" if self._after is None else self._after[-1]
-        wanted = self._query.limit + 1
-        while len(found) < wanted:
-            rows = self._rows(moment, collection, after)
-            if not rows:
-                break
+        size = 0
+        while rows := self._rows(moment, collection, after):
             after = rows[-1].id
             for row in rows:
                 one = self._match(collection, row)
-                if one is not None and len(found) < wanted:
+                if one is not None:
                     found.append(one)
-            if self._query.documents is not None:
-                break
-            await asyncio.sleep(0)
-        return found
+                    size += len(row.data)
+                    if len(found) > self._query.limit or (size > PAGE_BYTES and len(found) > 1):
+                        return found, len(found) - 1
+                if self._time_slice.is_over:
+                    await self._time_slice.give_way()
+        return found, len(found)
 
-    async def _ordered(self, moment: Moment, collection: Collection) -> list[Found]:
-        """The first of the order behind the cursor; only as many are held as the page has."""
+    async def _ordered(self, moment: Moment, collection: Collection) -> tuple[list[Found], int]:
+        """The first of the order behind the cursor; only as many are held as the page has.
+
+        Their content is read when the page is known: many large documents do not fit into memory.
+        """
         wanted = self._query.limit + 1
         best: list[Found] = []
         after = ""
@@ -106,18 +125,34 @@ class Asked:
             for row in rows:
                 one = self._match(collection, row)
                 if one is not None and (self._after is None or one.key > self._after):
-                    best.append(one)
+                    best.append(one._replace(row=row._replace(data=b"")))
+                if self._time_slice.is_over:
+                    await self._time_slice.give_way()
             best = heapq.nsmallest(wanted, best, key=lambda one: one.key)
-            if self._query.documents is not None:
-                break
-            await asyncio.sleep(0)
-        return best
+        return best, await self._load(moment, collection, best)
+
+    async def _load(self, moment: Moment, collection: Collection, best: list[Found]) -> int:
+        """Reads the documents of the page again, as many as fit; tells how many."""
+        size = 0
+        for place, one in enumerate(best[: self._query.limit]):
+            (row,) = moment.documents_named(collection.number, [one.row.id])
+            size += len(row.data)
+            if place and size > PAGE_BYTES:
+                return place
+            best[place] = one._replace(row=row)
+            if self._time_slice.is_over:
+                await self._time_slice.give_way()
+        return min(len(best), self._query.limit)
 
     def _rows(self, moment: Moment, collection: Collection, after: str) -> list[Row]:
         documents = self._query.documents
         if documents is None:
             return moment.documents_after(collection.number, after, SCAN_ROWS)
-        return moment.documents_named(collection.number, [name for name in sorted(documents) if name > after])
+        rest = [name for name in sorted(documents) if name > after]
+        for name in rest:  # one at a time: each may be large
+            if found := moment.documents_named(collection.number, [name]):
+                return found
+        return []
 
     def _match(self, collection: Collection, row: Row) -> Found | None:
         flat = flat_of(collection, row)
@@ -130,7 +165,7 @@ class Asked:
             ) from None
         order = self._query.order
         values = sort_values(flat, order)
-        return Found(row, flat, values, sort_key(values, row.id, order))
+        return Found(row, values, sort_key(values, row.id, order))
 
 
 def flat_of(collection: Collection, row: Row) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tailrace.api.watch.frames import Frame
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.identity import authenticate
 from tailrace.api.watch.messages import Refused, only_database
-from tailrace.api.watch.origins import check_origin
 from tailrace.api.watch.resume import resume
 from tailrace.api.watch.rxdb_realtime import stop
 from tailrace.api.watch.session import Session
@@ -22,6 +21,7 @@ from tailrace.api.watch.subscribing import acknowledge, subscribe, unsubscribe
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange, Outlet
+from tailrace.net.origins import Origins
 from tailrace.net.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
 from tailrace.watch.tokens import Ticket
@@ -207,7 +207,7 @@ class WsClient:
 class RealtimeRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._settings = gateway.context.settings
+        self._origins = Origins(gateway.context.settings)
 
     def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A connection may say who it is with the upgrade, or in its first message."""
@@ -218,7 +218,7 @@ class RealtimeRoutes:
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
-        check_origin(exchange, self._settings)
+        self._origins.check(exchange)
         self._check_room()
         identity: Identity | None = None
         if self._gateway.verifier is None or b"authorization" in exchange.headers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,13 +13,13 @@ import orjson
 from tailrace.api.watch import frames
 from tailrace.api.watch.book import Collection
 from tailrace.api.watch.completing import recall
-from tailrace.api.watch.query import flat_of
+from tailrace.api.watch.query import TimeSlice, flat_of
 from tailrace.api.watch.subscription import Subscription
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.watch.change import BeforeUnknownError, Change, decode
+from tailrace.watch.cost import CostError
 from tailrace.watch.query import sort_key, sort_values
-from tailrace.watch.values import CostError
 from tailrace.watch.view import Row
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Replays:
             )
         assert page.labels is not None
         last = NO_END if ahead is None else ahead.last
+        time_slice = TimeSlice()
         for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
             if subscription.state not in _READING or seq > min(last, collection.applied[partition]):
                 return  # it is over, or the collection itself has not looked at this yet
@@ -134,6 +135,8 @@ class Replays:
             if subscription.full and subscription.state == "behind":
                 subscription.state = "paused"
                 return
+            if time_slice.is_over:
+                await time_slice.give_way()
 
     async def _jump(
         self, subscription: Subscription, stream: Stream, partition: int, seqs: list[int], last: int
@@ -258,7 +261,7 @@ class Replays:
     async def _matching(self, subscription: Subscription, collection: Collection) -> AsyncIterator[Row]:
         """The rows that match, in the order asked for; read in pieces, each as the view is then."""
         now, query = self._gateway.book.view.now, subscription.query
-        matches = subscription.interest.whole.matches
+        matches, time_slice = subscription.interest.whole.matches, TimeSlice()
         if query.order:
             ids = await self._ordered_ids(subscription, collection)
         elif query.documents is not None:
@@ -270,20 +273,22 @@ class Replays:
                 for row in rows:
                     if matches(flat_of(collection, row)):
                         yield row
-                if len(rows) < SCAN_ROWS:
+                    if time_slice.is_over:
+                        await time_slice.give_way()
+                if not rows:
                     return
                 after = rows[-1].id
-                await asyncio.sleep(0)
             return
-        for piece in _pieces(ids, SCAN_ROWS):
-            for row in now.documents_named(collection.number, piece):
+        for document_id in ids:
+            for row in now.documents_named(collection.number, [document_id]):
                 if matches(flat_of(collection, row)):
                     yield row
-            await asyncio.sleep(0)
+            if time_slice.is_over:
+                await time_slice.give_way()
 
     async def _ordered_ids(self, subscription: Subscription, collection: Collection) -> list[str]:
         now, order = self._gateway.book.view.now, subscription.query.order
-        matches = subscription.interest.whole.matches
+        matches, time_slice = subscription.interest.whole.matches, TimeSlice()
         keys: list[tuple[Any, ...]] = []
         after = ""
         while subscription.state == "snapshot":
@@ -292,19 +297,15 @@ class Replays:
                 flat = flat_of(collection, row)
                 if matches(flat):
                     keys.append(sort_key(sort_values(flat, order), row.id, order))
+                if time_slice.is_over:
+                    await time_slice.give_way()
             if len(keys) > ORDERED_MAX:
                 raise TailraceError("overloaded", f"more than {ORDERED_MAX} documents cannot be ordered")
-            if len(rows) < SCAN_ROWS:
+            if not rows:
                 break
             after = rows[-1].id
-            await asyncio.sleep(0)
         keys.sort()
         return [key[-1] for key in keys]
-
-
-def _pieces(ids: list[str], size: int) -> Iterator[list[str]]:
-    for begin in range(0, len(ids), size):
-        yield ids[begin : begin + size]
 
 
 def _lacking(subscription: Subscription) -> int | None:

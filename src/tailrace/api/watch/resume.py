@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
 from tailrace.api.watch import frames
 from tailrace.api.watch.messages import check_id, read_options, read_positions
-from tailrace.api.watch.subscribing import admit, keep, made
+from tailrace.api.watch.subscribing import admit, keep, made, signer_of
 from tailrace.api.watch.subscription import Options, Subscription
 from tailrace.auth import Action, authorise
 from tailrace.watch.query import Query, read_query
@@ -34,13 +34,16 @@ def resume(
     assert session.identity is not None
     assert session.database is not None
     gateway = session.gateway
-    sub_id = check_id(payload.get("subId"), "the subId of resume")
     authorise(session.identity, Action.WATCH, db=session.database)
     options = read_options(payload, session.identity)
     options.snapshot = False
-    admit(session, sub_id, options)
+    position = signer_of(gateway).read_position(payload.get("token"))
+    sub_id = _sub_id(payload, position)
     try:
-        subscription, given = _resumed(session, sub_id, payload, options)
+        if sub_id is None:
+            raise _CannotResume("token-invalid")
+        admit(session, sub_id, options)
+        subscription, given = _resumed(session, sub_id, position, payload, options)
     except _CannotResume as failed:
         _begin_again(session, message_id, sub_id, options, failed, flat_form)
         return
@@ -48,26 +51,40 @@ def resume(
     gateway.remember(subscription.query_hash, given)
     own, watched = subscription.own, subscription.watched
     gateway.resumed(subscription)
+    following = [seq + 1 for seq in own]
     acknowledged = {
         "status": "ok",
         "subId": sub_id,
-        "fromSeq": own[0] + 1 if len(own) == 1 else None,
-        "from": [seq + 1 for seq in own],
+        "fromSeq": following[0] if len(following) == 1 else following,
+        "from": following,
         "generation": watched.generation,
         "replaying": own != watched.applied,
+        "token": session.fresh_token(subscription),
     }
     beside = {"status": "ok", "fromSeq": acknowledged["fromSeq"]} if flat_form else {}
     session.send(frames.reply("resume-ack", message_id, acknowledged, **beside))
     gateway.replays.follow(subscription)
 
 
+def _sub_id(payload: dict[str, Any], position: Position | None) -> str | None:
+    """The subscription that is meant; a token names the one it was made for. None: it cannot be known."""
+    given = payload.get("subId")
+    if given is None and position is None and isinstance(payload.get("token"), str):
+        return None
+    if given is None and position is not None and position.sub_id:
+        given = position.sub_id
+    return check_id(given, "the subId of resume")
+
+
 def _resumed(
-    session: Session, sub_id: str, payload: dict[str, Any], options: Options
+    session: Session,
+    sub_id: str,
+    position: Position | None,
+    payload: dict[str, Any],
+    options: Options,
 ) -> tuple[Subscription, object]:
     """The checks in their order: signature, database, generation, query, then what the log still has."""
     gateway = session.gateway
-    assert gateway.signer is not None
-    position = gateway.signer.read_position(payload.get("token"))
     if position is None:
         raise _CannotResume("token-invalid", _query_of(payload))
     if position.database != session.database:
@@ -105,8 +122,13 @@ def _within(
     if len(position.seqs) != len(applied):
         raise _CannotResume("token-invalid", query)
     given = payload.get("positions")
-    if given is None and "lastSeq" in payload and len(applied) == 1:
-        given = {"0": payload["lastSeq"]}
+    if given is None and "lastSeq" in payload:
+        # One number says nothing about several partitions: then the token alone does.
+        last: Any = payload["lastSeq"]
+        if isinstance(last, dict):
+            given = cast("dict[str, Any]", last)
+        elif len(applied) == 1:
+            given = {"0": last}
     own = list(position.seqs)
     for partition, seq in read_positions(given, len(applied)).items():
         if seq < own[partition]:
@@ -126,7 +148,7 @@ def _within(
 def _begin_again(
     session: Session,
     message_id: str | None,
-    sub_id: str,
+    sub_id: str | None,
     options: Options,
     failed: _CannotResume,
     flat_form: bool,
@@ -134,15 +156,17 @@ def _begin_again(
     assert session.database is not None
     gateway, reason = session.gateway, failed.reason
     about = None if failed.query is None else failed.query.collection
-    gateway.resume_failed(session, sub_id, reason, about)
+    gateway.resume_failed(session, sub_id or "", reason, about)
     answer = {"status": "resync-required", "subId": sub_id, "reason": reason}
     beside = {"status": "resync-required", "fromSeq": None} if flat_form else {}
     session.send(frames.reply("resume-ack", message_id, answer, **beside), "")
-    if failed.query is not None:
+    if failed.query is not None and sub_id is not None:
         subscription = made(session, sub_id, failed.query, options)
         keep(subscription)
         session.invalidate(subscription, reason)
         return
     gateway.resynced(reason)
     told = {"subId": sub_id, "reason": reason, "generation": None, "retryAfterMs": 0, "autoResync": False}
-    session.send(frames.about("resync-required", session.database, [sub_id], told), "")
+    session.send(
+        frames.about("resync-required", session.database, [] if sub_id is None else [sub_id], told), ""
+    )

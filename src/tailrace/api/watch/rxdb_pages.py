@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 
@@ -11,13 +10,14 @@ import orjson
 from tailrace.api.watch.access import Access
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
+from tailrace.api.watch.query import TimeSlice
 from tailrace.auth import Identity
 from tailrace.watch import document
 from tailrace.watch.checkpoint import Walk
+from tailrace.watch.cost import CostError
 from tailrace.watch.document import Document
 from tailrace.watch.predicate import Predicate
 from tailrace.watch.push import DELETED
-from tailrace.watch.values import CostError
 from tailrace.watch.view import Row
 
 SCAN_ROWS: Final = 200  # between two looks at what else the loop has to do
@@ -82,7 +82,7 @@ class Pages:
         collection, view = self._collection, self._book.view
         seqs = list(walk.seqs)
         keys: dict[str, Key] = {}
-        seen = 0
+        time_slice = TimeSlice()
         while len(keys) < limit:
             self._book.check_applied(collection)
             pending = [place for place, seq in enumerate(seqs) if seq < collection.applied[place]]
@@ -99,6 +99,8 @@ class Pages:
                 for document_id, seq, updated_ms in rows:
                     if len(keys) == limit:
                         break
+                    if time_slice.is_over:
+                        await time_slice.give_way()
                     seqs[partition] = seq
                     if walk.is_new(partition, seq) or self._is_shown(document_id):
                         # One that changes while the page is put together is in it once, where it is now.
@@ -107,10 +109,6 @@ class Pages:
                 else:
                     if len(rows) < share:
                         seqs[partition] = tail
-                seen += len(rows)
-                if seen >= SCAN_ROWS:
-                    seen = 0
-                    await asyncio.sleep(0)
         return Listed(keys, walk.moved(seqs))
 
     async def batch(self, walk: Walk, limit: int, bytes_max: int) -> Batch:
@@ -119,8 +117,10 @@ class Pages:
         documents: list[bytes] = []
         kept: dict[str, Key] = {}
         seqs = list(walk.seqs)
-        size = 0
+        size, time_slice = 0, TimeSlice()
         for document_id, key in listed.keys.items():
+            if time_slice.is_over:
+                await time_slice.give_way()
             raw = self.encoded(document_id)
             if documents and size + len(raw) > bytes_max:
                 return Batch(documents, Listed(kept, walk.moved(seqs)))
@@ -133,8 +133,10 @@ class Pages:
     async def pieces(self, listed: Listed, head: bytes, tail: bytes) -> AsyncIterator[bytes]:
         """The documents of a page as a JSON array between `head` and `tail`, never much at once."""
         gathered, size = [head, b"["], 0
-        comma = b""
+        comma, time_slice = b"", TimeSlice()
         for document_id in listed.keys:
+            if time_slice.is_over:
+                await time_slice.give_way()
             raw = self.encoded(document_id)
             gathered += (comma, raw)
             size += len(raw)
@@ -142,7 +144,7 @@ class Pages:
             if size >= PIECE_BYTES:
                 yield b"".join(gathered)
                 gathered, size = [], 0
-                await asyncio.sleep(0)
+                await time_slice.give_way()
         gathered += (b"]", tail)
         yield b"".join(gathered)
 

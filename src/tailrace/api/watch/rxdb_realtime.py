@@ -65,7 +65,7 @@ class StreamListener:
         )
         self._session.send(
             Frame(
-                b'{"type":"stream-event","version":1,"database":%b,"payload":%b}'
+                b'{"type":"stream-event","version":1,"database":%b,"payload":%b,"extensions":{}}'
                 % (orjson.dumps(database), payload)
             )
         )

@@ -16,7 +16,6 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.watch.messages import only_database
-from tailrace.api.watch.origins import check_origin
 from tailrace.api.watch.rxdb import LIMIT_DEFAULT, Pull, Replication
 from tailrace.api.watch.rxdb_feed import Feed, Wire
 from tailrace.api.watch.rxdb_http import read_limit, read_params, read_shape
@@ -24,6 +23,7 @@ from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.http1 import Exchange
+from tailrace.net.origins import Origins
 from tailrace.net.websocket import WebSocketConnection
 from tailrace.protocol.ws_frames import CONTINUATION, TEXT, encode_frame
 from tailrace.watch import document, names
@@ -39,6 +39,8 @@ COLLECTIONS_MAX: Final = 100  # that one connection may follow
 WAITING_MAX: Final = 64  # frames; beyond, the socket is not read
 AUTH_BYTES_MAX: Final = 64 * 1024
 HELD_BYTES_MAX: Final = 64 * 1024 * 1024  # from all who have not said who they are
+QUIET_S: Final = 0.25  # without a frame, after which a stopping server expects no more of them
+QUIET_S_MAX: Final = 1.5  # that a stopping server waits for that
 _PARAMS: Final = frozenset({"database", "deletedField", "stamps"})
 _CLOSES: Final = {
     "unauthorized": 4401,
@@ -81,6 +83,9 @@ class Socket(Wire):
         # A message in several frames must not have another one between them.
         self._speaking = asyncio.Lock()
         self._draining = False
+        self._heard = asyncio.Event()
+        self._kept_back: list[bytes] = []  # frames that go out with the close
+        self._kept_back_bytes = 0
 
     # -- the connection --------------------------------------------------------------------------------
 
@@ -94,24 +99,64 @@ class Socket(Wire):
         self.gone()
 
     def drain(self) -> None:
-        """A client whose request is not answered would wait for ever, so that comes first."""
-        self._draining = True
-        if self._worker is None:
+        """The plugin waits without end for the answer to a request that is lost with its connection.
+
+        One may be under way to us, and the next is sent as soon as one is answered. So answers are kept back
+        until no more requests come, and leave in one write with the close: what the client asks for after
+        that waits for its next connection.
+        """
+        if self.known is None:
             super().drain()
+        elif not self._draining:
+            self._draining = True
+            self._end_feeds()
+            self.replication.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        loop = self.replication.context.loop
+        until = loop.time() + QUIET_S_MAX
+        while not self.ended and loop.time() < until:
+            self._heard.clear()
+            try:
+                await asyncio.wait_for(self._heard.wait(), QUIET_S)
+            except TimeoutError:
+                if self._worker is None:
+                    break
+        if self._worker is not None:
+            await asyncio.wait((self._worker,))
+        if not self.ended:
+            self._let_out()
+            super().drain()
+
+    def _let_out(self) -> None:
+        assert self.connection is not None
+        for frame in self._kept_back:
+            self.connection.send_encoded(frame)
+            self.counted(len(frame))
+        self._kept_back.clear()
+        self.replication.held_bytes -= self._kept_back_bytes
+        self._kept_back_bytes = 0
+
+    def _end_feeds(self) -> None:
+        for _, task in self._feeds.values():
+            task.cancel()
+        self._feeds.clear()
 
     def gone(self) -> None:
         super().gone()
         self._release_held()
+        self.replication.held_bytes -= self._kept_back_bytes
+        self._kept_back_bytes = 0
+        self._kept_back.clear()
         self._waiting.clear()
-        for _, task in self._feeds.values():
-            task.cancel()
-        self._feeds.clear()
+        self._end_feeds()
         if self._worker is not None and self._worker is not asyncio.current_task():
             self._worker.cancel()
 
     def on_message(self, data: bytes, is_text: bool) -> None:
         if self.ended:
             return
+        self._heard.set()
         if not is_text:
             self.close(4400, "a message is a JSON object in a text frame")
             return
@@ -196,8 +241,6 @@ class Socket(Wire):
             return
         assert self.connection is not None
         self.connection.resume_reading()
-        if self._draining:
-            super().drain()
 
     def _read(self, data: bytes) -> Call:
         found = document.parse(data, self.replication.limits.watch_push_bytes)
@@ -290,7 +333,7 @@ class Socket(Wire):
     def _follow(self, name: str) -> None:
         """A client says so once for each connection; saying it again changes nothing."""
         database = self._allowed(Action.REPLICATION_PULL)
-        if name in self._feeds:
+        if name in self._feeds or self._draining:
             return
         if len(self._feeds) >= COLLECTIONS_MAX:
             raise TailraceError("overloaded", f"a connection follows at most {COLLECTIONS_MAX} collections")
@@ -314,13 +357,21 @@ class Socket(Wire):
             following = await anext(pieces, None)
             if not await self.room():
                 return
-            assert self.connection is not None
-            frame = encode_frame(opcode, piece, fin=following is None)
-            self.connection.send_encoded(frame)
-            self.counted(len(frame))
+            self._send_frame(encode_frame(opcode, piece, fin=following is None))
             if following is None:
                 return
             opcode, piece = CONTINUATION, following
+
+    def _send_frame(self, frame: bytes) -> None:
+        assert self.connection is not None
+        if self._draining and self.replication.held_bytes + len(frame) <= HELD_BYTES_MAX:
+            self._kept_back.append(frame)
+            self._kept_back_bytes += len(frame)
+            self.replication.held_bytes += len(frame)
+            return
+        self._let_out()  # there is no room to keep it back, nor for what comes before it
+        self.connection.send_encoded(frame)
+        self.counted(len(frame))
 
 
 def _says_who(data: bytes) -> bool:
@@ -342,6 +393,7 @@ async def _one(body: bytes) -> AsyncIterator[bytes]:
 class SocketRoute:
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
+        self._origins = Origins(replication.context.settings)
 
     def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A client may say who it is with the upgrade, or in a frame."""
@@ -354,7 +406,7 @@ class SocketRoute:
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
-        check_origin(exchange, replication.context.settings)
+        self._origins.check(exchange)
         replication.check_room()
         identity: Identity | None = None
         if replication.gateway.verifier is None:

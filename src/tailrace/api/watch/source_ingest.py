@@ -157,7 +157,7 @@ class Ingest:
             plan = self._plan()
             for row in rows:
                 self._decide(plan, collection, row.id, None, begun)
-            if len(rows) < CLEAR_DOCUMENTS:
+            if not rows:
                 plan.position = Position(change.lsn, change.ordinal, self._index_in(plan, change.lsn))
                 await self._commit(plan)
                 return

@@ -14,7 +14,9 @@ from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.query import Query, read_query
 
 if TYPE_CHECKING:
+    from tailrace.api.watch.gateway import Gateway
     from tailrace.api.watch.session import Session
+    from tailrace.watch.tokens import Signer
 
 SOFT = 0.7  # of what may be unsent: from here on nothing optional begins
 
@@ -66,8 +68,13 @@ def admit(session: Session, sub_id: str, options: Options) -> None:
         )
     if gateway.level >= SOFT and (options.priority == "low" or options.snapshot):
         raise Refused("overloaded", "the gateway has too much unsent", retry_after_ms=1000)
+    signer_of(gateway)
+
+
+def signer_of(gateway: Gateway) -> Signer:
     if gateway.signer is None:
         raise Refused("unavailable", "the server cannot sign tokens yet", retry_after_ms=1000)
+    return gateway.signer
 
 
 def subscribe(session: Session, message_id: str | None, payload: dict[str, Any]) -> None:

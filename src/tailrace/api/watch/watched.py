@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.api.watch.book import Book, Collection
 from tailrace.api.watch.tally import Tally
+from tailrace.watch.cost import Turn
 from tailrace.watch.matcher import Matcher
 
 if TYPE_CHECKING:
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 class Watched:
     __slots__ = ("_book", "_tally", "database", "matcher", "name", "subscriptions")
 
-    def __init__(self, book: Book, database: str, name: str, scan_max: int) -> None:
+    def __init__(self, book: Book, database: str, name: str, scan_max: int, turn: Turn) -> None:
         self._book = book
         self.database = database
         self.name = name
-        self.matcher: Matcher[Subscription] = Matcher(scan_max)
+        self.matcher: Matcher[Subscription] = Matcher(scan_max, turn)
         self.subscriptions: set[Subscription] = set()
         self._tally = book.tallies.others
 

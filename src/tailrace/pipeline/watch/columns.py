@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tailrace.pipeline.watch.cells import Cell, Cells, any_of, either, truth_cell
+from tailrace.watch.cost import STEPS_MAX
 from tailrace.watch.lower import NotLoweredError
 from tailrace.watch.syntax import (
     DOC,
@@ -24,7 +25,6 @@ from tailrace.watch.syntax import (
     Select,
     children,
 )
-from tailrace.watch.values import STEPS_MAX
 
 if TYPE_CHECKING:
     from pyspark.sql import Column

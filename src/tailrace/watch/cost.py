@@ -1,0 +1,243 @@
+"""What evaluating an expression may cost: steps, each a value looked at or about a kibibyte of text.
+
+Closures charge the meter as they run, before they do what costs something. The CEL library can be neither
+metered nor interrupted, so for what it evaluates an upper bound is charged before it starts.
+
+Nodes outside of quantifiers are not charged: an expression has at most 500 of them.
+"""
+
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Values are whatever JSON holds.
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final, NamedTuple, cast
+
+from tailrace.watch.syntax import (
+    DOC,
+    REQUEST,
+    Call,
+    Const,
+    Entries,
+    Ident,
+    Items,
+    Node,
+    Quantified,
+    Select,
+    children,
+    path_of,
+)
+
+STEPS_MAX: Final = 10_000  # on one document; about 5 ms
+TEXT_SHIFT: Final = 10  # 1,024 characters are copied or compared in one step
+
+# CPython searches short texts in time proportional to the product of both lengths, long ones linearly.
+_SEARCH_SHIFT: Final = 9
+_SHORT_TEXT: Final = 2_500
+_SHORT_PATTERN, _MIDDLE_TEXT = 100, 30_000
+_PRODUCT_SHIFT: Final = 13
+# The library does so for texts of any length: steps for each kibibyte, and pattern bytes for one more.
+_LIBRARY_SEARCH: Final = 8
+_LIBRARY_PATTERN_BYTES: Final = 16
+
+
+class CostError(Exception):
+    """The expression takes more steps than it may; that is not the same as not matching."""
+
+
+class PostponedError(Exception):
+    """The expression takes more steps than are left now; it may have them later."""
+
+
+class Meter(threading.local):
+    """Steps of the evaluation that this thread is in."""
+
+    allowance = STEPS_MAX  # for one evaluation
+    left = STEPS_MAX
+    spent = 0  # by all evaluations
+
+    def begin(self) -> None:
+        self.left = self.allowance
+
+    def charge(self, steps: int) -> None:
+        """Before the steps are taken: what cannot be afforded is not begun."""
+        if steps > self.left:
+            raise CostError if self.allowance == STEPS_MAX else PostponedError
+        self.left -= steps
+        self.spent += steps
+
+
+class Turn:
+    """Steps that all evaluations between two turns of an event loop have together.
+
+    Once they are used up, every expression still has its share: the cheap ones are decided whatever the
+    others cost.
+    """
+
+    __slots__ = ("_steps", "left")
+
+    SHARE: Final = 100
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.left = steps
+
+    @property
+    def is_used(self) -> bool:
+        return self.left < self._steps
+
+    def renew(self) -> None:
+        self.left = self._steps
+
+    def allow(self) -> int:
+        """Sets what the next evaluations on this thread may spend; tells what was spent so far."""
+        METER.allowance = STEPS_MAX if self.left >= STEPS_MAX else max(self.SHARE, self.left)
+        return METER.spent
+
+    def account(self, spent_before: int) -> None:
+        METER.allowance = STEPS_MAX
+        self.left -= METER.spent - spent_before
+
+
+METER: Final = Meter()
+charge: Final = METER.charge
+
+
+def search_steps(text: int, pattern: int) -> int:
+    """To look for a pattern in a text, by the lengths of both."""
+    steps = (text + pattern) >> _SEARCH_SHIFT
+    if text < _SHORT_TEXT or (pattern < _SHORT_PATTERN and text < _MIDDLE_TEXT):
+        steps += (text * pattern) >> _PRODUCT_SHIFT
+    return steps
+
+
+def weight(value: Any) -> int:
+    """Steps to go through what a value holds: a scalar or a short text weighs nothing.
+
+    A value that is too heavy for any budget is not walked to its end.
+    """
+    steps = 0
+    pending: list[Any] = [value]
+    while pending and steps <= STEPS_MAX:
+        one = pending.pop()
+        kind: type[Any] = type(one)
+        if kind is str:
+            steps += len(one) >> TEXT_SHIFT
+        elif kind is list or kind is dict:
+            steps += len(one)
+            if steps <= STEPS_MAX:
+                pending.extend(one)
+                if kind is dict:
+                    pending.extend(one.values())
+    return steps
+
+
+class _Bound(NamedTuple):
+    """Upper bounds of a node: the weight of its value, and the steps to compute it."""
+
+    weight: int
+    steps: int
+
+
+class LibraryCost:
+    """An upper bound of what the library does to evaluate an expression on a document."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._fields = _fields(node)
+
+    def charge(self, document: dict[str, Any], variables: dict[str, Any]) -> dict[str, Any]:
+        """Charges the bound, and gives the part of the document that the expression can see.
+
+        The library converts a whole document before it looks at any of it.
+        """
+        seen = document
+        if self._fields is not None:
+            seen = {name: document[name] for name in self._fields if name in document}
+        converted = weight(seen)
+        charge(converted)
+        bounds = _Bounds(seen, converted, weight(variables.get(REQUEST)))
+        charge(bounds.of(self._node, 0).steps)
+        return seen
+
+
+def _fields(node: Node) -> frozenset[str] | None:
+    """The top-level fields that an expression names; None if it may look at all of them."""
+    if isinstance(node, Ident):
+        return None if node.name == DOC else frozenset()
+    path = path_of(Select(node.operand, node.field) if isinstance(node, Select) else node)
+    if path is not None:
+        return frozenset(path[:1])
+    found: set[str] = set()
+    for child in children(node):
+        below = _fields(child)
+        if below is None:
+            return None
+        found |= below
+    return frozenset(found)
+
+
+class _Bounds:
+    """The bounds of all nodes of an expression, on one document."""
+
+    def __init__(self, document: dict[str, Any], document_weight: int, request_weight: int) -> None:
+        self._document = document
+        self._document_weight = document_weight
+        self._request_weight = request_weight
+
+    def of(self, node: Node, element: int) -> _Bound:
+        """`element` is the weight of the heaviest element that the quantifier around the node looks at."""
+        if isinstance(node, Const):
+            return _Bound(weight(node.value), 1)
+        if isinstance(node, Ident):
+            known = {DOC: self._document_weight, REQUEST: self._request_weight}
+            return _Bound(known.get(node.name, element), 1)
+        if isinstance(node, Select) and node.test:
+            return _Bound(0, 1 + self.of(node.operand, element).steps)
+        path = path_of(node)
+        if path is not None:
+            return _Bound(weight(self._at(path)), len(path))
+        if isinstance(node, Select):
+            operand = self.of(node.operand, element)
+            return _Bound(operand.weight, operand.steps + 1)
+        if isinstance(node, Quantified):
+            return self._quantified(node)
+        parts = [self.of(child, element) for child in children(node)]
+        heavy, steps = sum(part.weight for part in parts), 1 + sum(part.steps for part in parts)
+        if isinstance(node, Items | Entries):
+            return _Bound(len(parts) + heavy, steps + heavy)
+        if node.function == "contains" and len(parts) == 2:
+            return _Bound(0, steps + heavy + _library_search(parts[0].weight, node.args[1], parts[1].weight))
+        return _Bound(_result(node, parts, heavy), steps + heavy)
+
+    def _quantified(self, node: Quantified) -> _Bound:
+        within = self.of(node.range, 0)
+        path = path_of(node.range)
+        found = None if path is None else self._at(path)
+        if type(found) is list or type(found) is dict:
+            count, element = len(found), max(map(weight, found), default=0)
+        else:
+            count = element = within.weight
+        return _Bound(0, within.steps + count * (1 + self.of(node.condition, element).steps))
+
+    def _at(self, path: tuple[str, ...]) -> Any:
+        value: Any = self._document
+        for name in path:
+            value = cast("dict[str, Any]", value).get(name) if type(value) is dict else None
+        return value
+
+
+def _result(node: Call, parts: list[_Bound], heavy: int) -> int:
+    """How heavy the value of a call can be. Only some of them give back what they were given."""
+    if node.function in ("_+_", "string"):
+        return heavy
+    if node.function in ("_?_:_", "_[_]"):
+        return max(part.weight for part in parts)
+    return 0
+
+
+def _library_search(text: int, pattern: Node, pattern_weight: int) -> int:
+    known = pattern.value if isinstance(pattern, Const) else None
+    length = len(known) if type(known) is str else (1 + pattern_weight) << TEXT_SHIFT
+    return (1 + text) * (_LIBRARY_SEARCH + length // _LIBRARY_PATTERN_BYTES)
