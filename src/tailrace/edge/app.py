@@ -150,7 +150,7 @@ class EdgeApp:
         return self._context.settings.edge_expose_server or path == REVOKED
 
     def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
-        reading = reading_of(target, exchange.query)
+        reading = reading_of(target, exchange.query, exchange.headers)
         if reading is None or not caller.shared or _wants_fresh(exchange, reading):
             wait = _may_wait(exchange, target)
             self._start(exchange, self._pass(exchange, target, caller), wait=wait)
@@ -230,7 +230,7 @@ class EdgeApp:
 
     async def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
         facts = self._book.of(reading.name)
-        head = found.lines + cache_line(outcome)
+        head = found.lines + reading.start_line + cache_line(outcome)
         if found.end:
             # At an open tail the slice's own end is what it was asked for.
             end = found.end if found.up_to_date else max(found.end, facts.end)
