@@ -26,6 +26,7 @@ from tailrace.net.http1 import Exchange
 from tailrace.net.live_wires import WsReader
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.sse import EVENT_STREAM
 
 TICK_S = 1.0
 
@@ -77,7 +78,7 @@ class Live:
         rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
         follower = self._open(request, rotation_s, identity)
         text = is_text(stream.content_type)
-        head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+        head = EVENT_STREAM
         if not text:
             head += b"Stream-SSE-Data-Encoding: base64\r\n"
         head += answers.earliest(stream) + request.start_line

@@ -21,6 +21,7 @@ from tailrace.net.http1 import Exchange
 from tailrace.net.live_wires import SseWire, WsReader, WsWire
 from tailrace.protocol import offsets
 from tailrace.protocol.headers import line
+from tailrace.protocol.sse import EVENT_STREAM
 
 TICK_S = 1.0
 # At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only
@@ -88,7 +89,7 @@ class Live:
         else:
             rotation_s = self.context.limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311
             reader.rotate_at = self.context.loop.time() + rotation_s
-            head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+            head = EVENT_STREAM
             if not channel.text:
                 head += b"Stream-SSE-Data-Encoding: base64\r\n"
             if channel.earliest and offsets.parse_position(channel.earliest)[1]:

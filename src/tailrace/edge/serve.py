@@ -26,6 +26,7 @@ from tailrace.edge.context import EdgeContext
 from tailrace.edge.disk import DiskCache
 from tailrace.edge.facts import FactBook
 from tailrace.edge.gate import Gate
+from tailrace.edge.held_streams import HeldStreams
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
@@ -48,7 +49,7 @@ from tailrace.settings_sources import unknown_variables
 
 logger = logging.getLogger("tailrace.edge")
 
-MODES = ("long-poll", "sse", "ws")
+MODES = ("long-poll", "sse", "ws", "held")
 # How often keys and revocations are looked at again.
 IDENTITIES_S = 1.0
 
@@ -138,8 +139,9 @@ class Edge:
         self.revoked: Revoked | None = None
         if self.gate.verifier is not None:
             self.revoked = Revoked(context, self.gate.verifier.book, self._recheck)
+        self.held = HeldStreams(context, self.channels, self.book)
         self.app = EdgeApp(
-            context, self.gate, self.book, self.slices, self.live, self.long_polls, self._on_write
+            context, self.gate, self.book, self.slices, self.live, self.long_polls, self.held, self._on_write
         )
         self.upstreams.deployments.on_change = self._on_other_server
         self._http: IntakeServer | None = None

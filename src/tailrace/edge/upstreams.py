@@ -105,7 +105,8 @@ class Upstream:
         for pool in self.pools:
             pool.close()
 
-    def _doubt(self) -> None:
+    def doubt(self) -> None:
+        """It did not answer as it should; the next good look at it ends the doubt."""
         if self.doubted_at is None:
             self.doubted_at = self._time()
 
@@ -118,7 +119,7 @@ class Upstream:
 
     def note_failed(self, now: float) -> None:
         """A connection could not be made or broke."""
-        self._doubt()
+        self.doubt()
         self._failures = min(self._failures + 1, 10)
         self._lost_at.append(now)
         if len(self._lost_at) == FAILED_CONNECTS_MAX and now - self._lost_at[0] <= FAILED_CONNECTS_S:
@@ -140,7 +141,7 @@ class Upstream:
                 self._lost_at.clear()
                 self._set_health(True)
         else:
-            self._doubt()
+            self.doubt()
             self._good_checks = 0
             self._bad_checks += 1
             if self._bad_checks >= FAILED_CHECKS_MAX or not self.reached:

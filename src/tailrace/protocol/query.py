@@ -88,9 +88,9 @@ class Start(NamedTuple):
 def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes]) -> Start:
     """`Last-Event-ID` decides on an event stream, then `offset`, then `since`.
 
-    A browser's `EventSource` reconnects with the URL that it was opened with, so the id of the last event that
-    it received is newer than everything in that URL. An id that is not an offset is not one of ours, and is
-    ignored, as the header is in all other modes; `Stream-Start` tells the client what was used instead.
+    A browser's `EventSource` reconnects with the URL that it was opened with, so the id of the last event
+    that it received is newer than everything in that URL. An id that is not an offset is not one of ours, and
+    is ignored, as the header is in all other modes; `Stream-Start` tells the client what was used instead.
     """
     offset, since = query.get("offset"), query.get("since")
     given = headers.get(b"last-event-id") if mode == "sse" else None

@@ -1,9 +1,9 @@
 """Server-sent events: how a batch and its control look on the wire.
 
-Both events of a pair have the offset behind the batch as their `id`. A browser's `EventSource` keeps the id of
-the last event that it dispatched and sends it as `Last-Event-ID` when it reconnects, so a connection that ends
-anywhere, also between data and control, neither loses nor repeats a batch. The `id` line comes last in an event:
-clients that match the text of an event expect `data:` right behind `event:`.
+Both events of a pair have the offset behind the batch as their `id`. A browser's `EventSource` keeps the id
+of the last event that it dispatched and sends it as `Last-Event-ID` when it reconnects, so a connection that
+ends anywhere, also between data and control, neither loses nor repeats a batch. The `id` line comes last in
+an event: clients that match the text of an event expect `data:` right behind `event:`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 
 import orjson
 
+# The header lines that every event stream begins with.
+EVENT_STREAM = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
