@@ -66,7 +66,7 @@ def test_sources_of_documents_stay_alive_behind_an_edge(
 ) -> None:
     """`/realtime/sse` and the stream of a replication, with the server away while they come back."""
     server = start_server()
-    edge = start_edge(server.base_url)
+    edge = start_edge(server.base_url, edge_hold_ms="1000")
     call = Caller(server)
     base = "/v1/databases/default/docs/things"
     assert call("PUT", f"{base}/first", {"n": 0}).status == 201

@@ -94,6 +94,14 @@ class Upstream:
             if self.doubted_at is not None:
                 await asyncio.shield(self._look())
 
+    async def look_now(self) -> bool:
+        """Whether it answers: by a look that begins now, or by one under way if that goes well."""
+        looks_under_way = self._looking is not None and not self._looking.done()
+        await asyncio.shield(self._look())
+        if self.doubted_at is not None and looks_under_way:
+            await asyncio.shield(self._look())
+        return self.doubted_at is None and not self.wrong
+
     def _look(self) -> asyncio.Task[None]:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self.check())
