@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tailrace import __version__, turns
+from tailrace import __version__, private_files, turns
 from tailrace.auth import bind_check
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.edge.app import EdgeApp
@@ -58,6 +58,7 @@ def run(settings: Settings) -> int:
     """`tailrace edge`: the exit code of an edge's whole life."""
     settings = listening(settings)
     bind_check(settings)
+    private_files.close_process()
     configure(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests)
     for told in unknown_variables(os.environ):
