@@ -6,7 +6,7 @@ import pytest
 
 from conftest import StartServer
 from support.calls import Caller, eventually
-from support.edge import EdgeProcess, StartEdge, Writer, metrics
+from support.edge import EdgeProcess, StartEdge, Writer, cached, metrics
 from support.scripted_owner import Asked, ScriptedOwner, answer
 from support.wire import Connection, Wire, request_bytes
 from tailrace.protocol.offsets import encode
@@ -57,7 +57,9 @@ def test_a_reader_resumes_at_its_last_event(
     writer.append()
     with http.events(url, {"Last-Event-ID": encode(0, 2)}) as events:
         assert events.head["stream-start"] == "last-event-id"
-        assert (events.data(), events.last_id) == (b"[2]", encode(0, 3))
+        # The edge may have heard of the append later than the writer did.
+        found = eventually(events.next, lambda event: event is None or event[0] == "data")
+        assert (found, events.last_id) == (("data", b"[2]"), encode(0, 3))
         assert events.control()["upToDate"] is True
         writer.append()
         assert (events.data(), events.last_id) == (b"[3]", encode(0, 4))
@@ -67,6 +69,25 @@ def test_a_reader_resumes_at_its_last_event(
     beyond = http.get(url, {"Last-Event-ID": encode(0, 9)})
     assert (beyond.status, beyond.code) == (400, "offset_beyond_tail")
     http.close()
+
+
+def test_the_answer_of_an_edge_says_whether_offset_or_since_was_used(
+    start_server: StartServer, start_edge: StartEdge
+) -> None:
+    """Also where it is kept: what was asked for in vain is no part of a slice."""
+    server = start_server(env={"TAILRACE_READ_PAGE_ENTRIES": "1"})
+    Writer(server, "timed").append(2)
+    call = Caller(start_edge(server.base_url))
+    since = "since=2020-01-01T00:00:00Z"
+    cached(call, f"timed?offset=-1&{since}")
+    for live in ("", "&live=long-poll"):
+        found = call("GET", f"timed?offset=-1&{since}{live}")
+        assert (found.body, found.headers["stream-start"]) == ([0], "offset")
+        plain = call("GET", f"timed?offset=-1{live}")
+        assert plain.body == [0]
+        assert "stream-start" not in plain.headers
+    only = call("GET", f"timed?{since}")
+    assert (only.headers["x-cache"], only.headers["stream-start"]) == ("BYPASS", "since")
 
 
 def test_a_known_event_stream_is_held_until_the_server_is_back(
