@@ -39,6 +39,7 @@ LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the bod
 AGE_S_MAX = 7 * 86_400
 PENDING_MAX = 64
 LOCK = "lock"
+ROOT = 0
 
 Key = tuple[str, ...]
 
@@ -65,7 +66,7 @@ class DiskCache:
         self._pending = 0
         self._on = True
         self._threads = ThreadPoolExecutor(2, "tailrace-edge-disk")
-        self._lock: BinaryIO = _lock(directory)
+        self._lock: BinaryIO = lock_directory(directory)
         for digest, size in _scan(directory):
             self._files[digest] = size
             self.bytes += size
@@ -145,7 +146,7 @@ def digest_of(key: Key) -> str:
     return hashlib.sha256("\0".join(key).encode()).hexdigest()
 
 
-def _lock(directory: Path) -> BinaryIO:
+def lock_directory(directory: Path) -> BinaryIO:
     """One edge per directory."""
     try:
         _check_own(directory)
@@ -162,14 +163,19 @@ def _lock(directory: Path) -> BinaryIO:
 
 
 def _check_own(directory: Path) -> None:
-    """Refuses a directory that is used for something else too: it is about to be taken from other users."""
-    if not directory.exists() or not directory.stat().st_mode & private_files.OTHERS:
+    """Refuses a directory that cannot be closed to other users, or that is used for something else too."""
+    if not directory.exists() or not (status := directory.stat()).st_mode & private_files.OTHERS:
         return
-    if any(not _is_ours(path) for path in directory.iterdir()):
+    reason = ""
+    if os.geteuid() not in (ROOT, status.st_uid):
+        reason = "belongs to another user"
+    elif any(not _is_ours(path) for path in directory.iterdir()):
+        reason = "has files in it that are not of an edge"
+    if reason:
         raise TailraceError(
             "unavailable",
-            f"the cache directory {directory} is open to other users and has files in it that are not of an"
-            " edge; give the edge a directory of its own",
+            f"the cache directory {directory} is open to other users and {reason};"
+            f" give the edge a directory of its own, such as {directory / 'edge'}",
         )
 
 
