@@ -28,8 +28,8 @@ def make_directory(path: Path) -> None:
 def close(path: Path, mode: int) -> None:
     """Takes what an older version has left open from other users.
 
-    Nothing happens if it is not there, or belongs to another user, as the root of a mounted disk does: what is
-    made in it is private all the same.
+    Nothing happens if it is not there, or belongs to another user, as the root of a mounted disk does: what
+    is made in it is private all the same.
     """
     try:
         if path.stat().st_mode & OTHERS:
