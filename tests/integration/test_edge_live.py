@@ -378,7 +378,8 @@ def test_e17_readers_are_let_go_when_the_owner_stays_away(start_server: StartSer
     async def watch() -> tuple[bytes, int]:
         reader, sender = await asyncio.open_connection("127.0.0.1", edge.port)
         sender.write(b"GET /v1/stream/away?offset=-1&live=sse HTTP/1.1\r\nHost: x\r\n\r\n")
-        await reader.readuntil(b'"upToDate":true}\n\n\r\n')
+        await reader.readuntil(b'"upToDate":true}\n')
+        await reader.readuntil(b"\n\n\r\n")
         url = f"ws://127.0.0.1:{edge.port}/v1/stream/away?offset=now&live=ws"
         async with connect(url, proxy=None) as socket:
             assert json.loads(await socket.recv())["upToDate"] is True

@@ -73,7 +73,7 @@ def test_a_handshake_that_is_not_answered_ends(start_edge: StartEdge) -> None:
 
     with ScriptedOwner(script) as owner:
         edge = start_edge(owner.base_url, edge_answer_ms="300")
-        assert Caller(edge)("GET", f"held?offset={TAIL}&live=sse").status == 503
+        assert Caller(edge)("GET", f"held?offset={TAIL}&live=long-poll").status == 503
         with Connection(edge.port) as reader:
             reader.send(request_bytes("GET", f"/v1/stream/held?offset={TAIL}&live=sse"))
             assert reader.read_head().status == 200

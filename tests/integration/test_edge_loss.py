@@ -12,7 +12,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from conftest import StartServer
-from support.calls import eventually
+from support.calls import Caller, eventually
 from support.cutting_proxy import CuttingProxy, Direction, Hold
 from support.edge import EdgeProcess, Follower, Writer, all_live, metrics
 from support.server import ServerProcess
@@ -65,6 +65,53 @@ def test_e17_nobody_is_let_go_while_the_owner_cannot_be_reached(
             writer.append(5)
 
         asyncio.run(_follow_over(writer, followers, shut, proxy.open, cut_s))
+        edge.stop()
+    assert all(follower.entries == writer.numbers() for follower in followers)
+    assert {follower.connections for follower in followers} == {1}
+
+
+class HealthChecks:
+    """Cuts everything while it is shut, and counts the health checks of an edge."""
+
+    def __init__(self) -> None:
+        self.shut = False
+        self.seen = 0
+
+    def decide(self, direction: Direction, piece: bytes) -> bool:
+        self.seen += direction == "request" and piece.startswith(b"GET /readyz ")
+        return self.shut
+
+    def wait_next(self) -> None:
+        seen = self.seen
+        eventually(lambda: self.seen, lambda now: now > seen)
+
+
+def test_e17_an_owner_that_is_back_just_before_the_end_of_the_hold_keeps_its_readers(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """E-17: neither the next health check nor the next attempt, which has backed off, comes in time."""
+    server = start_server()
+    writer = Writer(server, "late")
+    checks = HealthChecks()
+    with CuttingProxy(server.port, checks.decide) as proxy:
+        # Health checks come every 2 s: of those after the loss the third is late for this hold.
+        edge = EdgeProcess(tmp_path / "cache", proxy.base_url, env={"TAILRACE_EDGE_HOLD_MS": "4700"})
+        edge.start()
+        followers = [Follower(edge.port, "late", mode) for mode in LIVE]
+
+        def shut() -> None:
+            checks.wait_next()
+            checks.shut = True
+            proxy.cut_all()
+            for number in range(20):  # failures raise the back-off to its maximum of 10 s
+                assert Caller(edge)("GET", f"other/{number}").status == 503
+            checks.wait_next()
+            checks.wait_next()
+
+        def come_back() -> None:
+            checks.shut = False
+
+        asyncio.run(_follow_over(writer, followers, shut, come_back, 0))
         edge.stop()
     assert all(follower.entries == writer.numbers() for follower in followers)
     assert {follower.connections for follower in followers} == {1}
@@ -143,7 +190,8 @@ async def _let_go(server: ServerProcess, edge: EdgeProcess, loss: Callable[[], N
     reader, sender = await asyncio.open_connection("127.0.0.1", edge.port)
     try:
         sender.write(b"GET /v1/stream/lost?offset=-1&live=sse HTTP/1.1\r\nHost: x\r\n\r\n")
-        await reader.readuntil(b'"upToDate":true}\n\n\r\n')
+        await reader.readuntil(b'"upToDate":true}\n')
+        await reader.readuntil(b"\n\n\r\n")
         url = f"ws://127.0.0.1:{edge.port}/v1/stream/lost?offset=now&live=ws"
         async with connect(url, proxy=None) as socket:
             await socket.recv()

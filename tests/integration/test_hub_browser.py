@@ -2,64 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import shutil
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-from support.hub_js import ROOT, built
+from support.browser import browser, pages
+from support.hub_js import built
 from support.server import ServerProcess
-
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
-
-
-class Pages(SimpleHTTPRequestHandler):
-    """The files of the repository; what a page posts is a result."""
-
-    results: queue.Queue[Any]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(204)
-        self.end_headers()
-        self.results.put(json.loads(body))
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as it is called there
-        pass
-
-
-@contextmanager
-def pages() -> Iterator[tuple[str, queue.Queue[Any]]]:
-    results: queue.Queue[Any] = queue.Queue()
-    handler = type("ThesePages", (Pages,), {"results": results})
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(ROOT))) as served:
-        thread = threading.Thread(target=served.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{served.server_address[1]}", results
-        served.shutdown()
-        thread.join()
-
-
-@contextmanager
-def browser(url: str, profile: Path) -> Iterator[subprocess.Popen[bytes]]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium is not None, "Chromium is missing: scripts/need chromium"
-    quiet = subprocess.DEVNULL
-    argv = [chromium, *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0", url]
-    process = subprocess.Popen(argv, stdout=quiet, stderr=quiet, start_new_session=True)
-    try:
-        yield process
-    finally:
-        os.killpg(process.pid, 9)
-        process.wait()
 
 
 def test_the_client_in_chromium(server: ServerProcess, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from tailrace.protocol.headers import RESPONSE_HEADERS
 
 JSON, TEXT = "application/json", "text/plain"
 EXPOSED = """
-    Stream-Next-Offset, Stream-End-Offset, Stream-Earliest-Offset, Stream-Cursor, Stream-Up-To-Date,
+    Stream-Next-Offset, Stream-End-Offset, Stream-Earliest-Offset, Stream-Cursor, Stream-Start,
+    Stream-Up-To-Date,
     Stream-Closed, Stream-TTL, Stream-Expires-At, Stream-Retention, Stream-Retention-Bytes,
     Stream-Expected-Seq, Stream-Received-Seq, Stream-SSE-Data-Encoding,
     Stream-Filter-Scan-Limit-Reached, Stream-Filter-Scan-Limit-Bytes, Stream-Filter-Scanned-Bytes,

@@ -64,9 +64,10 @@ def test_the_framing_is_exact(http: Wire) -> None:
     name = filled(http, '[{"n":1},{"n":2}]', content_type=JSON)
     with http.events(f"{name}?offset=-1&live=sse") as events:
         raw = events.connection.read_chunk()
-    data = rb'event: data\ndata:\[{"n":1},{"n":2}\]\n\n'
-    pattern = data + rb'event: control\ndata:{"streamNextOffset":"%b".*"upToDate":true.*}\n\n'
-    assert re.fullmatch(pattern % encode(0, 2).encode(), raw)
+    offset = encode(0, 2).encode()
+    data = rb'event: data\ndata:\[{"n":1},{"n":2}\]\nid: %b\n\n' % offset
+    control = rb'event: control\ndata:{"streamNextOffset":"%b".*"upToDate":true.*}\nid: %b\n\n'
+    assert re.fullmatch(data + control % (offset, offset), raw)
 
 
 def test_catching_up_then_following(http: Wire) -> None:
@@ -93,6 +94,69 @@ def test_starting_at_the_tail(http: Wire) -> None:
         http.delete(name)
         http.put(name, TEXT, "x")
         name = filled(http, "x")
+
+
+@pytest.mark.parametrize("content_type", [JSON, TEXT, BYTES])
+@pytest.mark.parametrize("offset", ["-1", "now"])
+def test_a_reader_that_reconnects_goes_on_behind_its_last_event(
+    http: Wire, content_type: str, offset: str
+) -> None:
+    """As an `EventSource` does it: with the first URL, and the id of the last event that it was given."""
+    name = filled(http, "1", "2", content_type=content_type)
+    url = f"{name}?offset={offset}&live=sse"
+    with http.events(url) as events:
+        if offset == "-1":
+            events.data()
+            assert events.last_id == encode(0, 2), "also if the control is lost"
+        assert events.control()["streamNextOffset"] == events.last_id == encode(0, 2)
+        last_id = events.last_id
+    http.post(name, content_type, "3")
+    for _ in range(2):
+        with http.events(url, {"Last-Event-ID": last_id}) as events:
+            assert events.head["stream-start"] == "last-event-id"
+            data = events.data()
+            assert data == {JSON: b"[3]", TEXT: b"3", BYTES: base64.b64encode(b"3")}[content_type]
+            assert events.last_id == encode(0, 3)
+    with http.events(url, {"Last-Event-ID": encode(0, 3)}) as events:
+        events.control()
+        assert events.last_id == encode(0, 3), "and at the tail it waits there"
+
+
+def test_the_last_event_id_is_an_offset_like_others(http: Wire) -> None:
+    name = filled(http, "x", "y")
+    resumed = {"Last-Event-ID": encode(0, 1)}
+    with http.events(f"{name}?live=sse", resumed) as events:
+        assert events.data() == b"y", "the URL needs no offset then"
+    with http.events(f"{name}?live=sse&since=2020-01-01T00:00:00Z", resumed) as events:
+        assert events.data() == b"y", "and a time in it does not count"
+    with http.events(f"{name}?live=sse&offset=-1", {"Last-Event-ID": ""}) as events:
+        assert events.data() == b"xy"
+        assert "stream-start" not in events.head
+    for foreign in ("now", "-1", "7", "x" * 26):
+        with http.events(f"{name}?live=sse&offset=-1", {"Last-Event-ID": foreign}) as events:
+            assert events.head["stream-start"] == "offset", "a foreign id is ignored, and the answer says so"
+            assert events.data() == b"xy"
+    beyond = http.get(f"{name}?live=sse&offset=-1", {"Last-Event-ID": encode(0, 9)})
+    assert (beyond.status, beyond.code) == (400, "offset_beyond_tail")
+    assert http.get(f"{name}?offset=-1", resumed).body == b"xy", "other modes have no events"
+    assert http.get(f"{name}?offset=-1&live=long-poll", resumed).body == b"xy"
+
+
+def test_the_id_of_a_reader_with_a_key_passes_what_is_not_its_own(start_server: StartServer) -> None:
+    http = Wire(start_server("--sse-keep-alive-ms", "100").port)
+    name = filled(http)
+    for number, key in enumerate("abba"):
+        http.post(name, TEXT, str(number), stream_key=key)
+    with http.events(f"{name}?offset=-1&live=sse&key=a") as events:
+        assert (events.data(), events.last_id) == (b"03", encode(0, 4))
+        events.control()
+        http.post(name, TEXT, "4", stream_key="b")
+        events.control()
+        assert events.last_id == encode(0, 5), "told with the next keep-alive"
+    http.post(name, TEXT, "5", stream_key="a")
+    with http.events(f"{name}?offset=-1&live=sse&key=a", {"Last-Event-ID": encode(0, 5)}) as events:
+        assert events.data() == b"5"
+    http.close()
 
 
 def test_pages_of_the_past_come_one_by_one_each_with_its_control(start_server: StartServer) -> None:

@@ -201,6 +201,33 @@ def test_since(http: Wire) -> None:
     assert (waiting.status, waiting["stream-next-offset"]) == (204, encode(0, 5))
 
 
+def test_the_answer_says_whether_offset_or_since_was_used(http: Wire) -> None:
+    name = filled(http)
+    for second in range(3):
+        http.post(name, TEXT, str(second), stream_timestamp=f"2020-01-01T00:00:0{second}Z")
+    since, offset = "since=2020-01-01T00:00:01Z", f"offset={encode(0, 2)}"
+    for live in ("", "&live=long-poll", "&live=true"):
+        only = http.get(f"{name}?{since}{live}")
+        assert (only.body, only["stream-start"]) == (b"12", "since")
+        for query in (f"{since}&{offset}", f"{offset}&{since}", f"{offset}&since=nonsense"):
+            both = http.get(f"{name}?{query}{live}")
+            assert (both.body, both["stream-start"]) == (b"2", "offset"), query
+        plain = http.get(f"{name}?{offset}{live}")
+        assert plain.body == b"2"
+        assert "stream-start" not in plain
+    idle = http.get(f"{name}?offset=now&{since}&live=long-poll&timeout_ms=0")
+    assert (idle.status, idle["stream-start"]) == (204, "offset")
+    now = http.get(f"{name}?offset=now&{since}")
+    assert (now.body, now["stream-start"]) == (b"", "offset")
+    tag = http.get(f"{name}?{offset}&{since}")["etag"]
+    same = http.get(f"{name}?{offset}&{since}", {"If-None-Match": tag})
+    assert (same.status, same["stream-start"]) == (304, "offset")
+    for query, used in ((since, "since"), (f"{since}&{offset}", "offset")):
+        with http.events(f"{name}?{query}&live=sse") as events:
+            assert events.head["stream-start"] == used
+    assert http.get(f"{name}?{since}&from=1&offsets=2&_=3").body == b"12", "clients send their own parameters"
+
+
 # -- 10 long-poll
 
 

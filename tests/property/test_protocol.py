@@ -313,17 +313,18 @@ payload_bytes = st.lists(
 @example(b"\n")
 @example(b"\n\nevent: control\ndata:{}\n\n")
 def test_a_payload_is_one_event_and_cannot_forge_another(payload: bytes) -> None:
-    events = parse_events(sse.text_event(payload) + sse.control_event("X", "7", True, False))
+    events = parse_events(sse.text_event(payload, "X") + sse.control_event("X", "7", True, False))
     assert [kind for kind, _ in events] == ["data", "control"]
     assert events[0][1] == payload.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    assert parse_events(sse.base64_event(payload)) == [("data", base64.b64encode(payload))]
+    assert parse_events(sse.base64_event(payload, "X")) == [("data", base64.b64encode(payload))]
 
 
 @given(st.booleans(), st.booleans())
 def test_a_control_is_one_flat_object_on_one_line(up_to_date: bool, closed: bool) -> None:
     raw = sse.control_event("0" * 26, "33", up_to_date, closed)
     assert raw.startswith(b"event: control\ndata:{")
-    assert raw.count(b"\n") == 3
+    assert raw.endswith(b"}\nid: %b\n\n" % (b"0" * 26))
+    assert raw.count(b"\n") == 4
     fields = json.loads(parse_events(raw)[0][1])
     assert fields.pop("streamNextOffset") == "0" * 26
     assert fields.pop("upToDate", False) is up_to_date

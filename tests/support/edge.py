@@ -185,7 +185,7 @@ class Follower:
                 *events, buffer = buffer.split(b"\n\n")
                 for event in events:
                     kind, _, rest = event.partition(b"\n")
-                    lines = [line.removeprefix(b"data:") for line in rest.split(b"\n")]
+                    lines = [line[5:] for line in rest.split(b"\n") if line.startswith(b"data:")]
                     if kind == b"event: data":
                         payload = b"\n".join(lines)
                         payload = base64.b64decode(payload) if packed else payload

@@ -264,6 +264,7 @@ class Events:
         self.connection = connection
         self.head = connection.read_head()
         self.comments: list[bytes] = []
+        self.last_id = ""  # of the event that was read last
         self._text = b""
         self.ended = False
         if self.head.status != 200:
@@ -293,7 +294,9 @@ class Events:
             if block.startswith(b":"):
                 self.comments.append(block)
                 continue
-            first, *lines = block.split(b"\n")
+            first, *lines, last = block.split(b"\n")
+            assert last.startswith(b"id: ")
+            self.last_id = last.removeprefix(b"id: ").decode()
             assert all(line.startswith(b"data:") for line in lines)
             kind = first.removeprefix(b"event: ").decode()
             assert kind in ("data", "control")

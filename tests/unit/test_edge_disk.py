@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import orjson
+import pytest
 
-from tailrace.edge.disk import read_slice, write_slice
+from tailrace.edge.disk import lock_directory, read_slice, write_slice
+from tailrace.errors import TailraceError
 
 KEY = ("orders", "-1")
 SERVER = "the deployment"
@@ -58,3 +61,15 @@ def test_a_file_of_something_else_is_not_there(tmp_path: Path) -> None:
     written(path, time.time() - 8 * 86_400)
     assert read_slice(path, KEY, SERVER, EPOCH) is None
     assert [one.name for one in tmp_path.iterdir()] == ["slice"], "nothing unfinished stays"
+
+
+def test_a_directory_of_another_user_that_is_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    tmp_path.chmod(0o775)
+    with pytest.raises(TailraceError, match=f"belongs to another user; give the edge .* {tmp_path}/edge"):
+        lock_directory(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o775
+    tmp_path.chmod(0o700)
+    lock_directory(tmp_path).close()

@@ -67,15 +67,15 @@ def test_reads_that_are_the_same_have_one_key() -> None:
         b"offset=0000000000000000_0000000000000007&unknown=1",
         b"cursor=5&timeout=3&offset=" + position + b"&live=",
     )
-    readings = [reading_of(target, spelling) for spelling in spellings]
+    readings = [reading_of(target, spelling, {}) for spelling in spellings]
     assert len({key_of(reading) for reading in readings if reading is not None}) == 1
-    keyed = reading_of(target_of(b"/v1/stream/a/pk/x", 1024), b"")
+    keyed = reading_of(target_of(b"/v1/stream/a/pk/x", 1024), b"", {})
     assert keyed is not None
-    also = reading_of(target, b"key=x&offset=-1")
+    also = reading_of(target, b"key=x&offset=-1", {})
     assert also is not None
     assert key_of(keyed) == key_of(also)
     others = (b"", b"format=raw", b"key=y", b"filter=a:1", b"offset=0000000000000000_0000000000000007")
-    found = [reading_of(target, other) for other in others]
+    found = [reading_of(target, other, {}) for other in others]
     assert len({key_of(reading) for reading in found if reading is not None}) == len(others)
 
 
@@ -83,13 +83,13 @@ def test_reads_that_are_the_same_have_one_key() -> None:
     "query", [b"offset=now", b"since=5", b"live=sse", b"format=arrow", b"offset=-1&live=long-poll&filter=a:1"]
 )
 def test_reads_that_only_the_owner_answers(query: bytes) -> None:
-    assert reading_of(target_of(b"/v1/stream/a", 1024), query) is None
+    assert reading_of(target_of(b"/v1/stream/a", 1024), query, {}) is None
 
 
 @pytest.mark.parametrize("query", [b"offset=17", b"offset=-1&offset=-1", b"live=x", b"offset="])
 def test_reads_that_every_server_refuses(query: bytes) -> None:
     with pytest.raises(TailraceError):
-        reading_of(target_of(b"/v1/stream/a", 1024), query)
+        reading_of(target_of(b"/v1/stream/a", 1024), query, {})
 
 
 def test_upstreams_as_they_are_written() -> None:

@@ -244,6 +244,25 @@ def test_an_owner_that_is_gone_is_told_from_one_that_may_have_done_it() -> None:
     on_loop(main)
 
 
+def test_an_event_source_whose_owner_is_gone_is_left_to_reconnect() -> None:
+    """It would give up for good if it were answered with 503."""
+
+    async def main() -> None:
+        async with pair() as both:
+            client = await both.door.connect()
+            await client.send(get("/hold", "Accept: text/event-stream"))
+            await until(lambda: bool(both.owner.held))
+            both.owner.held.pop().connection.transport.abort()
+            assert await client.rest() == b""
+            await both.server.close()
+            client = await both.door.connect()
+            await client.send(get("/x", "Accept: text/event-stream"))
+            assert await client.rest() == b""
+            assert (await both.door.exchange(get("/x", "Accept: */*"))).status == 503
+
+    on_loop(main)
+
+
 def test_a_connection_moves_with_its_request_and_stays() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

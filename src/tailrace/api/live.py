@@ -20,6 +20,7 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
+from tailrace.api.read_request import ReadRequest
 from tailrace.auth import Action, Identity, is_hub, may
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -30,6 +31,7 @@ from tailrace.net.origins import Origins
 from tailrace.net.server import WRITE_HIGH_WATER_BYTES
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.sse import EVENT_STREAM
 
 TICK_S = 1.0
 # Of one page for a follower that catches up.
@@ -91,61 +93,41 @@ class Live:
         else:
             del self.by_stream[stream]
 
-    def open_sse(
-        self,
-        exchange: Exchange,
-        stream: Stream,
-        start: int,
-        key: str,
-        cursor: str | None,
-        identity: Identity,
-    ) -> None:
+    def open_sse(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
+        stream = request.stream
         rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
-        follower = self._open(stream, start, key, cursor, rotation_s, identity)
+        follower = self._open(request, rotation_s, identity)
         text = is_text(stream.content_type)
-        head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+        head = EVENT_STREAM
         if not text:
             head += b"Stream-SSE-Data-Encoding: base64\r\n"
-        head += answers.earliest(stream)
+        head += answers.earliest(stream) + request.start_line
         outlet = exchange.open_stream(200, head)
         outlet.on_gone = follower.gone
         outlet.on_drain = follower.on_drain
         follower.start(SseWire(outlet, text))
 
-    def open_ws(
-        self,
-        exchange: Exchange,
-        stream: Stream,
-        start: int,
-        key: str,
-        cursor: str | None,
-        identity: Identity,
-    ) -> None:
+    def open_ws(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
         if not exchange.wants_websocket():
             raise TailraceError(
                 "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
         self._origins.check(exchange)
-        follower = self._open(stream, start, key, cursor, None, identity)
-        wire = WsWire(is_text(stream.content_type))
+        follower = self._open(request, None, identity)
+        wire = WsWire(is_text(request.stream.content_type))
         try:
-            wire.attach(exchange.upgrade_websocket(WsReader(follower), message_bytes=1024))
+            wire.attach(
+                exchange.upgrade_websocket(WsReader(follower), request.start_line, message_bytes=1024)
+            )
         except TailraceError:
             follower.gone()
             raise
         follower.start(wire)
 
-    def _open(
-        self,
-        stream: Stream,
-        start: int,
-        key: str,
-        cursor: str | None,
-        rotation_s: float | None,
-        identity: Identity,
-    ) -> Follower:
+    def _open(self, request: ReadRequest, rotation_s: float | None, identity: Identity) -> Follower:
+        stream = request.stream
         self.admit("ws" if rotation_s is None else "sse", stream)
-        follower = Follower(self, stream, start, key, cursor, rotation_s)
+        follower = Follower(self, stream, request.start, request.key, request.cursor, rotation_s)
         follower.identity, follower.until_s = identity, identity.until_s
         self._followers.add(follower)
         stream.live += 1

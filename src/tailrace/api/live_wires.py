@@ -28,10 +28,11 @@ class SseWire(live_wires.SseWire):
     def encode(
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
     ) -> bytes:
-        event = (
-            b"" if payload is None else sse.text_event(payload) if self._text else sse.base64_event(payload)
-        )
-        return chunk(event + sse.control_event(offset, cursor, up_to_date, closed))
+        control = sse.control_event(offset, cursor, up_to_date, closed)
+        if payload is None:
+            return chunk(control)
+        event = sse.text_event(payload, offset) if self._text else sse.base64_event(payload, offset)
+        return chunk(event + control)
 
 
 class WsWire(live_wires.WsWire):

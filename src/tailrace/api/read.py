@@ -24,7 +24,15 @@ from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import live_mode, parse_query, routing_key, wait_limit_lines, wait_ms
+from tailrace.protocol.query import (
+    Start,
+    live_mode,
+    parse_query,
+    read_start,
+    routing_key,
+    wait_limit_lines,
+    wait_ms,
+)
 from tailrace.query.filtering import Sieve
 from tailrace.schema.registry import Registry
 
@@ -77,11 +85,9 @@ class ReadRoutes:
         if request.mode == "long-poll":
             request = request._replace(identity=identity)
         if request.mode == "sse":
-            self._live.open_sse(
-                exchange, request.stream, request.start, request.key, request.cursor, identity
-            )
+            self._live.open_sse(exchange, request, identity)
         elif request.mode == "ws":
-            self._live.open_ws(exchange, request.stream, request.start, request.key, request.cursor, identity)
+            self._live.open_ws(exchange, request, identity)
         elif request.mode == "long-poll" and request.start >= request.stream.visible:
             LongPoll(self, exchange, request).begin()
         elif request.at_now and not request.mode and request.fmt != "arrow":
@@ -106,7 +112,8 @@ class ReadRoutes:
             raise TailraceError("unsupported_format", "only JSON streams can be read as JSON")
         if fmt == "arrow" and (filter_text is not None or mode in ("sse", "ws")):
             raise TailraceError("unsupported_format", "format=arrow goes with neither filter nor live events")
-        start, at_now = self._start(stream, query, mode) if found is None else (found, False)
+        given = read_start(query, mode, exchange.headers)
+        start, at_now = self._start(stream, given, mode) if found is None else (found, False)
         start = max(start, stream.earliest)
         wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
         key = routing_key(query, path_key)
@@ -124,14 +131,14 @@ class ReadRoutes:
             filter_text or "",
             bytes_max=at_most(query, "max_bytes", ROWS_BYTES_MAX),
             entries_max=at_most(query, "max_entries", self._limits.read_page_entries),
+            start_line=given.header,
         )
 
-    def _start(self, stream: Stream, query: dict[str, str], mode: str) -> tuple[int, bool]:
-        offset = query.get("offset")
+    def _start(self, stream: Stream, given: Start, mode: str) -> tuple[int, bool]:
+        offset = given.offset
         if offset is None:
-            since = query.get("since")
-            if since is not None:
-                return self._log.reader.entry_before(stream, _since_ns(since)), False
+            if given.since is not None:
+                return self._log.reader.entry_before(stream, _since_ns(given.since)), False
             if mode:
                 raise TailraceError("missing_offset", "live reads need an offset")
             return 0, False
@@ -288,7 +295,7 @@ class ReadRoutes:
         stream = request.stream
         tail = stream.offset(stream.visible)
         head = self._type(request) + answers.next_offset(tail) + answers.end_offset(tail)
-        head += answers.UP_TO_DATE + answers.NO_STORE + answers.earliest(stream)
+        head += answers.UP_TO_DATE + answers.NO_STORE + answers.earliest(stream) + request.start_line
         if stream.visible_closed:
             head += answers.CLOSED
         exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
@@ -320,7 +327,7 @@ class ReadRoutes:
             closed,
             mark,
         )
-        head = answers.next_offset(following) + more
+        head = answers.next_offset(following) + request.start_line + more
         head += answers.end_offset(following if at_tail else stream.offset(stream.visible))
         if at_tail:
             head += answers.UP_TO_DATE
@@ -419,7 +426,7 @@ class ReadRoutes:
         stream = request.stream
         offset = stream.offset(position)
         head = answers.next_offset(offset) + answers.end_offset(stream.offset(stream.visible))
-        head += answers.NO_STORE + answers.earliest(stream)
+        head += answers.NO_STORE + answers.earliest(stream) + request.start_line
         at_tail = position >= stream.visible
         if at_tail:
             head += answers.UP_TO_DATE

@@ -25,4 +25,5 @@ class ReadRequest(NamedTuple):
     scanned_bytes: int = 0  # that a filter has cost so far
     bytes_max: int = 0  # of a page of rows, as it was asked for
     entries_max: int = 0
+    start_line: bytes = b""  # the header that tells which of several given starts was used
     identity: Identity = ANONYMOUS  # of a long-poll, which may lose its right while it waits

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from tailrace import __version__, descriptors, turns
+from tailrace import __version__, descriptors, private_files, turns
 from tailrace.api import request_log, restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
@@ -70,6 +70,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 def run(settings: Settings) -> int:
     """`tailrace serve`: the exit code of a server's whole life."""
+    private_files.close_process()
     configure(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
     for told in unknown_variables(os.environ):

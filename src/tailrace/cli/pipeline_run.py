@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
+from tailrace import private_files
 from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
 from tailrace.cli.session import URL_DEFAULT, Session
@@ -144,6 +145,7 @@ def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> in
 
     if options.once:
         need_server(Session(url=endpoint))  # one that goes on may be there before its server is
+    private_files.close_process()
     configure("info", "auto")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)

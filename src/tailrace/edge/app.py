@@ -12,10 +12,11 @@ from tailrace.edge.compress import ENCODED, VARY, Packer, may_be_packed, wants_g
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
-from tailrace.edge.feed import RefusedError
+from tailrace.edge.feed import RefusedError, is_passing
 from tailrace.edge.forward import Forwarder
 from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines
+from tailrace.edge.held_streams import HeldStreams, is_event_stream
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.own import PATHS as OWN
@@ -55,6 +56,7 @@ class EdgeApp:
         slices: Slices,
         live: Live,
         long_polls: LongPolls,
+        held: HeldStreams,
         on_write: Callable[[str, bytes, int], None],
     ) -> None:
         self._context = context
@@ -63,6 +65,7 @@ class EdgeApp:
         self._slices = slices
         self._live = live
         self._long_polls = long_polls
+        self._held = held
         self._on_write = on_write
         self._forwarder = Forwarder(context)
         self._shards = Shards(context) if context.upstreams.mode == "sharded" else None
@@ -105,6 +108,7 @@ class EdgeApp:
         """Shutdown: nobody is kept waiting."""
         self._long_polls.end_all()
         self._live.end_all()
+        self._held.end_all()
 
     # -- the log of requests
 
@@ -132,7 +136,7 @@ class EdgeApp:
                 self._start(exchange, self._shards.list(exchange), wait=False)
                 return
         if target.kind != "stream":
-            self._start(exchange, self._pass(exchange, target, caller), wait=_may_wait(exchange, target))
+            self._start_pass(exchange, target, caller)
             return
         if exchange.method == b"GET":
             self._read(exchange, target, caller)
@@ -152,17 +156,39 @@ class EdgeApp:
         return self._context.settings.edge_expose_server or path == REVOKED
 
     def _read(self, exchange: Exchange, target: Target, caller: Caller) -> None:
-        reading = reading_of(target, exchange.query)
+        reading = reading_of(target, exchange.query, exchange.headers)
         if reading is None or not caller.shared or _wants_fresh(exchange, reading):
-            wait = _may_wait(exchange, target)
-            self._start(exchange, self._pass(exchange, target, caller), wait=wait)
+            self._start_pass(exchange, target, caller)
         elif reading.mode == "":
             self._start(exchange, self._answer_slice(exchange, reading, caller), wait=False)
         else:
-            self._start(exchange, self._answer_live(exchange, target, reading, caller), wait=True)
+            work = self._answer_live(exchange, target, reading, caller)
+            self._start(exchange, self._answer_or_hold(exchange, target, caller, work), wait=True)
+
+    def _start_pass(self, exchange: Exchange, target: Target, caller: Caller) -> None:
+        work = self._answer_or_hold(exchange, target, caller, self._pass(exchange, target, caller))
+        self._start(exchange, work, wait=_may_wait(exchange, target))
 
     def _start(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
         self._context.answer_later(exchange, work, wait=wait)
+
+    async def _answer_or_hold(
+        self, exchange: Exchange, target: Target, caller: Caller, work: Coroutine[None, None, None]
+    ) -> None:
+        """An event stream that is known is held while its upstream does not answer, instead of a 503."""
+        try:
+            await work
+        except TailraceError as refusal:
+            if refusal.code != "unavailable" or exchange.answered:
+                raise
+            if not self._is_known_event_stream(exchange, target, caller):
+                raise
+            self._held.hold(exchange, lambda: self._upstream(exchange, target))
+
+    def _is_known_event_stream(self, exchange: Exchange, target: Target, caller: Caller) -> bool:
+        return is_event_stream(exchange, _names_stream(target)) and self._held.knows(
+            exchange, target.name, caller
+        )
 
     async def _pass(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         """As it is; waits and streams have connections of their own."""
@@ -175,9 +201,17 @@ class EdgeApp:
             elif exchange.method in WRITES and (target.kind == "resource" or exchange.path == TRACES):
                 self._book.note_change(target.name)
             self._count(reply)
+            if is_event_stream(exchange, _names_stream(target)):
+                self._note_event_stream(exchange, target, caller, reply)
 
         upstream = self._upstream(exchange, target)
         await self._forwarder.forward(exchange, upstream, caller, apart=apart, observe=observe)
+
+    def _note_event_stream(self, exchange: Exchange, target: Target, caller: Caller, reply: Reply) -> None:
+        if reply.status == 200:
+            self._held.note_answered(exchange)
+        elif is_passing(reply.status) and self._is_known_event_stream(exchange, target, caller):
+            raise TailraceError("unavailable", f"the upstream answers {reply.status}")
 
     async def _write_or_head(self, exchange: Exchange, target: Target, caller: Caller) -> None:
         asking = self._book.asking(target.name, self._context.loop.time())
@@ -232,7 +266,7 @@ class EdgeApp:
 
     async def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:
         facts = self._book.of(reading.name)
-        head = found.lines + cache_line(outcome)
+        head = found.lines + reading.start_line + cache_line(outcome)
         if found.end:
             # At an open tail the slice's own end is what it was asked for.
             end = found.end if found.up_to_date else max(found.end, facts.end)
@@ -260,6 +294,10 @@ class EdgeApp:
         self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)
 
 
+def _names_stream(target: Target) -> bool:
+    return target.kind in ("stream", "reserved")
+
+
 def _is_system_read(exchange: Exchange, target: Target) -> bool:
     """Streams of the hub have rules that the owner knows, and refusals of writes are in its own words."""
     return target.kind == "reserved" and target.name.startswith("__") and exchange.method in READS
@@ -277,7 +315,7 @@ def _may_wait(exchange: Exchange, target: Target) -> bool:
         return True
     if target.kind == "resource":
         return b"/touch/" in exchange.path
-    if target.kind in ("stream", "reserved") and exchange.method == b"GET":
+    if _names_stream(target) and exchange.method == b"GET":
         try:
             return live_mode(parse_query(exchange.query)) != ""
         except TailraceError:

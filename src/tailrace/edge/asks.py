@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 from tailrace.protocol import names, offsets
-from tailrace.protocol.query import live_mode, parse_query, routing_key
+from tailrace.protocol.query import live_mode, parse_query, read_start, routing_key
 
 PREFIX = b"/v1/stream/"
 CONTROL = b"/v1/stream/__ds"
@@ -63,6 +64,7 @@ class Reading(NamedTuple):
     raw_live: str
     cursor: str | None
     query: dict[str, str]
+    start_line: bytes = b""  # the header that tells which of several given starts was used
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -75,14 +77,15 @@ class Reading(NamedTuple):
         return cls(name, offset, fmt, key, "", "", "", None, {})
 
 
-def reading_of(target: Target, raw_query: bytes) -> Reading | None:
+def reading_of(target: Target, raw_query: bytes, headers: Mapping[bytes, bytes]) -> Reading | None:
     """A GET on a stream as a read that can be shared; None if it has to be forwarded.
 
     Raises for what every server refuses: repeated parameters, malformed offsets.
     """
     query = parse_query(raw_query)
     mode = live_mode(query)
-    given = query.get("offset")
+    start = read_start(query, mode, headers)
+    given = start.offset
     if given is not None and given not in ("-1", "now"):
         given = offsets.encode(*offsets.parse_position(given))
     fmt = query.get("format", "")
@@ -102,6 +105,7 @@ def reading_of(target: Target, raw_query: bytes) -> Reading | None:
         query.get("live", ""),
         query.get("cursor"),
         query,
+        start.header,
     )
 
 

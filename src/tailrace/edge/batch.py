@@ -78,7 +78,8 @@ class Batch:
             if form == "ws":
                 found = encode_text(sse.ws_data(payload, self.text))
             else:
-                found = chunk(sse.text_event(payload) if self.text else sse.base64_event(payload))
+                made = sse.text_event if self.text else sse.base64_event
+                found = chunk(made(payload, self.next))
             self._data[form] = found
         return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tailrace.edge.batch import Batch, Message
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.feed import Feed, RefusedError, open_feed
+from tailrace.edge.ramp import RAMP_S
 from tailrace.edge.setbacks import Setbacks
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
@@ -106,7 +107,7 @@ class Channel:
         self._opened_at = 0.0
         self._setbacks = Setbacks()
         self.carried: bytes | None = None  # the Authorization that the socket was opened with
-        self._lost_at: float | None = None
+        self._hold: asyncio.Task[None] | None = None  # ends the wait for a lost upstream
         self._round: list[Reader] = []
         self._told = 0  # of the round
         self._told_again = False
@@ -214,7 +215,7 @@ class Channel:
         self._feed, self._upstream = feed, upstream
         self._opened_at = context.loop.time()
         self.connected = not self.closed
-        self._lost_at = None
+        self._end_hold()
 
     async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> Feed | None:
         """The socket, or None if the stream has nothing more to follow."""
@@ -288,15 +289,16 @@ class Channel:
             return
         reason = {GOING_AWAY: "away", NOT_ALLOWED: "token"}.get(code, "lost")
         self._context.telemetry.edge_reconnects.add(reason)
-        self._lost_at = now = self._context.loop.time()
-        first = self._setbacks.note_ended(now - self._opened_at)
+        if self._hold is None:
+            self._hold = self._context.loop.create_task(self._hold_readers())
+        first = self._setbacks.note_ended(self._context.loop.time() - self._opened_at)
         at_once = first and code in (GOING_AWAY, NOT_ALLOWED)
         self._task = self._context.loop.create_task(self._reopen(at_once=at_once))
 
     async def _reopen(self, *, at_once: bool) -> None:
         """Comes back to where the socket was lost; readers are kept meanwhile, and told nothing.
 
-        How long they are kept is seen to by the tick: an attempt may take longer than that.
+        How long they are kept is decided by `_hold_readers`: an attempt may take longer than that.
         """
         while not self.over:
             if not at_once:
@@ -318,6 +320,28 @@ class Channel:
                     at_once = self._dismiss_refused()
             if self.connected or self.over or self.closed or self._task is not asyncio.current_task():
                 return  # the last: what was opened is lost already, and that is seen to by another task
+
+    async def _hold_readers(self) -> None:
+        """Ends the channel when its upstream was away for the whole hold.
+
+        The back-off and the regular health checks may be seconds behind, so the upstream is looked at once
+        more when the hold is over; all channels share that look. If the upstream is back, the channel gets as
+        long as it may take until it is its turn to be opened again.
+        """
+        await asyncio.sleep(self._context.limits.edge_hold_ms / 1000)
+        upstreams = self._context.upstreams
+        try:
+            upstream = upstreams.of(self.key.name)
+        except TailraceError:
+            upstream = upstreams.home(self.key.name)
+        if await upstream.look_now():
+            await asyncio.sleep(RAMP_S)
+        self.stop(OVERLOADED)
+
+    def _end_hold(self) -> None:
+        if self._hold is not None and self._hold is not asyncio.current_task():
+            self._hold.cancel()
+        self._hold = None
 
     def _dismiss_refused(self) -> bool:
         """The owner takes this token no more: whoever has it leaves, with others it is tried again."""
@@ -379,6 +403,7 @@ class Channel:
         """Nothing will follow; readers take what is left and leave."""
         self.closed = True
         self.connected = False
+        self._end_hold()
         self._channels.forget(self)  # whoever comes now has to be told by the upstream
         self._tell()
 
@@ -386,6 +411,7 @@ class Channel:
         if self.over:
             return
         self.over = True
+        self._end_hold()
         self._channels.forget(self)
         if self._feed is not None:
             self._feed.close()
@@ -404,9 +430,6 @@ class Channel:
     # -- time and space
 
     def on_tick(self, now: float) -> None:
-        if self._lost_at is not None and now - self._lost_at >= self._context.limits.edge_hold_ms / 1000:
-            self.stop(OVERLOADED)
-            return
         if self._feed is not None:
             self._feed.on_tick(now)
         if self._feed is not None and self._has_moved():

@@ -2,7 +2,8 @@
 
 A file is `<2 hex>/<SHA-256 of the key>`: eight bytes that name the format, the lengths of head and body, the
 CRC32C of both, the head (JSON) and the body. It is written under another name and renamed, so it is whole or
-not there. A file of another server or epoch, or one that is damaged, is deleted and counts as not there.
+not there. A file of another server or epoch, or one that is damaged, is deleted and counts as not there. The
+directory is private: slices are data of streams that not every user of the machine may read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import google_crc32c
 import msgspec
 import orjson
 
+from tailrace import private_files
 from tailrace.edge.cache import Slice
 from tailrace.edge.context import EdgeContext
 from tailrace.errors import TailraceError
@@ -36,6 +38,8 @@ LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the bod
 # The owner remembers deleted names for 30 days; within that time a new stream has a higher epoch.
 AGE_S_MAX = 7 * 86_400
 PENDING_MAX = 64
+LOCK = "lock"
+ROOT = 0
 
 Key = tuple[str, ...]
 
@@ -62,7 +66,7 @@ class DiskCache:
         self._pending = 0
         self._on = True
         self._threads = ThreadPoolExecutor(2, "tailrace-edge-disk")
-        self._lock: BinaryIO = _lock(directory)
+        self._lock: BinaryIO = lock_directory(directory)
         for digest, size in _scan(directory):
             self._files[digest] = size
             self.bytes += size
@@ -142,11 +146,12 @@ def digest_of(key: Key) -> str:
     return hashlib.sha256("\0".join(key).encode()).hexdigest()
 
 
-def _lock(directory: Path) -> BinaryIO:
+def lock_directory(directory: Path) -> BinaryIO:
     """One edge per directory."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        held = (directory / "lock").open("ab")
+        _check_own(directory)
+        private_files.make_directory(directory)
+        held = private_files.open_lock(directory / LOCK)
     except OSError as error:
         raise TailraceError("unavailable", f"cannot use the cache directory {directory}: {error}") from None
     try:
@@ -157,28 +162,53 @@ def _lock(directory: Path) -> BinaryIO:
     return held
 
 
+def _check_own(directory: Path) -> None:
+    """Refuses a directory that cannot be closed to other users, or that is used for something else too."""
+    if not directory.exists() or not (status := directory.stat()).st_mode & private_files.OTHERS:
+        return
+    reason = ""
+    if os.geteuid() not in (ROOT, status.st_uid):
+        reason = "belongs to another user"
+    elif any(not _is_ours(path) for path in directory.iterdir()):
+        reason = "has files in it that are not of an edge"
+    if reason:
+        raise TailraceError(
+            "unavailable",
+            f"the cache directory {directory} is open to other users and {reason};"
+            f" give the edge a directory of its own, such as {directory / 'edge'}",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name in (LOCK, "lost+found") or (len(path.name) == 2 and path.is_dir())
+
+
 def _scan(directory: Path) -> list[tuple[str, int]]:
     """What an earlier life has left, least recently used first; unfinished files are deleted."""
     found: list[tuple[float, str, int]] = []
     for folder in directory.iterdir():
         if len(folder.name) != 2 or not folder.is_dir():
             continue
+        private_files.close(folder, private_files.DIRECTORY_MODE)
         for entry in os.scandir(folder):
             if len(entry.name) != 64:
                 Path(entry.path).unlink(missing_ok=True)
                 continue
             status = entry.stat()
+            if status.st_mode & private_files.OTHERS:
+                Path(entry.path).chmod(private_files.FILE_MODE)
             found.append((status.st_mtime, entry.name, status.st_size))
     return [(name, size) for _, name, size in sorted(found)]
 
 
 def write_slice(path: Path, head: bytes, body: bytes) -> int:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(mode=private_files.DIRECTORY_MODE, exist_ok=True)
     rest = head + body
     data = LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
     unfinished = path.with_suffix(f".{time.monotonic_ns()}")
     try:
-        unfinished.write_bytes(data)
+        with private_files.create(unfinished) as file:
+            file.write(data)
         unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)

@@ -106,6 +106,11 @@ class FactBook:
             self._facts.move_to_end(name)
         return facts
 
+    def knows(self, name: str) -> bool:
+        """Whether the owner has shown a stream, and nothing has said since that it is gone."""
+        facts = self._facts.get(name)
+        return facts is not None and facts.epoch >= 0
+
     def asking(self, name: str, now: float) -> Asking:
         return Asking(now, self.of(name).generation)
 

@@ -43,6 +43,11 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
+def is_passing(status: int) -> bool:
+    """Whether an upstream that answers so may answer otherwise in a moment."""
+    return status == 429 or status >= 500
+
+
 class Feed(asyncio.Protocol):
     """One open socket. Tells of each pair, and once of its end."""
 

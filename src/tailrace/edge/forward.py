@@ -51,7 +51,7 @@ class Forwarder:
     ) -> None:
         """Answers with what the upstream says; `apart` is for answers that may take long.
 
-        `observe` sees the head of the answer before the client does.
+        `observe` sees the head of the answer before the client does. If it raises, the client gets that.
         """
         check_once(exchange)
         if exchange.wants_websocket():
@@ -70,11 +70,11 @@ class Forwarder:
             raise unavailable(lost, exchange.method) from None
         theirs = reply.get(b"server-timing") or b""
         context.note_upstream(exchange, context.loop.time() - begun, reply.queued_s, theirs)
-        if observe is not None:
-            observe(reply)
-        if (reply.get(b"content-type") or b"").startswith(b"text/event-stream"):
-            upstream.pool.let_go(reply)
         try:
+            if observe is not None:
+                observe(reply)
+            if (reply.get(b"content-type") or b"").startswith(b"text/event-stream"):
+                upstream.pool.let_go(reply)
             await self.relay(exchange, reply, "BYPASS" if is_read else "")
         finally:
             if connection is not None:

@@ -21,6 +21,7 @@ from tailrace.net.http1 import Exchange
 from tailrace.net.live_wires import SseWire, WsReader, WsWire
 from tailrace.protocol import offsets
 from tailrace.protocol.headers import line
+from tailrace.protocol.sse import EVENT_STREAM
 
 TICK_S = 1.0
 # At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only
@@ -65,7 +66,7 @@ class Live:
             raise TailraceError("unavailable", "the upstream does not answer") from None
         if not known or reader.asked_upstream:
             outcome = "MISS"
-        self._open_wire(exchange, reader, outcome)
+        self._open_wire(exchange, reader, reading.start_line + cache_line(outcome))
         self.context.telemetry.edge_requests.add(reader.mode, outcome, 101 if reader.mode == "ws" else 200)
         reader.begin(first)
         return True
@@ -75,14 +76,12 @@ class Live:
         reply = await self.channels.head(name, self.context.token or caller.authorization)
         return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
 
-    def _open_wire(self, exchange: Exchange, reader: LiveReader, outcome: str) -> None:
+    def _open_wire(self, exchange: Exchange, reader: LiveReader, more: bytes) -> None:
         channel = reader.channel
         if reader.mode == "ws":
             wire = WsWire("ws")
             try:
-                wire.attach(
-                    exchange.upgrade_websocket(WsReader(reader), cache_line(outcome), message_bytes=1024)
-                )
+                wire.attach(exchange.upgrade_websocket(WsReader(reader), more, message_bytes=1024))
             except TailraceError:
                 reader.gone()
                 raise
@@ -90,12 +89,12 @@ class Live:
         else:
             rotation_s = self.context.limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311
             reader.rotate_at = self.context.loop.time() + rotation_s
-            head = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+            head = EVENT_STREAM
             if not channel.text:
                 head += b"Stream-SSE-Data-Encoding: base64\r\n"
             if channel.earliest and offsets.parse_position(channel.earliest)[1]:
                 head += line("Stream-Earliest-Offset", channel.earliest)
-            outlet = exchange.open_stream(200, head + cache_line(outcome))
+            outlet = exchange.open_stream(200, head + more)
             reader.wire = SseWire(outlet, "sse")
             outlet.on_gone = reader.gone
             outlet.on_drain = reader.on_drain

@@ -166,11 +166,13 @@ class LongPolls:
         fields = [field for field in unnamed(answer.fields) if field[0].lower() not in dropped]
         self._context.telemetry.edge_requests.add("long-poll", outcome, answer.status)
         cursor = b"" if _is_closed(answer) else self._cursor(reading)
-        exchange.respond(answer.status, response_lines(fields, cursor, cache_line(outcome)), answer.body)
+        head = response_lines(fields, cursor, reading.start_line, cache_line(outcome))
+        exchange.respond(answer.status, head, answer.body)
 
     def _idle(self, exchange: Exchange, reading: Reading, channel: Channel, outcome: str) -> None:
         """The time is up. Up to date is only who has all there is, as far as that is known."""
         head = line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
+        head += reading.start_line
         head += line("Stream-End-Offset", max(channel.end, reading.offset))
         head += wait_limit_lines(reading.query, self._context.limits.long_poll_max_ms)
         if channel.connected and channel.end <= reading.offset:

@@ -29,7 +29,7 @@ TABLE: Final[dict[str, Metric]] = {
         _row("received_bytes", "counter", "Bytes received from clients."),
         _row("sent_bytes", "counter", "Bytes sent to clients."),
         _row("body_bytes", "gauge", "Bytes of request bodies that wait for their upstream."),
-        _row("clients", "gauge", "Live readers, by mode.", ("mode",)),
+        _row("clients", "gauge", "Live readers, by mode; held: waiting for a lost upstream.", ("mode",)),
         _row("channels", "gauge", "Streams that are followed, each on one upstream socket."),
         _row("private_sockets", "gauge", "Upstream sockets of single readers."),
         _row("ring_bytes", "gauge", "Recent batches held for readers."),

@@ -16,7 +16,7 @@ from tailrace.edge.cache import Slice
 from tailrace.edge.channel import GOING_AWAY, GONE, NOT_ALLOWED, OVERLOADED, Channel, Piece
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.doorbell import Doorbell
-from tailrace.edge.feed import RefusedError
+from tailrace.edge.feed import RefusedError, is_passing
 from tailrace.edge.gate import Caller
 from tailrace.errors import TailraceError
 from tailrace.net.live_wires import Wire
@@ -426,7 +426,7 @@ class LiveReader:
 def _may_pass(error: Exception) -> bool:
     """Whether a failure is one of an upstream that is lost, or cannot answer for now."""
     if isinstance(error, RefusedError):
-        return error.refusal.status == 429 or error.refusal.status >= 500
+        return is_passing(error.refusal.status)
     if isinstance(error, TailraceError):
         return error.code == "unavailable" and not isinstance(error, RetypedError)
     return isinstance(error, UpstreamLostError)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tailrace import __version__, descriptors, turns
+from tailrace import __version__, descriptors, private_files, turns
 from tailrace.auth import bind_check
 from tailrace.clock import SYSTEM_CLOCK
 from tailrace.edge.app import EdgeApp
@@ -26,6 +26,7 @@ from tailrace.edge.context import EdgeContext
 from tailrace.edge.disk import DiskCache
 from tailrace.edge.facts import FactBook
 from tailrace.edge.gate import Gate
+from tailrace.edge.held_streams import HeldStreams
 from tailrace.edge.live import Live
 from tailrace.edge.long_poll import LongPolls
 from tailrace.edge.metrics import EdgeTelemetry
@@ -48,7 +49,7 @@ from tailrace.settings_sources import unknown_variables
 
 logger = logging.getLogger("tailrace.edge")
 
-MODES = ("long-poll", "sse", "ws")
+MODES = ("long-poll", "sse", "ws", "held")
 # How often keys and revocations are looked at again.
 IDENTITIES_S = 1.0
 
@@ -57,6 +58,7 @@ def run(settings: Settings) -> int:
     """`tailrace edge`: the exit code of an edge's whole life."""
     settings = listening(settings)
     bind_check(settings)
+    private_files.close_process()
     configure(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests)
     for told in unknown_variables(os.environ):
@@ -139,8 +141,9 @@ class Edge:
         self.revoked: Revoked | None = None
         if self.gate.verifier is not None:
             self.revoked = Revoked(context, self.gate.verifier.book, self._recheck)
+        self.held = HeldStreams(context, self.channels, self.book)
         self.app = EdgeApp(
-            context, self.gate, self.book, self.slices, self.live, self.long_polls, self._on_write
+            context, self.gate, self.book, self.slices, self.live, self.long_polls, self.held, self._on_write
         )
         self.upstreams.deployments.on_change = self._on_other_server
         self._http: IntakeServer | None = None

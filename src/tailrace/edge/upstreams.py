@@ -94,6 +94,14 @@ class Upstream:
             if self.doubted_at is not None:
                 await asyncio.shield(self._look())
 
+    async def look_now(self) -> bool:
+        """Whether it answers: by a look that begins now, or by one under way if that goes well."""
+        looks_under_way = self._looking is not None and not self._looking.done()
+        await asyncio.shield(self._look())
+        if self.doubted_at is not None and looks_under_way:
+            await asyncio.shield(self._look())
+        return self.doubted_at is None and not self.wrong
+
     def _look(self) -> asyncio.Task[None]:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self.check())
@@ -105,7 +113,8 @@ class Upstream:
         for pool in self.pools:
             pool.close()
 
-    def _doubt(self) -> None:
+    def doubt(self) -> None:
+        """It did not answer as it should; the next good look at it ends the doubt."""
         if self.doubted_at is None:
             self.doubted_at = self._time()
 
@@ -118,7 +127,7 @@ class Upstream:
 
     def note_failed(self, now: float) -> None:
         """A connection could not be made or broke."""
-        self._doubt()
+        self.doubt()
         self._failures = min(self._failures + 1, 10)
         self._lost_at.append(now)
         if len(self._lost_at) == FAILED_CONNECTS_MAX and now - self._lost_at[0] <= FAILED_CONNECTS_S:
@@ -140,7 +149,7 @@ class Upstream:
                 self._lost_at.clear()
                 self._set_health(True)
         else:
-            self._doubt()
+            self.doubt()
             self._good_checks = 0
             self._bad_checks += 1
             if self._bad_checks >= FAILED_CHECKS_MAX or not self.reached:

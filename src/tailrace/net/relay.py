@@ -36,6 +36,7 @@ GRACE_S = 10.0
 PEER, SCHEME, REPEATED = b"tailrace-peer", b"tailrace-scheme", b"tailrace-repeated"
 HOPS, ALONE = b"tailrace-hops", b"tailrace-alone"
 OURS = frozenset((PEER, SCHEME, REPEATED, HOPS, ALONE))
+_EVENT_STREAM = b"text/event-stream"  # what a browser's EventSource accepts, and nothing else
 _HARMLESS = (b"GET", b"HEAD", b"OPTIONS")  # done or not, nothing changed
 _REPLACED = OURS | {b"content-length", b"transfer-encoding", b"expect"}
 
@@ -333,7 +334,10 @@ class Relay:
         if outlet is None:
             if exchange.answered:
                 return
-            if self._upstream is None or exchange.method in _HARMLESS:
+            if exchange.headers.get(b"accept") == _EVENT_STREAM:
+                # A browser's EventSource gives up for good on 503, and reconnects after a broken connection.
+                exchange.connection.transport.abort()
+            elif self._upstream is None or exchange.method in _HARMLESS:
                 self.refuse(lost())
             else:
                 # It may have been done. Whoever had asked that process itself would be left like this, too.

@@ -8,6 +8,7 @@ RESPONSE_HEADERS: tuple[str, ...] = (
     "Stream-End-Offset",
     "Stream-Earliest-Offset",
     "Stream-Cursor",
+    "Stream-Start",
     "Stream-Up-To-Date",
     "Stream-Closed",
     "Stream-TTL",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from tailrace.errors import TailraceError
-from tailrace.protocol import durations
+from tailrace.protocol import durations, offsets
 from tailrace.protocol.headers import WAIT_LIMIT, exposed, line
 
 QUERY_BYTES_CACHED = 512
@@ -73,6 +75,34 @@ def live_mode(query: dict[str, str]) -> str:
     if mode is None:
         raise TailraceError("invalid_request", "live must be long-poll, sse or ws")
     return mode
+
+
+class Start(NamedTuple):
+    """Where a read starts, as the request says it."""
+
+    offset: str | None  # None if the request names none
+    since: str | None  # of the request; used only without an offset
+    header: bytes  # the line that tells what decided, where the request names more than an offset
+
+
+def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes]) -> Start:
+    """`Last-Event-ID` decides on an event stream, then `offset`, then `since`.
+
+    A browser's `EventSource` reconnects with the URL that it was opened with, so the id of the last event
+    that it received is newer than everything in that URL. An id that is not an offset is not one of ours, and
+    is ignored, as the header is in all other modes; `Stream-Start` tells the client what was used instead.
+    """
+    offset, since = query.get("offset"), query.get("since")
+    given = headers.get(b"last-event-id") if mode == "sse" else None
+    if given:
+        try:
+            resumed = offsets.encode(*offsets.parse_position(given.decode("latin-1")))
+            return Start(resumed, since, line("Stream-Start", "last-event-id"))
+        except TailraceError:
+            pass
+    elif since is None:
+        return Start(offset, None, b"")
+    return Start(offset, since, line("Stream-Start", "since" if offset is None else "offset"))
 
 
 def routing_key(query: dict[str, str], path_key: str | None) -> str:

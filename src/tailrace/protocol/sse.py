@@ -1,4 +1,10 @@
-"""Server-sent events: how a batch and its control look on the wire."""
+"""Server-sent events: how a batch and its control look on the wire.
+
+Both events of a pair have the offset behind the batch as their `id`. A browser's `EventSource` keeps the id
+of the last event that it dispatched and sends it as `Last-Event-ID` when it reconnects, so a connection that
+ends anywhere, also between data and control, neither loses nor repeats a batch. The `id` line comes last in
+an event: clients that match the text of an event expect `data:` right behind `event:`.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +13,25 @@ import re
 
 import orjson
 
+# The header lines that every event stream begins with.
+EVENT_STREAM = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
-def text_event(payload: bytes) -> bytes:
+def text_event(payload: bytes, next_offset: str) -> bytes:
     """A data event; cut at CR as well as LF, or a payload could open an event of its own."""
+    end = b"id: %b\n\n" % next_offset.encode()
     if b"\n" not in payload and b"\r" not in payload:
         # Parsers strip one leading space, so a line that begins with one gets another.
-        return b"event: data\ndata:" + (b" " if payload.startswith(b" ") else b"") + payload + b"\n\n"
+        return b"event: data\ndata:" + (b" " if payload.startswith(b" ") else b"") + payload + b"\n" + end
     lines = _LINE_END.split(payload)
     body = b"".join(b"data:" + (b" " if line.startswith(b" ") else b"") + line + b"\n" for line in lines)
-    return b"event: data\n" + body + b"\n"
+    return b"event: data\n" + body + end
 
 
-def base64_event(payload: bytes) -> bytes:
-    return b"event: data\ndata:" + base64.b64encode(payload) + b"\n\n"
+def base64_event(payload: bytes, next_offset: str) -> bytes:
+    return b"event: data\ndata:%b\nid: %b\n\n" % (base64.b64encode(payload), next_offset.encode())
 
 
 def control_event(next_offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
@@ -34,7 +43,7 @@ def control_event(next_offset: str, cursor: str, up_to_date: bool, closed: bool)
         fields += f',"streamCursor":"{cursor}"'
     if up_to_date:
         fields += ',"upToDate":true'
-    return f"event: control\ndata:{{{fields}}}\n\n".encode()
+    return f"event: control\ndata:{{{fields}}}\nid: {next_offset}\n\n".encode()
 
 
 def ws_data(payload: bytes, text: bool) -> bytes:

@@ -8,6 +8,7 @@ import secrets
 import time
 from pathlib import Path
 
+from tailrace import private_files
 from tailrace.errors import TailraceError
 
 VERSION = 1
@@ -22,7 +23,7 @@ class DataDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.mkdir(parents=True, exist_ok=True, mode=private_files.DIRECTORY_MODE)
             sync_directory(path.parent)
         except OSError as error:
             raise TailraceError(
@@ -93,7 +94,7 @@ def write_durably(file: Path, text: str) -> None:
 
 def make_directory(path: Path) -> None:
     """Made if it is not there, and there after a crash: what is synced inside it counts on that."""
-    path.mkdir(parents=True, exist_ok=True)
+    private_files.make_directory(path)
     sync_directory(path.parent)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from tailrace import private_files
 from tailrace.store.object_book import stream_of
 
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")
@@ -62,7 +63,7 @@ class DiskCache:
 
     def scan(self) -> list[Part]:
         """What an earlier run left behind, the oldest first. Whatever is not a whole part is removed."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        private_files.make_directory(self.directory)
         found: list[tuple[int, Part]] = []
         for entry in os.scandir(self.directory):
             status = entry.stat()

@@ -15,6 +15,8 @@ from typing import Final, NamedTuple, Protocol, cast
 
 import apsw
 
+from tailrace import private_files
+
 logger = logging.getLogger("tailrace.watch")
 
 VERSION: Final = 3
@@ -141,6 +143,8 @@ def _pieces(ids: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _open(path: Path) -> tuple[apsw.Connection, Execute]:
+    for suffix in ("", "-wal", "-shm"):
+        private_files.close(path.with_name(path.name + suffix), private_files.FILE_MODE)
     connection = apsw.Connection(str(path))
     connection.set_busy_timeout(10_000)
     execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace import descriptors
+from tailrace import descriptors, private_files
 from tailrace.api import serve as single
 from tailrace.auth.verifier import identity_path
 from tailrace.errors import TailraceError
@@ -43,6 +43,7 @@ STOP_S: Final = 10.0  # beyond the time that draining may take
 
 def run(settings: Settings) -> int:
     """The exit code of a server's whole life."""
+    private_files.close_process()
     configure(settings.log_level, settings.log_format)
     for told in unknown_variables(os.environ):
         logger.warning(told)

@@ -35,6 +35,10 @@ _HEADERS: Final[dict[str, tuple[str, Json]]] = {
     "Stream-Earliest-Offset": ("where the stream begins", OFFSET),
     "Stream-Cursor": ("to be sent as `cursor` with the next live read", STRING),
     "Stream-Wait-Limit-Ms": ("the longest wait; the one asked for was longer", COUNT),
+    "Stream-Start": (
+        "what decided where the answer starts, if the request named more than an offset",
+        {"enum": ["last-event-id", "offset", "since"]},
+    ),
     "Stream-Up-To-Date": ("the answer reaches the tail", TRUE),
     "Stream-Closed": ("the end of a closed stream: nothing will follow", TRUE),
     "Stream-TTL": ("idle seconds after which the stream expires", COUNT),
@@ -94,7 +98,15 @@ PARAMETERS: Final[Json] = {
         "Read what comes after it: an offset from an answer, `-1` for the start, `now` for the tail.",
         {"anyOf": [{"enum": ["-1", "now"]}, OFFSET]},
     ),
-    "since": query("since", "Start at the first entry of this time or later: RFC 3339 or Unix nanoseconds."),
+    "since": query(
+        "since",
+        "Start at the first entry of this time or later: RFC 3339 or Unix nanoseconds. `offset` wins.",
+    ),
+    "last-event-id": param(
+        "header",
+        "Last-Event-ID",
+        "With `live=sse`: the `id` of the last event that was received. It is used instead of `offset`.",
+    ),
     "filter": query(
         "filter",
         "Only entries that match; JSON streams with a search configuration.",

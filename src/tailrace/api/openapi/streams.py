@@ -52,8 +52,9 @@ _ENTRIES: Final[Json] = {
 }
 
 _EVENTS: Final = (
-    'event: data\ndata:[{"id":1}]\n\n'
-    'event: control\ndata:{"streamNextOffset":"00000000000000000004000000","upToDate":true}\n\n'
+    'event: data\ndata:[{"id":1}]\nid: 00000000000000000004000000\n\n'
+    'event: control\ndata:{"streamNextOffset":"00000000000000000004000000","upToDate":true}\n'
+    "id: 00000000000000000004000000\n\n"
 )
 
 
@@ -165,12 +166,15 @@ def _append() -> Json:
 
 
 def _read(identifier: str, about: str) -> Json:
-    common = ("Stream-Closed", "Stream-Earliest-Offset", "Stream-Cursor", "ETag", "Cache-Control", *_FILTERED)
+    common = (
+        *("Stream-Closed", "Stream-Earliest-Offset", "Stream-Cursor", "Stream-Start"),
+        *("ETag", "Cache-Control", *_FILTERED),
+    )
     page = headers(
         *common, "Stream-Next-Offset", "Stream-End-Offset", "Stream-Up-To-Date", "Stream-SSE-Data-Encoding"
     )
     idle = headers(
-        *("Stream-Closed", "Stream-Cursor", "Stream-Up-To-Date", "Stream-Earliest-Offset"),
+        *("Stream-Closed", "Stream-Cursor", "Stream-Start", "Stream-Up-To-Date", "Stream-Earliest-Offset"),
         "Stream-Wait-Limit-Ms",
         always=("Stream-Next-Offset", "Stream-End-Offset"),
     )
@@ -200,7 +204,7 @@ def _read(identifier: str, about: str) -> Json:
             *params("offset", "since", "filter", "live", "timeout", "timeout_ms", "cursor", "format"),
             *params("max_bytes", "max_entries"),
             *keyed,
-            *params("if-none-match"),
+            *params("if-none-match", "last-event-id"),
         ],
         more="A live read names an `offset` or `since`. With `live=ws` the answer is a WebSocket.",
     )

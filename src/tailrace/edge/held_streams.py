@@ -1,0 +1,149 @@
+"""Event streams that are requested while their upstream does not answer.
+
+A browser's `EventSource` gives up for good when it gets any status but 200; after a 200 that ends it
+reconnects by itself, with the id of the last event that it received. So an event stream that the edge knows
+is answered with 200 and comments until the upstream is back or the hold is over, and then ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tailrace.edge.channels import Channels
+from tailrace.edge.context import EdgeContext
+from tailrace.edge.facts import FactBook
+from tailrace.edge.gate import Caller
+from tailrace.edge.headers import cache_line
+from tailrace.edge.upstreams import Upstream
+from tailrace.errors import TailraceError
+from tailrace.net.http1 import Exchange, Outlet
+from tailrace.protocol.query import live_mode, parse_query
+from tailrace.protocol.sse import EVENT_STREAM, KEEP_ALIVE
+
+TICK_S = 0.5
+# How long a browser waits before it reconnects, chosen at random for each: they do not all come at once.
+RETRY_MS = (1000, 3000)
+KNOWN_MAX = 100_000
+DIGEST_BYTES = 16
+REALTIME = b"/realtime/sse"
+REPLICATION = b"/replication/v1/databases/"
+
+FindUpstream = Callable[[], Upstream]
+
+
+@dataclass(slots=True)
+class Held:
+    """One response that waits for its upstream."""
+
+    find_upstream: FindUpstream
+    until: float  # loop time
+    silent_since: float
+
+
+class HeldStreams:
+    """Which event streams are known, and the responses that wait."""
+
+    def __init__(self, context: EdgeContext, channels: Channels, book: FactBook) -> None:
+        self._context = context
+        self._clients = channels.clients
+        self._book = book
+        # Forwarded event streams that an upstream has answered with 200, the most recent last.
+        self._answered: OrderedDict[bytes, None] = OrderedDict()
+        self._held: dict[Outlet, Held] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note_answered(self, exchange: Exchange) -> None:
+        """An upstream has answered a forwarded request with an event stream."""
+        digest = _digest(exchange)
+        self._answered[digest] = None
+        self._answered.move_to_end(digest)
+        if len(self._answered) > KNOWN_MAX:
+            self._answered.popitem(last=False)
+
+    def knows(self, exchange: Exchange, name: str, caller: Caller) -> bool:
+        """Whether a request is for an event stream that exists, as far as the edge can tell.
+
+        A client that sends `Last-Event-ID` has received events before, maybe before this edge was started.
+        """
+        if exchange.headers.get(b"last-event-id") or _digest(exchange) in self._answered:
+            return True
+        return caller.shared and bool(name) and self._book.knows(name)
+
+    def hold(self, exchange: Exchange, find_upstream: FindUpstream) -> None:
+        """Answers with an event stream that has no events."""
+        context, now = self._context, self._context.loop.time()
+        try:
+            find_upstream().doubt()  # only a health check that begins from now on says that it is back
+        except TailraceError:
+            pass  # no upstream is usable
+        outlet = exchange.open_stream(200, EVENT_STREAM + cache_line("BYPASS"))
+        context.telemetry.edge_requests.add("sse", "BYPASS", 200)
+        if outlet.closed:
+            return
+        retry_ms = random.randint(*RETRY_MS)  # noqa: S311 - spreads load
+        outlet.write(b": upstream unavailable, waiting for it\nretry: %d\n\n" % retry_ms)
+        self._held[outlet] = Held(find_upstream, now + context.limits.edge_hold_ms / 1000, now)
+        self._clients["held"] += 1
+        outlet.on_gone = lambda: self._forget(outlet)
+        if self._timer is None:
+            self._timer = context.loop.call_later(TICK_S, self._tick)
+
+    def end_all(self) -> None:
+        """Shutdown: the clients reconnect elsewhere."""
+        for outlet in tuple(self._held):
+            self._end(outlet)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = self._context.loop.time()
+        keep_alive_s = self._context.limits.sse_keep_alive_ms / 1000
+        for outlet, held in tuple(self._held.items()):
+            if now >= held.until or _is_back(held.find_upstream):
+                self._end(outlet)
+            elif now - held.silent_since >= keep_alive_s:
+                held.silent_since = now
+                outlet.write(KEEP_ALIVE)
+        if self._held:
+            self._timer = self._context.loop.call_later(TICK_S, self._tick)
+
+    def _end(self, outlet: Outlet) -> None:
+        self._forget(outlet)
+        outlet.end()
+
+    def _forget(self, outlet: Outlet) -> None:
+        if self._held.pop(outlet, None) is not None:
+            self._clients["held"] -= 1
+
+
+def is_event_stream(exchange: Exchange, is_stream: bool) -> bool:
+    """Whether a request is one of a browser's `EventSource`; `is_stream` if its path names a stream."""
+    if exchange.method != b"GET":
+        return False
+    if not is_stream:
+        path = exchange.path
+        return path == REALTIME or (path.startswith(REPLICATION) and path.endswith(b"/stream"))
+    try:
+        return live_mode(parse_query(exchange.query)) == "sse"
+    except TailraceError:
+        return False
+
+
+def _is_back(find_upstream: FindUpstream) -> bool:
+    try:
+        upstream = find_upstream()
+    except TailraceError:
+        return False
+    return upstream.usable and upstream.doubted_at is None
+
+
+def _digest(exchange: Exchange) -> bytes:
+    """Of what decides the answer. The query may have a ticket in it: only its digest is kept."""
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (exchange.path, exchange.query, exchange.headers.get(b"authorization", b"")):
+        hashed.update(b"%d:%b" % (len(part), part))
+    return hashed.digest()
