@@ -144,9 +144,12 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
     assert reply.headers["search-indexed-segments"] == "3"
     sums = call("POST", "ev/_aggregate", SUMS).body["coverage"]
     assert (sums["used_rollups"], sums["indexed_segments"]) == (True, 3)
-    listed = call("GET", "ev/_routing_keys?limit=2").body["coverage"]
+    page = call("GET", "ev/_routing_keys?limit=2").body
+    listed = page["coverage"]
     assert listed["indexed_segments"] >= 2, "the hot store may not have heard of the last one yet"
     assert listed["scanned_uploaded_segments"] == 0
+    for step in ("run_get", "decode", "enumerate", "merge"):
+        assert page["timing"][f"lexicon_{step}_ms"] > 0, page["timing"]
     described = Described(server.port)
     for body in SEARCHES:
         described.call("POST /v1/stream/{name}/_search", body, name="ev")
