@@ -45,11 +45,14 @@ class Guard:
         self._clock = clock
         self._bytes_max = limits.append_body_bytes
         self._key_bytes_max = limits.key_bytes
+        # Streams with documents that were appended to, for the tail index, which takes and empties the set.
+        self.grown: set[Stream] = set()
         self._canonical: WeakKeyDictionary[Contract, Profile] = WeakKeyDictionary()
         self.profiles = Profiles()
 
     def check(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
         """Brings the entries into the form in which they are stored, or refuses them; gives their keys."""
+        self.grown.add(stream)
         profile = self.profiles.of(stream.documents)
         if not profile.checks:
             return self._contracts.guard(request, stream)
@@ -97,6 +100,7 @@ class Guard:
         """
         if self.profiles.of(stream.documents) is not profile:
             return self.check(request, stream)  # it was changed meanwhile: they are looked at again
+        self.grown.add(stream)
         contract = self._contracts.of(stream.documents)
         if contract is None or (not contract.has_rule and self._writes_valid(profile, contract)):
             return [self._key(key, request, index) for index, key in enumerate(defaults)]

@@ -99,6 +99,13 @@ class Searcher:
                 self._segments.popitem(last=False)
         return found
 
+    async def follow(self, stream: Stream, view: View) -> None:
+        """Indexes rows that have arrived, unless built indexes answer for them already."""
+        covered = 0
+        if self.library is not None and await self.library.spans(stream, view):
+            covered = self.library.covered(stream)
+        self.tail.follow(stream, view, covered)
+
     async def search(self, stream: Stream, view: View, request: SearchRequest, deadline: float) -> Outcome:
         """`deadline` is a time of the monotonic clock."""
         run = _Run(self, stream, view, request, deadline)
