@@ -174,7 +174,8 @@ def test_a_schema_needs_a_json_stream_without_entries(http: Wire) -> None:
     assert message(update(http, name, {"schema": V1})) == (
         400,
         "invalid_request",
-        "first schema requires empty stream",
+        "first schema requires empty stream; with ?adopt=true (--adopt) the entries that are there "
+        "are checked, and the schema holds from the first one on",
     )
     text = fresh("schema")
     http.put(text, "text/plain")

@@ -30,6 +30,7 @@ from tailrace.api.proxies import proxies_of
 from tailrace.api.rates import IdentityRates
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
+from tailrace.api.schema_adoption import Adoptions
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
@@ -74,9 +75,10 @@ class TailraceApp:
         self.filtered = self.reads.filtered
         self.guard = Guard(self.live.contracts, context.clock, context.limits)
         self._streams = StreamRoutes(context, self.guard)
-        self.schema = SchemaRoutes(context, self.live)
+        self.adoptions = Adoptions(context, self.guard.candidates)
+        self.schema = SchemaRoutes(context, self.live, self.adoptions)
         self.touch = TouchRoutes(context)
-        self.profile = ProfileRoutes(context, self.live, self.touch.reset)
+        self.profile = ProfileRoutes(context, self.live, self.touch.reset, self.adoptions)
         self.otlp = OtlpRoutes(context, self.guard)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
@@ -163,6 +165,7 @@ class TailraceApp:
             self.watch.end_live()
         if self.hub is not None:
             self.hub.end_live()
+        self.adoptions.end_all()
         self.otlp.close()
 
     def recheck(self, stands: Callable[[Identity], bool]) -> int:

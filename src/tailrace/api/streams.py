@@ -186,7 +186,7 @@ class StreamRoutes:
         """What a fork has of its source's documents; its first entries have to pass them."""
         documents = source.documents or {}
         if initial is not None:
-            keys = self._guard.check(initial, source)
+            keys = self._guard.judge(initial, source)
             initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
         if SCHEMA in documents:
