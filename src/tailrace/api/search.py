@@ -25,6 +25,7 @@ from tailrace.log.segment_list import read_segments
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
 from tailrace.query.chunk_process import ChunkProcess
+from tailrace.query.context_fields import with_context_fields
 from tailrace.query.execute import Searcher
 from tailrace.query.gate import Gate
 from tailrace.query.page import body_of, headers_of
@@ -151,6 +152,7 @@ class SearchRoutes:
         documents = stream.visible_documents
         document = None if documents is None else documents.get(SCHEMA)
         view = None if document is None else view_of(document)
+        view = None if view is None else with_context_fields(view, asked.q)
         request = bind_request(
             asked, None if view is None else view.config, self._context.limits.search_timeout_ms
         )
