@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.query.dialect import SEARCH
+from tailrace.query.dialect import SEARCH, Dialect
 from tailrace.query.parser import And, Compare, Node, Not, Or, parse
 from tailrace.query.values import converter
 from tailrace.query.view import View
@@ -26,12 +26,12 @@ _KINDS: Final[tuple[Kind, ...]] = ("float", "bool")
 _VIEWS_KEPT: Final = 64
 
 
-def with_context_fields(view: View, text: str) -> View:
-    """The view that has the fields of `context` which a search asks for; the same one if there are none."""
+def with_context_fields(view: View, text: str, dialect: Dialect = SEARCH) -> View:
+    """The view that has the fields of `context` which a query asks for; the same one if there are none."""
     if view.config.profile != PROFILE or PREFIX not in text:
         return view
     try:
-        tree = parse(text, SEARCH)
+        tree = parse(text, dialect)
     except TailraceError:
         return view  # refused when it is bound, in the usual order
     kinds: dict[str, Kind] = {}
@@ -40,8 +40,8 @@ def with_context_fields(view: View, text: str) -> View:
             continue
         kind = _kind_of(clause)
         if kinds.setdefault(clause.name, kind) != kind:
-            raise SEARCH.refuse(
-                f"search field {shown(clause.name)} is asked for by values of two kinds; quote a number "
+            raise dialect.refuse(
+                f"{dialect.field} {shown(clause.name)} is asked for by values of two kinds; quote a number "
                 "that is meant as text"
             )
     return _extended(view, tuple(sorted(kinds.items()))) if kinds else view
