@@ -145,7 +145,7 @@ object per line, errors included, for scripts.
 | 0 | done |
 | 1 | refused, or not found |
 | 2 | wrong usage, or a setting that cannot be used |
-| 3 | no server answers |
+| 3 | no server answers, or an answer is incomplete: some rows were not examined in time |
 """
 
 

@@ -87,6 +87,13 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_ms: Annotated[
         Millis, Meta(description="Time for one request before it is answered with 408.")
     ] = 5000
+    adopt_ms: Annotated[
+        Millis,
+        Meta(
+            description="Time to check the entries of a stream that adopts a schema or profile, for a client "
+            "that follows the progress."
+        ),
+    ] = 3_600_000
     append_ms: Annotated[Millis, Meta(description="Time an append may wait for its commit.")] = 3000
     append_wait_ms: Annotated[
         MillisOrNone,

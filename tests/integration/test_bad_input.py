@@ -177,8 +177,8 @@ PROFILES: dict[str, tuple[Any, str]] = {
         "profile.redactKeys must have at most 64",
     ),
     "limits": (
-        {"profile": {"kind": "otel-traces", "otlpLimits": {"maxSpans": 10**9}}},
-        "profile.otlpLimits.maxSpans: ",
+        {"profile": {"kind": "otel-traces", "otlpLimits": {"maxSpansPerRequest": 10**9}}},
+        "profile.otlpLimits.maxSpansPerRequest: ",
     ),
 }
 

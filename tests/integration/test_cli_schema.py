@@ -46,6 +46,14 @@ def test_a_schema_is_set_evolved_and_shown(server: ServerProcess, tmp_path: Path
     refused = on("schema", "set", stream, "--schema", file("v1.json", V1))
     assert (refused.code, "first schema requires empty stream" in refused.err) == (1, True)
 
+    refused = on("schema", "set", stream, "--schema", file("v1.json", V1), "--adopt")
+    assert (refused.code, "does not fit" in refused.err) == (1, True)
+    adopted = on("schema", "set", stream, "--schema", file("any.json", {}), "--adopt", "--json")
+    assert (adopted.code, adopted.rows[0]["boundaries"]) == (0, [{"offset": 0, "version": 1}])
+    on("append", "cli/changes", "1", "--create")
+    refused = on("profile", "set", "cli/changes", "state-protocol", "--adopt")
+    assert (refused.code, "state-protocol records must be JSON objects" in refused.err) == (1, True)
+
     stream = "cli/schema/evolved"
     http = Wire(server.port)
     assert http.put(stream, "application/json").status == 201

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -72,8 +73,10 @@ def test_nothing_found_no_time_and_refusals(server: ServerProcess) -> None:
     assert (nothing.code, nothing.out) == (0, "")
     assert "0 of 0 in " in nothing.err
     hasty = search(server, "failed", "--timeout-ms", "0")
-    assert hasty.code == 0
-    assert "incomplete: 6 rows were not looked at" in hasty.err
+    assert hasty.code == 3
+    assert "INCOMPLETE ANSWER: 6 rows were not examined in time" in hasty.err.splitlines()[-1]
+    told = json.loads(search(server, "failed", "--timeout-ms", "0", "--json").err.splitlines()[-1])
+    assert told["error"]["code"] == "incomplete"
     refused = search(server, "nobody:x")
     assert refused.code == 1
     assert "unknown search field nobody" in refused.err

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, get_ident
+from threading import Barrier
 from typing import Any
 
 import pytest
 
+from support.builder import Builder
 from support.calls import Caller, eventually
 from support.described import Described
-from support.offers import SEARCH, FakePipeline, fill, head_of, plan, planned, seal, uncovered
+from support.offers import SEARCH, fill, head_of, plan, planned, seal, uncovered
 from support.server import ServerProcess
-from tailrace.pipeline.kernels.parquet import Built
-from tailrace.pipeline.kernels.segment import BuildRequest, build_segment
-from tailrace.query.family_format import companion_name
-from tailrace.query.index_plan import load_plan
 
 ROWS = 40
 SEGMENTS, BUILDERS = 4, 3
@@ -32,65 +27,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     process.start()
     yield process
     process.stop()
-
-
-class Builder(FakePipeline):
-    """Publishes what the kernels build."""
-
-    def publish_all(self, name: str) -> list[Path]:
-        """Builds and publishes companions of every segment that lacks them; answers their files."""
-        shown, made = plan(self.call, name), list[Path]()
-        stored = load_plan((self.objects / shown["plan"]["object"]).read_bytes())
-        prefix = shown["manifest"]["object"].removesuffix("manifest.json")
-        for one in uncovered(shown):
-            with tempfile.TemporaryDirectory() as directory:
-                request = BuildRequest(
-                    shown["stream_id"],
-                    one["first"],
-                    one["last"],
-                    one["rows"],
-                    one["sha256"],
-                    frozenset(one["families"]),
-                    stored,
-                    Path(directory),
-                )
-                built = build_segment((self.objects / one["object"]).read_bytes(), request)
-            added: list[dict[str, Any]] = []
-            for file in built:
-                sha256 = hashlib.sha256(file.data).hexdigest()
-                key = prefix + companion_name(
-                    stored.plan.hash, file.family, one["first"], one["last"], sha256
-                )
-                path = self.objects / key
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Whole or not at all, as in a bucket: others may be at the same.
-                unfinished = path.with_name(f"{path.name}.{get_ident()}")
-                unfinished.write_bytes(file.data)
-                unfinished.rename(path)
-                made.append(path)
-                added.append(self.added(file, key, sha256, one))
-            body = {
-                "stream_id": shown["stream_id"],
-                "job": "companions",
-                "plan_hash": shown["plan"]["hash"],
-                "inputs": [{"object": one["object"], "sha256": one["sha256"]}],
-                "add": added,
-            }
-            reply = self.publish(body)
-            assert reply.status == 200, reply.body
-        return made
-
-    def added(self, file: Built, key: str, sha256: str, segment: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "family": file.family,
-            "first": segment["first"],
-            "last": segment["last"],
-            "rows": file.rows,
-            "object": key,
-            "bytes": len(file.data),
-            "sha256": sha256,
-            "stats": dict(file.stats),
-        }
 
 
 SEARCHES: list[dict[str, Any]] = [
@@ -144,9 +80,12 @@ def test_p8_m3_answers_do_not_change_when_companions_come_and_go(server: ServerP
     assert reply.headers["search-indexed-segments"] == "3"
     sums = call("POST", "ev/_aggregate", SUMS).body["coverage"]
     assert (sums["used_rollups"], sums["indexed_segments"]) == (True, 3)
-    listed = call("GET", "ev/_routing_keys?limit=2").body["coverage"]
+    page = call("GET", "ev/_routing_keys?limit=2").body
+    listed = page["coverage"]
     assert listed["indexed_segments"] >= 2, "the hot store may not have heard of the last one yet"
     assert listed["scanned_uploaded_segments"] == 0
+    for step in ("run_get", "decode", "enumerate", "merge"):
+        assert page["timing"][f"lexicon_{step}_ms"] > 0, page["timing"]
     described = Described(server.port)
     for body in SEARCHES:
         described.call("POST /v1/stream/{name}/_search", body, name="ev")

@@ -55,6 +55,13 @@ def test_the_groups_of_server_details(http: Wire) -> None:
     )
     assert set(memory["high_water"]["rss_bytes"]) == {"value", "at"}
     assert memory["sqlite"]["available"] is True
+    # Python and its libraries alone are some MiB of mapped files.
+    mapped = memory["subsystems"]["mapped_files"]["resident_bytes"]
+    assert memory["process_breakdown"]["mapped_file_bytes"] > MIB
+    assert memory["totals"]["mapped_file_bytes"] == mapped > MIB
+    assert memory["gc"]["collections"] >= 0
+    assert memory["gc"]["frozen_objects"] > 10_000
+    assert (memory["gc"]["forced_collections"], memory["gc"]["last_forced_at"]) == (0, None)
 
 
 def test_the_groups_of_mem(http: Wire) -> None:

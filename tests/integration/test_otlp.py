@@ -234,7 +234,8 @@ def test_the_profile_comes_before_data_and_needs_json(http: Wire) -> None:
     name = fresh("otlp")
     http.put(name, JSON, "[1]")
     answer = http.post(f"{name}/_profile", JSON, PROFILE)
-    assert answer.json["error"]["message"] == "otel-traces profile must be installed before appending data"
+    message = answer.json["error"]["message"]
+    assert message.startswith("otel-traces profile must be installed before appending data; with ?adopt=true")
     plain = fresh("otlp")
     http.put(plain, "text/plain")
     answer = http.post(f"{plain}/_profile", JSON, PROFILE)

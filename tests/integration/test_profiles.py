@@ -149,7 +149,8 @@ def test_metrics_may_come_to_a_stream_with_data_and_events_may_not(http: Wire) -
     name = created(http)
     http.post(name, JSON, "[1,2]")
     assert message(profile(http, name, "evlog")) == refused(
-        "evlog profile must be installed before appending data"
+        "evlog profile must be installed before appending data; with ?adopt=true (--adopt) the "
+        "entries that are there are checked, and the profile holds from the first one on"
     )
     assert profile(http, name, "metrics").status == 200
     registry = http.get(f"{name}/_schema").json

@@ -281,6 +281,23 @@ def test_r2_m2_what_was_acknowledged_is_found_at_once_while_others_append(http: 
         writer.join()
 
 
+def test_rows_are_indexed_as_they_arrive(http: Wire) -> None:
+    """A search would have to scan what nothing has indexed, and of much it cannot scan all in its time."""
+    name = stream(http)
+    for batch in range(20):
+        records = [{**A, "id": f"id{1000 * batch + number}"} for number in range(1000)]
+        assert http.post(name, JSON, json.dumps(records)).status == 204
+
+    def indexed() -> int:
+        return http.get(f"{name}/_index_status").json["tail_index"]["rows"]
+
+    assert eventually(indexed, lambda rows: rows > 20_000 - 8192) <= 20_000
+    answer = ask(http, name, q="id:id777")
+    assert (ids(answer), answer.json["total"]) == (["id777"], {"value": 1, "relation": "eq"})
+    assert answer.json["coverage"]["complete"] is True
+    assert answer.json["coverage"]["decoded_records"] <= 8192, "the others are in the index"
+
+
 def test_r5_q2_wide_prefixes_phrases_and_every_sort(http: Wire) -> None:
     records = [{"id": f"req_{n:05}", "status": n, "message": f"word{n} shared tail"} for n in range(5000)]
     name = stream(http, *records)

@@ -7,6 +7,7 @@ from collections import Counter
 
 from conftest import StartServer
 from support.calls import Caller, Reply
+from support.edge import StartEdge
 from support.server import ServerProcess
 from tailrace.auth import create_token
 
@@ -47,6 +48,34 @@ def test_phases_of_each_kind_of_request(start_server: StartServer) -> None:
     idle = call("GET", f"a?offset={tail}&live=long-poll&timeout_ms=50")
     assert idle.status == 204
     assert phases(idle) == ["wait", "total"]
+
+
+def durations_ms(reply: Reply) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in re.findall(r"([a-z-]+);dur=([0-9.]+)", reply.headers["server-timing"])
+    }
+
+
+def test_durations_are_measured_in_microseconds(start_server: StartServer) -> None:
+    """The clock of the loop moves once a turn, by whole milliseconds: most requests took 0.000 by it."""
+    call = Caller(start_server("--server-timing"))
+    assert call("PUT", "a", headers={"Content-Type": "application/json"}).status == 201
+    timed = [durations_ms(call("POST", "a", [1])) for _ in range(20)]
+    timed += [durations_ms(call("GET", "a")) for _ in range(20)]
+    assert all(duration > 0 for phases in timed for duration in phases.values()), timed
+    assert any(phases["total"] % 1 > 0.001 for phases in timed)
+
+
+def test_durations_at_an_edge_are_measured_in_microseconds(
+    start_server: StartServer, start_edge: StartEdge
+) -> None:
+    server = start_server("--server-timing")
+    assert Caller(server)("PUT", "a", [1]).status == 201
+    call = Caller(start_edge(f"http://127.0.0.1:{server.port}", server_timing="true"))
+    timed = [durations_ms(call("GET", "a", headers={"Cache-Control": "no-cache"})) for _ in range(20)]
+    assert all(phases["edge-total"] > 0 and phases["edge-upstream"] > 0 for phases in timed), timed
+    assert any(phases["edge-total"] % 1 > 0.001 for phases in timed)
 
 
 def test_refusals_are_timed_too(start_server: StartServer) -> None:

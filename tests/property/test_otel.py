@@ -375,7 +375,7 @@ def test_spans_beyond_the_limits_are_rejected_one_by_one(media_type: str) -> Non
     request.resource_spans[0].scope_spans[0].spans.extend(
         one_span(AnyValue()).resource_spans[0].scope_spans[0].spans
     )
-    export = Export(OtlpLimits(max_spans=2))
+    export = Export(OtlpLimits(max_spans_per_request=2))
     if media_type == PROTOBUF:
         read_protobuf(request.SerializeToString(), export)
     else:
@@ -396,8 +396,8 @@ def test_too_many_resources_and_scopes_are_refused() -> None:
     for _ in range(3):
         request.resource_spans.add().scope_spans.add()
     for limits, what in (
-        (OtlpLimits(max_resource_spans=2), "more than 2 resource spans"),
-        (OtlpLimits(max_scope_spans=2), "more than 2 scope spans"),
+        (OtlpLimits(max_resource_spans_per_request=2), "more than 2 resource spans"),
+        (OtlpLimits(max_scope_spans_per_request=2), "more than 2 scope spans"),
     ):
         with pytest.raises(TailraceError, match=what):
             read_protobuf(request.SerializeToString(), Export(limits))
@@ -414,7 +414,13 @@ def test_too_many_resources_and_scopes_are_refused() -> None:
             {"observability": {"request": {"tracesStream": "x"}}},
             "profile.observability.request.tracesStream is not",
         ),
-        ({"otlpLimits": {"maxSpans": 50_001}}, "profile.otlpLimits.maxSpans: expected `int` <= 50000"),
+        (
+            {"otlpLimits": {"maxSpansPerRequest": 50_001}},
+            "profile.otlpLimits.maxSpansPerRequest: expected `int` <= 50000",
+        ),
+        ({"otlpLimits": {"maxSpans": 50_001}}, "profile.otlpLimits.maxSpans"),
+        ({"otlpLimits": {"maxSpans": 1, "maxSpansPerRequest": 2}}, "profile.otlpLimits.maxSpans is an older"),
+        ({"otlpLimits": {"maxTraces": 1}}, "profile.otlpLimits.maxTraces is not supported"),
         ({"redactKeys": [" "]}, "profile.redactKeys must not hold an empty name"),
         ({"extra": 1}, "profile.extra is not supported"),
     ],
@@ -423,6 +429,48 @@ def test_configurations_that_are_none(body: dict[str, Any], message: str) -> Non
     with pytest.raises(TailraceError) as refused:
         config_of(body)
     assert refused.value.message.startswith(message)
+
+
+DOCUMENTED_LIMITS = {
+    "maxCompressedBytes": 1 << 20,
+    "maxDecodedBytes": 2 << 20,
+    "maxResourceSpansPerRequest": 10,
+    "maxScopeSpansPerRequest": 20,
+    "maxSpansPerRequest": 30,
+    "maxAnyValueDepth": 4,
+    "maxArrayValuesPerAnyValue": 5,
+    "maxKvListValuesPerAnyValue": 6,
+}
+
+
+def test_limits_of_an_export_have_the_documented_names() -> None:
+    assert config_of({"otlpLimits": DOCUMENTED_LIMITS}).to_json()["otlpLimits"] == DOCUMENTED_LIMITS
+
+
+def test_limits_of_an_export_are_accepted_by_their_older_names() -> None:
+    older = {"maxResourceSpans": 10, "maxScopeSpans": 20, "maxSpans": 30, "maxAnyValueElements": 5}
+    assert config_of({"otlpLimits": older}).to_json()["otlpLimits"] == {
+        "maxResourceSpansPerRequest": 10,
+        "maxScopeSpansPerRequest": 20,
+        "maxSpansPerRequest": 30,
+        "maxArrayValuesPerAnyValue": 5,
+        "maxKvListValuesPerAnyValue": 5,
+    }
+
+
+def test_arrays_and_maps_of_an_attribute_have_limits_of_their_own() -> None:
+    array, members = _array([AnyValue(bool_value=True)] * 3), AnyValue()
+    for index in range(3):
+        members.kvlist_value.values.add(key=str(index), value=AnyValue(bool_value=True))
+    request = one_span(array, members)
+    for name, kept in (("maxArrayValuesPerAnyValue", dict), ("maxKvListValuesPerAnyValue", list)):
+        for read, body in ((read_protobuf, request.SerializeToString()), (read_json, as_otlp_json(request))):
+            export = Export(config_of({"otlpLimits": {name: 2}}).otlp_limits)
+            read(body, export)
+            assert export.rejected == 1
+            (span,) = export.spans
+            attributes: Any = span["attributes"]
+            assert isinstance(attributes["a"], kept)
 
 
 def test_what_is_at_its_default_is_not_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from tailrace.api import answers
@@ -29,6 +30,7 @@ from tailrace.api.proxies import proxies_of
 from tailrace.api.rates import IdentityRates
 from tailrace.api.read import ReadRoutes
 from tailrace.api.schema import SchemaRoutes
+from tailrace.api.schema_adoption import Adoptions
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.api.search import SearchRoutes
 from tailrace.api.streams import StreamRoutes, read_only
@@ -77,9 +79,10 @@ class TailraceApp:
         self.guard = Guard(self.live.contracts, context.clock, context.limits)
         self.waiting_appends = WaitingAppends(context.log, context.loop)
         self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
-        self.schema = SchemaRoutes(context, self.live)
+        self.adoptions = Adoptions(context, self.guard.candidates)
+        self.schema = SchemaRoutes(context, self.live, self.adoptions)
         self.touch = TouchRoutes(context)
-        self.profile = ProfileRoutes(context, self.live, self.touch.reset)
+        self.profile = ProfileRoutes(context, self.live, self.touch.reset, self.adoptions)
         self.otlp = OtlpRoutes(context, self.guard)
         self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
@@ -107,9 +110,7 @@ class TailraceApp:
         self._append = self._streams.append
         self._timing = settings.server_timing
         total = "total" if self._timing else None
-        self.common_headers = CommonHeaders(
-            settings.resource_policy, Origins(settings), total, context.loop.time
-        )
+        self.common_headers = CommonHeaders(settings.resource_policy, Origins(settings), total)
         self.fixed_headers = self.common_headers.fixed
 
     # -- what net asks for -------------------------------------------------------------------------------
@@ -174,6 +175,7 @@ class TailraceApp:
             self.watch.end_live()
         if self.hub is not None:
             self.hub.end_live()
+        self.adoptions.end_all()
         self.otlp.close()
 
     def recheck(self, stands: Callable[[Identity], bool]) -> int:
@@ -196,12 +198,12 @@ class TailraceApp:
     def identify(self, exchange: Exchange) -> Identity:
         if self._verifier is None:
             return self._granted(exchange)
-        begun = self._context.loop.time() if self._timing else 0.0
+        begun = time.monotonic() if self._timing else 0.0
         identity = self._verifier.verify(exchange.headers.get(b"authorization"))
         if self.rates.any:
             self.rates.take(identity, exchange)
         if self._timing:
-            add_phase(exchange, "auth", self._context.loop.time() - begun)
+            add_phase(exchange, "auth", time.monotonic() - begun)
         return identity
 
     def _granted(self, exchange: Exchange) -> Identity:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from tailrace.api.contracts import Contract, Contracts, cut
+from tailrace.api.schema_adoption import Candidate
 from tailrace.clock import Clock
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
@@ -46,10 +47,27 @@ class Guard:
         self._bytes_max = limits.append_body_bytes
         self._entry_bytes_max = limits.request_body_bytes
         self._key_bytes_max = limits.key_bytes
+        # Streams with documents that were appended to, for the tail index, which takes and empties the set.
+        self.grown: set[Stream] = set()
+        # Schemas and profiles that streams are about to adopt, by number: they see what is appended.
+        self.candidates: dict[int, Candidate] = {}
         self._canonical: WeakKeyDictionary[Contract, Profile] = WeakKeyDictionary()
         self.profiles = Profiles()
 
     def check(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
+        """As `judge`, for entries that are about to be appended."""
+        self.grown.add(stream)
+        keys = self.judge(request, stream)
+        if self.candidates:
+            self._show(request, stream)
+        return keys
+
+    def _show(self, request: AppendRequest, stream: Stream) -> None:
+        candidate = self.candidates.get(stream.number)
+        if candidate is not None:
+            candidate.see(request)
+
+    def judge(self, request: AppendRequest, stream: Stream) -> Sequence[bytes | None] | None:
         """Brings the entries into the form in which they are stored, or refuses them; gives their keys."""
         self._check_sizes(request)
         profile = self.profiles.of(stream.documents)
@@ -106,6 +124,15 @@ class Guard:
         """
         if self.profiles.of(stream.documents) is not profile:
             return self.check(request, stream)  # it was changed meanwhile: they are looked at again
+        self.grown.add(stream)
+        keys = self._judge_normal(profile, defaults, request, stream)
+        if self.candidates:
+            self._show(request, stream)
+        return keys
+
+    def _judge_normal(
+        self, profile: Profile, defaults: Sequence[str | None], request: AppendRequest, stream: Stream
+    ) -> Sequence[bytes | None]:
         contract = self._contracts.of(stream.documents)
         if contract is None or (not contract.has_rule and self._writes_valid(profile, contract)):
             return [self._key(key, request, index) for index, key in enumerate(defaults)]

@@ -53,6 +53,11 @@ def resident_bytes() -> int:
     return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
 
 
+def mapped_file_bytes() -> int:
+    """Resident pages of files, programs and libraries among them, that the process has mapped."""
+    return int(_STATM.read_text().split()[2]) * _PAGE_BYTES
+
+
 def limit_of(limits: Limits) -> int:
     """Where pressure begins; 0 if there is no limit."""
     return limits.memory_limit_bytes or int((group_limit_bytes() or 0) * 0.9)
@@ -91,6 +96,8 @@ class MemoryGuard:
         self.ticks: list[Callable[[], None]] = []  # others who have to look at something now and then
         self.high_water: dict[str, Mark] = {}
         self.pressures = 0  # times it began
+        self.collections = 0  # that were forced because memory was short
+        self.collected_ns = 0  # when that was last done
 
     def bound_sqlite(self) -> None:
         """Of all connections of this process together: SQLite takes pages of its cache before new ones."""
@@ -175,4 +182,6 @@ class MemoryGuard:
         if now_s - self._collected_s >= COLLECT_S:
             self._collected_s = now_s
             gc.collect()
+            self.collections += 1
+            self.collected_ns = self._clock.now_ns()
             self._give()

@@ -7,6 +7,7 @@ so that none of it costs an append anything.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from tailrace.api import request_log
@@ -87,7 +88,7 @@ class ObservedApp:
 
     def answered(self, exchange: Exchange, status: int, span: Span | None, commits: bool) -> None:
         if self._logs_all:
-            request_log.answered(exchange, status, exchange.connection.server.loop.time() - exchange.started)
+            request_log.answered(exchange, status, time.monotonic() - exchange.started)
         tracer = self._tracer
         if span is None or tracer is None:
             return

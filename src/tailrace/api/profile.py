@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from tailrace.api import answers
@@ -10,6 +11,7 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.api.guard import PROFILE
 from tailrace.api.live import Live
 from tailrace.api.schema import document_of, parse
+from tailrace.api.schema_adoption import Adoptions, Answer, profile_check, wants_adoption
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -20,6 +22,7 @@ from tailrace.profiles.profile import (
     Profile,
     StateProtocolProfile,
     install,
+    needs_check,
     parse_update,
     read_profile,
     to_document,
@@ -34,8 +37,13 @@ METHODS = "GET, HEAD, POST, OPTIONS"
 class ProfileRoutes:
     """A profile and what it installs become durable in one record."""
 
-    def __init__(self, context: Context, live: Live, on_changed: Callable[[Stream], None]) -> None:
+    def __init__(
+        self, context: Context, live: Live, on_changed: Callable[[Stream], None], adoptions: Adoptions
+    ) -> None:
+        self._context = context
         self._log = context.log
+        self._adoptions = adoptions
+        self._tasks: set[asyncio.Task[None]] = set()
         self._live = live
         self._on_changed = on_changed
 
@@ -43,34 +51,59 @@ class ProfileRoutes:
         if method == b"POST":
             authorise(identity, Action.CONFIGURE_STREAM, stream=name)
             stream = self._log.existing(name)
-            self._install(exchange, stream, parse_update(parse(exchange.body)))
+            new, answer = parse_update(parse(exchange.body)), Answer(exchange)
+            current = read_profile((stream.documents or {}).get(PROFILE))
+            if wants_adoption(exchange) and stream.tail and needs_check(new, current):
+                profile_changes(stream, new, adopted=True)  # what can be refused is refused before the check
+                task = self._context.loop.create_task(self._adopt(answer, stream, new))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._install(answer, stream, new)
         elif method in (b"GET", b"HEAD"):
             authorise(identity, Action.QUERY_STREAM, stream=name)
-            _answer(exchange, self._log.readable(name))
+            document = _document(self._log.readable(name))
+            exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
         else:
             raise answers.not_allowed(METHODS)
 
-    def _install(self, exchange: Exchange, stream: Stream, new: Profile) -> None:
-        changes = profile_changes(stream, new)
+    async def _adopt(self, answer: Answer, stream: Stream, new: Profile) -> None:
+        before = document_of(stream, stream.documents)
+
+        def decide() -> None:
+            if document_of(stream, stream.documents) != before:
+                raise TailraceError("conflict", "schema registry changed concurrently")
+            self._install(answer, stream, new, adopted=True)
+
+        try:
+            await self._adoptions.adopt(stream, profile_check(new), answer, decide)
+        except TailraceError as refusal:
+            answer.refuse(refusal)
+        except Exception:
+            answer.refuse(TailraceError("internal", "the profile was not installed"))
+            raise
+
+    def _install(self, answer: Answer, stream: Stream, new: Profile, *, adopted: bool = False) -> None:
+        changes = profile_changes(stream, new, adopted=adopted)
         if changes:
-            self._log.describe_all(stream, changes, self._decided, exchange)
+            self._log.describe_all(stream, changes, self._decided, answer)
         else:
-            self._log.settled(stream, self._decided, exchange)
+            self._log.settled(stream, self._decided, answer)
 
     def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
-        exchange, stream = transaction.context, transaction.subject
-        assert type(exchange) is Exchange
+        answer, stream = transaction.context, transaction.subject
+        assert type(answer) is Answer
         assert stream is not None
         if error is not None:
-            answers.refuse(exchange, error)
+            answer.refuse(error)
             return
         if transaction.ops:
             self._live.step_stream = None  # what was encoded for readers was promoted by the old registry
             self._on_changed(stream)
-        _answer(exchange, stream)
+        answer.finish(_document(stream))
 
 
-def profile_changes(stream: Stream, new: Profile) -> list[tuple[str, bytes | None]]:
+def profile_changes(stream: Stream, new: Profile, *, adopted: bool = False) -> list[tuple[str, bytes | None]]:
     """The documents of the stream that change when it gets this profile."""
     if new is not GENERIC and not stream.json:
         raise TailraceError(
@@ -80,7 +113,7 @@ def profile_changes(stream: Stream, new: Profile) -> list[tuple[str, bytes | Non
     before = document_of(stream, documents)
     registry = read_registry(before)
     current = read_profile(documents.get(PROFILE))
-    after = install(new, current, registry, stream.tail).to_json()
+    after = install(new, current, registry, stream.tail, adopted=adopted).to_json()
     wanted: list[tuple[str, bytes | None]] = [
         (PROFILE, None if new is GENERIC else to_document(new)),
         (TOUCH, _touch_document(new, documents.get(TOUCH))),
@@ -97,6 +130,5 @@ def _touch_document(new: Profile, current: bytes | None) -> bytes | None:
     return new_document() if current is None else current
 
 
-def _answer(exchange: Exchange, stream: Stream) -> None:
-    document = (stream.visible_documents or {}).get(PROFILE) or to_document(GENERIC)
-    exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, document)
+def _document(stream: Stream) -> bytes:
+    return (stream.visible_documents or {}).get(PROFILE) or to_document(GENERIC)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -12,6 +13,7 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.api.live import Live
 from tailrace.api.parse import check_encoding
+from tailrace.api.schema_adoption import Adoptions, Answer, schema_check, wants_adoption
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -20,7 +22,7 @@ from tailrace.net.http1 import Exchange
 from tailrace.query.includes import check_includes
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig
-from tailrace.schema.update import Update, decide_update, prepare_update
+from tailrace.schema.update import Update, decide_update, is_first_schema, prepare_update
 
 METHODS = "GET, HEAD, POST, OPTIONS"
 
@@ -28,8 +30,9 @@ METHODS = "GET, HEAD, POST, OPTIONS"
 class SchemaRoutes:
     """Checking an update may take long and is done on a thread; deciding it is one step on the loop."""
 
-    def __init__(self, context: Context, live: Live) -> None:
+    def __init__(self, context: Context, live: Live, adoptions: Adoptions) -> None:
         self._context = context
+        self._adoptions = adoptions
         self._log = context.log
         self._live = live
         self._thread = ThreadPoolExecutor(1, "schema")
@@ -43,7 +46,7 @@ class SchemaRoutes:
             authorise(identity, Action.CONFIGURE_STREAM, stream=name)
             check_encoding(exchange)
             self._log.existing(name)
-            self._post(exchange, name, parse(exchange.body))
+            self._post(exchange, name, parse(exchange.body), adopts=wants_adoption(exchange))
         elif method in (b"GET", b"HEAD"):
             authorise(identity, Action.QUERY_STREAM, stream=name)
             stream = self._log.readable(name)
@@ -51,12 +54,12 @@ class SchemaRoutes:
         else:
             raise answers.not_allowed(METHODS)
 
-    def _post(self, exchange: Exchange, name: str, body: object) -> None:
-        task = self._context.loop.create_task(self._update(exchange, name, body))
+    def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
+        task = self._context.loop.create_task(self._update(Answer(exchange), name, body, adopts=adopts))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _update(self, exchange: Exchange, name: str, body: object) -> None:
+    async def _update(self, answer: Answer, name: str, body: object, *, adopts: bool) -> None:
         try:
             stream = self._log.existing(name)
             before = document_of(stream, stream.documents)
@@ -64,45 +67,55 @@ class SchemaRoutes:
                 registry, update = await self._context.loop.run_in_executor(
                     self._thread, prepare, before, body
                 )
-            self._decide(exchange, name, before, registry, update)
+            if adopts and stream.tail and is_first_schema(registry, update):
+                check_json(stream)
+                check = schema_check(update.schema)
+                decide = partial(self._decide, answer, name, before, registry, update, adopted=True)
+                await self._adoptions.adopt(stream, check, answer, decide)
+            else:
+                self._decide(answer, name, before, registry, update, adopted=False)
         except TimeoutError:
-            answers.refuse(exchange, TailraceError("request_timeout", "request timed out"))
+            answer.refuse(TailraceError("request_timeout", "request timed out"))
         except TailraceError as refusal:
-            answers.refuse(exchange, refusal)
+            answer.refuse(refusal)
         except Exception:
-            answers.refuse(exchange, TailraceError("internal", "the update failed"))
+            answer.refuse(TailraceError("internal", "the update failed"))
             raise
 
     def _decide(
-        self, exchange: Exchange, name: str, before: bytes, registry: Registry, update: Update
+        self, answer: Answer, name: str, before: bytes, registry: Registry, update: Update, *, adopted: bool
     ) -> None:
         """From the look at the stream to the record in the journal nothing comes between."""
         stream = self._log.existing(name)
-        if stream.content_type is not None and not stream.json:
-            raise TailraceError("invalid_request", "schema requires application/json stream content-type")
+        check_json(stream)
         if document_of(stream, stream.documents) != before:
             raise TailraceError("conflict", "schema registry changed concurrently")
-        after = decide_update(registry, update, stream.tail).to_json()
+        after = decide_update(registry, update, stream.tail, adopted=adopted).to_json()
         if after == before:
-            self._log.settled(stream, self._decided, exchange)
+            self._log.settled(stream, self._decided, answer)
         else:
-            self._log.describe(stream, SCHEMA, after, self._decided, exchange)
+            self._log.describe(stream, SCHEMA, after, self._decided, answer)
 
     def _decided(self, transaction: Transaction, error: TailraceError | None) -> None:
-        exchange, stream = transaction.context, transaction.subject
-        assert type(exchange) is Exchange
+        answer, stream = transaction.context, transaction.subject
+        assert type(answer) is Answer
         assert stream is not None
         if error is not None:
-            answers.refuse(exchange, error)
+            answer.refuse(error)
             return
         self._live.step_stream = None  # what was encoded for one reader was promoted by the old registry
-        _answer(exchange, document_of(stream, stream.visible_documents))
+        answer.finish(document_of(stream, stream.visible_documents))
 
 
 def document_of(stream: Stream, documents: dict[str, bytes] | None) -> bytes:
     """The registry as it is shown; a stream that never had one has an empty one."""
     found = None if documents is None else documents.get(SCHEMA)
     return Registry(name=stream.name).to_json() if found is None else found
+
+
+def check_json(stream: Stream) -> None:
+    if stream.content_type is not None and not stream.json:
+        raise TailraceError("invalid_request", "schema requires application/json stream content-type")
 
 
 def parse(body: bytes) -> object:

@@ -24,6 +24,8 @@ from tailrace.log.scattered import ScatteredReader
 from tailrace.log.segment_list import read_segments
 from tailrace.net.http1 import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
+from tailrace.query.chunk_process import ChunkProcess
+from tailrace.query.context_fields import with_context_fields
 from tailrace.query.execute import Searcher
 from tailrace.query.gate import Gate
 from tailrace.query.page import body_of, headers_of
@@ -69,7 +71,13 @@ class SearchRoutes:
         self.gate = Gate(running_max, limits.search_queue)
         self._threads = ThreadPoolExecutor(running_max, "search")
         self._indexing = ThreadPoolExecutor(INDEXING_THREADS, "tail-index")
-        self.tail = TailIndex(context.log.reader, limits.tail_index_max_bytes, self._indexing)
+        self._chunk_process = ChunkProcess(limits.helper_idle_ms / 1000)
+        self.tail = TailIndex(
+            context.log.reader,
+            limits.tail_index_max_bytes,
+            self._indexing,
+            process=self._chunk_process,
+        )
         self.searcher = Searcher(
             context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
         )
@@ -99,6 +107,26 @@ class SearchRoutes:
 
         self.tail.on_pressure = on_pressure
 
+    def follow(self, grown: set[Stream]) -> None:
+        """Called now and then with the streams that were appended to; empties the set."""
+        if self._log.pressure is None:  # else what is built here would be shed at once
+            for stream in grown:
+                document = (stream.visible_documents or {}).get(SCHEMA)
+                if document is None or stream.removed or not self.tail.is_behind(stream):
+                    continue
+                view = view_of(document)
+                if view is not None:
+                    self._spawn(self._follow(stream, view))
+        grown.clear()
+        self._chunk_process.end_if_idle()
+
+    async def _follow(self, stream: Stream, view: View) -> None:
+        try:
+            await self.searcher.follow(stream, view)
+        except TailraceError as error:
+            fields = {"stream": stream.name, "error": error}
+            logger.info("rows that arrived are not indexed yet", extra={"fields": fields})
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.loop.create_task(work)
         self._tasks.add(task)
@@ -106,6 +134,7 @@ class SearchRoutes:
 
     def close(self) -> None:
         self.tail.close()
+        self._chunk_process.close()
         for threads in (self._threads, self._indexing):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -123,6 +152,7 @@ class SearchRoutes:
         documents = stream.visible_documents
         document = None if documents is None else documents.get(SCHEMA)
         view = None if document is None else view_of(document)
+        view = None if view is None else with_context_fields(view, asked.q)
         request = bind_request(
             asked, None if view is None else view.config, self._context.limits.search_timeout_ms
         )

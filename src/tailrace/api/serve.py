@@ -10,6 +10,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,6 +180,7 @@ class Server:
         self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
         self._memory.sheds += [search.tail.shed, search.records.shed, self._companions.shelf.shed]
+        self._memory.ticks.append(partial(search.follow, self.app.guard.grown))
         node = self._node(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -94,7 +95,7 @@ class StreamRoutes:
         """As `answer_append`; the time from decision to durability is the commit's."""
         exchange = transaction.context
         assert type(exchange) is Exchange
-        answers.add_phase(exchange, "commit", self._context.loop.time() - exchange.started)
+        answers.add_phase(exchange, "commit", time.monotonic() - exchange.started)
         answer_append(transaction, error)
 
     def _append_request(self, exchange: Exchange, stream: Stream) -> AppendRequest:
@@ -191,7 +192,7 @@ class StreamRoutes:
         """What a fork has of its source's documents; its first entries have to pass them."""
         documents = source.documents or {}
         if initial is not None:
-            keys = self._guard.check(initial, source)
+            keys = self._guard.judge(initial, source)
             initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
         if SCHEMA in documents:

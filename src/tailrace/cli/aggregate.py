@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, post_json, stream_path
-from tailrace.cli.failures import RefusedError
+from tailrace.cli.failures import RefusedError, check_complete
 from tailrace.cli.session import DEFAULT, Session, flush, put_json
 
 _HELP: Final = """Add up a rollup of a stream: counts, sums and percentiles, by spans of time and by group.
@@ -72,6 +72,7 @@ def aggregate(
     else:
         _show(found, measure)
     _tell(found)
+    check_complete(found["coverage"], "question")
 
 
 def _first_interval(session: Session, stream: str, rollup: str) -> str:
@@ -92,10 +93,6 @@ def _show(found: dict[str, Any], measure: list[str] | None) -> None:
 
 def _tell(found: dict[str, Any]) -> None:
     """What is no part of the table: on the error output, out of a pipe's way."""
-    coverage = found["coverage"]
     groups = sum(len(bucket["groups"]) for bucket in found["buckets"])
     line = f"{groups:,} groups in {len(found['buckets']):,} windows, {found['from']} to {found['to']}"
-    if not coverage["complete"]:
-        rows = coverage["possible_missing_events_upper_bound"]
-        line += f"; incomplete: {rows:,} rows were not looked at"
     sys.stderr.write(line + "\n")

@@ -24,7 +24,8 @@ Start a server with `tailrace serve`, then in another terminal:
 
     tailrace tail orders --from-start
 
-Exit codes: 0 fine, 1 refused or not found, 2 wrong usage or an unreadable store, 3 server not reachable.
+Exit codes: 0 fine, 1 refused or not found, 2 wrong usage or an unreadable store, 3 server not reachable or an
+incomplete answer.
 """
 
 _COMMANDS: Final = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tailrace.cli.failures import UsageError, unreachable
+from tailrace.cli.failures import RefusedError, UsageError, unreachable
 
 if TYPE_CHECKING:
     import httpx2
@@ -40,6 +42,51 @@ def post_json(session: Session, path: str, body: object) -> dict[str, Any]:
     return _call(session, "POST", path, orjson.dumps(body))
 
 
+def adopt_json(session: Session, path: str, body: object) -> dict[str, Any]:
+    """As `post_json`, for what a stream with entries is to adopt; tells how far its check is."""
+    import httpx2
+    import orjson
+
+    sent = authorization(session) | {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
+    timeout = httpx2.Timeout(_ANSWER_S_MAX, connect=_CONNECT_S_MAX)
+    where = session.url.rstrip("/") + _plain(path) + "?adopt=true"
+    try:
+        with (
+            httpx2.Client(timeout=timeout) as http,
+            http.stream("POST", where, content=orjson.dumps(body), headers=sent) as answer,
+        ):
+            if answer.headers.get("content-type") == "application/x-ndjson":
+                return _followed(answer.iter_lines())
+            answer.read()
+    except httpx2.TransportError as error:
+        raise unreachable(session.url, error) from None
+    if not answer.is_success:
+        raise refusal(answer)
+    return orjson.loads(answer.content)
+
+
+def _followed(lines: Iterator[str]) -> dict[str, Any]:
+    """The result at the end of an answer that tells its progress."""
+    import orjson
+
+    from tailrace.client.error import error_from
+
+    shown = sys.stderr.isatty()
+    for line in lines:
+        told = orjson.loads(line)
+        if "checked" in told and shown:
+            percent = 100 * told["checked"] // max(1, told["total"])
+            sys.stderr.write(f"\rchecked {told['checked']:,} of {told['total']:,} entries ({percent} %) ")
+            sys.stderr.flush()
+        elif "checked" not in told and shown:
+            sys.stderr.write("\n")
+        if "error" in told:
+            raise error_from(400, {}, line.encode())
+        if "result" in told:
+            return told["result"]
+    raise RefusedError("the server ended the check without a result; nothing was changed")
+
+
 def _call(session: Session, method: str, path: str, body: bytes | None) -> dict[str, Any]:
     import orjson
 
@@ -55,9 +102,7 @@ def send(
     """What the server answers, whatever it is. Nothing is sent twice."""
     import httpx2
 
-    if any(segment in (".", "..") for segment in path.partition("?")[0].split("/")):
-        # The client of HTTP would resolve them, and something else would be read, changed or deleted.
-        raise UsageError(f"a path has no '.' or '..' segments: {path}")
+    path = _plain(path)
     sent = authorization(session) | ({} if body is None else {"Content-Type": "application/json"})
     try:
         timeout = httpx2.Timeout(_ANSWER_S_MAX, connect=_CONNECT_S_MAX)
@@ -66,6 +111,13 @@ def send(
             return http.request(method, where, content=body, headers=sent | (headers or {}))
     except httpx2.TransportError as error:
         raise unreachable(session.url, error) from None
+
+
+def _plain(path: str) -> str:
+    """The client of HTTP would resolve dots, and something else would be read, changed or deleted."""
+    if any(segment in (".", "..") for segment in path.partition("?")[0].split("/")):
+        raise UsageError(f"a path has no '.' or '..' segments: {path}")
+    return path
 
 
 def need_server(session: Session) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Final
+from typing import Any, Final
 
 OK: Final = 0
 REFUSED: Final = 1
 USAGE: Final = 2
 UNREACHABLE: Final = 3
 UNREADABLE: Final = 2
+INCOMPLETE: Final = 3
 
 # What the client calls it when no answer came.
 _NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
@@ -25,6 +26,20 @@ class RefusedError(Exception):
 
 class UnreachableError(Exception):
     """No server answers."""
+
+
+class IncompleteError(Exception):
+    """The answer that was printed does not take everything into account."""
+
+
+def check_complete(coverage: dict[str, Any], question: str) -> None:
+    """Refuses to pass a partial answer off as a whole one. What was found is printed before."""
+    if not coverage["complete"]:
+        rows = coverage["possible_missing_events_upper_bound"]
+        raise IncompleteError(
+            f"INCOMPLETE ANSWER: {rows:,} rows were not examined in time, so matches may be missing;"
+            f" repeat the {question}, the index of recent rows is being built"
+        )
 
 
 def unreachable(url: str, reason: object) -> UnreachableError:
@@ -68,6 +83,8 @@ def explain(error: Exception, *, as_json: bool) -> int:
         extra = error.extra if isinstance(error, UsageError) else extra
     elif isinstance(error, UnreachableError):
         code, exit_code = "unreachable", UNREACHABLE
+    elif isinstance(error, IncompleteError):
+        code, exit_code = "incomplete", INCOMPLETE
     elif isinstance(error, UnreadableError):
         code, exit_code = "unreadable", UNREADABLE
     elif isinstance(error, RefusedError):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import get_json, post_json, stream_path
+from tailrace.cli.call import adopt_json, get_json, post_json, stream_path
 from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
@@ -48,6 +48,12 @@ def set_(
     ] = (),
     touch: Annotated[bool | None, Parameter(help="Touches, of state-protocol.")] = None,
     config: Annotated[str | None, Parameter(help="The rest of the profile, as a JSON object.")] = None,
+    adopt: Annotated[
+        bool,
+        Parameter(
+            negative="", help="Check the entries that the stream has, and let the profile hold for them too."
+        ),
+    ] = False,
     session: Session = DEFAULT,
 ) -> None:
     """Give a stream a profile. The kind it has already is configured anew."""
@@ -56,7 +62,8 @@ def set_(
         profile["redactKeys"] = list(redact)
     if touch is not None:
         profile["touch"] = {**profile.get("touch", {}), "enabled": touch}
-    _show(post_json(session, stream_path(stream, "_profile"), {"profile": profile}), session)
+    post = adopt_json if adopt else post_json
+    _show(post(session, stream_path(stream, "_profile"), {"profile": profile}), session)
 
 
 def _object(text: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from tailrace.cli.call import get_json, post_json, stream_path
+from tailrace.cli.call import adopt_json, get_json, post_json, stream_path
 from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json
 
@@ -17,6 +17,8 @@ For example:
     tailrace schema get orders
 
     tailrace schema set orders --schema orders.v1.json --routing-key /user
+
+    tailrace schema set old-orders --schema orders.v1.json --adopt
 
     tailrace schema evolve orders --schema orders.v2.json --lens ops.json
 """
@@ -51,6 +53,12 @@ def set_(
         str | None, Parameter(help="JSON pointer to the key in each record; none removes it.")
     ] = None,
     required: Annotated[bool, Parameter(negative="", help="Refuse records without a routing key.")] = False,
+    adopt: Annotated[
+        bool,
+        Parameter(
+            negative="", help="Check the entries that the stream has, and let the schema hold for them too."
+        ),
+    ] = False,
     session: Session = DEFAULT,
 ) -> None:
     """Install the first schema version, the routing key or the searchable fields."""
@@ -66,7 +74,8 @@ def set_(
         raise UsageError("--required needs --routing-key")
     if not body:
         raise UsageError("nothing to set: give --schema, --search or --routing-key")
-    _show(post_json(session, stream_path(stream, "_schema"), body), session)
+    post = adopt_json if adopt else post_json
+    _show(post(session, stream_path(stream, "_schema"), body), session)
 
 
 @command.command

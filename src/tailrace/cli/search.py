@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.call import refusal, send, stream_path
-from tailrace.cli.failures import RefusedError
+from tailrace.cli.failures import RefusedError, check_complete
 from tailrace.cli.session import DEFAULT, Session, flush, one_line, put
 
 _HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.
@@ -25,6 +25,8 @@ For example:
     tailrace search events 'service:checkout' --json | jq .source.message
 
 The table shows fields that have values; `--json` gives whole records with their offsets.
+
+Exit code 3, with a message on standard error, means that not all rows were examined in time.
 """
 _COLUMN_CHARS_MAX: Final = 40
 _GAP_CHARS: Final = 2
@@ -72,6 +74,7 @@ def search(
     else:
         _show(query, found["hits"])
     _tell(found)
+    check_complete(found["coverage"], "search")
 
 
 def _ask(session: Session, stream: str, body: dict[str, object]) -> bytes:
@@ -131,9 +134,6 @@ def _tell(found: dict[str, Any]) -> None:
     total = found["total"]
     least = "" if total["relation"] == "eq" else "at least "
     line = f"{len(found['hits'])} of {least}{total['value']:,} in {found['took_ms']} ms"
-    if not found["coverage"]["complete"]:
-        rows = found["coverage"]["possible_missing_events_upper_bound"]
-        line += f"; incomplete: {rows:,} rows were not looked at"
     if found["next_search_after"] is not None:
         line += f"\nnext page: --after '{orjson.dumps(found['next_search_after']).decode()}'"
     sys.stderr.write(line + "\n")

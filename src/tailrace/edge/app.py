@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Coroutine
 
 from tailrace.edge.asks import Reading, Target, reading_of, target_of
@@ -78,7 +79,7 @@ class EdgeApp:
         self._names_all = settings.request_ids or self._logs_all
         total = "edge-total" if settings.server_timing else None
         self._origins = Origins(settings)
-        self.common_headers = CommonHeaders(settings.resource_policy, self._origins, total, context.loop.time)
+        self.common_headers = CommonHeaders(settings.resource_policy, self._origins, total)
         self.fixed_headers = self.common_headers.fixed
 
     # -- what net asks for
@@ -114,7 +115,7 @@ class EdgeApp:
 
     def _log_answer(self, exchange: Exchange, status: int, head: bytes) -> None:
         """A line for every answer that the log does not know yet, with what X-Cache says."""
-        seconds = self._context.loop.time() - exchange.started
+        seconds = time.monotonic() - exchange.started
         found = _CACHE.search(head)
         more = {"cache": found[1].decode()} if found is not None else {}
         request_log.answered(exchange, status, seconds, **more)
@@ -127,9 +128,9 @@ class EdgeApp:
         target = target_of(exchange.path, self._context.limits.name_bytes)
         if target.kind == "server" and not self._shows(exchange.path):
             raise TailraceError("not_found", "this edge does not show the server behind it")
-        begun = self._context.loop.time()
+        begun = time.monotonic()
         caller = self._let_in(exchange, target)
-        self._context.note(exchange, "edge-auth", self._context.loop.time() - begun)
+        self._context.note(exchange, "edge-auth", time.monotonic() - begun)
         if self._shards is not None:
             self._shards.check(exchange, target)
             if exchange.path in LISTINGS and exchange.method == b"GET":
@@ -254,14 +255,14 @@ class EdgeApp:
 
     async def _get_slice(self, exchange: Exchange, reading: Reading, caller: Caller) -> tuple[Slice, str]:
         context = self._context
-        begun = context.loop.time()
+        begun = time.monotonic()
         found = await self._slices.at_hand(reading, caller)
-        looked = context.loop.time()
+        looked = time.monotonic()
         context.note(exchange, "edge-cache", looked - begun)
         if found is not None:
             return found, "HIT"
         found = await self._slices.fetched(reading, caller)
-        context.note_upstream(exchange, context.loop.time() - looked, found.queued_s, found.timing)
+        context.note_upstream(exchange, time.monotonic() - looked, found.queued_s, found.timing)
         return found, "MISS"
 
     async def _respond(self, exchange: Exchange, reading: Reading, found: Slice, outcome: str) -> None:

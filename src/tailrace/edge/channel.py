@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -263,7 +264,7 @@ class Channel:
                 self._tell()
             return
         batch = Batch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
-        batch.arrived = self._context.loop.time()
+        batch.arrived = time.monotonic()
         if self._untold_since is None:
             self._untold_since = batch.arrived
         self._numbers[batch.start] = self.following
@@ -390,7 +391,7 @@ class Channel:
             self._context.loop.call_soon(self._go_on)
             return
         if self._round and self._round_since is not None:
-            delivery_s = self._context.loop.time() - self._round_since
+            delivery_s = time.monotonic() - self._round_since
             self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
         self._round = []
         if self._told_again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
@@ -60,7 +61,7 @@ class Forwarder:
         context = self._context
         lines = request_lines(exchange, context.edge_id, context.mark_of(exchange, caller))
         is_read = exchange.method in READS
-        begun = context.loop.time()
+        begun = time.monotonic()
         try:
             reply, connection = await self._ask(exchange, upstream, lines, apart=apart)
         except BodyLostError:
@@ -69,7 +70,7 @@ class Forwarder:
             upstream.note_failed(context.loop.time())
             raise unavailable(lost, exchange.method) from None
         theirs = reply.get(b"server-timing") or b""
-        context.note_upstream(exchange, context.loop.time() - begun, reply.queued_s, theirs)
+        context.note_upstream(exchange, time.monotonic() - begun, reply.queued_s, theirs)
         try:
             if observe is not None:
                 observe(reply)

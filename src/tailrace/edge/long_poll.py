@@ -7,6 +7,7 @@ without an edge; only the cursor is each reader's own.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import NamedTuple
 
 from tailrace.edge.asks import Reading, stream_target
@@ -89,9 +90,9 @@ class LongPolls:
             left_s = until - context.loop.time()
             rung = channel.end > reading.offset or channel.closed or channel.over
             if left_s > 0 and not rung and not self._stopping:
-                begun = context.loop.time()
+                begun = time.monotonic()
                 rung = await self._hear(channel, caller, left_s)
-                context.note(exchange, "edge-wait", context.loop.time() - begun)
+                context.note(exchange, "edge-wait", time.monotonic() - begun)
             self._gate.check_still(caller, context.now_s())
             if not rung or left_s <= 0 or self._stopping:
                 self._idle(exchange, reading, channel, outcome)

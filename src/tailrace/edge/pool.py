@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
@@ -111,7 +112,7 @@ class Pool:
         if len(self._waiting) >= self._queue_max:
             self.refused += 1
             raise TailraceError("overloaded", "too many requests wait for the upstream")
-        begun = self._loop.time()
+        begun = time.monotonic()
         turn = self._loop.create_future()
         self._waiting.append(turn)
         try:
@@ -120,7 +121,7 @@ class Pool:
             if turn.done() and not turn.cancelled():
                 self._give_back()
             raise
-        return self._loop.time() - begun
+        return time.monotonic() - begun
 
     def _give_back(self) -> None:
         while self._waiting:

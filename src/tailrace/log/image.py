@@ -181,7 +181,7 @@ class StoredStreams:
     def _whole(self, raw: bytes) -> Stream:
         stream = decode_stream(raw)
         if stream.documents is not None:
-            stream.documents = stream.visible_documents = self.db.documents.of(stream.number)
+            stream.documents = stream.visible_documents = self.db.documents.of(stream.number) or None
         return stream
 
     def tombstone(self, name: str) -> Tombstone | None:

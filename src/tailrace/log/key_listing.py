@@ -7,6 +7,7 @@ speaks for. The keys of a segment never change, so what a scan found is kept, bo
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -41,6 +42,18 @@ class Level(NamedTuple):
     upto: int
 
 
+class LexiconTimes:
+    """Seconds that a page spent on lexicons, by what they were spent on. The work runs one step at a time."""
+
+    __slots__ = ("decode_s", "enumerate_s", "get_s", "merge_s")
+
+    def __init__(self) -> None:
+        self.get_s = 0.0  # fetching and opening files
+        self.decode_s = 0.0  # row groups of them
+        self.enumerate_s = 0.0  # selecting keys in decoded row groups
+        self.merge_s = 0.0  # with the keys from elsewhere
+
+
 class Lexical(NamedTuple):
     """Keys from lexicons, and the ranges of entries that these speak for."""
 
@@ -61,7 +74,7 @@ class Lexicons(Protocol):
     """Built indexes of the keys of a stream."""
 
     async def first_keys(
-        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int
+        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
     ) -> Lexical: ...
 
 
@@ -76,6 +89,7 @@ class KeyPage(NamedTuple):
     unsealed_s: float
     lexicon_s: float
     segments_s: float
+    lexicon_times: LexiconTimes
 
 
 class Smallest:
@@ -147,7 +161,7 @@ class KeyListing:
 
     async def _page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
         loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        begun_s = time.monotonic()
         levels = list(self._levels(stream))
         # Memory first: what leaves it meanwhile is in the hot store by then.
         recent = [run for level in levels for run in _in_memory(level)]
@@ -156,11 +170,12 @@ class KeyListing:
         segments = await loop.run_in_executor(
             None, _gather, self._log.store, levels, recent, smallest, segment_of
         )
-        gathered_s = loop.time()
-        lexicals = await self._from_lexicons(levels, smallest)
+        gathered_s = time.monotonic()
+        times = LexiconTimes()
+        lexicals = await self._from_lexicons(levels, smallest, times)
         left = [one for one in segments if not _is_spoken_for(one, lexicals)]
         indexed, segments = len(segments) - len(left), left
-        listed_s = loop.time()
+        listed_s = time.monotonic()
         missing = 0
         for index, (segment, low, high) in enumerate(segments):
             if not await self._scan(segment, low, high, smallest, begun_s + seconds_max):
@@ -177,16 +192,23 @@ class KeyListing:
             sum(max(0, level.upto - max(level.after, level.owner.sealed)) for level in levels),
             gathered_s - begun_s,
             listed_s - gathered_s,
-            loop.time() - listed_s,
+            time.monotonic() - listed_s,
+            times,
         )
 
-    async def _from_lexicons(self, levels: list[Level], smallest: Smallest) -> dict[str, Lexical]:
+    async def _from_lexicons(
+        self, levels: list[Level], smallest: Smallest, times: LexiconTimes
+    ) -> dict[str, Lexical]:
         """What lexicons know, by the folder of the stream whose segments they stand for."""
         found: dict[str, Lexical] = {}
         for owner, after, upto in levels if self.lexicons is not None else ():
             assert self.lexicons is not None
-            lexical = await self.lexicons.first_keys(owner, after, upto, smallest.after, smallest.wanted)
+            lexical = await self.lexicons.first_keys(
+                owner, after, upto, smallest.after, smallest.wanted, times
+            )
+            found_s = time.monotonic()
             smallest.add(lexical.keys)
+            times.merge_s += time.monotonic() - found_s
             found[stream_prefix(stream_id(owner.name, owner.incarnation))] = lexical
         return found
 
@@ -224,7 +246,7 @@ class KeyListing:
                 kept |= found
                 if size > SEGMENT_KEY_BYTES_MAX:
                     kept = None
-            if asyncio.get_running_loop().time() > until_s:
+            if time.monotonic() > until_s:
                 return False
         if kept is not None:
             self.cache.put(prefix + info.key, sorted(kept), size + KEY_OVERHEAD_BYTES)

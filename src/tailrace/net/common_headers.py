@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
 from tailrace.net.exchange import Exchange
 from tailrace.net.origins import Origins
@@ -12,21 +12,18 @@ from tailrace.protocol import headers
 class CommonHeaders:
     """Policy, CORS and, where it is wanted, how long the answer took and with what."""
 
-    def __init__(
-        self, resource_policy: str, origins: Origins, total: str | None, time: Callable[[], float]
-    ) -> None:
+    def __init__(self, resource_policy: str, origins: Origins, total: str | None) -> None:
         """`total` is what Server-Timing calls the whole; None leaves that header out."""
         self._origins = None if origins.allow_all else origins
         self._common = headers.common_lines(resource_policy, "*" if self._origins is None else None)
         self._total = total
-        self._time = time
         # What every request alike is given; None if it depends on the request.
         self.fixed = self._common if self._origins is None and total is None else None
 
     def __call__(self, exchange: Exchange | None) -> bytes:
         common = self._common
         if self._total is not None and exchange is not None:
-            total_ms = (self._time() - exchange.started) * 1000
+            total_ms = (time.monotonic() - exchange.started) * 1000
             ours, _, theirs = exchange.phases.partition("\n")
             parts = (ours, f"{self._total};dur={total_ms:.3f}", theirs)
             common += headers.line("Server-Timing", ", ".join(part for part in parts if part))

@@ -8,6 +8,7 @@ that every request takes.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, cast
@@ -77,7 +78,7 @@ class HttpConnection(ReceivingConnection):
         super().__init__(server)
         # The protocol that took the connection over, if one did.
         self.successor: asyncio.Protocol | None = None
-        self._time = server.loop.time
+        self._time = time.monotonic  # the clock of the loop, but read now: the loop reads it once a turn
         self._parser = HttpRequestParser(self)
         self._direct: Callable[[bytes | memoryview], None] = self._parser.feed_data
         self._feed = self._direct

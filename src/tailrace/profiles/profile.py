@@ -167,19 +167,29 @@ def to_document(profile: Profile) -> bytes:
     return msgspec.json.encode({"apiVersion": API_VERSION, "profile": profile.to_json()})
 
 
-def install(new: Profile, current: Profile, registry: Registry, next_sequence: int) -> Registry:
+def needs_check(new: Profile, current: Profile) -> bool:
+    """Whether entries from before the profile have to be checked, so that it holds for them too."""
+    return new.checks and new.kind != current.kind
+
+
+def install(
+    new: Profile, current: Profile, registry: Registry, next_sequence: int, *, adopted: bool = False
+) -> Registry:
     """The stream's registry once the profile is installed; the same one if nothing changes in it.
 
     Whoever posts the kind that is installed changes its configuration: what was done to the registry since
-    stays as it is.
+    stays as it is. `adopted` says that all entries are what the profile would have stored.
     """
     update = new.update
     if update is None or new.kind == current.kind:
         return registry
     if registry.version and registry.schemas.get(1) != update["schema"]:
         raise invalid(f"{new.kind} profile requires a stream without a user schema")
-    if next_sequence and new.kind != "metrics":
-        raise invalid(f"{new.kind} profile must be installed before appending data")
+    if next_sequence and new.kind != "metrics" and not adopted:
+        raise invalid(
+            f"{new.kind} profile must be installed before appending data; with ?adopt=true (--adopt) the "
+            "entries that are there are checked, and the profile holds from the first one on"
+        )
     if registry.version:
         return registry
     routing_key = update.get("routingKey")
@@ -187,7 +197,7 @@ def install(new: Profile, current: Profile, registry: Registry, next_sequence: i
         registry,
         version=1,
         schemas={1: update["schema"]},
-        boundaries=(Boundary(next_sequence, 1),),
+        boundaries=(Boundary(0 if adopted else next_sequence, 1),),
         search=parse_search(update["search"]),
         routing_key=registry.routing_key if routing_key is None else parse_routing_key(routing_key),
     )

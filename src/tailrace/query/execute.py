@@ -13,12 +13,25 @@ from tailrace.errors import TailraceError
 from tailrace.log.history import NotAtHandError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
+from tailrace.query.bind import Anywhere, Clause
 from tailrace.query.collect import Collector, Hit
 from tailrace.query.coverage import Counters, Omitted, omitted, touched, visible_through
 from tailrace.query.facts import Facts, FactsCache
 from tailrace.query.families.library import Library
 from tailrace.query.families.span import Span, earliest_first
-from tailrace.query.plan import SCAN_ROWS, Indexed, Piece, Stretch, best_first, plan, stretches
+from tailrace.query.families.verdict import Verdict, certain, judge
+from tailrace.query.packed import rows_of
+from tailrace.query.plan import (
+    CANDIDATES_MAX,
+    SCAN_ROWS,
+    Indexed,
+    Piece,
+    Stretch,
+    best_first,
+    plan,
+    runs_of,
+    stretches,
+)
 from tailrace.query.scan import Counts, Payload
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.tail_index import TailIndex
@@ -26,7 +39,7 @@ from tailrace.query.view import View
 from tailrace.store.segments import SegmentInfo
 
 if TYPE_CHECKING:
-    from tailrace.query.span_run import Left, SpanRun
+    from tailrace.query.span_run import SpanRun
 
 READ_BYTES = 1 << 20
 AT_ONCE = 8  # spans for which one search opens files, and holds them
@@ -99,6 +112,13 @@ class Searcher:
                 self._segments.popitem(last=False)
         return found
 
+    async def follow(self, stream: Stream, view: View) -> None:
+        """Indexes rows that have arrived, unless built indexes answer for them already."""
+        covered = 0
+        if self.library is not None and await self.library.spans(stream, view):
+            covered = self.library.covered(stream)
+        self.tail.follow(stream, view, covered)
+
     async def search(self, stream: Stream, view: View, request: SearchRequest, deadline: float) -> Outcome:
         """`deadline` is a time of the monotonic clock."""
         run = _Run(self, stream, view, request, deadline)
@@ -141,7 +161,7 @@ class _Run:
             self._timed_out = True  # there was no time to begin with
         else:
             built, covered = await self._built_spans()
-            sources = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
+            sources = await self._searcher.tail.chunks(self._stream, self._view.indexed, self._last, covered)
             spans = self._usable(built, sources)
         key = self._request.sort[0]
         ascending = key.kind == "offset" and not key.descending
@@ -169,7 +189,7 @@ class _Run:
     async def _built_spans(self) -> tuple[Sequence[Span], int]:
         """What built indexes speak for, and up to where they speak for everything."""
         library = self._searcher.library
-        spans = () if library is None else await library.spans(self._stream, self._view)
+        spans = () if library is None else await library.spans(self._stream, self._view.indexed)
         if library is None or not spans:
             return (), 0
         from tailrace.query.span_run import SpanRun  # brings Arrow, which is large
@@ -254,10 +274,41 @@ class _Run:
 
     async def _sources(self, indexed: list[Indexed]) -> list[Indexed]:
         """Decides sources one after the other; answers, in reverse, those that were not reached."""
+        if self._view.indexed is not self._view:
+            return await self._narrow(indexed)
         begun = time.monotonic()
         left = await self._on_thread(self._decide_sources, indexed)
         self._collector.counters.scanned_tail_s += time.monotonic() - begun
         return left
+
+    async def _narrow(self, indexed: list[Indexed]) -> list[Indexed]:
+        """As `_sources`, for a query with fields that no index has: the rows that may match are decoded."""
+        for index, source in enumerate(indexed):
+            if self._late:
+                return indexed[index:][::-1]
+            if self._collector.enough:
+                self._stopped_early = True
+                return []
+            candidates = await self._on_thread(self._candidates, source)
+            if len(candidates) > len(source.entries) * CANDIDATES_MAX:
+                first = max(source.first, self._first)
+                for stretch in stretches(first, source.last, self._searcher.scan_rows):
+                    await self._scan(stretch, again=True)
+            else:
+                await self._verify(candidates)
+        return []
+
+    def _candidates(self, source: Indexed) -> list[int]:
+        """The entries of a source that may match, by the clauses that it knows."""
+        declared = self._view.indexed.config.fields
+
+        def decide(clause: Clause) -> Verdict | None:
+            assert not isinstance(clause, Anywhere)
+            return certain(source.match(clause)) if clause.field in declared else None
+
+        shown = source.after(self._first - 1)
+        rows = judge(self._request.query, shown, decide).maybe & shown
+        return [source.entries[row] for row in rows_of(rows)]
 
     def _decide_sources(self, indexed: list[Indexed]) -> list[Indexed]:
         collector = self._collector
@@ -296,7 +347,7 @@ class _Run:
         )
         for one in left:
             if one.candidates is not None:
-                await self._verify(one)
+                await self._verify(one.candidates)
             else:
                 for stretch in self._stretches_of(one.span):
                     await self._scan(stretch, again=one.counted)
@@ -306,14 +357,14 @@ class _Run:
         first, last = max(span.first, self._first), min(span.last, self._last)
         return stretches(first, last, self._searcher.scan_rows)
 
-    async def _verify(self, left: Left) -> None:
+    async def _verify(self, entries: Sequence[int]) -> None:
         """Decodes the entries that an index could not decide."""
-        collector, entries = self._collector, left.candidates or []
+        collector = self._collector
         if not self._searcher.scans:
             collector.undecided += [Stretch(entry, entry) for entry in entries]
             self._left_out = self._left_out or bool(entries)
             return
-        for wanted in left.runs():
+        for wanted in runs_of(entries):
             try:
                 payloads = await self._payloads(wanted)
             except TimeoutError:
@@ -394,16 +445,16 @@ class _Run:
         if counts is not None:
             collector.counted(counts, decided)
             if decided == stretch.last and stretch.is_whole(self._searcher.scan_rows):
-                known = self._searcher.facts.find(self._stream.number, stretch, self._view) or Facts()
+                known = self._searcher.facts.find(self._stream.number, stretch, self._view.indexed) or Facts()
                 known.learn(counts.statistics, counts.primary_max, counts.primary_min)
-                self._searcher.facts.put(self._stream.number, stretch, self._view, known)
+                self._searcher.facts.put(self._stream.number, stretch, self._view.indexed, known)
         if decided < stretch.last and not repeat:
             collector.undecided.append(Stretch(decided + 1, stretch.last))
 
     def _facts_of(self, stretch: Stretch) -> Facts | None:
         if not stretch.is_whole(self._searcher.scan_rows):
             return None
-        facts = self._searcher.facts.find(self._stream.number, stretch, self._view)
+        facts = self._searcher.facts.find(self._stream.number, stretch, self._view.indexed)
         if facts is None or not facts.answers(self._collector.scanner.wanted, self._view.primary):
             return None
         return facts

@@ -8,6 +8,7 @@ import xxhash
 
 from tailrace.query.bind import bind_query
 from tailrace.query.compiled import Matcher
+from tailrace.query.context_fields import with_context_fields
 from tailrace.query.dialect import FILTER
 from tailrace.query.view import View
 from tailrace.schema.convert import LensFailureError
@@ -21,17 +22,19 @@ class Filter:
     """A filter as one registry understands it. Entries count from 1, sequence numbers from 0."""
 
     def __init__(self, text: str, registry: Registry | None) -> None:
-        search = None if registry is None else registry.search
-        query = bind_query(text, search, FILTER)
+        view: View | None = None
+        if registry is not None and registry.search is not None:
+            view = with_context_fields(View(registry), text, FILTER)
+        query = bind_query(text, None if view is None else view.config, FILTER)
         assert registry is not None
-        assert search is not None
+        assert view is not None
         self.text = text
         self.registry = registry
         self.query = query
-        self.view = self._view = View(registry)
+        self.view = self._view = view
         self._promoter = Promoter(registry)
         self._first_current = self._view.first_current()
-        self._matcher = Matcher(query, search, registry.version)
+        self._matcher = Matcher(query, view.config, registry.version)
         # What matches depends on the registry as well: it goes into the tag of the answer.
         self.mark = xxhash.xxh3_64_hexdigest(registry.to_json())
 

@@ -18,6 +18,8 @@ from tailrace.query.sort import SortKey, rank_part, shown_value
 from tailrace.query.values import Value
 
 SCAN_ROWS = 4096
+CANDIDATES_MAX = 0.3  # of the rows of a source: beyond, reading them all is not slower
+NEAR = 64  # entries between two candidates that are fetched in one go
 
 
 class Indexed(Protocol):
@@ -87,6 +89,17 @@ def best_first(sources: Sequence[Indexed], key: SortKey) -> list[Indexed]:
         return rank_part(key, shown_value(bounds[1] if key.descending else bounds[0]))
 
     return sorted(sources, key=best)
+
+
+def runs_of(entries: Sequence[int]) -> list[list[int]]:
+    """Ascending entries in runs that are fetched in one go."""
+    runs: list[list[int]] = []
+    for entry in entries:
+        if runs and entry - runs[-1][-1] <= NEAR:
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return runs
 
 
 def stretches(first: int, last: int, rows: int) -> list[Stretch]:

@@ -23,12 +23,9 @@ from tailrace.query.families.wants import Wants, clauses_of
 from tailrace.query.families.weigh import can_weigh, hard_rows
 from tailrace.query.family_format import COL, EXACT, FTS, stored_value
 from tailrace.query.packed import rows_of
-from tailrace.query.plan import Indexed
+from tailrace.query.plan import CANDIDATES_MAX, Indexed
 from tailrace.query.search_request import SearchRequest
 from tailrace.query.view import View
-
-CANDIDATES_MAX = 0.3  # of the rows of a span: beyond, reading them all is not slower
-NEAR = 64  # entries between two candidates that are fetched in one go
 
 
 class Left(NamedTuple):
@@ -37,16 +34,6 @@ class Left(NamedTuple):
     span: Span
     candidates: list[int] | None  # entries to be looked at; None if all of them have to be
     counted: bool  # whether its words and times were taken into account
-
-    def runs(self) -> list[list[int]]:
-        """The candidates in runs that are fetched in one go."""
-        runs: list[list[int]] = []
-        for entry in self.candidates or ():
-            if runs and entry - runs[-1][-1] <= NEAR:
-                runs[-1].append(entry)
-            else:
-                runs.append([entry])
-        return runs
 
 
 class SpanRun:

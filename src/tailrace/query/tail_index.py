@@ -1,7 +1,8 @@
 """The tail index: rows that no built index covers, taken apart in memory, as far as the budget goes.
 
-A stream gets chunks when it is first searched. From then on each search adds what was appended since; larger
-gaps, after a restart for example, are filled in the background, the newest rows first, while searches scan.
+Rows are indexed as they arrive, many at a time, in a process of their own (`follow`). A search adds the few
+that were appended since; larger gaps, after a restart for example, are filled in the background, the newest
+rows first, while searches scan.
 Chunks of a stream cover one run of entries without a hole. All changes happen on the loop thread; chunks are
 made on a thread and never change, apart from losing their inverted lists.
 """
@@ -17,7 +18,8 @@ from contextlib import contextmanager, suppress
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
-from tailrace.query.chunk import Chunk, columns_from, join_chunks
+from tailrace.query.chunk import Chunk, join_chunks
+from tailrace.query.chunk_process import ChunkProcess, ChunkProcessError, make_chunk
 from tailrace.query.scan import Payload
 from tailrace.query.view import Decoder, View
 
@@ -37,11 +39,12 @@ class StreamIndex:
     def __init__(self, stream: Stream, view: View) -> None:
         self.stream = stream
         self.view = view
+        self.document = view.registry.to_json()
         self.decoder = Decoder(view, list(view.config.fields))
         self.chunks: list[Chunk] = []
         self.covered = 0  # the last entry that built indexes answer for, with all before it
         self.bytes = 0
-        self.used = 0  # when it was last searched, as a count
+        self.used = 0  # when it was last searched, as a count; 0 if it never was
         self.dropped_rows = 0
         self.too_large = False  # even its newest rows do not fit the budget
         self.busy = False  # a search is adding what is new
@@ -64,9 +67,16 @@ class TailIndex:
     """All streams' chunks, under one budget. With a budget of 0 there is none, and everything is scanned."""
 
     def __init__(
-        self, reader: Reader, bytes_max: int, threads: Executor, rows_at_once: int = CHUNK_ROWS
+        self,
+        reader: Reader,
+        bytes_max: int,
+        threads: Executor,
+        rows_at_once: int = CHUNK_ROWS,
+        process: ChunkProcess | None = None,
     ) -> None:
+        """`process` makes the chunks that no search waits for; without one the threads do."""
         self._reader = reader
+        self._process = process
         self.bytes_max = bytes_max
         self._threads = threads
         self._rows = rows_at_once
@@ -123,11 +133,35 @@ class TailIndex:
                 finally:
                     index.busy = False
             if self._has_gap(index, last) and not index.too_large:
-                index.filling = asyncio.get_running_loop().create_task(self._fill(index))
-                index.filling.add_done_callback(lambda task: self._filled(index, task))
+                self._start_filling(index, 1)
         return list(index.chunks)
 
-    def _index(self, stream: Stream, view: View, covered: int | None) -> StreamIndex:
+    # -- what appends call for ---------------------------------------------------------------------------
+
+    def is_behind(self, stream: Stream) -> bool:
+        """Whether so many rows have arrived that it is worth to index them before a search asks for it."""
+        index = self._streams.get(stream.number)
+        if not self.bytes_max or (index is not None and (index.filling is not None or index.too_large)):
+            return False
+        newest = index.chunks[-1].last if index is not None and index.chunks else stream.sealed
+        return stream.visible - max(newest, stream.earliest) >= self._rows * BULK
+
+    def follow(self, stream: Stream, view: View, covered: int) -> None:
+        """Indexes what has arrived, in the background, and nothing that is sealed.
+
+        A few rows are left to the next search, which adds them faster than it could wait for them.
+        """
+        if self.is_behind(stream):
+            self._start_filling(self._index(stream, view, covered, searched=False), self._rows * BULK)
+
+    def _start_filling(self, index: StreamIndex, least: int) -> None:
+        if index.filling is None:
+            index.filling = asyncio.get_running_loop().create_task(self._fill(index, least))
+            index.filling.add_done_callback(lambda task: self._filled(index, task))
+
+    def _index(
+        self, stream: Stream, view: View, covered: int | None, *, searched: bool = True
+    ) -> StreamIndex:
         for number in [number for number, index in self._streams.items() if index.stream.removed]:
             self.forget(number)
         index = self._streams.get(stream.number)
@@ -137,8 +171,9 @@ class TailIndex:
         if index is None:
             index = self._streams[stream.number] = StreamIndex(stream, view)
         index.stream = stream
-        self._uses += 1
-        index.used = self._uses
+        if searched:
+            self._uses += 1
+            index.used = self._uses
         if covered is not None and covered != index.covered:
             index.covered = covered
             index.too_large = False  # there is less to hold
@@ -156,7 +191,11 @@ class TailIndex:
 
     def _can_go_back(self, index: StreamIndex) -> bool:
         room = self.bytes < self.bytes_max * ROOM_TO_GO_BACK
-        return room and bool(index.chunks) and index.chunks[0].first > index.floor + 1
+        return room and bool(index.chunks) and index.chunks[0].first > self._oldest_wanted(index)
+
+    def _oldest_wanted(self, index: StreamIndex) -> int:
+        """Sealed rows have to be fetched: that is done for a stream that is searched."""
+        return (index.floor if index.used else max(index.floor, index.stream.sealed)) + 1
 
     @contextmanager
     def search(self) -> Generator[None]:
@@ -170,25 +209,29 @@ class TailIndex:
             if not self._searches:
                 self._quiet.set()
 
-    async def _fill(self, index: StreamIndex) -> None:
-        """Everything that is missing, the newest rows first.
+    async def _fill(self, index: StreamIndex, least: int) -> None:
+        """Everything that is missing, the newest rows first; ends when fewer than `least` new ones are left.
 
-        Begins behind the search that asks for it: the two would take twice the time of either.
+        On threads it begins behind the search that asks for it: the two would take twice the time of either.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                await self._quiet.wait()
+        if self._process is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._quiet.wait()
         stream = index.stream
         while not stream.removed:
             last = stream.visible
-            newest = index.chunks[-1].last if index.chunks else max(index.floor, last - self._rows)
-            if newest < last:
-                await self._extend(index, newest, min(last, newest + self._step(last - newest)))
+            bulk = self._rows * BULK
+            newest = index.chunks[-1].last if index.chunks else max(index.floor, last - bulk)
+            if last - newest >= least:
+                end = min(last, newest + self._step(last - newest))
+                await self._extend(index, newest, end, background=True)
                 if not index.chunks:
                     return  # no room at all
             elif self._can_go_back(index):
                 first = index.chunks[0].first
-                older = await self._made(index, max(index.floor, first - 1 - self._rows * BULK), first - 1)
+                after = max(self._oldest_wanted(index) - 1, first - 1 - bulk)
+                older = await self._made(index, after, first - 1, background=True)
                 if not index.chunks or index.chunks[0].first != first:
                     continue  # some were dropped meanwhile
                 index.chunks[:0] = older
@@ -231,10 +274,10 @@ class TailIndex:
             level = logging.INFO if isinstance(error, TailraceError) else logging.ERROR
             logger.log(level, "the tail index of %s was not completed: %r", index.stream.name, error)
 
-    async def _extend(self, index: StreamIndex, after: int, last: int) -> None:
+    async def _extend(self, index: StreamIndex, after: int, last: int, *, background: bool = False) -> None:
         """Adds new rows. Small chunks are joined, so that a stream has few of them."""
         loop = asyncio.get_running_loop()
-        for chunk in await self._made(index, after, last):
+        for chunk in await self._made(index, after, last, background=background):
             tail, size = [chunk], chunk.count
             for older in reversed(index.chunks):
                 if older.count >= 2 * size or older.count + size > self._rows:
@@ -251,8 +294,11 @@ class TailIndex:
                 index.chunks.append(chunk)
         self._changed(index)
 
-    async def _made(self, index: StreamIndex, after: int, last: int) -> list[Chunk]:
-        """New chunks for the entries behind `after` up to `last`."""
+    async def _made(self, index: StreamIndex, after: int, last: int, *, background: bool) -> list[Chunk]:
+        """New chunks for the entries behind `after` up to `last`. No search waits for those in background."""
+        apart = background and self._process is not None
+        threads = self._threads if self._process is None or not apart else self._process.thread
+        make = self._make_apart if apart else _make
         loop = asyncio.get_running_loop()
         made: list[Chunk] = []
         payloads: list[Payload] = []
@@ -264,9 +310,21 @@ class TailIndex:
             size += sum(map(len, page.parts))
             after = page.next_entry
             if size >= CHUNK_BYTES or after >= last:
-                made.append(await loop.run_in_executor(self._threads, _make, index, first, payloads))
+                made.append(await loop.run_in_executor(threads, make, index, first, payloads))
                 first, payloads, size = after + 1, [], 0
         return made
+
+    def _make_apart(self, index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
+        """On a thread, which waits for the process meanwhile."""
+        assert self._process is not None
+        try:
+            return self._process.make(index.document, first, payloads)
+        except ChunkProcessError as error:
+            if self._process.closed:
+                raise
+            fields = {"stream": index.stream.name, "error": error}
+            logger.warning("indexing process failed, indexing in the server", extra={"fields": fields})
+            return _make(index, first, payloads)
 
     # -- shrinking ---------------------------------------------------------------------------------------
 
@@ -301,6 +359,4 @@ class TailIndex:
 
 
 def _make(index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
-    entries = range(first, first + len(payloads))
-    members = index.decoder.all_members(entries, payloads)
-    return Chunk(entries, columns_from(index.view.config, index.decoder.gets, members))
+    return make_chunk(index.view, index.decoder, first, payloads)

@@ -29,6 +29,7 @@ class View:
         self.version = registry.version
         self._promoter = Promoter(registry)
         self.primary = self.config.primary_timestamp_field
+        self.indexed: View = self  # what indexes are made of; one query may ask for more fields than that
 
     def is_current(self, entry: int) -> bool:
         """Whether the stored payload is what readers see."""

@@ -131,9 +131,16 @@ def _check_versions(registry: Registry, lens: Lens) -> None:
         raise TailraceError("conflict", "lens version mismatch")
 
 
-def decide_update(registry: Registry, update: Update, next_sequence: int) -> Registry:
+def is_first_schema(registry: Registry, update: Update) -> bool:
+    return not registry.version and update.schema is not UNSET
+
+
+def decide_update(
+    registry: Registry, update: Update, next_sequence: int, *, adopted: bool = False
+) -> Registry:
     """The registry after the update, for a stream whose next entry has this sequence number.
 
+    `adopted` says that all entries were found to be valid under its first schema, which then holds for them.
     The same registry comes back if there is nothing to change.
     """
     changes: dict[str, object] = {}
@@ -142,12 +149,16 @@ def decide_update(registry: Registry, update: Update, next_sequence: int) -> Reg
     if update.search is not UNSET:
         changes["search"] = update.search
     if update.schema is not UNSET:
-        if not registry.version and next_sequence:
-            raise invalid("first schema requires empty stream")
+        if not registry.version and next_sequence and not adopted:
+            raise invalid(
+                "first schema requires empty stream; with ?adopt=true (--adopt) the entries that are there "
+                "are checked, and the schema holds from the first one on"
+            )
+        first = 0 if not registry.version else next_sequence
         version = registry.version + 1
         changes["version"] = version
         changes["schemas"] = {**registry.schemas, version: update.schema}
-        changes["boundaries"] = (*registry.boundaries, Boundary(next_sequence, version))
+        changes["boundaries"] = (*registry.boundaries, Boundary(first, version))
         if update.lens is not None:
             changes["lenses"] = {**registry.lenses, version - 1: update.lens.document}
     updated = msgspec.structs.replace(registry, **changes)

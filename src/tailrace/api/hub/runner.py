@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -65,7 +66,7 @@ class Runner:
         self.now_ns = context.clock.now_ns
         self.relay_seconds = context.telemetry.hub_relay_seconds
         self._commit_wait_seconds = context.telemetry.hub_commit_wait_seconds
-        self._loop_time = context.loop.time
+        self._monotonic = time.monotonic
         self.hub = hub
         self._streams = streams
         self.wires: dict[Session, WebSocketConnection] = {}
@@ -195,7 +196,7 @@ class Runner:
         self.run(decide.finish(self.hub, now_ms))
 
     def _append(self, effect: Append) -> None:
-        effect.begun_s = self._loop_time()
+        effect.begun_s = self._monotonic()
         if failpoints.ARMED:
             _reached("before", effect.stream)
         try:
@@ -214,7 +215,7 @@ class Runner:
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
         assert isinstance(effect, Append)
-        self._commit_wait_seconds.observe(self._loop_time() - effect.begun_s)
+        self._commit_wait_seconds.observe(self._monotonic() - effect.begun_s)
         if error is not None:
             self._tell(effect, Settled(error=error))
             return

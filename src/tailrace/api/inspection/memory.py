@@ -13,7 +13,7 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import KEPT_BYTES
 from tailrace.api.inspection.allocator import heap
 from tailrace.api.live import Live
-from tailrace.api.memory_guard import MemoryGuard
+from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.protocol.durations import format_instant
@@ -63,11 +63,11 @@ def arrow_bytes() -> int:
 
 
 def breakdown(measured: Group, sqlite_bytes: int) -> Group:
-    managed = measured["heap_total_bytes"] + measured["external_bytes"]
-    rest = measured["rss_bytes"] - managed - sqlite_bytes
+    managed, mapped = measured["heap_total_bytes"] + measured["external_bytes"], mapped_file_bytes()
+    rest = measured["rss_bytes"] - managed - mapped - sqlite_bytes
     return {
         "managed_bytes": managed,
-        "mapped_file_bytes": 0,
+        "mapped_file_bytes": mapped,
         "sqlite_runtime_bytes": sqlite_bytes,
         "unattributed_rss_bytes": max(0, rest),
     }
@@ -78,12 +78,15 @@ def sqlite() -> dict[str, object]:
     return {"available": True, "memory_used_bytes": used, "memory_highwater_bytes": highest}
 
 
-def collector() -> dict[str, object]:
+def collector(guard: MemoryGuard) -> dict[str, object]:
     rows = gc.get_stats()
     return {
         "collections": sum(row["collections"] for row in rows),
         "collected": sum(row["collected"] for row in rows),
         "uncollectable": sum(row["uncollectable"] for row in rows),
+        "frozen_objects": gc.get_freeze_count(),
+        "forced_collections": guard.collections,
+        "last_forced_at": format_instant(guard.collected_ns) if guard.collections else None,
     }
 
 
@@ -106,7 +109,8 @@ def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:
             "contract_bytes": node.live.contracts.bytes,
             "touch_journal_bytes": sum(size for size, _ in node.touch.journals()),
         },
-        "mapped_files": {},
+        # No cached file is mapped: caches are read. What is mapped are the program and its libraries.
+        "mapped_files": {"resident_bytes": mapped_file_bytes()},
         "disk_caches": {
             "segment_cache_bytes": node.cold.parts.cached_bytes,
             "companion_cache_bytes": node.companions.parts.cached_bytes,

@@ -62,8 +62,7 @@ class RoutingKeyRoutes:
 
 def body_of(stream: Stream, page: KeyPage) -> dict[str, object]:
     keys = [key.decode("utf-8", "replace") for key in page.keys]
-    unsealed_ms, segments_ms = round(page.unsealed_s * 1000), round(page.segments_s * 1000)
-    lexicon_ms = round(page.lexicon_s * 1000)
+    lexicon = page.lexicon_times
     return {
         "stream": stream.name,
         "source": {"kind": "routing_key", "name": ""},
@@ -72,24 +71,28 @@ def body_of(stream: Stream, page: KeyPage) -> dict[str, object]:
             "complete": page.missing_segments == 0,
             "indexed_segments": page.indexed_segments,
             "scanned_uploaded_segments": page.segments,
-            "scanned_local_segments": 0,
+            "scanned_local_segments": 0,  # a segment is recorded once it is uploaded: none is only here
             "scanned_wal_rows": page.unsealed_rows,
             "possible_missing_uploaded_segments": page.missing_segments,
             "possible_missing_local_segments": 0,
         },
         "timing": {
-            "lexicon_run_get_ms": 0,
-            "lexicon_decode_ms": 0,
-            "lexicon_enumerate_ms": lexicon_ms,
-            "lexicon_merge_ms": 0,
-            "fallback_scan_ms": unsealed_ms + segments_ms,
-            "fallback_segment_get_ms": segments_ms,
-            "fallback_wal_scan_ms": unsealed_ms,
+            "lexicon_run_get_ms": _ms(lexicon.get_s),
+            "lexicon_decode_ms": _ms(lexicon.decode_s),
+            "lexicon_enumerate_ms": _ms(lexicon.enumerate_s),
+            "lexicon_merge_ms": _ms(lexicon.merge_s),
+            "fallback_scan_ms": _ms(page.unsealed_s + page.segments_s),
+            "fallback_segment_get_ms": _ms(page.segments_s),
+            "fallback_wal_scan_ms": _ms(page.unsealed_s),
             "lexicon_runs_loaded": page.runs,
         },
         "keys": keys,
         "next_after": keys[-1] if page.more else None,
     }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 def _limit(text: str | None) -> int:

@@ -88,7 +88,7 @@ class ServerRoutes:
             "process": measured,
             "process_breakdown": memory.breakdown(measured, sqlite_bytes),
             "sqlite": sqlite,
-            "gc": memory.collector(),
+            "gc": memory.collector(guard),
             "subsystems": groups,
             "totals": memory.totals(groups),
             "high_water": memory.high_water(guard),
@@ -155,7 +155,7 @@ class ServerRoutes:
             "process": measured,
             "process_breakdown": memory.breakdown(measured, sqlite_bytes),
             "sqlite": sqlite,
-            "gc": memory.collector(),
+            "gc": memory.collector(guard),
             "high_water": memory.high_water(guard),
             "counters": {
                 "append_entries": log.publisher.entries,

@@ -135,7 +135,7 @@ SCHEMAS: Final[Json] = {
                     **counts("possible_missing_uploaded_segments", "possible_missing_local_segments"),
                 }
             ),
-            "timing": {"type": "object", "additionalProperties": COUNT},
+            "timing": {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
             "keys": array(STRING),
             "next_after": nullable(STRING),
         }

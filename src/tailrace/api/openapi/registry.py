@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
 from tailrace.api.openapi.objects import array, closed, obj
-from tailrace.api.openapi.operations import answer, operation, params, request, schema
+from tailrace.api.openapi.operations import answer, operation, params, query, request, schema
 from tailrace.api.openapi.values import BOOLEAN, COUNT, OBJECT, STRING, Json
 
 TAG: Final = "registry"
@@ -180,6 +180,24 @@ SCHEMAS: Final[Json] = {
 _ERRORS: Final = (404, 410, 429)
 
 
+_ADOPT: Final = query(
+    "adopt",
+    "Where the stream has entries and the update brings its first schema or a profile: check every entry, "
+    "and install it from the first one on. The entry that does not fit is named, and nothing changes.",
+    {"enum": ["true", "false"]},
+)
+
+
+def _with_progress(shown: Json) -> Json:
+    """An answer that a client may get line by line while entries are checked."""
+    lines = "Lines of JSON: `checked` and `total` while it lasts, then `result` or `error`."
+    content = cast("Json", shown["content"])
+    return {
+        **shown,
+        "content": {**content, "application/x-ndjson": {"schema": {**STRING, "description": lines}}},
+    }
+
+
 def registry_paths() -> Json:
     shown = answer("The registry.", schema("Registry"))
     profile = answer("The profile.", schema("ProfileResource"))
@@ -191,9 +209,10 @@ def registry_paths() -> Json:
                 "updateSchema",
                 TAG,
                 "Add a schema version, set the routing key or the search configuration",
-                {"200": shown},
+                {"200": _with_progress(shown)},
                 (*_ERRORS, 405, 409, 507),
                 scope="manage",
+                parameters=[_ADOPT],
                 body=request(schema("SchemaUpdate"), _REGISTRY_EXAMPLE, "What changes; the rest stays."),
             ),
         },
@@ -204,9 +223,10 @@ def registry_paths() -> Json:
                 "installProfile",
                 TAG,
                 "Install a profile, or change how it is configured",
-                {"200": profile},
+                {"200": _with_progress(profile)},
                 (*_ERRORS, 405, 409, 507),
                 scope="manage",
+                parameters=[_ADOPT],
                 body=request(
                     schema("ProfileUpdate"),
                     {"profile": {"kind": "state-protocol", "touch": {"enabled": True}}},

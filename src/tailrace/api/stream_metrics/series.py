@@ -50,7 +50,7 @@ class SeriesBook:
         self._instance = instance
         self._series_max = series_max
         self._last: dict[int, float] = {}  # by place in `sources`
-        self._told_ms: dict[int, int] = {}
+        self._told_ms: dict[int | str, int] = {}  # by place in `sources`, or by the name of a series
         self._timed_so_far = [timing.read() for timing in timings]
         self.dropped = 0
 
@@ -86,9 +86,10 @@ class SeriesBook:
             record = self._told(window, place, source)
             if record is not None:
                 yield record
+        busy = bool(shares or others.entries)
         for place, timing in enumerate(self._timings):
-            record = self._timed(window, place, timing)
-            if record is not None and (shares or others.entries or not timing.own):
+            record = self._timed(window, place, timing, worth=busy or not timing.own)
+            if record is not None:
                 yield record
 
     def _told(self, window: Window, place: int, source: Source) -> Record | None:
@@ -98,17 +99,23 @@ class SeriesBook:
         # What a counter had when the server started is no growth.
         told = value if source.kind == "gauge" else value - (value if last is None else last)
         changed = value != last if source.kind == "gauge" else told != 0
-        if not changed and window.end_ms - self._told_ms.get(place, 0) < QUIET_MS_MAX:
+        if not self._is_due(window, place, changed=changed):
             return None
-        self._told_ms[place] = window.end_ms
         count = 1 if source.kind == "gauge" or told else 0
         return self._record(window, source.metric, source.unit, count, told, told, tags=source.tags)
 
-    def _timed(self, window: Window, place: int, timing: Timing) -> Record | None:
+    def _is_due(self, window: Window, series: int | str, *, changed: bool) -> bool:
+        """Whether a series gets a record: when there is something new, and else once in a while."""
+        if not changed and window.end_ms - self._told_ms.get(series, 0) < QUIET_MS_MAX:
+            return False
+        self._told_ms[series] = window.end_ms
+        return True
+
+    def _timed(self, window: Window, place: int, timing: Timing, *, worth: bool) -> Record | None:
         count, seconds = timing.read()
         count_was, seconds_was = self._timed_so_far[place]
         self._timed_so_far[place] = (count, seconds)
-        if count == count_was:
+        if not self._is_due(window, timing.metric, changed=worth and count != count_was):
             return None
         spent_ms = round((seconds - seconds_was) * 1000, 3)
         return self._record(window, timing.metric, "ms", count - count_was, spent_ms, None)
@@ -121,7 +128,8 @@ class SeriesBook:
         for share in (others, *(share for name, share in shares.items() if name not in busiest)):
             rest.entries += share.entries
             rest.bytes += share.bytes
-        if rest.entries:
+        due = self._is_due(window, what, changed=bool(busiest or rest.entries))
+        if rest.entries or (due and not busiest):
             busiest[OTHER] = rest
         for name, share in busiest.items():
             for metric, unit, total in (

@@ -77,21 +77,13 @@ def _process(node: Node) -> list[Source]:
 
 
 def _objects(node: Node) -> list[Source]:
-    sealing, cold = node.sealing, node.cold
-    found = [
+    sealing = node.sealing
+    return [
         Source("tieredstore.upload.segments", "count", "counter", lambda: sealing.runs.segments),
         Source("tieredstore.upload.bytes", "bytes", "counter", lambda: sealing.runs.segment_bytes),
         Source("tieredstore.upload.failures", "count", "counter", lambda: sealing.standing.failures),
         Source("tieredstore.upload.pending_streams", "count", "gauge", lambda: sealing.queued),
-        Source("tieredstore.read.segment.bytes", "bytes", "counter", lambda: cold.parts.fetched_bytes),
     ]
-    for outcome, read in (
-        ("cache", lambda: cold.counts.hits),
-        ("store", lambda: cold.counts.misses),
-        ("shared", lambda: cold.counts.shared),
-    ):
-        found.append(Source("tieredstore.read.segment.parts", "count", "counter", read, {"outcome": outcome}))
-    return found
 
 
 def _concurrency(node: Node) -> list[Source]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import orjson
 
@@ -27,7 +28,7 @@ PROFILE = orjson.dumps({"apiVersion": API_VERSION, "profile": {"kind": "metrics"
 
 
 class MetricsWriter:
-    """The stream is made by the first flush, so that a server that lives for a moment leaves none."""
+    """The stream is there from the start: a reader may follow it before the first interval is over."""
 
     def __init__(self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, book: SeriesBook) -> None:
         self._log = log
@@ -43,6 +44,7 @@ class MetricsWriter:
         if self._flush_s:
             self._log.publisher.traffic = Traffic()
             self._log.reader.served = Traffic()
+            self._try(self.stream)
             self._timer = self._loop.call_later(self._flush_s, self._due)
 
     def stop(self) -> None:
@@ -55,8 +57,12 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Whatever goes wrong is counted, and told once."""
+        self._try(self._flush)
+
+    def _try(self, write: Callable[[], object]) -> None:
+        """A failure stays here: the next flush tries again."""
         try:
-            self._flush()
+            write()
         except Exception as error:
             self.failures += 1
             if self.failures == 1:

@@ -41,11 +41,12 @@ class OtlpLimits(_Part, frozen=True):
 
     max_compressed_bytes: Annotated[int, Meta(ge=1, le=4 * MIB)] = 4 * MIB
     max_decoded_bytes: Annotated[int, Meta(ge=1, le=16 * MIB)] = 16 * MIB
-    max_resource_spans: Annotated[int, Meta(ge=1, le=1024)] = 1024
-    max_scope_spans: Annotated[int, Meta(ge=1, le=4096)] = 4096
-    max_spans: Annotated[int, Meta(ge=1, le=50_000)] = 50_000
+    max_resource_spans_per_request: Annotated[int, Meta(ge=1, le=1024)] = 1024
+    max_scope_spans_per_request: Annotated[int, Meta(ge=1, le=4096)] = 4096
+    max_spans_per_request: Annotated[int, Meta(ge=1, le=50_000)] = 50_000
     max_any_value_depth: Annotated[int, Meta(ge=1, le=16)] = 16
-    max_any_value_elements: Annotated[int, Meta(ge=1, le=256)] = 256
+    max_array_values_per_any_value: Annotated[int, Meta(ge=1, le=256)] = 256
+    max_kv_list_values_per_any_value: Annotated[int, Meta(ge=1, le=256)] = 256
 
 
 class Request(_Part, frozen=True):
@@ -74,6 +75,14 @@ class OtelConfig(_Part, frozen=True):
         return {"kind": KIND} | _without_empty(msgspec.to_builtins(self))
 
 
+# Names that older documents of streams have, and what each is called now.
+_OLD_LIMITS: Final = {
+    "maxResourceSpans": ("maxResourceSpansPerRequest",),
+    "maxScopeSpans": ("maxScopeSpansPerRequest",),
+    "maxSpans": ("maxSpansPerRequest",),
+    "maxAnyValueElements": ("maxArrayValuesPerAnyValue", "maxKvListValuesPerAnyValue"),
+}
+
 _PARTS: Final[dict[str, type[Struct]]] = {
     "attributeLimits": AttributeLimits,
     "store": Stored,
@@ -83,7 +92,9 @@ _PARTS: Final[dict[str, type[Struct]]] = {
 
 
 def parse_otel(body: dict[str, object], path: str) -> OtelConfig:
-    given = object_at(body, path, ("kind", *_names(OtelConfig)))
+    given = dict(object_at(body, path, ("kind", *_names(OtelConfig))))
+    if "otlpLimits" in given:
+        given["otlpLimits"] = _current_limits(object_at(given["otlpLimits"], f"{path}.otlpLimits"), path)
     for part, kind in _PARTS.items():
         inner = object_at(given.get(part, {}), f"{path}.{part}", _names(kind))
         if part == "observability":
@@ -97,6 +108,17 @@ def parse_otel(body: dict[str, object], path: str) -> OtelConfig:
     if "" in lowered:
         raise invalid(f"{path}.redactKeys must not hold an empty name")
     return msgspec.structs.replace(config, redact_keys=lowered)
+
+
+def _current_limits(given: dict[str, object], path: str) -> dict[str, object]:
+    """The limits by their current names."""
+    current: dict[str, object] = {}
+    for name, value in given.items():
+        for new in _OLD_LIMITS.get(name, (name,)):
+            if new != name and new in given:
+                raise invalid(f"{path}.otlpLimits.{name} is an older name of {new}; give one of them")
+            current[new] = value
+    return current
 
 
 def _without_empty(shown: dict[str, object]) -> dict[str, object]:

@@ -37,18 +37,20 @@ class Export:
 
     def begin_resource(self) -> None:
         self._resources += 1
-        if self._resources > self.limits.max_resource_spans:
-            raise invalid(f"OTLP export has more than {self.limits.max_resource_spans} resource spans")
+        if self._resources > self.limits.max_resource_spans_per_request:
+            raise invalid(
+                f"OTLP export has more than {self.limits.max_resource_spans_per_request} resource spans"
+            )
 
     def begin_scope(self) -> None:
         self._scopes += 1
-        if self._scopes > self.limits.max_scope_spans:
-            raise invalid(f"OTLP export has more than {self.limits.max_scope_spans} scope spans")
+        if self._scopes > self.limits.max_scope_spans_per_request:
+            raise invalid(f"OTLP export has more than {self.limits.max_scope_spans_per_request} scope spans")
 
     def take(self, build: Callable[[], Record]) -> None:
         """One more span, made only if there is room for it."""
-        if self._read >= self.limits.max_spans:
-            self.reject(f"an export may have {self.limits.max_spans} spans")
+        if self._read >= self.limits.max_spans_per_request:
+            self.reject(f"an export may have {self.limits.max_spans_per_request} spans")
             return
         try:
             span = build()
@@ -78,19 +80,27 @@ class Export:
 class Values:
     """Bounds on values inside values."""
 
-    __slots__ = ("_depth_max", "_elements_max")
+    __slots__ = ("_array_max", "_depth_max", "_kv_list_max")
 
     def __init__(self, limits: OtlpLimits) -> None:
         self._depth_max = limits.max_any_value_depth
-        self._elements_max = limits.max_any_value_elements
+        self._array_max = limits.max_array_values_per_any_value
+        self._kv_list_max = limits.max_kv_list_values_per_any_value
 
     def check_depth(self, depth: int) -> None:
         if depth > self._depth_max:
             raise UnusableSpanError(f"an attribute is nested deeper than {self._depth_max} levels")
 
-    def check_count(self, count: int) -> None:
-        if count > self._elements_max:
-            raise UnusableSpanError(f"an attribute has more than {self._elements_max} elements")
+    def check_array(self, count: int) -> None:
+        _check_count(count, self._array_max)
+
+    def check_kv_list(self, count: int) -> None:
+        _check_count(count, self._kv_list_max)
+
+
+def _check_count(count: int, count_max: int) -> None:
+    if count > count_max:
+        raise UnusableSpanError(f"an attribute has more than {count_max} elements")
 
 
 def number_or_text(value: float) -> float | str:

@@ -137,7 +137,7 @@ def _attributes(holder: Record, values: Values, depth: int) -> dict[str, object]
         if not isinstance(key, str):
             raise UnusableSpanError("an attribute's key is no text")
         if depth:
-            values.check_count(len(attributes) + 1)
+            values.check_kv_list(len(attributes) + 1)
         attributes[key] = _any(_object(pair.get("value")), values, depth + 1)
     return attributes
 
@@ -155,7 +155,7 @@ def _any(value: Record, values: Values, depth: int) -> object:
             return _double(found)
         if kind == "arrayValue":
             items = _list(_object(found).get("values"))
-            values.check_count(len(items))
+            values.check_array(len(items))
             return [_any(_object(item), values, depth + 1) for item in items]
         if kind == "kvlistValue":
             return _attributes(_object(found), values, depth)

@@ -212,7 +212,7 @@ def _list(data: Data, values: Values, depth: int) -> list[object]:
     items: list[object] = []
     for number, kind, value in fields(data):
         if number == 1:
-            values.check_count(len(items) + 1)
+            values.check_array(len(items) + 1)
             items.append(_any(_message(kind, value), values, depth + 1))
     return items
 
@@ -221,7 +221,7 @@ def _map(data: Data, values: Values, depth: int) -> dict[str, object]:
     members: dict[str, object] = {}
     for number, kind, value in fields(data):
         if number == 1:
-            values.check_count(len(members) + 1)
+            values.check_kv_list(len(members) + 1)
             _add(members, _message(kind, value), values, depth)
     return members
 

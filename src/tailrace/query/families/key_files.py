@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+from tailrace.log.key_listing import LexiconTimes
 from tailrace.query import family_format as names
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.store.arrow import pa, pc
@@ -71,7 +73,7 @@ class LexiconFile:
     def memory_bytes(self) -> int:
         return self._file.memory_bytes
 
-    def keys(self, after: bytes | None, wanted: int, trimmed: int) -> list[bytes]:
+    def keys(self, after: bytes | None, wanted: int, trimmed: int, times: LexiconTimes) -> list[bytes]:
         """The first keys behind one, of those that have an entry behind `trimmed`."""
         found: list[bytes] = []
         for group in range(self._file.groups):
@@ -80,9 +82,13 @@ class LexiconFile:
                 break
             if after is not None and bounds is not None and bounds[1] <= after:
                 continue
+            begun_s = time.monotonic()
             table = self._file.group(group, _WORDS)
+            decoded_s = time.monotonic()
             marks: Any = pc.greater(array_in(table, names.LAST_ENTRY), pa.scalar(trimmed))
             if after is not None:
                 marks = pc.and_(marks, pc.greater(array_in(table, names.KEY), pa.scalar(after)))
             found += array_in(table, names.KEY).filter(marks).slice(0, wanted - len(found)).to_pylist()
+            times.decode_s += decoded_s - begun_s
+            times.enumerate_s += time.monotonic() - decoded_s
         return found

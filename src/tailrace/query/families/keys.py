@@ -5,11 +5,12 @@ What is not covered, or cannot be opened, is left to those who look at segments.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from tailrace.log.key_listing import Lexical
+from tailrace.log.key_listing import Lexical, LexiconTimes
 from tailrace.log.model import Stream
 from tailrace.query.families.library import Library
 from tailrace.query.families.published import Published, UnusableFileError
@@ -72,7 +73,7 @@ class KeyLibrary:
         return min(found, default=run[0].companion.last + 1)
 
     async def first_keys(
-        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int
+        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
     ) -> Lexical:
         """The first keys that the lexicons of a stream have of the entries behind `below` up to `upto`."""
         on_thread = self._library.shelf.on_thread
@@ -84,9 +85,11 @@ class KeyLibrary:
                 continue
             listed: list[bytes] | None = []
             for served in run:
+                begun_s = time.monotonic()
                 file = cast("LexiconFile | None", await self._library.open(served))
+                times.get_s += time.monotonic() - begun_s
                 try:
-                    more = None if file is None else await on_thread(file.keys, after, wanted, below)
+                    more = None if file is None else await on_thread(file.keys, after, wanted, below, times)
                 except UnusableFileError:
                     more = None
                 if more is None:

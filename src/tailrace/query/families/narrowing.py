@@ -52,7 +52,7 @@ class Narrowing:
         """What may match in the span that an entry lies in; None if nothing is known of it."""
         if self._known is not None and self._known[0].first <= entry <= self._known[0].last:
             return self._known[1]
-        spans = await self._library.spans(self._stream, self._view)
+        spans = await self._library.spans(self._stream, self._view.indexed)
         place = bisect_left(spans, entry, key=lambda span: span.last)
         if place == len(spans) or spans[place].first > entry:
             return None
