@@ -256,9 +256,7 @@ class Asks:
 
     def _error_frame(self, ask: Ask, error: HubError, now_ms: int) -> bytes:
         self._hub.count("errors", error.code)
-        features = frozenset[str]() if ask.asker is None else ask.asker.features
-        typed = "typed-errors" in features or error.code == "unknown_actor"
-        kind, payload = encode_error(error, typed=typed)
+        kind, payload = encode_error(error)
         return self._frame(ask, kind, payload, now_ms)
 
     def _say(self, ask: Ask, frame: bytes, *, final: bool) -> None:

@@ -218,12 +218,11 @@ class Hub:
         *,
         request_id: str | None = None,
         trace: bytes = b"{}",
-        typed: bool = False,
     ) -> bytes:
         """Exactly one error with the request's id."""
         self.count("errors", error.code)
         session.errors += 1
-        kind, payload = encode_error(error, typed=typed or "typed-errors" in session.features)
+        kind, payload = encode_error(error)
         frame = encode(
             id=new_id(now_ms),
             from_=self.options.address,
@@ -238,11 +237,7 @@ class Hub:
         return frame
 
     def refuse_request(self, session: Session, request: Request, error: HubError, now_ms: int) -> bytes:
-        """An ask to send to somebody unknown always gets the typed form: clients rely on it."""
-        typed = error.code == "unknown_actor" and request.is_ask
-        return self.refuse(
-            session, error, now_ms, request_id=request.id, trace=copies.traced(request), typed=typed
-        )
+        return self.refuse(session, error, now_ms, request_id=request.id, trace=copies.traced(request))
 
     # -- keeping ---------------------------------------------------------------------------------------
 
@@ -287,6 +282,21 @@ class Hub:
         self.ready.append(session)
 
     # -- who -------------------------------------------------------------------------------------------
+
+    def add_identity(self, session: Session) -> None:
+        self.by_identity.setdefault(session.path, {})[session] = None
+
+    def remove_identity(self, session: Session) -> None:
+        held = self.by_identity.get(session.path)
+        if held is not None and held.pop(session, held) is None and not held:
+            del self.by_identity[session.path]
+
+    def rename(self, session: Session, path: str) -> None:
+        """Another identity for a session, which only a server without authentication allows."""
+        assert self.dev
+        self.remove_identity(session)
+        session.actor = msgspec.structs.replace(session.actor, path=path)
+        self.add_identity(session)
 
     def sender_of(self, session: Session, claimed: str | None) -> str:
         """The path that a frame of this session is from: never more than what was verified."""

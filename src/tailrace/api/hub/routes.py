@@ -193,9 +193,6 @@ class _Answer(msgspec.Struct):
     payload: dict[str, Any] = {}
 
 
-_OF_EVERY_ERROR: Final = frozenset(("code", "message", "retryable"))
-
-
 def _head(body: bytes) -> _Head | None:
     try:
         return msgspec.json.decode(body, type=_Head)
@@ -234,10 +231,8 @@ def _respond(exchange: Exchange, frame: bytes) -> None:
     if not isinstance(code, str) or code not in CODES or "retryable" not in found.payload:
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, frame)
         return
-    details = found.payload.get("details")
-    if not isinstance(details, dict):
-        details = {name: found.payload[name] for name in found.payload if name not in _OF_EVERY_ERROR}
-    answers.refuse(exchange, HubError(code, str(message), cast("dict[str, object]", details)))
+    details = cast("dict[str, object]", found.payload["details"])
+    answers.refuse(exchange, HubError(code, str(message), details))
 
 
 def _check_method(method: bytes) -> None:
