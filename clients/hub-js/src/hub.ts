@@ -86,7 +86,7 @@ export class Hub {
       capabilities: options.capabilities ?? [],
       timeouts: this.#timeouts,
       reconnect: { ...RECONNECT, ...options.reconnect },
-      WebSocket: options.WebSocket ?? globalThis.WebSocket,
+      WebSocket: options.WebSocket,
       deliver: (message) => this.#deliver(message),
       notice: (message) => this.#noticed(message),
       restore: () => this.#restore(),

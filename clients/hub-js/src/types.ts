@@ -69,7 +69,7 @@ export interface HubOptions {
   timeouts?: Partial<Timeouts>
   /** From 1000 to 30000 ms if not given. */
   reconnect?: Partial<Reconnect>
-  /** For runtimes without a `WebSocket` of their own. */
+  /** For runtimes without a `WebSocket` of their own. Node before 22 uses the package `ws` if it is installed. */
   WebSocket?: SocketMaker
   /** How many messages may wait to be taken before the client gives up: 10000. */
   inboxMax?: number

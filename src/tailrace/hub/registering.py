@@ -120,8 +120,9 @@ def _ttl_ms(request: Request, default_ms: int) -> int:
     """
     seconds, millis = request.payload.value("ttlSeconds"), request.payload.value("ttl")
     for name, found in (("ttlSeconds", seconds), ("ttl", millis)):
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if found is not None and not (is_number and found > 0):
+        if found is None:
+            continue
+        if not isinstance(found, int | float) or isinstance(found, bool) or not found > 0:
             raise field_error(name, f"{name} must be a number greater than 0")
     if isinstance(seconds, int | float):
         wanted = seconds * 1000

@@ -220,21 +220,34 @@ class Hub:
         trace: bytes = b"{}",
     ) -> bytes:
         """Exactly one error with the request's id."""
-        self.count("errors", error.code)
         session.errors += 1
+        path = session.path or "anonymous"
+        frame = self.error_frame(path, error, now_ms, request_id=request_id, trace=trace)
+        self.control(session, frame)
+        return frame
+
+    def error_frame(
+        self,
+        path: str,
+        error: HubError,
+        now_ms: int,
+        *,
+        request_id: str | None = None,
+        trace: bytes = b"{}",
+    ) -> bytes:
+        """An error for this address, counted."""
+        self.count("errors", error.code)
         kind, payload = encode_error(error)
-        frame = encode(
+        return encode(
             id=new_id(now_ms),
             from_=self.options.address,
-            to=f"@({session.path or 'anonymous'})",
+            to=f"@({path})",
             type=kind,
             payload=payload,
             timestamp=now_ms,
             correlation_id=request_id,
             metadata=trace,
         )
-        self.control(session, frame)
-        return frame
 
     def refuse_request(self, session: Session, request: Request, error: HubError, now_ms: int) -> bytes:
         return self.refuse(session, error, now_ms, request_id=request.id, trace=copies.traced(request))

@@ -9,6 +9,7 @@ import msgspec
 
 from tailrace.client.error import CONNECTION_LOST, ClientError
 from tailrace.client.hub.model import Message
+from tailrace.client.retry import retry_after_s
 from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.message import HUB, encode
 from tailrace.hub.signatures import signed
@@ -110,6 +111,14 @@ def error_of(message: Message) -> ClientError | None:
     return ClientError(
         str(code), str(text or code), extra=extra, outcome_unknown=extra.get("outcome") == "unknown"
     )
+
+
+def pause_asked_s(error: ClientError) -> float:
+    """How long a server that refused a connection asks to wait: before the upgrade, or after it."""
+    asked_ms = error.extra.get("retryAfter")
+    if isinstance(asked_ms, int | float):
+        return asked_ms / 1000
+    return retry_after_s(error.answer_headers) or 0.0
 
 
 def reply_data(message: Message) -> Any:
