@@ -210,9 +210,10 @@ export interface MailboxPage {
   stream: string
   messages: { offset: string; appendTime: string; message: Message }[]
   nextOffset: string
-  committed: string
+  /** Null, like `lag`, where there is no mailbox. */
+  committed: string | null
   upToDate: boolean
-  lag: number
+  lag: number | null
 }
 
 export interface Committed {
