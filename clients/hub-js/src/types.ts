@@ -102,6 +102,8 @@ export interface Registration {
   renewalToken: string
   version: number
   durable: boolean
+  /** What was given, which may differ from what was asked for. */
+  ttlSeconds?: number
 }
 
 export interface Actor {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 INTEGER_MAX = 2**53 - 1  # of the protocol: what every client can represent
 
 
@@ -22,3 +24,8 @@ def check_seconds(name: str, value: object, *, may_be_zero: bool = False) -> Non
 def check_text(name: str, value: object, bytes_max: int) -> None:
     if not isinstance(value, str) or not 1 <= len(value.encode()) <= bytes_max:
         raise ValueError(f"{name} must be a text of 1 to {bytes_max} bytes: {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}: {value!r}")
