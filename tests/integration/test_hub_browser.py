@@ -15,9 +15,32 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from conftest import StartServer
 from support.hub_js import ROOT, built
 from support.server import ServerProcess
 
+PLAIN_PAGE = """<script type="module">
+const url = new URL(location).searchParams.get("server") + "/hub/ws"
+const attempt = () => new Promise((done) => {
+  const socket = new WebSocket(url)
+  const told = { opened: false, type: null, waits: false, code: null }
+  socket.onopen = () => {
+    told.opened = true
+    socket.send('{"type":"ping"}')
+  }
+  socket.onmessage = ({ data }) => {
+    const message = JSON.parse(data)
+    told.type = message.type
+    told.waits = message.payload?.retryAfter >= 1000
+    if (message.type === "pong") socket.close()
+  }
+  socket.onclose = ({ code }) => done({ ...told, code })
+})
+let told
+do told = await attempt()
+while (told.type === "pong")
+await fetch("/", { method: "POST", body: JSON.stringify(told) })
+</script>"""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
 
 
@@ -37,10 +60,10 @@ class Pages(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def pages() -> Iterator[tuple[str, queue.Queue[Any]]]:
+def pages(directory: Path = ROOT) -> Iterator[tuple[str, queue.Queue[Any]]]:
     results: queue.Queue[Any] = queue.Queue()
     handler = type("ThesePages", (Pages,), {"results": results})
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(ROOT))) as served:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory))) as served:
         thread = threading.Thread(target=served.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{served.server_address[1]}", results
@@ -78,6 +101,20 @@ def test_the_client_in_chromium(server: ServerProcess, tmp_path: Path) -> None:
         "found": ["@(browser/one)", "@(browser/other)"],
         "subscribed": "browsers/+",
     }
+
+
+def test_a_page_can_read_that_there_are_too_many_connections(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Without any client of ours: what a plain WebSocket tells its page."""
+    server = start_server(env={"TAILRACE_HUB_CONNECTS_PER_S": "1"})
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text(PLAIN_PAGE, encoding="utf-8")
+    with pages(tmp_path / "page") as (base, results):
+        url = f"{base}/index.html?server={server.base_url.replace('http', 'ws')}"
+        with browser(url, tmp_path / "profile"):
+            result = results.get(timeout=100)
+    assert result == {"opened": True, "type": "hub:rate_limited", "waits": True, "code": 1013}
 
 
 def test_the_declarations_compile() -> None:
