@@ -54,6 +54,8 @@ NAMES: Final = (
     "hub.before_subscription",
     "hub.after_subscription",
     "hub.before_publish",
+    "hub.before_batch",
+    "hub.before_broadcast_ack",
 )
 EXIT_CODE: Final = 137
 

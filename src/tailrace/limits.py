@@ -452,11 +452,15 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Bytes, Meta(description="A larger message is skipped up to this size; beyond, its connection ends.")
     ] = 16 * MIB
     hub_connections: Annotated[
-        Count, Meta(description="Connections to the hub at once; more are answered with 429.")
+        Count, Meta(description="Connections to the hub at once; one more is told `hub:rate_limited`.")
     ] = 10_000
     hub_connects_per_s: Annotated[
         int,
-        Meta(ge=0, extra={"unit": "count"}, description="New connections per second; 0 sets no limit."),
+        Meta(
+            ge=0,
+            extra={"unit": "count"},
+            description="New connections per second, and at once; 0 is no limit.",
+        ),
     ] = 100
     hub_connections_per_identity: Annotated[
         Count, Meta(description="Sessions of one identity; one more ends the oldest.")

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from websockets.exceptions import WebSocketException
 
+from crash.test_hub_broadcast_kills import BROADCAST_STEPS
 from crash.test_hub_kills import Ordeal
 from tailrace.failpoints import NAMES
 
-STEPS = [name for name in NAMES if name.startswith("hub.")]
+STEPS = [name for name in NAMES if name.startswith("hub.") and name not in BROADCAST_STEPS]
 # Each step, and some of them when others have been through it before.
 FAILPOINTS = [f"{name}:1" for name in STEPS]
 FAILPOINTS += [f"hub.{when}_{what}:7" for what in ("message", "cursor") for when in ("before", "after")]

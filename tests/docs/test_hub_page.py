@@ -67,4 +67,4 @@ def test_every_code_and_every_message_type_of_the_client_is_on_the_page() -> Non
 def test_the_error_of_the_page_is_json() -> None:
     text = PAGE.read_text(encoding="utf-8")
     (example,) = re.findall(r'^(\{"type": "hub:error".*?\}\})$', text, re.MULTILINE | re.DOTALL)
-    assert json.loads(example)["payload"]["code"] == "rate_limited"
+    assert json.loads(example)["payload"]["code"] == "mailbox_full"

@@ -132,3 +132,41 @@ def test_an_actor_is_kicked(server: ServerProcess, actor: Hub) -> None:
     assert run(server, "ls", actor.identity).err == "no actors\n"
     again = run(server, "kick", actor.identity)
     assert (again.code, "unknown_actor" in again.err) == (1, True)
+
+
+@pytest.mark.parametrize("data", ["{", '{"n": 1', "[1, 2", '"open', '{"n": NaN}'])
+def test_data_that_begins_like_json_and_is_not_is_refused(
+    actor: Hub, server: ServerProcess, data: str
+) -> None:
+    for verb in ("send", "ask"):
+        refused = run(server, verb, actor.identity, "note", data)
+        assert (refused.code, refused.out) == (2, ""), refused
+        assert "data is not valid JSON" in refused.err
+        assert json.dumps(data) in refused.err, "it says how to send this as text"
+    sent = run(server, "send", actor.identity, "note", json.dumps(data))
+    assert sent.code == 0
+    assert next_of(actor).data == data, "nothing was sent before"
+
+
+@pytest.mark.parametrize(("data", "sent"), [("12", 12), ("12 apples", "12 apples"), ("null", None)])
+def test_data_that_is_no_json_is_text(actor: Hub, server: ServerProcess, data: str, sent: Any) -> None:
+    assert run(server, "send", actor.identity, "note", data).code == 0
+    assert next_of(actor).data == sent
+
+
+def test_a_mailbox_that_is_not_there_is_not_shown_as_an_empty_one(server: ServerProcess) -> None:
+    address = fresh_address("none")
+    shown = run(server, "mailbox", address)
+    assert (shown.code, shown.out, shown.err) == (0, "", f"no mailbox of {address}\n")
+    assert run(server, "mailbox", address, "--json").rows == []
+
+
+def test_looking_into_a_mailbox_leaves_its_owner_connected(server: ServerProcess) -> None:
+    address = fresh_address("owner")
+    with Hub(server.base_url, address=address) as owner:
+        owner.register(durable=True)
+        session = owner.session_id
+        assert run(server, "mailbox", address).err.startswith("0 uncommitted")
+        owner.send(address, "self", 1, ack="accepted")
+        assert next_of(owner).data == 1
+        assert owner.session_id == session

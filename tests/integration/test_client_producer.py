@@ -252,3 +252,67 @@ def test_many_writers_of_one_producer(server: ServerProcess, open_client: OpenCl
     entries = list(stream.entries())
     for writer in range(4):
         assert [entry["n"] for entry in entries if entry["w"] == writer] == list(range(200))
+
+
+# -- closing the stream
+
+
+@pytest.mark.parametrize("data", [None, {"last": True}, [1, 2]])
+def test_a_producer_closes_its_stream(
+    server: ServerProcess, open_client: OpenClient, name: str, data: Any
+) -> None:
+    stream = open_client(server.base_url).stream(name, content_type=JSON)
+    stream.create()
+    with stream.producer() as producer:
+        for number in range(100):
+            producer.append(number)
+        result = producer.close_stream(data)
+        assert (result.closed, result.duplicate) == (True, False)
+        with pytest.raises(RuntimeError, match="closed"):
+            producer.append("late")
+    last = [] if data is None else data if isinstance(data, list) else [data]
+    assert list(stream.entries()) == [*range(100), *last]
+    assert stream.head().closed
+    assert stream.head().next_offset == result.next_offset
+
+
+def test_a_producer_that_appended_nothing_closes_its_stream(
+    server: ServerProcess, open_client: OpenClient, name: str
+) -> None:
+    client = open_client(server.base_url)
+    client.stream(name, content_type=JSON).create()
+    stream = client.stream(name)
+    with stream.producer("closer") as producer:
+        assert producer.close_stream().closed
+    assert stream.head().closed
+
+
+def test_a_close_whose_answer_is_lost_takes_effect_once(
+    server: ServerProcess, open_client: OpenClient, name: str
+) -> None:
+    with CuttingProxy(server.port, lose_answers(2, to=b"POST")) as proxy:
+        stream = open_client(proxy.base_url).stream(name, content_type=JSON)
+        stream.create()
+        with stream.producer() as producer:
+            assert producer.close_stream("last").closed
+        assert proxy.cuts == 2
+        assert list(stream.entries()) == ["last"]
+
+
+def test_a_replaced_producer_cannot_close_the_stream(
+    server: ServerProcess, open_client: OpenClient, name: str
+) -> None:
+    stream = open_client(server.base_url).stream(name, content_type=JSON)
+    stream.create()
+    first = stream.producer("importer")
+    first.append(1)
+    first.flush()
+    with stream.producer("importer") as second:
+        second.append(2)
+        second.flush()
+        with pytest.raises(ClientError) as raised:
+            first.close_stream()
+        assert (raised.value.code, raised.value.stream) == ("stale_epoch", name)
+        assert not stream.head().closed
+        assert second.close_stream().closed
+    assert list(stream.entries()) == [1, 2]

@@ -179,7 +179,7 @@ def test_a_fast_producer_is_told_to_pause_for_a_slow_consumer_which_can_see_its_
 
 def test_registering_twice_counts_versions_and_the_last_one_has_it() -> None:
     world = World()
-    first, second = world.connect(C), world.connect(C)
+    first, second = world.connect(C), world.connect("@(t/d)")
     versions = [
         world.ask(one, "hub:register", {"actorAddress": B, "capabilities": ["x"]})["payload"]["version"]
         for one in (first, second)

@@ -11,7 +11,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from support.calls import Caller, eventually
-from support.hub_client import HUB, Actor, now_ms, registered
+from support.hub_client import HUB, Actor, code, now_ms, registered
 from support.server import ServerProcess
 
 
@@ -22,11 +22,6 @@ def actors(*found: Actor) -> Iterator[None]:
     finally:
         for actor in found:
             actor.close()
-
-
-def code(frame: dict[str, Any]) -> str:
-    assert frame["type"] == "hub:error", frame
-    return frame["payload"]["code"]
 
 
 def test_the_paths_of_the_hub(server: ServerProcess) -> None:
@@ -65,12 +60,13 @@ def test_connect_heartbeat_disconnect(server: ServerProcess) -> None:
 
 
 def test_a_refused_connect_ends_the_connection(server: ServerProcess) -> None:
-    for metadata in ({"protocolVersion": "9.0.0", "capabilities": ["x"]}, {"protocolVersion": "0.1.0"}):
+    for metadata, expected in (
+        ({"protocolVersion": "9.0.0"}, ("hub:version_mismatch", "version_mismatch")),
+        ({"protocolVersion": "0.1.0", "capabilities": "x"}, ("hub:error", "invalid_request")),
+    ):
         actor = Actor(server, "@(sock/x)", hello=False)
-        assert code(actor.ask("hub:connect", None, metadata=metadata)) in (
-            "version_mismatch",
-            "invalid_request",
-        )
+        answer = actor.ask("hub:connect", None, metadata=metadata)
+        assert (answer["type"], code(answer)) == expected
         assert actor.closed() == 1008
 
 
@@ -89,7 +85,8 @@ def test_messages_that_are_too_large_do_no_harm(server: ServerProcess) -> None:
         assert len(actor.of("t")["payload"]) == 900_000
         message_id = actor.write("hub:send", {"to": "@(sock/large)", "type": "t", "data": "x" * 2_000_000})
         refused = actor.answer(message_id)
-        assert code(refused) == "message_too_large"
+        assert (refused["type"], code(refused)) == ("hub:message_too_large", "message_too_large")
+        assert refused["payload"]["maxSize"] == 1_048_576
         assert actor.quiet() == []
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.hub_world import Frame, MemoryStreams, World
 from tailrace.errors import TailraceError
 from tailrace.hub.effects import Append, Settled
+from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.session import Session
 from tailrace.limits import Limits
 
@@ -157,7 +158,7 @@ class Ledger(RuleBasedStateMachine):
 
     def refused(self) -> dict[str, str]:
         """What was answered by an error, and which: not what was accepted and came to nothing later."""
-        errors = [one for one in self.answers() if one["type"] in ("hub:error", "hub:unknown_actor")]
+        errors = [one for one in self.answers() if one["type"] in ERROR_TYPES]
         return {
             one["correlationId"]: one["payload"]["code"]
             for one in errors

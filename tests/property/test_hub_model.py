@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from support.hub_world import World
+from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.session import Session
 
 NAMES = ("@(m/plain)", "@(m/kept)", "@(m/careful)")
@@ -56,7 +57,7 @@ class HubMachine(RuleBasedStateMachine):
             name = payload["actorAddress"]
             assert payload["version"] > self.versions.get(name, 0), "versions only grow"
             self.versions[name] = payload["version"]
-        elif kind in ("hub:delivery_ack", "hub:error", "hub:unknown_actor"):
+        elif kind == "hub:delivery_ack" or kind in ERROR_TYPES:
             asked = self.asks.get(frame["correlationId"])
             if asked is not None:
                 assert asked[0] is session or session.id == asked[0].id

@@ -39,10 +39,10 @@ class Pages(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def pages() -> Iterator[tuple[str, queue.Queue[Any]]]:
+def pages(directory: Path = ROOT) -> Iterator[tuple[str, queue.Queue[Any]]]:
     results: queue.Queue[Any] = queue.Queue()
     handler = type("ThesePages", (Pages,), {"results": results})
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(ROOT))) as served:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory))) as served:
         thread = threading.Thread(target=served.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{served.server_address[1]}", results

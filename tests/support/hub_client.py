@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from support.server import ServerProcess
+from tailrace.hub.errors import ERROR_TYPES
 
 WAIT_S = 30.0
 HUB = "@(cloudflare/signal-hub)"
@@ -135,6 +136,12 @@ class Actor:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def code(frame: Frame) -> str:
+    """The code of a frame that must be an error."""
+    assert frame["type"] in ERROR_TYPES, frame
+    return frame["payload"]["code"]
 
 
 def registered(server: ServerProcess, address: str, **more: Any) -> Actor:

@@ -338,6 +338,8 @@ class World:
             for _, body in self.streams.entries.get(name, ()):
                 take(body)
         restoring.finish(self.now)
+        for place, (_, body) in enumerate(self.streams.entries.get("hub/broadcast/0", ())):
+            restoring.broadcast(place + 1, body)
         for _, body in self.streams.entries.get("hub/dead-letters", ()):
             restoring.letter(body)
         since_ns = (self.now - self.limits.hub_seen_ttl_ms) * 1_000_000

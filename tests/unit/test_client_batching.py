@@ -65,7 +65,7 @@ def test_one_part_larger_than_everything_enters_alone() -> None:
 
 
 def test_limits_are_positive() -> None:
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="batch_count_max"):
         BatchLimits(batch_count_max=0)
 
 

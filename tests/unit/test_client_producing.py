@@ -141,3 +141,61 @@ def test_without_auto_claim_the_epoch_is_the_callers() -> None:
 
 def test_ids_of_their_own_differ() -> None:
     assert sequencer().producer_id != sequencer().producer_id
+
+
+# -- closing the stream
+
+
+def closed(status: int, seq: int, epoch: int = 0) -> Answer:
+    return answer(
+        status,
+        stream_next_offset=OFFSET,
+        stream_closed="true",
+        producer_epoch=str(epoch),
+        producer_seq=str(seq),
+    )
+
+
+def test_a_close_carries_the_next_number_and_the_last_data() -> None:
+    stage = Stage(accepted(0), closed(200, 1))
+    producer = sequencer()
+    stage.run(producer.deliver([b"1"], None))
+    result = stage.run(producer.deliver([b"2"], "k", close=True))
+    assert numbers(stage.requests) == [(0, 0), (0, 1)]
+    last = stage.requests[-1]
+    assert (last.body, header(last, "Stream-Closed"), header(last, "Stream-Key")) == (b"[2]", b"true", b"k")
+    assert (result.closed, result.duplicate) == (True, False)
+
+
+def test_a_close_without_data_is_no_duplicate() -> None:
+    stage = Stage(closed(204, 0))
+    result = stage.run(sequencer().deliver([], None, close=True))
+    (request,) = stage.requests
+    assert (request.body, header(request, "Stream-Closed"), header(request, "Content-Type")) == (
+        b"",
+        b"true",
+        None,
+    )
+    assert (result.closed, result.duplicate) == (True, False)
+
+
+@pytest.mark.parametrize("parts", [[], [b"1"]])
+def test_a_close_whose_answer_was_lost_is_repeated_under_its_number(parts: list[bytes]) -> None:
+    stage = Stage(CUT, closed(204, 0))
+    assert stage.run(sequencer().deliver(parts, None, close=True)).closed
+    assert numbers(stage.requests) == [(0, 0), (0, 0)]
+
+
+def test_a_close_under_a_number_that_another_writer_used_is_not_taken_for_done() -> None:
+    stage = Stage(duplicate(4))
+    with pytest.raises(ClientError) as raised:
+        stage.run(sequencer("p", auto_claim=False).deliver([], None, close=True))
+    assert raised.value.code == "producer_conflict"
+
+
+def test_a_close_asks_for_the_type_if_it_has_to_claim_an_epoch() -> None:
+    head = answer(200, content_type="application/json", stream_next_offset=OFFSET)
+    stage = Stage(head, gap(3), closed(204, 0, 1))
+    producer = Sequencer(Operations("s", Retries()), ProducerOptions(producer_id="p"))
+    assert stage.run(producer.deliver([], None, close=True)).closed
+    assert producer.epoch == 1

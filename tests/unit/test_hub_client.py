@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from websockets.asyncio.server import ServerConnection, serve
 from tailrace.client import ClientError, Retries
 from tailrace.client.hub import AsyncHub, Message, SigningKey, Timeouts, from_runtime, to_runtime
 from tailrace.client.hub.inbox import Inbox
-from tailrace.client.hub.keeping import Paused
+from tailrace.client.hub.keeping import Held, Paused
+from tailrace.client.hub.model import Registration
 from tailrace.client.hub.wire import Request, error_of, socket_url
 from tailrace.hub.errors import HubError
 from tailrace.hub.message import HUB, encode, parse
@@ -333,3 +335,47 @@ def test_a_token_is_refreshed_when_the_hub_says_that_it_expires() -> None:
 
     played(expiring, client, token=lambda: next(tokens))
     assert seen == ["bearer one", "two"]
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "given"), [(90_000, 3600), (5, 60), (300, 300)])
+def test_a_registration_is_renewed_by_the_time_that_was_given(asked: int, given: int) -> None:
+    registration = Registration("@(a)", 0, "token", ttl_seconds=given)
+    held = Held({"ttlSeconds": asked}, registration)
+    before = time.monotonic()
+    held.renewed(registration)
+    assert before + given / 2 <= held.renew_at <= time.monotonic() + given / 2
+
+
+Use = Callable[[AsyncHub], Awaitable[Any]]
+REFUSED: dict[str, Use] = {
+    "ttl_s": lambda hub: hub.register(ttl_s=0),
+    "commit": lambda hub: hub.register(commit="never"),
+    "capabilities": lambda hub: hub.register(capabilities=()),
+    "in_flight_max": lambda hub: hub.register(in_flight_max=0),
+    "ack_timeout_s": lambda hub: hub.register(ack_timeout_s=-1),
+    "ack": lambda hub: hub.send("@(a)", "t", ack="seen"),  # pyright: ignore[reportArgumentType]
+    "ttl_ms": lambda hub: hub.send("@(a)", "t", ttl_ms=0),
+    "timeout_s": lambda hub: hub.ask("@(a)", "t", timeout_s=0),
+    "priority": lambda hub: hub.send("@(a)", "t", priority=3),
+    "producer epoch": lambda hub: hub.send("@(a)", "t", producer=("p", -1, 0)),
+    "producer seq": lambda hub: hub.publish("a", "t", producer=("p", 0, -1)),
+    "producer id": lambda hub: hub.publish("a", "t", producer=("", 0, 0)),
+    "limit": lambda hub: hub.read_mailbox(limit=0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_cannot_be_right_is_refused_without_a_connection(name: str) -> None:
+    async def use() -> None:
+        await REFUSED[name](AsyncHub("http://127.0.0.1:9"))
+
+    with pytest.raises(ValueError, match=name):
+        asyncio.run(use())
+
+
+def test_timeouts_are_positive() -> None:
+    with pytest.raises(ValueError, match="ask_s"):
+        Timeouts(ask_s=0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.hub_world import Frame, World
+from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.session import Session
 from tailrace.limits import Limits
 
@@ -104,7 +105,7 @@ def test_h20_when_there_is_no_room_to_remember_messages_wait_and_none_is_forgott
     def send(number: int) -> str | None:
         """The code of the refusal, if it was one."""
         world.say(sender, "hub:send", payload, id=f"m-{number}", pattern=kinds[number % 2])
-        refusals = [frame for frame in world.taken(sender) if frame["type"] == "hub:error"]
+        refusals = [frame for frame in world.taken(sender) if frame["type"] in ERROR_TYPES]
         return refusals[0]["payload"]["code"] if refusals else None
 
     codes = [send(number) for number in range(30)]

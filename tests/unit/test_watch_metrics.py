@@ -142,7 +142,7 @@ def test_every_stage_that_leaves_something_out_has_a_row(tmp_path: Path) -> None
 def test_how_far_a_source_is_behind_is_told_of_its_collections(tmp_path: Path) -> None:
     room = connected(tmp_path)
     room.write(("put", "native/one", {}), ("put", "followed/one", {}))
-    status = SourceStatus(clock=room.context.clock)
+    status = SourceStatus(clock=room.context.clock, connected=True)
     status.lag_changes = 7
     status.caught_up(all_read=False)
     assert status.shown()["lagChanges"] == 7

@@ -86,7 +86,7 @@ export class Hub {
       capabilities: options.capabilities ?? [],
       timeouts: this.#timeouts,
       reconnect: { ...RECONNECT, ...options.reconnect },
-      WebSocket: options.WebSocket ?? globalThis.WebSocket,
+      WebSocket: options.WebSocket,
       deliver: (message) => this.#deliver(message),
       notice: (message) => this.#noticed(message),
       restore: () => this.#restore(),
@@ -346,7 +346,7 @@ export class Hub {
   }
 
   /** Renewed after half of its time: one renewal may be lost, and the address is still ours. */
-  #hold(payload: Registering, registration: Registration, afterMs = payload.ttlSeconds * 500): void {
+  #hold(payload: Registering, registration: Registration, afterMs = renewalMs(payload, registration)): void {
     clearTimeout(this.#held.get(registration.actorAddress)?.timer)
     const timer = setTimeout(() => void this.#renew(payload, registration), afterMs)
     unref(timer)
@@ -445,6 +445,11 @@ export class Hub {
     this.#resume(undefined)
     this.#place.onEnd?.(error)
   }
+}
+
+/** Half of the time that was given, which the hub bounds; a hub that does not tell gave what was asked for. */
+function renewalMs(payload: Registering, registration: Registration): number {
+  return (registration.ttlSeconds ?? payload.ttlSeconds) * 500
 }
 
 function hasCode(error: unknown, code: string): boolean {

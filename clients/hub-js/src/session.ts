@@ -19,7 +19,7 @@ export interface SessionOptions {
   capabilities: string[]
   timeouts: Timeouts
   reconnect: Reconnect
-  WebSocket: SocketMaker
+  WebSocket: SocketMaker | undefined
   deliver: (message: Message) => void
   notice: (message: Message) => void
   /** Everything that a new session has to be told again. */
@@ -75,11 +75,25 @@ export function socketUrl(base: string | URL): string {
   return `${text.replace(/^http/, "ws").replace(/\/+$/, "")}/hub/ws`
 }
 
+/** The WebSocket that was given, that of the runtime, or for Node before 22 that of the package `ws`. */
+async function socketMaker(given: SocketMaker | undefined): Promise<SocketMaker> {
+  const found = given ?? (globalThis.WebSocket as SocketMaker | undefined)
+  if (found) return found
+  const name = "ws" // not a literal: bundlers for browsers do not look for it
+  try {
+    return ((await import(name)) as { default: SocketMaker }).default
+  } catch (cause) {
+    const remedy = "use Node 22 or later, install the package ws, or give the option WebSocket"
+    throw new HubError("no_websocket", `this runtime has no WebSocket: ${remedy}`, { cause })
+  }
+}
+
 /** One session after the other, for as long as the client wants one. */
 export class Session {
   identity: string
   welcome: Welcome | null = null
   readonly #options: SessionOptions
+  #WebSocket: SocketMaker | undefined
   #socket: SocketLike | null = null
   readonly #asks = new Map<string, Ask>()
   #ready = settled()
@@ -100,9 +114,11 @@ export class Session {
   }
 
   /** Resolves when the first session is there. */
-  start(): Promise<void> {
-    this.#open()
-    return this.#ready.promise
+  async start(): Promise<void> {
+    this.#WebSocket = await socketMaker(this.#options.WebSocket)
+    if (this.#ended) throw this.#ended
+    this.#open(this.#WebSocket)
+    await this.#ready.promise
   }
 
   /** Send, and wait for the answer. It is sent again after a lost connection, under the same id. */
@@ -161,8 +177,8 @@ export class Session {
 
   // -- the life of the connection
 
-  #open(): void {
-    const socket = new this.#options.WebSocket(this.#options.url, ["signal-hub"])
+  #open(WebSocket: SocketMaker): void {
+    const socket = new WebSocket(this.#options.url, ["signal-hub"])
     this.#socket = socket
     this.#goodbye = {}
     let failure = new HubError("connect_failed", `no hub answers at ${this.#options.url}`, {}, true)
@@ -174,17 +190,27 @@ export class Session {
       clearTimeout(late)
       this.#lose(socket, failure)
     }
+    let isWelcome = false
     socket.onopen = () => {
       failure = lost("the connection to the hub was lost")
       this.#introduce()
-        .then((welcome) => this.#begin(welcome))
+        .then((welcome) => {
+          isWelcome = true
+          return this.#begin(welcome)
+        })
         .catch((error: unknown) => {
           failure = asHubError(error)
           this.#lose(socket, failure)
         })
         .finally(() => clearTimeout(late))
     }
-    socket.onmessage = (event: { data: string }) => this.#take(JSON.parse(event.data) as Message)
+    socket.onmessage = (event: { data: string }) => {
+      const message = JSON.parse(event.data) as Message
+      // A hub that takes no more connections says so before it has read anything.
+      const refusal = isWelcome || message.correlationId !== null ? null : errorOf(message)
+      if (refusal) this.#lose(socket, refusal)
+      else this.#take(message)
+    }
     socket.onclose = closed
     // Some sockets that never open tell only this.
     socket.onerror = () => {
@@ -248,17 +274,19 @@ export class Session {
       return
     }
     if (this.#isReady) [this.#isReady, this.#ready] = [false, settled()]
-    this.#retrying = setTimeout(() => this.#open(), this.#pause())
+    const WebSocket = this.#WebSocket as SocketMaker
+    this.#retrying = setTimeout(() => this.#open(WebSocket), this.#pause(error))
   }
 
   /** What the hub has asked for; else longer each time, and never at once with everybody else. */
-  #pause(): number {
+  #pause(error: HubError): number {
     const { reconnectAfter } = this.#goodbye
     if (reconnectAfter !== undefined && Number.isFinite(reconnectAfter)) return reconnectAfter
     const { first, max } = this.#options.reconnect
     const ceiling = Math.min(max, first * 2 ** Math.min(this.#failures, 30))
     this.#failures += 1
-    return ceiling * Math.random()
+    const retryAfter = Number(error.details["retryAfter"] ?? 0)
+    return ceiling * Math.random() + (Number.isFinite(retryAfter) ? retryAfter : 0)
   }
 
   #end(error: HubError): void {

@@ -69,7 +69,7 @@ export interface HubOptions {
   timeouts?: Partial<Timeouts>
   /** From 1000 to 30000 ms if not given. */
   reconnect?: Partial<Reconnect>
-  /** For runtimes without a `WebSocket` of their own. */
+  /** For runtimes without a `WebSocket` of their own. Node before 22 uses the package `ws` if it is installed. */
   WebSocket?: SocketMaker
   /** How many messages may wait to be taken before the client gives up: 10000. */
   inboxMax?: number
@@ -102,6 +102,8 @@ export interface Registration {
   renewalToken: string
   version: number
   durable: boolean
+  /** What was given, which may differ from what was asked for. */
+  ttlSeconds?: number
 }
 
 export interface Actor {
@@ -210,9 +212,10 @@ export interface MailboxPage {
   stream: string
   messages: { offset: string; appendTime: string; message: Message }[]
   nextOffset: string
-  committed: string
+  /** Null, like `lag`, where there is no mailbox. */
+  committed: string | null
   upToDate: boolean
-  lag: number
+  lag: number | null
 }
 
 export interface Committed {

@@ -131,7 +131,11 @@ def authorization(session: Session) -> dict[str, str]:
 
     try:
         settings = transport.settings(
-            session.url, token=session.token, timeout_s=0, connect_timeout_s=0, retries=None
+            session.url,
+            token=session.token,
+            timeout_s=_ANSWER_S_MAX,
+            connect_timeout_s=_CONNECT_S_MAX,
+            retries=None,
         )
         value = settings.authorization()
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -34,13 +35,17 @@ For example:
 
     tailrace hub dead-letters
 
-Data is JSON; a word that is none is taken as a string. `--as` says under which address to act; with a token,
-its identity is meant if nothing is given.
+Data is JSON; a word that is none is taken as a string. What begins with a brace, a bracket or a quote has to
+be JSON. `--as` says under which address to act; with a token, its identity is meant if nothing is given.
 """
 
 command = App(name="hub", help=_HELP, help_format="markdown")
 
-As = Annotated[str | None, Parameter(name="--as", help="The address to act under.")]
+As = Annotated[
+    str | None,
+    Parameter(name="--as", help="The address to act under; another connection under it is closed."),
+]
+JSON_BEGINS: Final = ("{", "[", '"')
 Count = Annotated[int | None, Parameter(help="Stop after so many.")]
 
 
@@ -70,15 +75,22 @@ def join(session: Session, address: str | None = None) -> Generator[Hub]:
 
 
 def json_of(text: str | None) -> bytes:
-    """What a person means by an argument: JSON as it is written, any other word as a string."""
+    """JSON as it is written, any other text as a string. What begins like JSON and is none is refused: it is
+    more often a mistake than a text."""
     import orjson
 
     if text is None:
         return b"null"
     try:
         orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return orjson.dumps(text)
+    except orjson.JSONDecodeError as error:
+        as_string = orjson.dumps(text)
+        if text.lstrip().startswith(JSON_BEGINS):
+            raise UsageError(
+                f"data is not valid JSON: {error}; to send it as text, write it as a JSON string: "
+                + shlex.quote(as_string.decode())
+            ) from None
+        return as_string
     return text.encode()
 
 
@@ -109,7 +121,7 @@ def ls(
 def send(
     to: Annotated[str, Parameter(help="The recipient, as in @(svc/price).")],
     kind: Annotated[str, Parameter(name="type", help="The type of the message.")],
-    data: Annotated[str | None, Parameter(help="JSON, or a word.")] = None,
+    data: Annotated[str | None, Parameter(help="JSON, or a text.")] = None,
     /,
     *,
     ack: Annotated[
@@ -124,8 +136,9 @@ def send(
     """Send one message, and say how far it came."""
     import msgspec
 
+    body = json_of(data)
     with join(session, sender) as hub:
-        found = hub.send(to, kind, json_of(data), ack=ack, ttl_ms=ttl, timeout_s=timeout)
+        found = hub.send(to, kind, body, ack=ack, ttl_ms=ttl, timeout_s=timeout)
     if session.json:
         put_json(msgspec.structs.asdict(found))
     else:
@@ -137,7 +150,7 @@ def send(
 def ask(
     to: Annotated[str, Parameter(help="Whom to ask, as in @(svc/price).")],
     kind: Annotated[str, Parameter(name="type", help="The type of the question.")],
-    data: Annotated[str | None, Parameter(help="JSON, or a word.")] = None,
+    data: Annotated[str | None, Parameter(help="JSON, or a text.")] = None,
     /,
     *,
     timeout: Annotated[float, Parameter(help="Seconds to wait for the reply.")] = 30.0,
@@ -145,8 +158,9 @@ def ask(
     session: Session = DEFAULT,
 ) -> None:
     """Ask an actor something, and print the reply. Parts that come before it are printed as they come."""
+    body = json_of(data)
     with join(session, sender) as hub:
-        reply = hub.ask(to, kind, json_of(data), timeout_s=timeout, on_part=_put_now)
+        reply = hub.ask(to, kind, body, timeout_s=timeout, on_part=_put_now)
     put_json(reply)
     flush()
 

@@ -36,7 +36,8 @@ def mailbox(
     """Show what waits in a mailbox. Looking moves nothing; --commit does."""
     from tailrace.cli.hub import join
 
-    with join(session, address) as hub:
+    # Not under the address itself: that would end the connection of its owner.
+    with join(session) as hub:
         if commit is not None:
             hub.commit_offset(commit, address=address)
         page = hub.read_mailbox(address, offset=offset, limit=limit or _PAGE)
@@ -47,10 +48,12 @@ def mailbox(
         else:
             print(kept.offset, message.get("from"), message.get("type"), _json(message.get("payload")))
     flush()
-    if not session.json:
-        sys.stderr.write(
-            f"{page.lag if page.lag is not None else '?'} uncommitted; committed {page.committed}\n"
-        )
+    if session.json:
+        return
+    if page.lag is None:
+        tell_none(f"mailbox of {address}")
+    else:
+        sys.stderr.write(f"{page.lag} uncommitted; committed {page.committed}\n")
 
 
 def dead_letters(

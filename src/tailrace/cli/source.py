@@ -161,11 +161,14 @@ def _print(source: dict[str, Any], session: Session) -> None:
         f"connected    {'yes' if status['connected'] else 'no'}"
         + (f": {status['error']}" if status["error"] else ""),
         f"position     {status['token']}",
-        f"changes      {status['changes']}, the last at {status['lastChangeAt'] or '-'}",
-        f"lag          {status['lagSeconds']} s",
+        f"changes      {status['changes']} since the server started, the last at "
+        + (status["lastChangeAt"] or "a time that is not known"),
+        "lag          " + ("not known" if status["lagSeconds"] is None else f"{status['lagSeconds']} s"),
     ]
     if "slot" in source:
-        kept = f"{status['walStatus'] or '-'}, keeps {status['retainedBytes'] or 0} bytes"
+        retained = status["retainedBytes"]
+        size = "an unknown number of bytes" if retained is None else f"{retained} bytes"
+        kept = f"{status['walStatus'] or 'state not known'}, keeps {size}"
         lines.append(f"slot         {source['slot']} ({kept})")
     for table, mapped in source["collections"].items():
         lines.append(f"table        {table} -> {mapped['collection']}")

@@ -12,7 +12,7 @@ from tailrace.client import encode
 from tailrace.client.batching import Batch, Batcher
 from tailrace.client.model import AppendResult
 from tailrace.client.operations import Operations
-from tailrace.client.producing import ProducerOptions, Sequencer
+from tailrace.client.producing import ProducerOptions, Sequencer, check_queued
 from tailrace.client.steps import Steps
 
 T = TypeVar("T")
@@ -63,8 +63,7 @@ class AsyncProducer:
     async def append(self, data: encode.Data, *, key: str | None = None) -> Receipt:
         """Queue data, waiting while the producer is full. Await the receipt to wait for the commit."""
         parts = encode.parts_of(data, await self._type_for(data))
-        if not parts:
-            raise ValueError("an empty list appends nothing")
+        check_queued(parts, key)
         for part in parts[:-1]:
             await self._queue(part, key)
         ticket = await self._queue(parts[-1], key)
@@ -89,6 +88,21 @@ class AsyncProducer:
             await self.flush()
         finally:
             await self._end()
+
+    async def close_stream(self, data: encode.Data = None, *, key: str | None = None) -> AppendResult:
+        """Deliver what is queued, then close the stream for good, and end the producer.
+
+        The close carries this producer's id, epoch and next number: it takes effect once, after everything
+        that was queued before it, and a replaced producer cannot do it. `data` is committed with it.
+        """
+        parts: list[bytes] = []
+        if data is not None:
+            parts = encode.parts_of(data, await self._type_for(data))
+            check_queued(parts, key)
+        self._check_usable()
+        await self._end()
+        self._raise_failure()
+        return await self._port.run(self._sequencer.deliver(parts, key, close=True))
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from tailrace.client.arguments import check_integer, check_seconds
+
 Ticket = TypeVar("Ticket")
 
 
@@ -24,8 +26,9 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     inflight_bytes_max: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        if min(self.batch_bytes_max, self.batch_count_max, self.inflight_bytes_max) < 1 or self.linger_s < 0:
-            raise ValueError("the limits of a producer must be positive")
+        for name in ("batch_bytes_max", "batch_count_max", "inflight_bytes_max"):
+            check_integer(name, getattr(self, name), least=1)
+        check_seconds("linger_s", self.linger_s, may_be_zero=True)
 
 
 class Batch(Generic[Ticket]):

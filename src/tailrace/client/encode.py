@@ -19,6 +19,7 @@ from tailrace.client.model import JSON_TYPE, is_json
 Data = Any
 
 _encode = msgspec.json.Encoder().encode
+_raw = msgspec.json.Decoder(msgspec.Raw)
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -48,9 +49,14 @@ def parts_of(data: Data, content_type: str) -> list[bytes]:
     octets = _octets(data)
     if octets is not None:
         text = octets.strip(b" \t\r\n")
-        if not text.startswith(b"["):
-            return [text]
-        return [bytes(raw) for raw in _raw_list.decode(text)]
+        try:
+            if text.startswith(b"["):
+                return [bytes(raw) for raw in _raw_list.decode(text)]
+            _raw.decode(text)
+        except msgspec.DecodeError as error:
+            # Refused here: one malformed message would fail all others of its batch.
+            raise ValueError(f"bytes for a JSON stream must be JSON text: {error}") from error
+        return [text]
     if isinstance(data, (list, tuple)):
         return [_encode(message) for message in data]  # pyright: ignore[reportUnknownVariableType]
     return [_encode(data)]

@@ -54,6 +54,7 @@ class ClientError(TailraceError):
         self.headers = tuple(self.answer_headers.items())
         self.extra: dict[str, object] = dict(extra or {})
         self.outcome_unknown = outcome_unknown
+        self.stream: str | None = None  # the one that the request was about, if it was about one
         self._status = status
 
     @property
@@ -63,6 +64,8 @@ class ClientError(TailraceError):
 
     def __str__(self) -> str:
         where = f"{self.code}, HTTP {self._status}" if self._status else self.code
+        if self.stream is not None and self.stream not in self.message:
+            where = f"stream {self.stream!r}, {where}"
         return f"{self.message} ({where})"
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tailrace.client import wire
+from tailrace.client.arguments import check_seconds
 from tailrace.client.error import CONNECT_FAILED, CONNECTION_LOST, INVALID_ANSWER, ClientError
 from tailrace.client.model import Page, is_json
 from tailrace.client.retry import Backoff, Retries, retry_after_s
@@ -19,6 +20,7 @@ from tailrace.client.steps import (
     Pause,
     Steps,
     may_retry,
+    names_stream,
     next_chunk,
     open_answer,
     send,
@@ -46,13 +48,13 @@ class Follower:
         "_fresh",
         "_give_up_s",
         "_mode",
-        "_name",
         "_narrow",
         "_open",
         "_parser",
         "_pending",
         "_retries",
         "closed",
+        "name",
         "offset",
         "up_to_date",
     )
@@ -69,13 +71,15 @@ class Follower:
     ) -> None:
         if mode not in ("long-poll", "sse"):
             raise ValueError(f"mode is 'long-poll' or 'sse', not {mode!r}")
+        if give_up_s is not None:
+            check_seconds("give_up_s", give_up_s, may_be_zero=True)
         narrow = narrow or {}
         if mode == "sse" and narrow.get("filter") is not None:
             raise ValueError("a filter needs the mode 'long-poll'")
         self.offset: str = offset
         self.up_to_date = False
         self.closed = False
-        self._name = name
+        self.name = name
         self._mode = mode
         self._narrow = narrow
         self._retries = retries
@@ -92,6 +96,7 @@ class Follower:
         self._data: bytes | None = None
         self._pending: list[tuple[bytes | None, bytes]] = []
 
+    @names_stream
     def advance(self) -> Steps[Page | None]:
         """The next page with content, or None once the stream is closed and all of it was handed out."""
         while not self.closed:
@@ -102,7 +107,7 @@ class Follower:
                 if delay is None:
                     yield HangUp()
                     code = CONNECTION_LOST if broken.sent else CONNECT_FAILED
-                    raise ClientError(code, f"following {self._name} failed: {broken}") from broken
+                    raise ClientError(code, f"following {self.name} failed: {broken}") from broken
                 yield from self._restart(delay)
                 continue
             except ClientError as error:
@@ -163,7 +168,7 @@ class Follower:
         # Also the start of every live connection: it turns `now`, `-1` and `since` into a position that
         # survives a reconnect, and it tells the content type, which an event stream does not.
         offset = None if self._narrow.get("since") is not None else self.offset
-        answer = yield from send(wire.read(self._name, offset=offset, **self._narrow))
+        answer = yield from send(wire.read(self.name, offset=offset, **self._narrow))
         wire.check(answer, 200)
         page = wire.parse_page(answer)
         self._content_type = page.content_type
@@ -173,7 +178,7 @@ class Follower:
     def _poll(self) -> Steps[Page]:
         answer = yield from send(
             wire.read(
-                self._name,
+                self.name,
                 offset=self.offset,
                 live="long-poll",
                 cursor=self._cursor,
@@ -203,7 +208,7 @@ class Follower:
     def _connect(self) -> Steps[None]:
         answer = yield from open_answer(
             wire.read(
-                self._name,
+                self.name,
                 offset=self.offset,
                 live="sse",
                 cursor=self._cursor,

@@ -7,10 +7,11 @@ from itertools import chain
 from typing import Unpack
 
 from tailrace.client import encode, wire
+from tailrace.client.arguments import check_integer
 from tailrace.client.error import ClientError
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 from tailrace.client.retry import Backoff, Retries
-from tailrace.client.steps import Outcome, Steps, exchange
+from tailrace.client.steps import Outcome, Steps, exchange, names_stream
 
 # `append_many` cuts its requests here: far below the server's 64 MiB, large enough to make requests rare.
 BATCH_BYTES_MAX = 1024 * 1024
@@ -26,6 +27,8 @@ class Operations:
 
     def __init__(self, name: str, retries: Retries, content_type: str | None = None) -> None:
         wire.stream_path(name)
+        if content_type is not None:
+            wire.header_value("Content-Type", content_type)
         self.name = name
         self.retries = retries
         self.content_type = content_type
@@ -33,6 +36,7 @@ class Operations:
     def _exchange(self, request: wire.Request) -> Steps[Outcome]:
         return exchange(request, Backoff(self.retries))
 
+    @names_stream
     def create(
         self,
         *,
@@ -67,6 +71,7 @@ class Operations:
             self.content_type = info.content_type
         return info
 
+    @names_stream
     def fork(
         self,
         target: str,
@@ -88,11 +93,13 @@ class Operations:
         )
         return operations
 
+    @names_stream
     def head(self) -> Steps[StreamInfo]:
         outcome = yield from self._exchange(wire.head(self.name))
         wire.check_head(self.name, outcome.answer)
         return wire.parse_info(self.name, outcome.answer)
 
+    @names_stream
     def delete(self) -> Steps[None]:
         outcome = yield from self._exchange(wire.delete(self.name))
         if outcome.doubtful and outcome.answer.status in (404, 410):
@@ -100,6 +107,7 @@ class Operations:
             return
         wire.check(outcome.answer, 200, 204)
 
+    @names_stream
     def append(
         self,
         data: encode.Data,
@@ -117,9 +125,11 @@ class Operations:
             )
         )
 
+    @names_stream
     def close(self) -> Steps[AppendResult]:
         return (yield from self._append(b"", content_type=None, close=True))
 
+    @names_stream
     def append_many(
         self,
         items: Iterable[encode.Data],
@@ -187,6 +197,7 @@ class Operations:
         self.content_type = info.content_type
         return info.content_type
 
+    @names_stream
     def read(self, *, offset: str | None, **narrow: Unpack[wire.Narrowing]) -> Steps[Page]:
         outcome = yield from self._exchange(wire.read(self.name, offset=offset, **narrow))
         wire.check(outcome.answer, 200)
@@ -222,6 +233,7 @@ class Lister:
     __slots__ = ("_after", "_done", "_limit", "_prefix", "_retries", "_system")
 
     def __init__(self, retries: Retries, *, prefix: str, after: str, limit: int, system: bool) -> None:
+        check_integer("page_size", limit, least=1)
         self._retries = retries
         self._prefix = prefix
         self._after = after

@@ -10,15 +10,17 @@ import secrets
 from typing import TypedDict
 
 from tailrace.client import encode, wire
+from tailrace.client.arguments import INTEGER_MAX, check_integer, check_seconds, check_text
 from tailrace.client.batching import BatchLimits
 from tailrace.client.error import OUTCOME_UNKNOWN, PRODUCER_CONFLICT, ClientError, error_from
 from tailrace.client.follow import ATTEMPTS_UNLIMITED
 from tailrace.client.model import AppendResult, is_json
 from tailrace.client.operations import Operations
 from tailrace.client.retry import Backoff
-from tailrace.client.steps import Outcome, Steps, exchange
+from tailrace.client.steps import Outcome, Steps, exchange, names_stream
 
-SEQ_MAX = 2**53 - 1
+SEQ_MAX = INTEGER_MAX
+PRODUCER_ID_BYTES_MAX = 256
 
 
 class ProducerOptions(BatchLimits, frozen=True, kw_only=True):
@@ -28,6 +30,13 @@ class ProducerOptions(BatchLimits, frozen=True, kw_only=True):
     epoch: int = 0
     auto_claim: bool = True
     delivery_s_max: float = 120.0
+
+    def __post_init__(self) -> None:
+        BatchLimits.__post_init__(self)
+        check_integer("epoch", self.epoch)
+        check_seconds("delivery_s_max", self.delivery_s_max)
+        if self.producer_id is not None:
+            check_text("producer_id", self.producer_id, PRODUCER_ID_BYTES_MAX)
 
 
 class Tuning(TypedDict, total=False):
@@ -57,39 +66,53 @@ class Sequencer:
         # A made-up id has no history, and who refuses to claim has to know the epoch: no need to ask.
         self._claimed = options.producer_id is None or not options.auto_claim
 
+    @names_stream
     def content_type_for(self, data: encode.Data) -> Steps[str]:
         content_type = yield from self._operations.type_for(data)
         self._operations.content_type = content_type
         return content_type
 
-    def deliver(self, parts: list[bytes], key: str | None) -> Steps[AppendResult]:
-        """Commit one batch, exactly once."""
+    @property
+    def name(self) -> str:
+        """Of the stream."""
+        return self._operations.name
+
+    @names_stream
+    def deliver(self, parts: list[bytes], key: str | None, *, close: bool = False) -> Steps[AppendResult]:
+        """Commit one batch, exactly once; with `close` it is the last one of the stream, and may be empty."""
         content_type = self._operations.content_type
-        assert content_type is not None, "the type is known before the first part is queued"
+        if content_type is None:
+            assert not parts, "the type is known before the first part is queued"
+            content_type = yield from self.content_type_for(b"")
         if not self._claimed:
             yield from self._claim(content_type)
-        body = encode.join(parts, content_type)
+        body = encode.join(parts, content_type) if parts else b""
         while True:
-            outcome = yield from self._send(body, content_type, key, self.seq)
+            outcome = yield from self._send(body, content_type if parts else None, key, self.seq, close=close)
             answer = outcome.answer
             if answer.status == 403 and self._may_claim(outcome) and (epoch := _epoch(answer)) is not None:
                 self.epoch = epoch + 1
                 continue
-            if answer.status == 204 and self._is_foreign(outcome):
+            result = wire.parse_append(answer) if answer.status in (200, 204) else None
+            # To a close without content 204 is the plain success, and the stream is closed then.
+            is_closed = not parts and result is not None and result.closed
+            if answer.status == 204 and not is_closed and (not parts or self._is_foreign(outcome)):
                 # Somebody else wrote under this number: nothing of ours has been stored.
                 if self._may_claim(outcome):
                     self.epoch += 1
                     continue
                 raise self._conflict(outcome)
-            if answer.status not in (200, 204):
+            if result is None:
                 raise error_from(answer.status, answer.headers, answer.body, unknown=outcome.doubtful)
             self.seq += 1
-            return wire.parse_append(answer)
+            return AppendResult(next_offset=result.next_offset, closed=True) if is_closed else result
 
-    def _send(self, body: bytes, content_type: str, key: str | None, seq: int) -> Steps[Outcome]:
+    def _send(
+        self, body: bytes, content_type: str | None, key: str | None, seq: int, *, close: bool = False
+    ) -> Steps[Outcome]:
         producing = wire.Producing(self.producer_id, self.epoch, seq)
         request = wire.append(
-            self._operations.name, body, content_type=content_type, key=key, producing=producing
+            self.name, body, content_type=content_type, key=key, producing=producing, close=close
         )
         backoff = Backoff(
             self._operations.retries, attempts_max=ATTEMPTS_UNLIMITED, elapsed_s_max=self._delivery_s_max
@@ -138,3 +161,11 @@ class Sequencer:
 
 def _epoch(answer: wire.Answer) -> int | None:
     return wire.number(answer.headers.get("producer-epoch"))
+
+
+def check_queued(parts: list[bytes], key: str | None) -> None:
+    """What would end the producer when its batch is sent is refused when it is queued."""
+    if not parts:
+        raise ValueError("an empty list appends nothing")
+    if key is not None:
+        wire.header_value("Stream-Key", key)

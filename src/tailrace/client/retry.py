@@ -10,6 +10,8 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from tailrace.client.arguments import check_integer, check_seconds
+
 # These answers promise that nothing was changed, so that even an append may be sent again.
 REFUSED_UNTOUCHED = frozenset({429, 507})
 # These may hide a request that took effect; only repeatable requests are sent again after them.
@@ -23,6 +25,11 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
     delay_s_first: float = 0.1
     delay_s_max: float = 5.0
     elapsed_s_max: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_integer("attempts_max", self.attempts_max, least=1)
+        for name in ("delay_s_first", "delay_s_max", "elapsed_s_max"):
+            check_seconds(name, getattr(self, name), may_be_zero=True)
 
 
 class Backoff:

@@ -8,8 +8,9 @@ the server without a socket.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Generator
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -52,6 +53,7 @@ Effect: TypeAlias = Send | Pause | Open | NextChunk | HangUp
 Reply: TypeAlias = Answer | bytes | None
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Steps: TypeAlias = Generator[Effect, Reply, T]
 
 
@@ -68,6 +70,31 @@ class Outcome(msgspec.Struct, frozen=True):
 
     answer: Answer
     doubtful: bool
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+SelfT = TypeVar("SelfT", bound=Named)
+
+
+def names_stream(
+    operation: Callable[Concatenate[SelfT, P], Steps[T]],
+) -> Callable[Concatenate[SelfT, P], Steps[T]]:
+    """An operation on a stream whose errors say which stream it is."""
+
+    @wraps(operation)
+    def named(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
+        try:
+            return (yield from operation(self, *args, **kwargs))
+        except ClientError as error:
+            if error.stream is None:
+                error.stream = self.name
+            raise
+
+    return named
 
 
 def send(request: Request) -> Steps[Answer]:

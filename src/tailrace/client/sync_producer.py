@@ -13,7 +13,7 @@ from tailrace.client import encode
 from tailrace.client.batching import Batch, Batcher
 from tailrace.client.model import AppendResult
 from tailrace.client.operations import Operations
-from tailrace.client.producing import ProducerOptions, Sequencer
+from tailrace.client.producing import ProducerOptions, Sequencer, check_queued
 from tailrace.client.steps import Steps
 
 T = TypeVar("T")
@@ -56,8 +56,7 @@ class Producer:
         `flush` and `close` raise what went wrong.
         """
         parts = encode.parts_of(data, self._type_for(data))
-        if not parts:
-            raise ValueError("an empty list appends nothing")
+        check_queued(parts, key)
         with self._changed:
             for part in parts[:-1]:
                 self._queue(part, key)
@@ -84,6 +83,22 @@ class Producer:
             self.flush()
         finally:
             self._end()
+
+    def close_stream(self, data: encode.Data = None, *, key: str | None = None) -> AppendResult:
+        """Deliver what is queued, then close the stream for good, and end the producer.
+
+        The close carries this producer's id, epoch and next number: it takes effect once, after everything
+        that was queued before it, and a replaced producer cannot do it. `data` is committed with it.
+        """
+        parts: list[bytes] = []
+        if data is not None:
+            parts = encode.parts_of(data, self._type_for(data))
+            check_queued(parts, key)
+        with self._changed:
+            self._check_usable()
+        self._end()
+        self._raise_failure()
+        return self._port.run(self._sequencer.deliver(parts, key, close=True))
 
     def __enter__(self) -> Self:
         return self

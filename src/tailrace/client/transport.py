@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import httpx2
 import msgspec
 
+from tailrace.client.arguments import check_seconds
 from tailrace.client.retry import Retries
 from tailrace.client.steps import BrokenError
 from tailrace.client.wire import Answer, Request
@@ -78,6 +79,8 @@ def settings(
         host = httpx2.URL(base_url).host
     except httpx2.InvalidURL as error:
         raise ValueError(f"base_url is not a URL: {base_url!r} ({error})") from None
+    check_seconds("timeout_s", timeout_s)
+    check_seconds("connect_timeout_s", connect_timeout_s)
     if not host:
         raise ValueError(f"base_url names no host: {base_url!r}")
     return Settings(

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from tailrace.client.arguments import check_integer
 from tailrace.client.error import INVALID_ANSWER, INVALID_NAME, ClientError, error_from, refusal_of
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
 
@@ -21,6 +22,7 @@ STREAM_ROOT = "/v1/stream/"
 LIST_PATH = "/v1/streams"
 OCTETS_TYPE = "application/octet-stream"
 DIGITS_MAX = 18  # of a number in a header
+TIME_NS_MAX = 2**63 - 1
 
 # A point in time. An integer counts Unix nanoseconds; text is RFC 3339.
 Time: TypeAlias = datetime | int | str
@@ -96,7 +98,7 @@ def header_value(name: str, value: str) -> bytes:
     return value.encode()
 
 
-def time_text(value: Time | None) -> str | None:
+def time_text(value: Time | None, name: str = "time") -> str | None:
     """A point in time as the protocol writes it: RFC 3339, or Unix nanoseconds for an integer."""
     if value is None:
         return None
@@ -104,17 +106,19 @@ def time_text(value: Time | None) -> str | None:
         if value.tzinfo is None:
             raise ValueError("a naive datetime does not name a point in time; give it a zone")
         return value.isoformat()
+    if isinstance(value, int):
+        check_integer(name, value, most=TIME_NS_MAX)
     return str(value)
 
 
-def _duration_text(value: timedelta | int | str | None) -> str | None:
-    if value is None:
-        return None
+def _duration_text(value: timedelta | int | str | None, name: str) -> str | None:
     if isinstance(value, timedelta):
         if value % timedelta(seconds=1):
             raise ValueError(f"durations are whole seconds: {value}")
-        return str(value // timedelta(seconds=1))
-    return str(value)
+        value = value // timedelta(seconds=1)
+    if isinstance(value, int):
+        check_integer(name, value)
+    return None if value is None else str(value)
 
 
 class _Headers(list[tuple[str, bytes]]):
@@ -138,16 +142,20 @@ def create(
 ) -> Request:
     headers = _Headers()
     headers.put("Content-Type", content_type)
-    headers.put("Stream-TTL", _duration_text(lifetime.get("ttl")))
-    headers.put("Stream-Expires-At", time_text(lifetime.get("expires_at")))
-    headers.put("Stream-Retention", _duration_text(lifetime.get("retention")))
-    headers.put("Stream-Retention-Bytes", lifetime.get("retention_bytes"))
+    headers.put("Stream-TTL", _duration_text(lifetime.get("ttl"), "ttl"))
+    headers.put("Stream-Expires-At", time_text(lifetime.get("expires_at"), "expires_at"))
+    headers.put("Stream-Retention", _duration_text(lifetime.get("retention"), "retention"))
+    if (retention_bytes := lifetime.get("retention_bytes")) is not None:
+        check_integer("retention_bytes", retention_bytes)
+        headers.put("Stream-Retention-Bytes", retention_bytes)
     headers.put("Stream-Closed", "true" if closed else None)
     headers.put("Stream-Key", key)
-    headers.put("Stream-Timestamp", time_text(timestamp))
+    headers.put("Stream-Timestamp", time_text(timestamp, "timestamp"))
     if fork is not None:
         headers.put("Stream-Forked-From", stream_path(fork.source))
         headers.put("Stream-Fork-Offset", fork.offset)
+        if fork.sub_offset is not None:
+            check_integer("sub_offset", fork.sub_offset)
         headers.put("Stream-Fork-Sub-Offset", fork.sub_offset)
     # PUT is repeatable: a stream that exists with this configuration is left as it is, content included.
     return Request(method="PUT", path=stream_path(name), headers=tuple(headers), body=body)
@@ -169,7 +177,7 @@ def append(
     headers.put("Stream-Closed", "true" if close else None)
     headers.put("Stream-Key", key)
     headers.put("Stream-Seq", seq)
-    headers.put("Stream-Timestamp", time_text(timestamp))
+    headers.put("Stream-Timestamp", time_text(timestamp, "timestamp"))
     if producing is not None:
         headers.put("Producer-Id", producing.producer_id)
         headers.put("Producer-Epoch", producing.epoch)
@@ -204,7 +212,7 @@ def read(
     parameters: list[tuple[str, str]] = []
     if offset is not None:
         parameters.append(("offset", offset))
-    if (since_text := time_text(narrow.get("since"))) is not None:
+    if (since_text := time_text(narrow.get("since"), "since")) is not None:
         parameters.append(("since", since_text))
     for name_of, value in (("key", narrow.get("key")), ("filter", narrow.get("filter"))):
         if value is not None:

@@ -11,7 +11,7 @@ from msgspec import Raw
 from tailrace.hub import copies
 from tailrace.hub.copies import Copy
 from tailrace.hub.deadlines import Deadlines
-from tailrace.hub.errors import HubError, encode_error, field_error
+from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.message import encode, new_id
 from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
@@ -255,11 +255,9 @@ class Asks:
         )
 
     def _error_frame(self, ask: Ask, error: HubError, now_ms: int) -> bytes:
-        self._hub.count("errors", error.code)
-        features = frozenset[str]() if ask.asker is None else ask.asker.features
-        typed = "typed-errors" in features or error.code == "unknown_actor"
-        kind, payload = encode_error(error, typed=typed)
-        return self._frame(ask, kind, payload, now_ms)
+        return self._hub.error_frame(
+            ask.asker_path, error, now_ms, request_id=ask.request_id, trace=ask.trace
+        )
 
     def _say(self, ask: Ask, frame: bytes, *, final: bool) -> None:
         """To the asker, and to whoever repeated the same request meanwhile."""

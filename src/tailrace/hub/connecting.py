@@ -54,12 +54,11 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         identity = _authenticated(hub, session, request, now_ms)
         path = _identity_path(hub, session, request, identity)
         words = _words(request)
-        if not words or len(words) > WORDS_MAX:
-            raise field_error("capabilities", "capabilities is a list of one word or more")
+        if len(words) > WORDS_MAX:
+            raise field_error("capabilities", f"capabilities must be a list of at most {WORDS_MAX} words")
         actor = actor_of(identity, path)
         check_signature(hub, session, path, request, now_ms)
     except HubError as error:
-        session.features = _understood(request)
         hub.audit(session, "refuse", error.code, error.message, now_ms)
         hub.refuse_request(session, request, error, now_ms)
         hub.close(session, 1008, error.code)
@@ -78,8 +77,7 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     request.sender = path
     _make_room(hub, session, now_ms)
     hub.sessions[session.id] = session
-    if not hub.dev:
-        hub.by_identity.setdefault(path, {})[session] = None
+    hub.add_identity(session)
     if "resume" in features:
         session.resume_token = f"rsm-{hub.make_secret()}"
         hub.by_resume[session.resume_token] = session
@@ -90,17 +88,11 @@ def connect(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
         hub.mailboxes.came_back(session, now_ms)
 
 
-def _words(request: Request) -> list[str] | None:
+def _words(request: Request) -> list[str]:
     words = request.metadata.texts("capabilities")
-    return request.payload.texts("capabilities") if words is None else words
-
-
-def _understood(request: Request) -> frozenset[str]:
-    """In which form somebody who is refused can be told so."""
-    try:
-        return _features(frozenset(_words(request) or ()) & FEATURES)
-    except HubError:
-        return frozenset()
+    if words is None:
+        words = request.payload.texts("capabilities")
+    return words or []
 
 
 @lru_cache(FEATURE_SETS_MAX)
@@ -186,7 +178,7 @@ def _resume(hub: Hub, session: Session, old: Session) -> None:
         hub.close(old, 1000, "resumed")
     old.state = DISCONNECTED
     hub.sessions.pop(old.id, None)
-    _forget_identity(hub, old)
+    hub.remove_identity(old)
     session.id = old.id
     session.addresses, old.addresses = old.addresses, {}
     for found in session.addresses.values():
@@ -206,10 +198,8 @@ def _resume(hub: Hub, session: Session, old: Session) -> None:
 
 
 def _make_room(hub: Hub, session: Session, now_ms: int) -> None:
-    """An identity has so many sessions; one more ends the oldest. Without authentication anybody may be
-    anybody, so nobody is sent away for a name."""
-    if hub.dev:
-        return
+    """An identity has so many sessions; one more ends the oldest. Without authentication the identity is
+    the address: a page that is reloaded takes the place of its old connection."""
     held = hub.by_identity.get(session.path, {})
     living = [one for one in held if one.alive and one is not session]
     while len(living) >= hub.limits.hub_connections_per_identity:
@@ -343,7 +333,7 @@ def end(hub: Hub, session: Session, now_ms: int) -> None:
     hub.sessions.pop(session.id, None)
     if session.resume_token is not None:
         hub.by_resume.pop(session.resume_token, None)
-    _forget_identity(hub, session)
+    hub.remove_identity(session)
     hub.dead.session_ended(session, now_ms)
     hub.flow.ended(session, now_ms)
     hub.asks.session_ended(session, now_ms)
@@ -353,12 +343,6 @@ def end(hub: Hub, session: Session, now_ms: int) -> None:
         hub.mailboxes.leave(path, session)
     registering.session_ended(hub, session, now_ms)
     session.frames_held = None
-
-
-def _forget_identity(hub: Hub, session: Session) -> None:
-    held = hub.by_identity.get(session.path)
-    if held is not None and held.pop(session, held) is None and not held:
-        del hub.by_identity[session.path]
 
 
 # -- time ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from tailrace import failpoints
 from tailrace.hub.effects import Turn
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Convoys:
 
     def go_on(self, session: Session, now_ms: int) -> None:
         """The next batch, then a turn for the others."""
+        failpoints.reached("hub.before_batch")
         line = self._under_way[session]
         abreast = [line[0], *takewhile(lambda one: one.is_in_step, line[1:])]
         room = BATCH
@@ -76,6 +78,7 @@ class Convoys:
                 one.give(BATCH // len(abreast), now_ms)
         for one in abreast:
             if one.is_done:
+                failpoints.reached("hub.before_broadcast_ack")
                 line.remove(one)
                 one.acknowledge(now_ms)
             else:

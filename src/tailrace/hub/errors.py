@@ -16,7 +16,7 @@ GENERIC: Final = "hub:error"
 
 
 class Code(msgspec.Struct, frozen=True):
-    """What a code means in a session. A typed form has a message type and members of its own."""
+    """What a code means in a session. Some codes have a message type and members of their own."""
 
     retryable: bool
     resolution: str
@@ -59,6 +59,8 @@ HUB_CODES: Final[dict[str, Code]] = {
     "unavailable": Code(True, "wait a moment, then send again"),
     "internal_error": Code(True, "report it with its id, then send again", outcome=UNKNOWN),
 }
+
+ERROR_TYPES: Final = frozenset((GENERIC, *(one.typed for one in HUB_CODES.values() if one.typed)))
 
 # Refusals of the layers below, in the words of the hub.
 _BELOW: Final = {
@@ -118,24 +120,19 @@ def hub_error(error: TailraceError) -> HubError:
     code = _BELOW.get(error.code, error.code)
     if code not in HUB_CODES:
         return HubError("internal_error", "the hub failed at this message")
-    return HubError(code, error.message, error.extra)
+    details = {"reason": error.message, **error.extra} if code == "unauthorized" else error.extra
+    return HubError(code, error.message, details)
 
 
-def error_payload(error: HubError, *, typed: bool = False) -> tuple[str, dict[str, object]]:
-    """The message type and payload of an error. Older clients understand the generic form only.
+def error_payload(error: HubError) -> tuple[str, dict[str, object]]:
+    """The message type and payload of an error: typed where the protocol has a type for its code.
 
-    A typed form has its own members first. Of those it names, it has only what the details know.
+    A typed error has its own members first, null where they are not known, and then those that every error
+    has: a client that reads `code` and `details` understands it too.
     """
     meaning = HUB_CODES[error.code]
-    if typed and meaning.typed is not None:
-        members = {name: error.extra[name] for name in meaning.members if name in error.extra}
-        return meaning.typed, {
-            **members,
-            "code": error.code,
-            "message": error.message,
-            "retryable": error.retryable,
-        }
-    return GENERIC, {
+    return meaning.typed or GENERIC, {
+        **{name: error.extra.get(name) for name in meaning.members},
         "code": error.code,
         "message": error.message,
         "resolution": meaning.resolution,
@@ -144,9 +141,9 @@ def error_payload(error: HubError, *, typed: bool = False) -> tuple[str, dict[st
     }
 
 
-def encode_error(error: HubError, *, typed: bool = False) -> tuple[str, bytes]:
+def encode_error(error: HubError) -> tuple[str, bytes]:
     """As `error_payload`, ready to be spliced into an envelope."""
-    kind, payload = error_payload(error, typed=typed)
+    kind, payload = error_payload(error)
     return kind, msgspec.json.encode(payload)
 
 

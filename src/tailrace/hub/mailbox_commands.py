@@ -162,7 +162,8 @@ def _answer(
     hub: Hub, session: Session, request: Request, path: str, feed: Feed, found: Found, now_ms: int
 ) -> None:
     streams, stream = hub.streams, feed.stream
-    tail = streams.tail(stream) or 0
+    known = streams.tail(stream)
+    tail = known or 0
     messages: list[dict[str, Any]] = []
     for number, time_ns, body in found.entries:
         message = Raw(body)
@@ -178,10 +179,11 @@ def _answer(
         "stream": stream,
         "messages": messages,
         "nextOffset": streams.offset(stream, found.next_entry),
-        "committed": streams.offset(stream, feed.cursor.committed),
-        "earliestOffset": streams.offset(stream, streams.earliest(stream)),
+        # Null where there is no such stream: an empty mailbox is something else than none.
+        "committed": None if known is None else streams.offset(stream, feed.cursor.committed),
+        "earliestOffset": None if known is None else streams.offset(stream, streams.earliest(stream)),
         "upToDate": found.next_entry >= tail,
-        "lag": tail - feed.cursor.committed,
+        "lag": None if known is None else tail - feed.cursor.committed,
     }
     hub.reply(session, request, "hub:mailbox_messages", payload, now_ms)
 

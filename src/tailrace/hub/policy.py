@@ -70,7 +70,8 @@ def claims_of(identity: Identity) -> Claims:
     try:
         return msgspec.json.decode(identity.claims, type=Claims)
     except msgspec.DecodeError:
-        raise HubError("unauthorized", "a claim of the token is malformed") from None
+        reason = "a claim of the token is malformed"
+        raise HubError("unauthorized", reason, {"action": "connect", "reason": reason}) from None
 
 
 class Policy:

@@ -113,11 +113,17 @@ def _options(session: Session, request: Request) -> Options:
 
 
 def _ttl_ms(request: Request, default_ms: int) -> int:
-    """In seconds, or in ms as older clients have it; what is out of bounds is brought within."""
+    """In seconds, or in ms as older clients have it. A value outside the bounds is moved to the bound.
+
+    A registration has to outlast a connection that is lost and resumed, so the lower bound is not shorter
+    than the default time for that. The answer has the time that was given.
+    """
     seconds, millis = request.payload.value("ttlSeconds"), request.payload.value("ttl")
     for name, found in (("ttlSeconds", seconds), ("ttl", millis)):
-        if found is not None and (not isinstance(found, int | float) or isinstance(found, bool)):
-            raise field_error(name, f"{name} is a number")
+        if found is None:
+            continue
+        if not isinstance(found, int | float) or isinstance(found, bool) or not found > 0:
+            raise field_error(name, f"{name} must be a number greater than 0")
     if isinstance(seconds, int | float):
         wanted = seconds * 1000
     elif isinstance(millis, int | float):
@@ -164,7 +170,7 @@ def _apply(
     hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     session.addresses[path] = found
     if hub.dev:
-        session.actor = msgspec.structs.replace(session.actor, path=path)
+        hub.rename(session, path)
     hub.audit(session, "register", found.address, "ok", now_ms)
     _registered(hub, session, request, found, now_ms)
     hub.presence.tell("updated" if known else "joined", found, settled.offset, now_ms)
@@ -175,6 +181,7 @@ def _registered(hub: Hub, session: Session, request: Request, found: Registratio
     shown = {
         "actorAddress": found.address,
         "expiresAt": found.expires_ms,
+        "ttlSeconds": found.ttl_ms // 1000,
         "renewalToken": found.renewal,
         "version": found.version,
     }
@@ -219,6 +226,7 @@ def renew(hub: Hub, session: Session, request: Request, now_ms: int) -> None:
     payload = {
         "actorAddress": found.address,
         "expiresAt": found.expires_ms,
+        "ttlSeconds": found.ttl_ms // 1000,
         "renewalToken": found.renewal,
         "newToken": found.renewal,
         "newRenewalToken": found.renewal,

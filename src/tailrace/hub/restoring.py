@@ -91,6 +91,17 @@ class Restoring:
             cursor.passed.add(entry)
             cursor.follow_passed()
 
+    def broadcast(self, entry: int, body: bytes) -> None:
+        """A broadcast of the last moments: its process may have died before the positions of all recipients
+        were written, and what a recipient has yet to read is not to go before. After `finish`.
+        """
+        hub = self._hub
+        cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCASTS) or 0
+        for path in decode_broadcast(body).recipients:
+            if path in hub.registry.by_path and cursors.of(path, BROADCASTS) is None:
+                cursor = Cursor(entry - 1, entry - 1, unsure_upto=tail)
+                cursors.put(path, BROADCASTS, cursor, restored=True)
+
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
         """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
         hub = self._hub

@@ -22,9 +22,7 @@ DISCONNECTING: Final = "disconnecting"
 DISCONNECTED: Final = "disconnected"
 
 # Words among a client's capabilities that switch on messages which older clients do not know.
-FEATURES: Final = frozenset(
-    ("typed-errors", "resume", "delivery-notices", "token-refresh", "broadcast-progress", "mailbox")
-)
+FEATURES: Final = frozenset(("resume", "delivery-notices", "token-refresh", "broadcast-progress", "mailbox"))
 NOBODY: Final = Actor("")
 STRIKE_WINDOW_MS: Final = 60_000
 FEEDERS_NOTED_MAX: Final = 1024

@@ -218,31 +218,39 @@ class Hub:
         *,
         request_id: str | None = None,
         trace: bytes = b"{}",
-        typed: bool = False,
     ) -> bytes:
         """Exactly one error with the request's id."""
-        self.count("errors", error.code)
         session.errors += 1
-        kind, payload = encode_error(error, typed=typed or "typed-errors" in session.features)
-        frame = encode(
+        path = session.path or "anonymous"
+        frame = self.error_frame(path, error, now_ms, request_id=request_id, trace=trace)
+        self.control(session, frame)
+        return frame
+
+    def error_frame(
+        self,
+        path: str,
+        error: HubError,
+        now_ms: int,
+        *,
+        request_id: str | None = None,
+        trace: bytes = b"{}",
+    ) -> bytes:
+        """An error for this address, counted."""
+        self.count("errors", error.code)
+        kind, payload = encode_error(error)
+        return encode(
             id=new_id(now_ms),
             from_=self.options.address,
-            to=f"@({session.path or 'anonymous'})",
+            to=f"@({path})",
             type=kind,
             payload=payload,
             timestamp=now_ms,
             correlation_id=request_id,
             metadata=trace,
         )
-        self.control(session, frame)
-        return frame
 
     def refuse_request(self, session: Session, request: Request, error: HubError, now_ms: int) -> bytes:
-        """An ask to send to somebody unknown always gets the typed form: clients rely on it."""
-        typed = error.code == "unknown_actor" and request.is_ask
-        return self.refuse(
-            session, error, now_ms, request_id=request.id, trace=copies.traced(request), typed=typed
-        )
+        return self.refuse(session, error, now_ms, request_id=request.id, trace=copies.traced(request))
 
     # -- keeping ---------------------------------------------------------------------------------------
 
@@ -287,6 +295,21 @@ class Hub:
         self.ready.append(session)
 
     # -- who -------------------------------------------------------------------------------------------
+
+    def add_identity(self, session: Session) -> None:
+        self.by_identity.setdefault(session.path, {})[session] = None
+
+    def remove_identity(self, session: Session) -> None:
+        held = self.by_identity.get(session.path)
+        if held is not None and held.pop(session, held) is None and not held:
+            del self.by_identity[session.path]
+
+    def rename(self, session: Session, path: str) -> None:
+        """Another identity for a session, which only a server without authentication allows."""
+        assert self.dev
+        self.remove_identity(session)
+        session.actor = msgspec.structs.replace(session.actor, path=path)
+        self.add_identity(session)
 
     def sender_of(self, session: Session, claimed: str | None) -> str:
         """The path that a frame of this session is from: never more than what was verified."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from tailrace.api.hub.storage import PAGE_BYTES, PAGE_ENTRIES, LogStreams
 from tailrace.hub.address import TOPICS
+from tailrace.hub.boxes import BROADCASTS
 from tailrace.hub.cursors import STREAM as CURSORS
 from tailrace.hub.dead_letters import STREAM as LETTERS
 from tailrace.hub.presence import REGISTRY
@@ -16,8 +18,9 @@ from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 
 NAMES_AT_ONCE: Final = 1000
-# Positions are written a fraction of a second after a letter; a process that hardly ran may take longer.
-LETTERS_NS: Final = 60 * 10**9
+# Positions are written a fraction of a second after what moved them; a process that hardly ran may take
+# longer.
+UNWRITTEN_NS: Final = 60 * 10**9
 
 
 async def restore(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
@@ -31,22 +34,23 @@ async def restore(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
         async for body in streams.all_of(name):
             take(body)
     restoring.finish(now_ms)
-    await _letters(restoring, streams)
+    await _last_of(streams, BROADCASTS, restoring.broadcast)
+    await _last_of(streams, LETTERS, lambda _, body: restoring.letter(body))
     await _messages(restoring, streams, log, (now_ms - hub.limits.hub_seen_ttl_ms) * 1_000_000)
 
 
-async def _letters(restoring: Restoring, streams: LogStreams) -> None:
-    """The last ones: the positions behind them may not have been written when the process died."""
-    stream = streams.find(LETTERS)
+async def _last_of(streams: LogStreams, name: str, take: Callable[[int, bytes], None]) -> None:
+    """The last entries: the positions behind them may not have been written when the process died."""
+    stream = streams.find(name)
     if stream is None:
         return
-    after, since = stream.earliest, stream.last_ns - LETTERS_NS
+    after, since = stream.earliest, stream.last_ns - UNWRITTEN_NS
     while after < stream.visible:
         found = await streams.read(stream, after, PAGE_ENTRIES, PAGE_BYTES, since or None)
         if found.error is not None or not found.entries:
             break
-        for _, _, body in found.entries:
-            restoring.letter(body)
+        for number, _, body in found.entries:
+            take(number, body)
         after, since = found.next_entry, 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -10,14 +9,14 @@ import msgspec
 import orjson
 
 from tailrace.api import answers
+from tailrace.api.hub.admission import Admission, Refusal
 from tailrace.api.hub.runner import Runner
-from tailrace.api.hub.socket import HubSocket
-from tailrace.api.proxies import network_of, proxies_of
+from tailrace.api.hub.socket import HubSocket, RefusedSocket
+from tailrace.api.proxies import proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import CODES, TailraceError
 from tailrace.hub import connecting, decide
 from tailrace.hub.address import parse_address
-from tailrace.hub.buckets import Buckets, Rate
 from tailrace.hub.errors import HubError
 from tailrace.hub.message import new_id
 from tailrace.hub.policy import actor_of
@@ -34,8 +33,9 @@ PATHS: Final = frozenset((WS_PATH, MESSAGES_PATH, HEALTH_PATH, SHARDS_PATH))
 # With `hub_root`: the same path without its prefix, and the root itself.
 ROOT_PATHS: Final = frozenset((b"/", WS_PATH.removeprefix(b"/hub")))
 SUBPROTOCOL: Final = b"signal-hub"
-PER_ADDRESS_PER_S: Final = 20
-BURST: Final = 200
+OVERLOADED: Final = 1013
+# A connection that is refused is not listened to: its `hub:connect`, and little more, is read past.
+REFUSED_MESSAGE_BYTES: Final = 16 * 1024
 
 Identify = Callable[[Exchange], Identity]
 
@@ -44,9 +44,7 @@ class HubRoutes:
     def __init__(self, runner: Runner, settings: Settings) -> None:
         self._runner = runner
         self._settings = settings
-        per_s = settings.limits.hub_connects_per_s
-        rates = {"peer": Rate(PER_ADDRESS_PER_S, BURST), "server": Rate(max(1, per_s), max(BURST, 2 * per_s))}
-        self._connects = Buckets(rates)
+        self._admission = Admission(settings.limits)
         self._origins = Origins(settings)
         self._proxies = proxies_of(settings.trusted_proxies)
 
@@ -88,23 +86,25 @@ class HubRoutes:
     # -- sockets ---------------------------------------------------------------------------------------
 
     def _upgrade(self, exchange: Exchange) -> None:
-        """Nothing is upgraded just to be refused."""
         if not exchange.wants_websocket():
             raise TailraceError(
                 "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
             )
         self._check_open()
         self._origins.check(exchange)
-        self._check_rate(exchange)
+        address = self._proxies.address_of(exchange).strip("[]")
+        now_ns = self._runner.now_ms() * 1_000_000
+        refusal = self._admission.decide(address, len(self._runner.wires), now_ns)
+        if refusal is not None:
+            self._refuse(exchange, refusal)
+            return
         given = exchange.headers.get(b"authorization", b"").decode("latin-1")
         token = given[7:].strip() if given[:7].lower() == "bearer " else None
-        offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
-        chosen = SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
         limits = self._settings.limits
         client = HubSocket(self._runner, token)
         connection = exchange.upgrade_websocket(
             client,
-            subprotocol=chosen,
+            subprotocol=_subprotocol(exchange),
             deflate=self._settings.hub_deflate,
             message_bytes=limits.hub_message_bytes,
             discard_bytes=limits.hub_skip_bytes,
@@ -119,19 +119,22 @@ class HubRoutes:
         if self._runner.hub.draining:
             raise TailraceError("unavailable", "the server is stopping")
 
-    def _check_rate(self, exchange: Exchange) -> None:
-        limits = self._settings.limits
-        if len(self._runner.wires) >= limits.hub_connections:
-            raise TailraceError("overloaded", f"there are {limits.hub_connections} connections already")
-        if not limits.hub_connects_per_s:
-            return
-        now_ns = self._runner.now_ms() * 1_000_000
-        peer = self._proxies.address_of(exchange).strip("[]")
-        waits = [self._connects.take("", "server", now_ns)]
-        if not _is_loopback(peer):
-            waits.append(self._connects.take(network_of(peer), "peer", now_ns))
-        if any(waits):
-            raise TailraceError("overloaded", "too many connections at once")
+    def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        hub, now_ms = self._runner.hub, self._runner.now_ms()
+        hub.count("rate_limited", "connect")
+        if not refusal.is_told:
+            after_s = -(-refusal.retry_after_ms // 1000)
+            raise TailraceError("overloaded", refusal.message, retry_after_s=after_s)
+        details = {"retryAfter": refusal.retry_after_ms, "kind": "connect", "reason": refusal.reason}
+        frame = hub.error_frame("anonymous", HubError("rate_limited", refusal.message, details), now_ms)
+        connection = exchange.upgrade_websocket(
+            RefusedSocket(),
+            subprotocol=_subprotocol(exchange),
+            message_bytes=REFUSED_MESSAGE_BYTES,
+            discard_bytes=REFUSED_MESSAGE_BYTES,
+        )
+        connection.send_text(frame)
+        connection.close(OVERLOADED, refusal.message)
 
     # -- messages by HTTP ------------------------------------------------------------------------------
 
@@ -193,9 +196,6 @@ class _Answer(msgspec.Struct):
     payload: dict[str, Any] = {}
 
 
-_OF_EVERY_ERROR: Final = frozenset(("code", "message", "retryable"))
-
-
 def _head(body: bytes) -> _Head | None:
     try:
         return msgspec.json.decode(body, type=_Head)
@@ -234,10 +234,8 @@ def _respond(exchange: Exchange, frame: bytes) -> None:
     if not isinstance(code, str) or code not in CODES or "retryable" not in found.payload:
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, frame)
         return
-    details = found.payload.get("details")
-    if not isinstance(details, dict):
-        details = {name: found.payload[name] for name in found.payload if name not in _OF_EVERY_ERROR}
-    answers.refuse(exchange, HubError(code, str(message), cast("dict[str, object]", details)))
+    details = cast("dict[str, object]", found.payload["details"])
+    answers.refuse(exchange, HubError(code, str(message), details))
 
 
 def _check_method(method: bytes) -> None:
@@ -245,8 +243,6 @@ def _check_method(method: bytes) -> None:
         raise answers.not_allowed("GET, HEAD, OPTIONS")
 
 
-def _is_loopback(peer: str) -> bool:
-    try:
-        return ipaddress.ip_address(peer).is_loopback
-    except ValueError:
-        return False
+def _subprotocol(exchange: Exchange) -> bytes | None:
+    offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
+    return SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None

@@ -85,3 +85,24 @@ class HubSocket:
             return
         runner.hub.count("connections", "closed")
         runner.run(decide.closed(runner.hub, self.session, code, runner.now_ms()))
+
+
+class RefusedSocket:
+    """A WebSocket that was opened to say why it is refused. What comes over it is ignored."""
+
+    __slots__ = ()
+
+    def on_message(self, data: bytes, is_text: bool) -> None:
+        return
+
+    def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
+        return
+
+    def on_drain(self) -> None:
+        return
+
+    def on_silence(self) -> None:
+        return
+
+    def on_close(self, code: int, reason: str) -> None:
+        return

@@ -31,10 +31,10 @@ _STATUS: Final[Json] = obj(
         "connected": BOOLEAN,
         **dict.fromkeys(("reason", "error", "walStatus", "lastChangeAt"), _TEXT),
         **dict.fromkeys(("lagBytes", "retainedBytes"), _SIZE),
-        **counts("epoch", "restarts", "gaps", "loaded", "changes"),
+        **counts("epoch", "restarts", "gaps", "changes"),
         "token": STRING,
-        "lagChanges": COUNT,
-        "lagSeconds": {"type": "number"},
+        **dict.fromkeys(("lagChanges", "loaded"), _SIZE),
+        "lagSeconds": {"type": ["number", "null"]},
     },
     {"tokens": {"type": "object", "additionalProperties": STRING}},
 )

@@ -100,7 +100,7 @@ class Connector(Follower, Generic[Table]):
                 began = time.monotonic()
                 seen.add(key for key, _ in rows)
                 await ingest.load(collection, rows)
-                self._status.loaded += len(rows)
+                self._status.loaded = (self._status.loaded or 0) + len(rows)
                 await self._pace(len(rows), sum(len(data) for _, data in rows), began)
         finally:
             await self._call(adapter.done)

@@ -18,7 +18,7 @@ class SourceStatus(msgspec.Struct, kw_only=True):
     error: str | None = None
     restarts: int = 0
     gaps: int = 0
-    loaded: int = 0  # rows of the last copy
+    loaded: int | None = None  # rows of the last copy that this process made
     confirmed: int = 0  # where the slot is
     lag_bytes: int | None = None
     wal_status: str | None = None
@@ -43,6 +43,9 @@ class SourceStatus(msgspec.Struct, kw_only=True):
         return max(0, self.clock.now_ns() - self.last_ns) / 1e9
 
     def shown(self) -> dict[str, Any]:
+        """What is not known is null: the lag of a source that cannot be reached, or was not read yet."""
+        is_measured = self.connected and (not self.behind or self.lag_changes > 0)
+        is_timed = self.connected and (not self.behind or self.last_ns > 0)
         return {
             "connected": self.connected,
             "error": self.error,
@@ -50,8 +53,8 @@ class SourceStatus(msgspec.Struct, kw_only=True):
             "gaps": self.gaps,
             "loaded": self.loaded,
             "lagBytes": self.lag_bytes,
-            "lagChanges": self.lag_changes,
-            "lagSeconds": round(self.lag_s, 3),
+            "lagChanges": self.lag_changes if is_measured else None,
+            "lagSeconds": round(self.lag_s, 3) if is_timed else None,
             "walStatus": self.wal_status,
             "retainedBytes": self.retained_bytes,
             "lastChangeAt": format_instant(self.last_ns) if self.last_ns else None,

@@ -7,11 +7,13 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
+from tailrace.client.arguments import check_choice, check_integer, check_seconds, check_text
 from tailrace.client.error import CONNECTION_LOST, ClientError
 from tailrace.client.handles import AsyncClosing
 from tailrace.client.hub import wire
 from tailrace.client.hub.inbox import Inbox
 from tailrace.client.hub.model import (
+    ACK_LEVELS,
     Ack,
     AckLevel,
     Actor,
@@ -38,6 +40,9 @@ INBOX_MESSAGES_MAX: Final = 2000
 INBOX_BYTES_MAX: Final = 8 * 1024 * 1024
 PAGE: Final = 100
 TTL_S: Final = 300
+COMMITS: Final = ("auto", "manual")
+PRIORITY_MAX: Final = 2
+PRODUCER_ID_BYTES_MAX: Final = 128
 
 
 class AsyncHub(AsyncClosing):
@@ -66,6 +71,8 @@ class AsyncHub(AsyncClosing):
             retries=retries or RETRIES,
             key=signing_key,
         )
+        check_integer("inbox_messages_max", inbox_messages_max, least=1)
+        check_integer("inbox_bytes_max", inbox_bytes_max, least=1)
         inbox = Inbox(messages_max=inbox_messages_max, bytes_max=inbox_bytes_max)
         self._place = Place(options, inbox, on_notice)
 
@@ -129,6 +136,17 @@ class AsyncHub(AsyncClosing):
         deliveries_max: int | None = None,
     ) -> Registration:
         """Take an address, and keep it: it is renewed, and taken again by every new session."""
+        check_seconds("ttl_s", ttl_s)
+        check_choice("commit", commit, COMMITS)
+        if not capabilities:
+            raise ValueError("capabilities must name one or more")
+        for name, value in (
+            ("in_flight_max", in_flight_max),
+            ("ack_timeout_s", ack_timeout_s),
+            ("deliveries_max", deliveries_max),
+        ):
+            if value is not None:
+                check_integer(name, value, least=1)
         payload = given(
             actorAddress=address or self.identity,
             capabilities=list(capabilities),
@@ -158,6 +176,7 @@ class AsyncHub(AsyncClosing):
         page_size: int = PAGE,
     ) -> AsyncIterator[Actor]:
         """All actors that match, sorted by address, page by page as needed."""
+        check_integer("page_size", page_size, least=1)
         query = given(
             pattern=pattern,
             capabilities=list(capabilities) or None,
@@ -196,9 +215,15 @@ class AsyncHub(AsyncClosing):
         timeout_s: float | None = None,
     ) -> Ack:
         """Tell somebody something. With `ack` it returns when it has come so far, else once it is sent."""
+        if ack is not None:
+            check_choice("ack", ack, ACK_LEVELS)
+        if ttl_ms is not None:
+            check_integer("ttl_ms", ttl_ms, least=1)
+        _check_timeout(timeout_s)
+        extended = _metadata(metadata, priority, producer)
         await self._place.until_open(to)
         options: dict[str, Any] = {
-            "metadata": _metadata(metadata, priority, producer),
+            "metadata": extended,
             "sender": sender,
             "correlation_id": correlation_id,
             "ttl_ms": ttl_ms,
@@ -220,6 +245,7 @@ class AsyncHub(AsyncClosing):
         on_part: Callable[[Any], None] | None = None,
     ) -> Any:
         """Ask somebody something, and wait for the reply. `on_part` gets what comes before the last one."""
+        _check_timeout(timeout_s)
         await self._place.until_open(to)
         wait_s = self._place.timeouts.ask_s if timeout_s is None else timeout_s
         answer = await self._place.ask(
@@ -253,6 +279,7 @@ class AsyncHub(AsyncClosing):
         timeout_s: float | None = None,
     ) -> Broadcast:
         """Send to everybody who is registered now, or to those who match."""
+        _check_timeout(timeout_s)
         payload = {
             "type": type,
             "data": wire.data_of(data),
@@ -312,6 +339,7 @@ class AsyncHub(AsyncClosing):
         sender: str | None = None,
         timeout_s: float | None = None,
     ) -> Published:
+        _check_timeout(timeout_s)
         payload = {"topic": topic, "type": type, "data": wire.data_of(data), **given(durable=durable)}
         answer = await self._place.ask(
             "hub:publish",
@@ -334,6 +362,7 @@ class AsyncHub(AsyncClosing):
         stream: str | None = None,
     ) -> MailboxPage:
         """A page of what is kept for an address. Reading moves nothing."""
+        check_integer("limit", limit, least=1)
         payload = given(
             actorAddress=address or self.identity, offset=offset, since=since, limit=limit, stream=stream
         )
@@ -409,5 +438,18 @@ class AsyncHub(AsyncClosing):
 def _metadata(
     metadata: Mapping[str, Any] | None, priority: int | None, producer: tuple[str, int, int] | None
 ) -> dict[str, Any]:
-    parts = None if producer is None else dict(zip(("id", "epoch", "seq"), producer, strict=True))
+    if priority is not None:
+        check_integer("priority", priority, most=PRIORITY_MAX)
+    parts = None
+    if producer is not None:
+        identifier, epoch, seq = producer
+        check_text("producer id", identifier, PRODUCER_ID_BYTES_MAX)
+        check_integer("producer epoch", epoch)
+        check_integer("producer seq", seq)
+        parts = {"id": identifier, "epoch": epoch, "seq": seq}
     return {**(metadata or {}), **given(priority=priority, producer=parts)}
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None:
+        check_seconds("timeout_s", timeout_s)

@@ -23,7 +23,9 @@ class Held(msgspec.Struct):
 
     def renewed(self, registration: Registration) -> None:
         self.registration = registration
-        self.renew_at = time.monotonic() + _RENEWED_AFTER * float(self.payload["ttlSeconds"])
+        # What was given, which the hub bounds; a hub that does not tell gave what was asked for.
+        ttl_s = registration.ttl_seconds or float(self.payload["ttlSeconds"])
+        self.renew_at = time.monotonic() + _RENEWED_AFTER * ttl_s
 
     def postponed(self) -> None:
         self.renew_at = time.monotonic() + RETRY_S

@@ -10,7 +10,6 @@ from websockets.typing import Subprotocol
 
 from tailrace.client.error import CONNECT_FAILED, ClientError, error_from
 from tailrace.client.hub.wire import lost
-from tailrace.client.retry import retry_after_s
 
 # Larger than anything the hub sends, with room for its envelope.
 _FRAME_BYTES_MAX: Final = 20 * 1024 * 1024
@@ -69,8 +68,3 @@ async def open_link(url: str, timeout_s: float) -> Link:
     except InvalidURI as error:
         raise ValueError(str(error)) from error
     return Link(socket)
-
-
-def pause_asked_s(error: ClientError) -> float | None:
-    """How long a server that refused the upgrade wants to be left alone."""
-    return retry_after_s(error.answer_headers)

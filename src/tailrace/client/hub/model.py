@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 
+from tailrace.client.arguments import check_seconds
 from tailrace.client.error import INVALID_ANSWER, ClientError
 from tailrace.hub.message import Envelope
 
 AckLevel = Literal["delivered", "accepted", "processed"]
+ACK_LEVELS: Final = get_args(AckLevel)
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +22,10 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     register_s: float = 5.0
     heartbeat_s: float = 10.0
     ask_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("connect_s", "register_s", "heartbeat_s", "ask_s"):
+            check_seconds(name, getattr(self, name))
 
 
 class Message:
@@ -198,6 +204,7 @@ class Registration(msgspec.Struct, frozen=True, rename="camel"):
     version: int = 0
     durable: bool = False
     mailbox: Any = None
+    ttl_seconds: float | None = None  # what was given, which may differ from what was asked for
 
 
 class Kept(msgspec.Struct, frozen=True, rename="camel"):

@@ -13,7 +13,7 @@ import msgspec
 from tailrace.client.error import CONNECT_FAILED, INVALID_ANSWER, ClientError
 from tailrace.client.hub import wire
 from tailrace.client.hub.asks import Asks
-from tailrace.client.hub.link import Link, open_link, pause_asked_s
+from tailrace.client.hub.link import Link, open_link
 from tailrace.client.hub.model import Message, Timeouts, Welcome, read_answer
 from tailrace.client.hub.wire import Request
 from tailrace.client.retry import PASSING_FAULTS, REFUSED_UNTOUCHED, Retries
@@ -193,12 +193,16 @@ class Session:
             resume_token=None if self.welcome is None else self.welcome.resume_token,
             ttl_ms=int(options.timeouts.connect_s * 1000),
         )
-        await link.send(request.frame(options.address, now_ms(), options.key))
-        answer = await self._receive(link)
-        while answer.correlation_id != request.id:
+        try:
+            await link.send(request.frame(options.address, now_ms(), options.key))
+        except ClientError:
+            pass  # a hub that takes no more connections says so and closes: what it said can still be read
+        while True:
             answer = await self._receive(link)
-        if (error := wire.error_of(answer)) is not None:
-            raise error
+            if (error := wire.error_of(answer)) is not None:
+                raise error
+            if answer.correlation_id == request.id:
+                break
         self.welcome = read_answer(answer, Welcome)
         self.identity = answer.metadata.get("actorIdentity") or options.address
 
@@ -323,7 +327,7 @@ class Session:
         passing = error.status == 0 or error.status in REFUSED_UNTOUCHED | PASSING_FAULTS
         if not passing or (not self._started and self._failures + 1 >= self.options.retries.attempts_max):
             return None
-        return self._pause_now() + (pause_asked_s(error) or 0.0)
+        return self._pause_now() + wire.pause_asked_s(error)
 
     def _pause_now(self) -> float:
         """What the hub has asked for; else longer each time, and never at once with everybody else."""

@@ -9,6 +9,8 @@ import msgspec
 
 from tailrace.client.error import CONNECTION_LOST, ClientError
 from tailrace.client.hub.model import Message
+from tailrace.client.retry import retry_after_s
+from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.message import HUB, encode
 from tailrace.hub.signatures import signed
 
@@ -16,16 +18,6 @@ PROTOCOL_VERSION: Final = "0.1.0"
 PATH: Final = "/hub/ws"
 # Messages of these kinds are sent only to clients that know them; this one does.
 FEATURES: Final = ("resume", "delivery-notices", "token-refresh", "mailbox")
-ERRORS: Final = frozenset(
-    {
-        "hub:error",
-        "hub:unknown_actor",
-        "hub:unauthorized",
-        "hub:rate_limited",
-        "hub:version_mismatch",
-        "hub:message_too_large",
-    }
-)
 # After these, trying again by itself would only do harm.
 FINAL: Final = frozenset({"unauthorized", "version_mismatch", "duplicate_connection"})
 TIMEOUT: Final = "timeout"
@@ -108,7 +100,7 @@ def connect_request(
 
 def error_of(message: Message) -> ClientError | None:
     """The error that an answer stands for, in the generic or in a typed form."""
-    if message.type not in ERRORS:
+    if message.type not in ERROR_TYPES:
         return None
     payload: dict[str, Any] = message.data or {}
     details = payload.get("details")
@@ -119,6 +111,14 @@ def error_of(message: Message) -> ClientError | None:
     return ClientError(
         str(code), str(text or code), extra=extra, outcome_unknown=extra.get("outcome") == "unknown"
     )
+
+
+def pause_asked_s(error: ClientError) -> float:
+    """How long a server that refused a connection asks to wait: before the upgrade, or after it."""
+    asked_ms = error.extra.get("retryAfter")
+    if isinstance(asked_ms, int | float):
+        return asked_ms / 1000
+    return retry_after_s(error.answer_headers) or 0.0
 
 
 def reply_data(message: Message) -> Any:

@@ -1,0 +1,124 @@
+"""Arguments that cannot be right are refused before anything is sent, and errors name their stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from support.steps import Stage, answer
+from tailrace.client import Client, ClientError, Retries
+from tailrace.client.operations import Operations
+from tailrace.client.producing import ProducerOptions, Sequencer
+from tailrace.client.steps import BrokenError
+
+# A port that nothing listens on: whatever is sent fails with `connect_failed`, which is no ValueError.
+NOWHERE = "http://127.0.0.1:9"
+ONCE = Retries(attempts_max=1)
+
+Use = Callable[[Any], Any]
+
+REFUSED: dict[str, tuple[str, Use]] = {
+    "a negative epoch": ("epoch", lambda s: s.producer("p", epoch=-1)),
+    "an epoch beyond 2**53-1": ("epoch", lambda s: s.producer("p", epoch=2**53)),
+    "an epoch that is no integer": ("epoch", lambda s: s.producer("p", epoch=1.5)),
+    "an empty producer id": ("producer_id", lambda s: s.producer("")),
+    "a long producer id": ("producer_id", lambda s: s.producer("p" * 257)),
+    "a producer id that forges a header": ("Producer-Id", lambda s: s.producer("p\r\nX: y")),
+    "no time to deliver": ("delivery_s_max", lambda s: s.producer(delivery_s_max=0)),
+    "a batch of nothing": ("batch_count_max", lambda s: s.producer(batch_count_max=0)),
+    "a negative linger": ("linger_s", lambda s: s.producer(linger_s=-1)),
+    "a producer's key": ("Stream-Key", lambda s: s.producer().append(1, key="a\nb")),
+    "a producer's malformed JSON": ("JSON", lambda s: s.producer().append(b"{")),
+    "a producer's empty list": ("empty list", lambda s: s.producer().append([])),
+    "a key": ("Stream-Key", lambda s: s.append(1, key="a\nb")),
+    "a sequence": ("Stream-Seq", lambda s: s.append(1, seq="")),
+    "a negative time": ("timestamp", lambda s: s.append(1, timestamp=-1)),
+    "a negative since": ("since", lambda s: s.read(since=-1)),
+    "a negative ttl": ("ttl", lambda s: s.create(ttl=-1)),
+    "a negative ttl as a duration": ("ttl", lambda s: s.create(ttl=timedelta(seconds=-1))),
+    "a negative retention": ("retention", lambda s: s.create(retention=-1)),
+    "a negative retention in bytes": ("retention_bytes", lambda s: s.create(retention_bytes=-1)),
+    "a negative sub-offset": ("sub_offset", lambda s: s.fork("t", sub_offset=-1)),
+    "an unknown mode": ("mode", lambda s: s.follow(mode="push")),
+    "no time to follow": ("give_up_s", lambda s: s.follow(give_up_s=-1)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_argument_that_cannot_be_right_is_refused_at_once(case: str) -> None:
+    name, use = REFUSED[case]
+    with (
+        Client(NOWHERE, retries=ONCE) as client,
+        pytest.raises(ValueError, match=name),
+    ):
+        use(client.stream("s", content_type="application/json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("timeout_s", lambda: Client(NOWHERE, timeout_s=0)),
+        ("connect_timeout_s", lambda: Client(NOWHERE, connect_timeout_s=-1)),
+        ("attempts_max", lambda: Retries(attempts_max=0)),
+        ("delay_s_first", lambda: Retries(delay_s_first=-1)),
+        ("page_size", lambda: list(Client(NOWHERE).streams(page_size=0))),
+        ("Content-Type", lambda: Client(NOWHERE).stream("s", content_type="a\nb")),
+    ],
+)
+def test_settings_of_a_client_are_checked_at_once(name: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        make()
+
+
+# -- errors name the stream ----------------------------------------------------------------------------------
+
+
+def refused(status: int) -> Any:
+    return answer(status, b'{"error":{"code":"content_type_mismatch","message":"the type differs"}}')
+
+
+def operations() -> Operations:
+    return Operations("shop/orders", ONCE, "application/json")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda: operations().append(1),
+        lambda: operations().append_many([1]),
+        lambda: operations().close(),
+        lambda: operations().head(),
+        lambda: operations().delete(),
+        lambda: operations().read(offset=None),
+        lambda: operations().create(content_type=None, lifetime={}, closed=False, body=None),
+    ],
+)
+@pytest.mark.parametrize("reply", [refused(409), BrokenError("refused", sent=False)])
+def test_an_error_names_its_stream(steps: Callable[[], Any], reply: Any) -> None:
+    with pytest.raises(ClientError) as raised:
+        Stage(reply).run(steps())
+    assert raised.value.stream == "shop/orders"
+    assert "shop/orders" in str(raised.value)
+
+
+def test_a_failed_batch_names_its_stream() -> None:
+    steps = Sequencer(operations(), ProducerOptions()).deliver([b"1"], None)
+    with pytest.raises(ClientError) as raised:
+        Stage(refused(409)).run(steps)
+    assert raised.value.stream == "shop/orders"
+
+
+def test_a_failed_fork_names_the_stream_that_was_to_be_made() -> None:
+    steps = operations().fork("draft", offset=None, sub_offset=None, closed=False, body=None, lifetime={})
+    with pytest.raises(ClientError) as raised:
+        Stage(refused(409)).run(steps)
+    assert raised.value.stream == "draft"
+
+
+def test_an_error_that_is_about_no_stream_names_none() -> None:
+    error = ClientError("overloaded", "too many", status=429)
+    assert error.stream is None
+    assert str(error) == "too many (overloaded, HTTP 429)"
