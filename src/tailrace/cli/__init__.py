@@ -21,7 +21,8 @@ def command(argv: Sequence[str]) -> int:
 
     arguments = list(argv)
     try:
-        code = build(arguments)(spelled_out(arguments))
+        # Wrong usage is told like every other failure, and as JSON where that is asked for.
+        code = build(arguments)(spelled_out(arguments), print_error=False, exit_on_error=False)
         sys.stdout.flush()  # output that is lost is a failure, and is told while it can be
     except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
         code = explain(error, as_json="--json" in arguments)

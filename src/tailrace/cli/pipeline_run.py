@@ -13,7 +13,8 @@ from cyclopts import App, Group, Parameter
 
 from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
-from tailrace.cli.session import URL_DEFAULT, Session
+from tailrace.cli.quantities import size_bytes
+from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_scheme
 from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
@@ -37,13 +38,20 @@ _SPARK: Final = Group("Spark", sort_key=2)
 _BATCH: Final = Group("Batches", sort_key=3)
 JOBS: Final = ("companions", "merge", "compact")
 
+Endpoint = Annotated[
+    str,
+    Parameter(
+        name=("--endpoint", "--url"), env_var=URL_VARIABLES, help="The server; http:// may be left out."
+    ),
+]
+
 command = App(name="run", help=_HELP, help_format="markdown")
 
 
 @command.default
 def run(
     *,
-    endpoint: Annotated[str, Parameter(env_var="TAILRACE_ENDPOINT", help="The server.")] = URL_DEFAULT,
+    endpoint: Endpoint = URL_DEFAULT,
     token_file: Annotated[
         Path | None, Parameter(help="File with an access token of scope manage; read again when it changes.")
     ] = None,
@@ -98,10 +106,10 @@ def run(
             once=once,
             store=store,
             directory=checkpoint,
-            heap_bytes=_size(heap),
-            task_memory_bytes=_size(task_memory),
+            heap_bytes=size_bytes(heap, "--heap"),
+            task_memory_bytes=size_bytes(task_memory, "--task-memory"),
             batch_segments=batch_segments,
-            batch_bytes=_size(batch_bytes),
+            batch_bytes=size_bytes(batch_bytes, "--batch-bytes"),
             ui=ui,
             reference=reference,
             conf=tuple(extra_settings(conf).items()),
@@ -110,7 +118,7 @@ def run(
         raise UsageError(str(error)) from None
     if supervised is not None:
         return _run_supervised(supervised, options)
-    return _run(endpoint, _token_from(token, token_file), options)
+    return _run(with_scheme(endpoint), _token_from(token, token_file), options)
 
 
 def _run_supervised(descriptor: int, options: Options) -> int:
@@ -177,18 +185,11 @@ def _ending(stop: Callable[[], None]) -> Callable[[int, object], None]:
     return lambda _signal, _frame: stop()
 
 
-def _size(text: str) -> int:
-    """Bytes, written as in every setting."""
-    from tailrace.settings import TABLE, parse
-
-    return int(parse(TABLE["segment_cache_max_bytes"], text))
-
-
 def _jobs(text: str) -> tuple[str, ...]:
     chosen = JOBS if text == "all" else tuple(job.strip() for job in text.split(",") if job.strip())
     for job in chosen:
         if job not in JOBS:
-            raise UsageError(f"{job!r} is no job; there are {', '.join(JOBS)}, and all")
+            raise UsageError(f"--jobs: {job!r} is not a job: use {', '.join(JOBS)} or all")
     return chosen
 
 
@@ -196,5 +197,5 @@ def _token_from(token: str | None, file: Path | None) -> Callable[[], str | None
     if file is None:
         return lambda: token
     if not file.is_file():
-        raise UsageError(f"{file} is no file")
+        raise UsageError(f"--token-file: there is no file {file}")
     return lambda: file.read_text().strip()

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from tailrace.cli.failures import REFUSED, UsageError
 from tailrace.cli.key import InFile, existing_book_of, is_key
 from tailrace.cli.key import revoke as revoke_key
-from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.quantities import lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json
 
