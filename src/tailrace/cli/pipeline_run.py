@@ -18,6 +18,7 @@ from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_schem
 from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
+    from tailrace.pipeline.leash import Orders
     from tailrace.pipeline.owner import Owner
     from tailrace.pipeline.run import Options, Progress
 
@@ -142,21 +143,30 @@ def _run_supervised(descriptor: int, options: Options) -> int:
     }
     options = options._replace(**{name: value for name, value in given.items() if value is not None})
     need_spark(options.master)
-    return _run(orders.endpoint, leash.token, options)
+    return _run(orders.endpoint, leash.token, options, supervised=orders)
 
 
-def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> int:
+def _run(
+    endpoint: str,
+    token: Callable[[], str | None],
+    options: Options,
+    *,
+    supervised: Orders | None = None,
+) -> int:
     from tailrace.logs import configure
+    from tailrace.pipeline import jvm
     from tailrace.pipeline import owner as owners
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
     if options.once:
         need_server(Session(url=endpoint))  # one that goes on may be there before its server is
-    configure("info", "auto")
+    configure(*(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format)))
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)
     pipeline = Pipeline(owner, options, _progress(owner))
-    signal.signal(signal.SIGTERM, _ending(pipeline.stop))
+    # A server that stops takes no offers any more, so its pipeline has nothing to finish.
+    signal.signal(signal.SIGTERM, _ending(pipeline.stop if supervised is None else jvm.exit_quietly))
+    jvm.log_output()
     try:
         pipeline.run()
     except KeyboardInterrupt:
@@ -177,7 +187,8 @@ def _progress(owner: Owner) -> Progress | None:
         return None
     from tailrace.cli.pipeline_bar import Bar
 
-    logging.getLogger("tailrace.pipeline").setLevel(logging.WARNING)  # the bar tells the rest
+    for name in ("tailrace.pipeline", "tailrace.spark"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # the bar shows the rest
     return Bar(owner.backlog_segments)
 
 
