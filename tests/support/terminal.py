@@ -31,9 +31,10 @@ class OnTerminal:
         env: Mapping[str, str],
         cwd: Path | None = None,
         columns: int = COLUMNS,
+        rows: int = 24,
     ) -> None:
         self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         kept = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self._process = subprocess.Popen(
             # A session of its own with this as its controlling terminal, so that Ctrl-C works.

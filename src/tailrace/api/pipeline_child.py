@@ -254,7 +254,7 @@ class PipelineChild:
             logger.debug("the pipeline does not listen any more")
 
     async def _end(self) -> None:
-        """SIGTERM to the child, which ends its JVM; after a while SIGKILL to its whole group, and to no other."""
+        """SIGTERM to the child, which ends its JVM; later SIGKILL to its whole group, and to no other."""
         child, self._child = self._child, None
         if child is None:
             return

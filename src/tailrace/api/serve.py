@@ -278,6 +278,8 @@ class Server:
     async def stop(self) -> None:
         """Finishes what is under way: requests first, then the log, then everything else."""
         self.app.health.stopping = True
+        # At once: draining would wait for the long poll of our own pipeline, which would then find no server.
+        pipeline_exit = asyncio.create_task(self.pipeline.stop_child())
         if self._http is not None:
             await self._http.drain()
         if self._metrics is not None:
@@ -286,6 +288,7 @@ class Server:
         self._disk.stop()
         self._memory.stop()
         self._stream_metrics.stop()
+        await pipeline_exit
         await self.pipeline.stop()
         await self.sealing.stop()
         await self.before_log_closes()

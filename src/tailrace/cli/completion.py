@@ -22,6 +22,14 @@ The directory has to exist. For zsh, `~/.zshrc` needs `fpath+=~/.zfunc; autoload
 In bash, `source <(tailrace completion bash)` needs no file.
 """
 
+_ZSH_CALL: Final = """
+if [[ "${funcstack[1]}" == "_tailrace" ]]; then
+  _tailrace "$@"
+else
+  compdef _tailrace tailrace
+fi
+"""
+
 command = App(name="completion", help=_HELP, help_format="markdown")
 
 
@@ -32,5 +40,9 @@ def completion(
 ) -> None:
     from tailrace.cli.app import build
 
-    put(build([]).generate_completion(prog_name="tailrace", shell=shell).encode())
+    script = build([]).generate_completion(prog_name="tailrace", shell=shell)
+    if shell == "zsh":
+        # Under this name the file works as `_tailrace` on the fpath; the rest makes `source` work, too.
+        script = script.replace("_cyclopts_tailrace", "_tailrace") + _ZSH_CALL
+    put(script.encode())
     flush()
