@@ -45,11 +45,20 @@ def create(
     ] = None,
     issuer: Annotated[str, Parameter(env_var="TAILRACE_AUTH_ISSUER", help="The iss claim.")] = "",
     audience: Annotated[str, Parameter(env_var="TAILRACE_AUTH_AUDIENCE", help="The aud claim.")] = "",
+    config: Annotated[
+        str, Parameter(help="The server's settings file, for what is not given: secret, issuer, audience.")
+    ] = "",
     json: AsJson = False,
 ) -> None:
     """Make a token signed with the server's secret (HS256) and print it."""
     from tailrace.auth import create_token
 
+    if config:
+        from tailrace.settings_sources import load
+
+        settings = load({"config": config})
+        secret = secret or settings.auth_jwt_secret
+        issuer, audience = issuer or settings.auth_issuer, audience or settings.auth_audience
     if not secret:
         raise UsageError("the secret is missing: set TAILRACE_AUTH_JWT_SECRET to the server's")
     token = create_token(
