@@ -9,7 +9,7 @@ exactly once, store the position in the same transaction as the result of the wo
 
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from tailrace.client import Client
@@ -37,4 +37,9 @@ def main(base_url: str, name: str, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="the server")
+    parser.add_argument("stream")
+    parser.add_argument("file", type=Path, help="where the position is kept")
+    given = parser.parse_args()
+    main(given.url, given.stream, given.file)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tailrace.cli.app import VERBS
+from tailrace.cli.failures import EXIT_CODES
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
 from tailrace.instruments import Metric
 from tailrace.settings import PRESETS, TABLE, Setting
@@ -137,20 +138,21 @@ CLI_INTRO = """\
 *Made from the commands' own help by `make docs`.*
 
 `tailrace` without anything, or any command with `--help`, explains itself. Commands that talk to a server
-take `--url` (or `TAILRACE_ENDPOINT`) and `--token` (or `TAILRACE_TOKEN`). With `--json` they print one
-object per line, errors included, for scripts.
+take `--url` (or `TAILRACE_URL`; `TAILRACE_ENDPOINT` is read too) and `--token` (or `TAILRACE_TOKEN`). With
+`--json` they print one object per line, errors included, for scripts.
+
+## Exit codes
+
+Every command keeps to this table. `pipeline shadow` has 2 for every failure, so that a release can be held on
+3: the two versions differ.
 
 | exit code | meaning |
 |---|---|
-| 0 | done |
-| 1 | refused, or not found |
-| 2 | wrong usage, or a setting that cannot be used |
-| 3 | no server answers, or an answer is incomplete: some rows were not examined in time |
 """
 
 
 def cli_page() -> str:
-    parts = [CLI_INTRO]
+    parts = [CLI_INTRO + "".join(f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items())]
     for verb in VERBS:
         command = importlib.import_module(f"tailrace.cli.{verb}").command
         text = command.generate_docs(heading_level=2, usage_name=f"tailrace {verb}")

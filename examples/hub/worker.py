@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 
+from tailrace.client import ClientError
 from tailrace.client.hub import Hub
 
 ADDRESS = "@(demo/worker)"
@@ -29,3 +30,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except ClientError as error:
+        sys.exit(f"{error}\nStart a server first: tailrace serve")

@@ -9,7 +9,7 @@ The checkpoint lies beside the files and says how far the last run came.
 from __future__ import annotations
 
 import os
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -39,6 +39,10 @@ def fill_lake(spark: SparkSession, stream: str, directory: Path) -> int:
 
 
 if __name__ == "__main__":
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("stream")
+    parser.add_argument("directory", type=Path, help="where the files go")
+    given = parser.parse_args()
     session = SparkSession.builder.appName("lake").getOrCreate()
-    print(fill_lake(session, sys.argv[1], Path(sys.argv[2])), "entries")
+    print(fill_lake(session, given.stream, given.directory), "entries")
     session.stop()

@@ -12,7 +12,7 @@ The chart is plain SVG, so that nothing else has to be installed.
 # ruff: noqa: INP001, T201
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,4 +73,8 @@ def main(stream: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("stream")
+    parser.add_argument("target", type=Path, help="the file for the chart")
+    given = parser.parse_args()
+    main(given.stream, given.target)

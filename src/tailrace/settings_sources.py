@@ -21,7 +21,13 @@ from tailrace.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsErro
 CONFIG_NAME: Final = "tailrace.toml"
 # Variables that are read by others: the command line, the failpoints and Spark.
 OTHER_VARIABLES: Final = frozenset(
-    {"TAILRACE_ENDPOINT", "TAILRACE_TOKEN", "TAILRACE_FAILPOINT", "TAILRACE_PIPELINE_PATH_REWRITE"}
+    {
+        "TAILRACE_URL",
+        "TAILRACE_ENDPOINT",
+        "TAILRACE_TOKEN",
+        "TAILRACE_FAILPOINT",
+        "TAILRACE_PIPELINE_PATH_REWRITE",
+    }
 )
 OVERLAY_PREFIX: Final = "TAILRACE_SEARCH_WAL_OVERLAY_"
 

@@ -277,9 +277,9 @@ def test_exit_codes_tell_refusals_usage_and_silence_apart(server: ServerProcess,
     assert tailrace("read").code == 2
     assert tailrace("read", "x", "--nonsense").code == 2
     assert tailrace("nonsense").code == 2
-    assert tailrace("ls", "--url", "nowhere").code == 2
+    assert tailrace("ls", "--url", "ftp://nowhere").code == 2
     silent = tailrace("ls", "--url", "http://127.0.0.1:9")
-    assert silent.code == 3
+    assert silent.code == 4
     assert "tailrace serve" in silent.err
     assert tailrace("inspect", "hot", "--data-dir", str(tmp_path / "none")).code == 1
 

@@ -62,8 +62,8 @@ def test_failures_have_codes(server: ServerProcess) -> None:
     assert json.loads(refused.err)["error"]["code"] == "unknown_actor"
     assert run(server, "send", "nobody", "x").code == 1
     nowhere = tailrace("hub", "ls", "--url", "http://127.0.0.1:9")
-    assert nowhere.code == 3
-    assert tailrace("hub", "ls", "--url", "nonsense").code == 2
+    assert nowhere.code == 4
+    assert tailrace("hub", "ls", "--url", "ftp://nonsense").code == 2
 
 
 def test_a_topic_is_followed(server: ServerProcess, actor: Hub) -> None:

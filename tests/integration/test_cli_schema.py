@@ -41,7 +41,7 @@ def test_a_schema_is_set_evolved_and_shown(server: ServerProcess, tmp_path: Path
     stream = "cli/schema"
     refused = on("schema", "get", stream)
     assert (refused.code, "there is no stream" in refused.err) == (1, True)
-    assert tailrace("schema", "get", stream, "--url", "http://127.0.0.1:1").code == 3
+    assert tailrace("schema", "get", stream, "--url", "http://127.0.0.1:1").code == 4
     on("append", stream, "1", "--create")
     refused = on("schema", "set", stream, "--schema", file("v1.json", V1))
     assert (refused.code, "first schema requires empty stream" in refused.err) == (1, True)

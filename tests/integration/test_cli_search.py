@@ -81,4 +81,4 @@ def test_nothing_found_no_time_and_refusals(server: ServerProcess) -> None:
     assert refused.code == 1
     assert "unknown search field nobody" in refused.err
     assert search(server, "x", "--after", "[").code == 1
-    assert tailrace("search", "ev", "x", "--url", "http://127.0.0.1:1").code == 3
+    assert tailrace("search", "ev", "x", "--url", "http://127.0.0.1:1").code == 4

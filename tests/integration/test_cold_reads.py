@@ -204,4 +204,4 @@ def test_the_seal_command(cold: StartCold) -> None:
     assert http.get("other").body == b"".join(other)
     assert tailrace("seal", "nobody", "--url", server.base_url).code == 1
     server.stop()
-    assert tailrace("seal", "--url", server.base_url).code == 3
+    assert tailrace("seal", "--url", server.base_url).code == 4

@@ -525,7 +525,7 @@ def test_commands_say_what_is_wrong(tmp_path: Path) -> None:
         (("token", "revoke", jwt.encode({"sub": "x"}, SECRET), *at), 2, "revoke its subject"),
         (("key", "revoke", "0123456789abcdef", *at), 1, "there is no such key"),
         (("key", "create", *at, "--sub", "x", "--scope", "system"), 1, "cannot have the scope"),
-        (("key", "create", *at, "--sub", "x", "--scope", "read", "--expires", "soon"), 2, "not a lifetime"),
+        (("key", "create", *at, "--sub", "x", "--scope", "read", "--expires", "soon"), 2, "not a time span"),
     ]
     for command, code, message in wrong:
         done = tailrace(*command)

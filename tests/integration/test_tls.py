@@ -124,7 +124,7 @@ def test_who_cannot_use_the_certificate_is_told_so(tmp_path: Path, verb: tuple[s
     server = start(tmp_path, "--tls-self-signed")
     url = f"https://localhost:{server.port}"
     untrusted = tailrace(*verb, env={"TAILRACE_ENDPOINT": url})
-    assert (untrusted.code, "no server answers" in untrusted.err) == (3, False), untrusted.err
+    assert (untrusted.code, "no server answers" in untrusted.err) == (4, False), untrusted.err
     assert f"the certificate of {url} is not trusted" in untrusted.err
     assert "SSL_CERT_FILE" in untrusted.err
     nowhere = str(tmp_path / "missing.pem")
@@ -137,5 +137,5 @@ def test_who_cannot_use_the_certificate_is_told_so(tmp_path: Path, verb: tuple[s
 def test_who_expects_tls_where_there_is_none_is_told_so(tmp_path: Path, verb: tuple[str, ...]) -> None:
     server = ServerProcess(tmp_path / "data").start()
     done = tailrace(*verb, env={"TAILRACE_ENDPOINT": f"https://127.0.0.1:{server.port}"})
-    assert (done.code, f"127.0.0.1:{server.port} does not speak TLS" in done.err) == (3, True), done.err
+    assert (done.code, f"127.0.0.1:{server.port} does not speak TLS" in done.err) == (4, True), done.err
     server.stop()

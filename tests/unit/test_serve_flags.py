@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tailrace.cli.serve import command, command_for
+from support.cli import tailrace
+from tailrace.cli.serve import ESSENTIAL, command, command_for
+from tailrace.settings import TABLE
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,29 @@ def test_they_mean_the_same(arguments: list[str]) -> None:
     assert few.parse_args(arguments)[1].arguments == command.parse_args(arguments)[1].arguments
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--prot", "1"], ["--port", "-1"]])
-def test_who_asks_or_errs_sees_all_of_them(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help-all"], ["--prot", "1"], ["--port", "-1"]])
+def test_a_mistake_and_help_all_see_all_of_them(arguments: list[str]) -> None:
     assert command_for(arguments) is command
+
+
+def _shown(*arguments: str) -> set[str]:
+    """The flags that a help page lists."""
+    done = tailrace("serve", *arguments)
+    assert done.code == 0, done.err
+    return set(re.findall(r"^│ (?:\* +)?(--[a-z0-9-]+)", done.out, re.MULTILINE)) - {"--help", "--help-all"}
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_shows_the_twenty_settings_that_people_need(flag: str) -> None:
+    assert _shown(flag) == {TABLE[name].flag for name in ESSENTIAL}
+    assert len(ESSENTIAL) == 20
+    assert "--help-all" in tailrace("serve", flag).out
+
+
+def test_help_all_shows_every_setting() -> None:
+    assert _shown("--help-all") == {row.flag for row in TABLE.values()}
+
+
+def test_help_fits_a_terminal_of_80_columns() -> None:
+    shown = tailrace("serve", "--help", env={"COLUMNS": "80"}).out
+    assert max(map(len, shown.splitlines())) <= 80

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import urllib.request
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -85,4 +86,6 @@ def main(stream: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main(*sys.argv[1:]) else 1)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("stream")
+    sys.exit(0 if main(parser.parse_args().stream) else 1)

@@ -14,8 +14,8 @@ import itertools
 import json
 import os
 import random
-import sys
 import urllib.request
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,4 +84,8 @@ def main(stream: str, archive: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("stream")
+    parser.add_argument("archive", nargs="?", default="", help="one hour of an archive")
+    given = parser.parse_args()
+    main(given.stream, given.archive)

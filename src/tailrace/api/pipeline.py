@@ -89,10 +89,14 @@ class PipelineRoutes:
         self.child = PipelineChild(self._context, self.demand, self.state, grant, endpoint)
         self.child.start()
 
-    async def stop(self) -> None:
-        self._ending = True
+    async def stop_child(self) -> None:
+        """End the pipeline of our own; none is started any more."""
         if self.child is not None:
             await self.child.stop()
+
+    async def stop(self) -> None:
+        self._ending = True
+        await self.stop_child()
         await self.publishing.compacting.stop()
         await self.work.stop()
         for task in tuple(self._tasks):

@@ -234,6 +234,8 @@ class PipelineChild:
             "group_segments": limits.search_companion_batch_segments,
             "check_ms": limits.index_check_ms,
             "conf": settings.pipeline_conf,
+            "log_level": settings.log_level,
+            "log_format": settings.log_format,
         }
 
     def _token(self) -> str | None:
@@ -252,25 +254,27 @@ class PipelineChild:
             logger.debug("the pipeline does not listen any more")
 
     async def _end(self) -> None:
-        """SIGTERM, some time, SIGKILL; to the whole group of the child and to nobody else."""
+        """SIGTERM to the child, which ends its JVM; later SIGKILL to its whole group, and to no other."""
         child, self._child = self._child, None
         if child is None:
             return
-        _signal_group(child, signal.SIGTERM)
+        # Not to its group: a JVM that is gone before the child knows is a failure to the child.
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(STOP_S):
                 await child.wait()
         except TimeoutError:
             pass
-        _signal_group(child, signal.SIGKILL)  # what it has started and left behind included
+        _kill_group(child)  # what it has started and left behind included
         await child.wait()
         os.close(self._pipe)
         self._pipe = -1
         self._state.gone()
 
 
-def _signal_group(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _kill_group(child: asyncio.subprocess.Process) -> None:
     try:
-        os.killpg(child.pid, number)
+        os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass  # all of it has ended

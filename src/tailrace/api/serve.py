@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import shlex
 import signal
 import ssl
 import sys
@@ -52,7 +53,7 @@ from tailrace.net.app import App
 from tailrace.net.http1 import HttpServer
 from tailrace.net.tls import Certificate
 from tailrace.settings import Settings
-from tailrace.settings_sources import unknown_variables
+from tailrace.settings_sources import CONFIG_NAME, unknown_variables
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
@@ -283,6 +284,8 @@ class Server:
     async def stop(self) -> None:
         """Finishes what is under way: requests first, then the log, then everything else."""
         self.app.health.stopping = True
+        # At once: draining would wait for the long poll of our own pipeline, which would then find no server.
+        pipeline_exit = asyncio.create_task(self.pipeline.stop_child())
         if self._http is not None:
             await self._http.drain()
         if self._metrics is not None:
@@ -291,6 +294,7 @@ class Server:
         self._disk.stop()
         self._memory.stop()
         self._stream_metrics.stop()
+        await pipeline_exit
         await self.pipeline.stop()
         await self.sealing.stop()
         await self.before_log_closes()
@@ -406,7 +410,30 @@ def announce(url: str, settings: Settings) -> None:
     lines = (
         f"tailrace ready  {url}",
         f"data directory  {os.fspath(settings.data_dir.absolute())}",
-        f"try             curl -X PUT -H 'Content-Type: application/json' {url}/v1/stream/hello",
+        f"try             {_first_request(url, settings)}",
     )
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def _first_request(url: str, settings: Settings) -> str:
+    """A command that works as it is: with a token where one is needed, and with our own certificate."""
+    words = ["curl", "-X PUT", "-H 'Content-Type: application/json'"]
+    if settings.tls_self_signed:
+        words.append(f"--cacert {shlex.quote(str(settings.data_dir.absolute() / 'tls' / 'cert.pem'))}")
+    if settings.auth_configured:
+        words.append(f'-H "Authorization: Bearer {_token_source(settings)}"')
+    return " ".join([*words, f"{url}/v1/stream/hello"])
+
+
+def _token_source(settings: Settings) -> str:
+    """Where a shell gets a token from. It is made there: nothing secret is printed here."""
+    grant = "--sub me --scope write --expires 1h"
+    if settings.auth_jwt_secret:
+        file = Path(settings.config or CONFIG_NAME).absolute()
+        named = f" --config {shlex.quote(str(file))}" if file.is_file() else ""
+        return f"$(tailrace token create {grant}{named})"
+    if settings.auth_keys_file:
+        file = Path(settings.auth_keys_file).absolute()
+        return f"$(tailrace key create {grant} --file {shlex.quote(str(file))})"
+    return "$TAILRACE_TOKEN"

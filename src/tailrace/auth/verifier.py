@@ -166,6 +166,8 @@ class TokenVerifier:
     def _key_holder(self, token: bytes) -> Identity:
         key_id, secret = api_keys.split_key(token)
         key = self.book.find(key_id)
+        if key is None and self.book.refresh():
+            key = self.book.find(key_id)  # made since the last look at the file
         if key is None or not key.proves(secret):
             refuse("there is no such API key")
         identity = key.identity()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tailrace import ending
-from tailrace.cli.failures import explain
+from tailrace.cli.failures import OK, explain
 
 
 def main() -> None:
@@ -21,8 +21,14 @@ def command(argv: Sequence[str]) -> int:
 
     arguments = list(argv)
     try:
-        code = build(arguments)(spelled_out(arguments))
+        # Wrong usage is told like every other failure, and as JSON where that is asked for.
+        code = build(arguments)(spelled_out(arguments), print_error=False, exit_on_error=False)
         sys.stdout.flush()  # output that is lost is a failure, and is told while it can be
+    except SystemExit as leaving:
+        # The printer of tables and help ends the program when the reader of its output has left.
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        code = OK
     except Exception as error:  # noqa: BLE001 - the one place that turns failures into exit codes
         code = explain(error, as_json="--json" in arguments)
     return code if isinstance(code, int) else 0

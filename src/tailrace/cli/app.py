@@ -24,17 +24,22 @@ Start a server with `tailrace serve`, then in another terminal:
 
     tailrace tail orders --from-start
 
-Exit codes: 0 fine, 1 refused or not found, 2 wrong usage or an unreadable store, 3 server not reachable or an
-incomplete answer.
+Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 partial answer, 4 no server answers, 130 Ctrl-C.
+
+`tailrace completion bash` (or zsh, fish) prints a script that completes commands and flags.
 """
 
 _COMMANDS: Final = (
     ("serve", "Start a server.", _SERVER),
     ("edge", "Hold the clients of a server.", _SERVER),
+    ("create", "Create a stream.", _STREAMS),
     ("append", "Append entries to a stream.", _STREAMS),
     ("read", "Read a stream up to its tail.", _STREAMS),
     ("tail", "Follow a stream live.", _STREAMS),
     ("ls", "List streams.", _STREAMS),
+    ("fork", "Begin a stream with the entries of another.", _STREAMS),
+    ("close", "Close a stream, so that nothing can be appended any more.", _STREAMS),
+    ("rm", "Delete streams.", _STREAMS),
     ("search", "Find records of a stream.", _STREAMS),
     ("aggregate", "Add up records of a stream, over time and by group.", _STREAMS),
     ("sql", "Ask streams questions in SQL, with Spark.", _STREAMS),
@@ -54,6 +59,7 @@ _COMMANDS: Final = (
     ("doctor", "Check that this machine can run a server well.", _CARE),
     ("token", "Create, inspect and revoke access tokens.", _CARE),
     ("key", "Create, list and revoke API keys.", _CARE),
+    ("completion", "Print the completion script of a shell.", _CARE),
 )
 
 VERBS: Final = tuple(verb for verb, _summary, _group in _COMMANDS)

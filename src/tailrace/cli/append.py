@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
@@ -61,7 +63,8 @@ def append(
         stream = _open(client, name, content_type, create=create)
         cut = _Cut(json=_is_json(stream.content_type), lines=lines)
         batches = [[text.encode() for text in data]] if data else cut.batches(sys.stdin.fileno())
-        count, next_offset = _send(stream, cut.checked(batches), key, producer)
+        with _progress(name, shown=not data) as advance:
+            count, next_offset = _send(stream, cut.checked(batches, advance), key, producer)
         if close:
             next_offset = stream.close().next_offset
     if count == 0 and not close:
@@ -135,9 +138,11 @@ class _Cut:
         if rest.strip() or (rest and not self.json):
             yield [rest]
 
-    def checked(self, batches: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+    def checked(
+        self, batches: Iterable[list[bytes]], advance: Callable[[list[bytes]], None]
+    ) -> Iterator[list[bytes]]:
         """The batches, looked at before they are sent: the server could not name the line."""
-        progress, count = sys.stderr.isatty(), 0
+        count = 0
         for batch in batches:
             for entry in batch if self.json else ():
                 count += 1
@@ -145,10 +150,39 @@ class _Cut:
                     shown = entry[:40].decode(errors="replace")
                     raise UsageError(f"entry {count} is not JSON: {shown!r} ({fault})")
             yield batch
-            if progress and count:
-                print(f"\r{count:,} entries ", end="", file=sys.stderr, flush=True)
-        if progress and count:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            advance(batch)
+
+
+@contextmanager
+def _progress(name: str, *, shown: bool) -> Generator[Callable[[list[bytes]], None]]:
+    """A bar on the terminal, with a percentage if the input is a file. Call the result after each batch."""
+    # Lines that are being typed would be drawn over.
+    if not shown or not sys.stderr.isatty() or sys.stdin.isatty():
+        yield lambda _batch: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[words]}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=_bytes_left(sys.stdin.fileno()), words="")
+        entries = 0
+
+        def advance(batch: list[bytes]) -> None:
+            nonlocal entries
+            entries += len(batch)
+            # The line ends of JSON messages are not part of them.
+            bar.update(task, advance=sum(map(len, batch)) + len(batch), words=f"{entries:,} entries")
+
+        yield advance
+
+
+def _bytes_left(descriptor: int) -> int | None:
+    """Of a file, what there is to read; of a pipe that is not known."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return max(0, found.st_size - os.lseek(descriptor, 0, os.SEEK_CUR))
 
 
 def _fault_of(entry: bytes) -> str | None:

@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, stream_path
 from tailrace.cli.session import DEFAULT, Session, flush, put_json
+from tailrace.cli.tables import console
 
 _HELP: Final = """Show what the server knows about a stream: entries, segments, bytes, indexes and requests.
 
@@ -23,6 +24,7 @@ For example:
 """
 
 Rows = list[tuple[str, object]]
+_CELLS_MIN: Final = 26
 
 command = App(name="details", help=_HELP, help_format="markdown")
 
@@ -137,18 +139,19 @@ def _words(name: str) -> str:
 def _show(title: str, rows: Rows) -> None:
     if not rows:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(
         box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left"
     )
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(f"  {name}"), Text(_text(value)))
-    Console().print(table)
+    texts = [(f"  {name}", _text(value)) for name, value in rows]
+    # Both may take several lines, and neither can push the other off the screen.
+    table.add_column(overflow="fold", min_width=min(_CELLS_MIN, max(len(name) for name, _ in texts)))
+    table.add_column(overflow="fold", min_width=min(_CELLS_MIN, max(len(value) for _, value in texts)))
+    for name, value in texts:
+        table.add_row(Text(name), Text(value))
+    console().print(table)
 
 
 def _text(value: object) -> str:

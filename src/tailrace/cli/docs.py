@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, Any, Final
 from urllib.parse import quote, urlencode
 
@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from tailrace.cli.call import refusal, send
 from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, flush, put_json, tell_none
+from tailrace.cli.tables import Column, show
 
 _HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.
 
@@ -114,7 +115,7 @@ def ls(
 ) -> None:
     """List databases, or the collections of one, in the order of their names."""
     if limit is not None and limit < 1:
-        raise UsageError("--limit is 1 or more")
+        raise UsageError("--limit must be 1 or more")
     path = f"/v1/databases/{database}/collections" if database else "/v1/databases"
     found = islice(_listed(session, path, min(limit or PAGE, PAGE)), limit)
     if session.json:
@@ -136,17 +137,15 @@ def _listed(session: Session, path: str, page: int) -> Iterator[dict[str, Any]]:
 
 
 def _show(rows: Iterator[dict[str, Any]], nothing: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        if not table.columns:
-            for name, value in row.items():
-                table.add_column(name, justify="right" if isinstance(value, int) else "left", no_wrap=True)
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else Text(value) for value in row.values()))
-    Console().print(table if table.columns else nothing)
+    first = next(rows, None)
+    if first is None:
+        print(nothing)
+        return
+    columns = [
+        Column(name, right=isinstance(value, int), fold=number == 0)
+        for number, (name, value) in enumerate(first.items())
+    ]
+    show(columns, (row.values() for row in chain([first], rows)))
 
 
 @command.command

@@ -7,12 +7,24 @@ import os
 import sys
 from typing import Any, Final
 
+from tailrace.ending import INTERRUPTED
+
 OK: Final = 0
 REFUSED: Final = 1
 USAGE: Final = 2
-UNREACHABLE: Final = 3
 UNREADABLE: Final = 2
-INCOMPLETE: Final = 3
+PARTIAL: Final = 3
+UNREACHABLE: Final = 4
+
+# The table that the help and docs/cli.md show, and that every command keeps to.
+EXIT_CODES: Final[dict[int, str]] = {
+    OK: "done; also Ctrl-C in a command that runs until then, and a reader of the output that left (`head`)",
+    REFUSED: "refused, not found, or a check found something wrong",
+    USAGE: "wrong usage, or a setting, file or object store that cannot be read",
+    PARTIAL: "a partial answer: a search did not examine everything, or a comparison found differences",
+    UNREACHABLE: "no server answers",
+    INTERRUPTED: "interrupted by Ctrl-C",
+}
 
 # What the client calls it when no answer came.
 _NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
@@ -70,6 +82,7 @@ class UsageError(Exception):
 def explain(error: Exception, *, as_json: bool) -> int:
     """Say on standard error what went wrong, and give the exit code. A bug is raised again as it is."""
     import orjson
+    from cyclopts import CycloptsError
 
     from tailrace.errors import TailraceError
     from tailrace.settings import SettingsError
@@ -78,13 +91,13 @@ def explain(error: Exception, *, as_json: bool) -> int:
     if isinstance(error, TailraceError):
         code, message, extra = error.code, error.message, error.extra
         exit_code = UNREACHABLE if code in _NO_SERVER else REFUSED
-    elif isinstance(error, SettingsError | UsageError):
-        code, exit_code = "usage", USAGE
+    elif isinstance(error, SettingsError | UsageError | CycloptsError):
+        code, exit_code, message = "usage", USAGE, message.removesuffix(".")
         extra = error.extra if isinstance(error, UsageError) else extra
     elif isinstance(error, UnreachableError):
         code, exit_code = "unreachable", UNREACHABLE
     elif isinstance(error, IncompleteError):
-        code, exit_code = "incomplete", INCOMPLETE
+        code, exit_code = "incomplete", PARTIAL
     elif isinstance(error, UnreadableError):
         code, exit_code = "unreadable", UNREADABLE
     elif isinstance(error, RefusedError):

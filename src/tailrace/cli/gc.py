@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.buckets import DEFAULT, Bucket, opened, progress
+from tailrace.cli.quantities import span_ms
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
@@ -52,11 +53,10 @@ def gc(
 async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) -> None:
     import msgspec
 
-    from tailrace.settings import TABLE, parse
     from tailrace.tier.sweep import Sweeper
 
     settings = bucket.settings()
-    grace_ms = int(parse(TABLE["tombstone_ms"], grace))
+    grace_ms = span_ms(grace, "--grace")
 
     def report(orphan: Orphan) -> None:
         if bucket.json:

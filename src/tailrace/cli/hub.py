@@ -15,6 +15,7 @@ from tailrace.cli import hub_care
 from tailrace.cli.call import authorization
 from tailrace.cli.failures import UsageError, unreachable
 from tailrace.cli.session import DEFAULT, Session, flush, put, put_json, tell_none
+from tailrace.cli.tables import Column, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -241,19 +242,22 @@ def _put_now(value: object) -> None:
 
 
 def _show_actors(actors: Iterable[Actor]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("address", "state", "mailbox", "capabilities"):
-        table.add_column(column, no_wrap=True)
-    for actor in actors:
-        state, kept = ("online" if actor.online else "away"), ("yes" if actor.durable else "no")
-        table.add_row(Text(actor.address), state, kept, Text(" ".join(actor.capabilities)))
-    if table.row_count:
-        Console().print(table)
-    else:
+    columns = (
+        Column("address", fold=True),
+        Column("state"),
+        Column("mailbox"),
+        Column("capabilities", fold=True),
+    )
+    rows = (
+        (
+            actor.address,
+            "online" if actor.online else "away",
+            "yes" if actor.durable else "no",
+            " ".join(actor.capabilities),
+        )
+        for actor in actors
+    )
+    if not show(columns, rows):
         tell_none("actors")
 
 

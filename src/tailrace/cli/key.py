@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from tailrace.cli.failures import UsageError
-from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.quantities import lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json, tell_none
+from tailrace.cli.tables import Column, show
 
 if TYPE_CHECKING:
     from tailrace.auth import IdentityBook
@@ -33,6 +34,13 @@ For example:
 
 PATH: Final = "/v1/server/_keys"
 KEY_PREFIX: Final = "trk_"
+_COLUMNS: Final = (
+    Column("id"),
+    Column("subject", fold=True),
+    Column("scopes"),
+    Column("streams", fold=True),
+    Column("expires"),
+)
 
 InFile = Annotated[
     Path | None, Parameter(env_var="TAILRACE_AUTH_KEYS_FILE", help="Change this file; no server is asked.")
@@ -83,15 +91,17 @@ def list_keys(*, file: InFile = None, session: Session = DEFAULT) -> None:
         from tailrace.cli.call import get_json
 
         found = get_json(session, PATH)["keys"]
-    for key in found:
-        if session.json:
+    if session.json:
+        for key in found:
             put_json(key)
-        else:
-            streams = "all streams" if key["streams"] is None else ", ".join(key["streams"])
-            ends = "never expires" if key["expiresAt"] is None else f"expires {_day(key['expiresAt'])}"
-            print(f"{key['id']}  {key['sub']}  {' '.join(key['scopes'])}  {streams}  {ends}")
-    if not found and not session.json:
+    elif not show(_COLUMNS, map(_row, found)):
         tell_none("keys")
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    streams = "all" if key["streams"] is None else " ".join(key["streams"])
+    expires = "never" if key["expiresAt"] is None else _day(key["expiresAt"])
+    return (key["id"], key["sub"], " ".join(key["scopes"]), streams, expires)
 
 
 @command.command

@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.failures import UsageError
 from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
+from tailrace.cli.tables import Column, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +40,7 @@ def ls(
     session: Session = DEFAULT,
 ) -> None:
     if limit is not None and limit < 1:
-        raise UsageError("--limit is 1 or more")
+        raise UsageError("--limit must be 1 or more")
     with connect(session) as client:
         page_size = min(limit or 1000, 1000)
         found = islice(client.streams(prefix, page_size=page_size, system=system), limit)
@@ -54,22 +55,22 @@ def ls(
 
 
 def _show(streams: Iterable[StreamDescriptor]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "entries", "bytes", "content type", "state"):
-        table.add_column(column, justify="right" if column in {"entries", "bytes"} else "left", no_wrap=True)
-    for stream in streams:
-        table.add_row(
-            Text(stream.name),
-            f"{int(stream.next_offset or 0):,}",
-            f"{int(stream.total_size_bytes or 0):,}",
-            Text(stream.content_type or ""),
+    columns = (
+        Column("name", fold=True),
+        Column("entries", right=True),
+        Column("bytes", right=True),
+        Column("content type", fold=True),
+        Column("state"),
+    )
+    rows = (
+        (
+            stream.name,
+            int(stream.next_offset or 0),
+            int(stream.total_size_bytes or 0),
+            stream.content_type or "",
             "closed" if stream.closed else "open",
         )
-    if table.row_count:
-        Console().print(table)
-    else:
+        for stream in streams
+    )
+    if not show(columns, rows):
         tell_none("streams")

@@ -14,10 +14,12 @@ from cyclopts import App, Group, Parameter
 from tailrace import private_files
 from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
-from tailrace.cli.session import URL_DEFAULT, Session
+from tailrace.cli.quantities import size_bytes
+from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_scheme
 from tailrace.cli.spark_needs import need_spark
 
 if TYPE_CHECKING:
+    from tailrace.pipeline.leash import Orders
     from tailrace.pipeline.owner import Owner
     from tailrace.pipeline.run import Options, Progress
 
@@ -38,13 +40,20 @@ _SPARK: Final = Group("Spark", sort_key=2)
 _BATCH: Final = Group("Batches", sort_key=3)
 JOBS: Final = ("companions", "merge", "compact")
 
+Endpoint = Annotated[
+    str,
+    Parameter(
+        name=("--endpoint", "--url"), env_var=URL_VARIABLES, help="The server; http:// may be left out."
+    ),
+]
+
 command = App(name="run", help=_HELP, help_format="markdown")
 
 
 @command.default
 def run(
     *,
-    endpoint: Annotated[str, Parameter(env_var="TAILRACE_ENDPOINT", help="The server.")] = URL_DEFAULT,
+    endpoint: Endpoint = URL_DEFAULT,
     token_file: Annotated[
         Path | None, Parameter(help="File with an access token of scope manage; read again when it changes.")
     ] = None,
@@ -99,10 +108,10 @@ def run(
             once=once,
             store=store,
             directory=checkpoint,
-            heap_bytes=_size(heap),
-            task_memory_bytes=_size(task_memory),
+            heap_bytes=size_bytes(heap, "--heap"),
+            task_memory_bytes=size_bytes(task_memory, "--task-memory"),
             batch_segments=batch_segments,
-            batch_bytes=_size(batch_bytes),
+            batch_bytes=size_bytes(batch_bytes, "--batch-bytes"),
             ui=ui,
             reference=reference,
             conf=tuple(extra_settings(conf).items()),
@@ -111,7 +120,7 @@ def run(
         raise UsageError(str(error)) from None
     if supervised is not None:
         return _run_supervised(supervised, options)
-    return _run(endpoint, _token_from(token, token_file), options)
+    return _run(with_scheme(endpoint), _token_from(token, token_file), options)
 
 
 def _run_supervised(descriptor: int, options: Options) -> int:
@@ -135,22 +144,31 @@ def _run_supervised(descriptor: int, options: Options) -> int:
     }
     options = options._replace(**{name: value for name, value in given.items() if value is not None})
     need_spark(options.master)
-    return _run(orders.endpoint, leash.token, options)
+    return _run(orders.endpoint, leash.token, options, supervised=orders)
 
 
-def _run(endpoint: str, token: Callable[[], str | None], options: Options) -> int:
+def _run(
+    endpoint: str,
+    token: Callable[[], str | None],
+    options: Options,
+    *,
+    supervised: Orders | None = None,
+) -> int:
     from tailrace.logs import configure
+    from tailrace.pipeline import jvm
     from tailrace.pipeline import owner as owners
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
     if options.once:
         need_server(Session(url=endpoint))  # one that goes on may be there before its server is
     private_files.close_process()
-    configure("info", "auto")
+    configure(*(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format)))
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)
     pipeline = Pipeline(owner, options, _progress(owner))
-    signal.signal(signal.SIGTERM, _ending(pipeline.stop))
+    # A server that stops takes no offers any more, so its pipeline has nothing to finish.
+    signal.signal(signal.SIGTERM, _ending(pipeline.stop if supervised is None else jvm.exit_quietly))
+    jvm.log_output()
     try:
         pipeline.run()
     except KeyboardInterrupt:
@@ -171,7 +189,8 @@ def _progress(owner: Owner) -> Progress | None:
         return None
     from tailrace.cli.pipeline_bar import Bar
 
-    logging.getLogger("tailrace.pipeline").setLevel(logging.WARNING)  # the bar tells the rest
+    for name in ("tailrace.pipeline", "tailrace.spark"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # the bar shows the rest
     return Bar(owner.backlog_segments)
 
 
@@ -179,18 +198,11 @@ def _ending(stop: Callable[[], None]) -> Callable[[int, object], None]:
     return lambda _signal, _frame: stop()
 
 
-def _size(text: str) -> int:
-    """Bytes, written as in every setting."""
-    from tailrace.settings import TABLE, parse
-
-    return int(parse(TABLE["segment_cache_max_bytes"], text))
-
-
 def _jobs(text: str) -> tuple[str, ...]:
     chosen = JOBS if text == "all" else tuple(job.strip() for job in text.split(",") if job.strip())
     for job in chosen:
         if job not in JOBS:
-            raise UsageError(f"{job!r} is no job; there are {', '.join(JOBS)}, and all")
+            raise UsageError(f"--jobs: {job!r} is not a job: use {', '.join(JOBS)} or all")
     return chosen
 
 
@@ -198,5 +210,5 @@ def _token_from(token: str | None, file: Path | None) -> Callable[[], str | None
     if file is None:
         return lambda: token
     if not file.is_file():
-        raise UsageError(f"{file} is no file")
+        raise UsageError(f"--token-file: there is no file {file}")
     return lambda: file.read_text().strip()

@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
+from tailrace.cli.failures import RefusedError, UsageError
+from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, connect, flush, one_line, put, put_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from tailrace.client import Page
 
 _HELP: Final = """Read a stream up to its tail and stop.
 
 A JSON stream is printed one message per line, any other byte for byte. With `--json` every page is one line
-that also says where to go on.
+that also says where to go on (`next_offset`; null where `--limit` has cut a page of `--key` or `--filter`).
 
 For example:
 
@@ -23,6 +27,10 @@ For example:
     tailrace read orders --offset 00000000000000000002000000
 
     tailrace read orders --key customer-7 --json
+
+    tailrace read orders --limit 10
+
+    tailrace read orders --since 1h
 
     tailrace read orders --since 2026-01-31T12:00:00Z --filter 'status:>=500 -has:retry'
 """
@@ -37,18 +45,59 @@ def read(
     *,
     offset: Annotated[str | None, Parameter(help="Where to begin; the start if not given.")] = None,
     key: Annotated[str | None, Parameter(help="Only entries with this routing key.")] = None,
+    limit: Annotated[
+        int | None, Parameter(name=("--limit", "-n"), help="At most so many entries, of a JSON stream.")
+    ] = None,
     since: Annotated[
-        str | None, Parameter(help="Only entries appended at this time or later (RFC 3339).")
+        str | None,
+        Parameter(help="Only entries of this time (RFC 3339) or later, or of the last 90s, 15m, 1h or 7d."),
     ] = None,
     matching: Annotated[
         str | None, Parameter(name="--filter", help="Only entries that match, for example 'status:>=500'.")
     ] = None,
     session: Session = DEFAULT,
 ) -> None:
+    if limit is not None and limit < 1:
+        raise UsageError("--limit must be 1 or more")
+    since = None if since is None else past_time(since, "--since")
     with connect(session) as client:
-        for page in client.stream(name).pages(offset, key=key, since=since, filter=matching):
+        pages = client.stream(name).pages(offset, key=key, since=since, filter=matching)
+        for page in (
+            pages if limit is None else _limited(pages, limit, whole=key is None and matching is None)
+        ):
             show(page, as_json=session.json)
     flush()
+
+
+def _limited(pages: Iterable[Page], limit: int, *, whole: bool) -> Iterator[Page]:
+    """The pages up to so many entries. `whole`: no entry between them was left out, so that offsets count."""
+    import msgspec
+
+    for page in pages:
+        if not page.is_json:
+            raise RefusedError(
+                f"--limit works on application/json only: a page of {page.content_type} does not show entries"
+            )
+        entries = page.raw_entries
+        if len(entries) <= limit:
+            yield page
+        else:
+            body = b"[" + b",".join(entries[:limit]) + b"]"
+            # Where to go on can be counted back only if every entry was shown.
+            after = entries_before(page.next_offset, len(entries) - limit) if whole else ""
+            yield msgspec.structs.replace(page, body=body, next_offset=after, up_to_date=False, closed=False)
+        limit -= len(entries)
+        if limit <= 0:
+            return
+
+
+def entries_before(offset: str, count: int, earliest: str | None = None) -> str:
+    """The offset so many entries before another one, and not before the earliest."""
+    from tailrace.protocol.offsets import encode, parse_position
+
+    epoch, entry = parse_position(offset)
+    first = 0 if earliest is None else parse_position(earliest)[1]
+    return encode(epoch, max(entry - count, first))
 
 
 def show(page: Page, *, as_json: bool) -> None:
@@ -75,5 +124,9 @@ def _described(page: Page) -> dict[str, object]:
             described["text"] = page.body.decode()
         except UnicodeDecodeError:
             described["base64"] = base64.b64encode(page.body).decode()
-    described |= {"next_offset": page.next_offset, "up_to_date": page.up_to_date, "closed": page.closed}
+    described |= {
+        "next_offset": page.next_offset or None,
+        "up_to_date": page.up_to_date,
+        "closed": page.closed,
+    }
     return described

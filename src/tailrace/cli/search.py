@@ -72,7 +72,7 @@ def search(
             put(one_line(hit) + b"\n")
         flush()
     else:
-        _show(query, found["hits"])
+        _show(query, found["hits"], sort or [])
     _tell(found)
     check_complete(found["coverage"], "search")
 
@@ -87,19 +87,23 @@ def _ask(session: Session, stream: str, body: dict[str, object]) -> bytes:
     return answer.content
 
 
-def _show(query: str, hits: list[dict[str, Any]]) -> None:
-    """The fields that have values, those of the query first, as many as the terminal has room for."""
-    from rich.console import Console
+def _show(query: str, hits: list[dict[str, Any]], sort: list[str]) -> None:
+    """The fields that have values, as many as there is room for: those sorted by first, then the query's."""
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from tailrace.cli.tables import console as open_console
+
+    console = open_console()
     columns: dict[str, list[str]] = {}
+    for name, arrow in _sorted_by(sort):
+        columns[f"{name} {arrow}"] = [_cell(hit["fields"].get(name, hit.get(name))) for hit in hits]
     if any(hit["score"] for hit in hits):
         columns["score"] = [f"{hit['score']:.3f}" for hit in hits]
     names = [name for hit in hits for name, value in hit["fields"].items() if value is not None]
     for name in sorted(dict.fromkeys(names), key=lambda name: f"{name}:" not in query):
-        columns[name] = [_cell(hit["fields"].get(name)) for hit in hits]
+        if name not in dict(_sorted_by(sort)):
+            columns[name] = [_cell(hit["fields"].get(name)) for hit in hits]
     if not names:
         columns["record"] = [_cell(hit["source"]) for hit in hits]
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -117,6 +121,12 @@ def _show(query: str, hits: list[dict[str, Any]]) -> None:
         table.add_row(*row)
     if hits:
         console.print(table)
+
+
+def _sorted_by(sort: list[str]) -> list[tuple[str, str]]:
+    """The fields that `--sort` names, with an arrow up or down. The score has a column of its own."""
+    parts = [text.partition(":") for text in sort]
+    return [(name, "↓" if way == "desc" else "↑") for name, _, way in parts if name != "_score"]
 
 
 def _cell(value: object) -> str:

@@ -29,7 +29,33 @@ For example:
 Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`) or in `tailrace.toml`
 (`data_dir`). A flag wins over a variable, a variable over the file. Sizes take units (`64MiB`), times too
 (`30s`). Give secrets as variables: flags can be read in the process list.
+
+`--help` shows the settings that most servers need, `--help-all` every setting and limit.
 """
+
+# What `--help` shows. The others tune, bound or connect something that few change.
+ESSENTIAL = (
+    "host",
+    "port",
+    "data_dir",
+    "config",
+    "preset",
+    "workers",
+    "memory_limit_bytes",
+    "object_store",
+    "insecure",
+    "tls_cert",
+    "tls_key",
+    "tls_self_signed",
+    "auth_jwt_secret",
+    "auth_jwks_url",
+    "auth_keys_file",
+    "cors_origins",
+    "pipeline",
+    "log_level",
+    "log_format",
+    "metrics_port",
+)
 
 
 def _serve(flags: Mapping[str, str | bool | None]) -> int:
@@ -67,9 +93,11 @@ def _unit(setting: Setting) -> str:
 def command_for(arguments: Sequence[str]) -> App:
     """With the flags that are named alone: to declare them all takes longer than to open a log.
 
-    Whoever asks for help, or names something that is no flag, gets all of them.
+    `--help` shows the essential ones. `--help-all`, and a name that is not a flag, get all of them.
     """
     named = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    if named & {"--help", "-h"}:
+        return _declared(TABLE[name] for name in ESSENTIAL)
     rows = [row for row in TABLE.values() if row.flag in named]
     return _declared(rows) if len(rows) == len(named) else command
 
@@ -83,7 +111,13 @@ def _declared(rows: Iterable[Setting]) -> App:
     # The command line reads a function's signature, so the table is given to it as one.
     serve.__signature__ = inspect.Signature(parameters)
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app = App(name="serve", help=_HELP, help_format="markdown", result_action="return_value")
+    app = App(
+        name="serve",
+        help=_HELP,
+        help_flags=("--help", "-h", "--help-all"),
+        help_format="markdown",
+        result_action="return_value",
+    )
     app.default(serve)
     return app
 

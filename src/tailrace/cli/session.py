@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from tailrace.client import Client
 
 URL_DEFAULT: Final = "http://127.0.0.1:4437"
+URL_VARIABLES: Final = ("TAILRACE_URL", "TAILRACE_ENDPOINT")
 _GROUP: Final = Group("Connection and output", sort_key=9)
+
+
+def with_scheme(address: str) -> str:
+    """`localhost:5101` as a URL; an address that names its scheme stays as it is."""
+    return address if "://" in address else f"http://{address}"
 
 
 @Parameter(name="*")
@@ -25,9 +31,10 @@ _GROUP: Final = Group("Connection and output", sort_key=9)
 class Session:
     """Flags of all commands that talk to a server."""
 
-    url: Annotated[str, Parameter(env_var="TAILRACE_ENDPOINT", group=_GROUP, help="The server.")] = (
-        URL_DEFAULT
-    )
+    url: Annotated[
+        str,
+        Parameter(env_var=URL_VARIABLES, group=_GROUP, help="The server; http:// may be left out."),
+    ] = URL_DEFAULT
     token: Annotated[
         str | None,
         Parameter(env_var="TAILRACE_TOKEN", group=_GROUP, help="Access token; better given as the variable."),
@@ -35,6 +42,9 @@ class Session:
     json: Annotated[bool, Parameter(group=_GROUP, negative="", help="Print JSON, one object per line.")] = (
         False
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", with_scheme(self.url))
 
 
 DEFAULT: Final = Session()

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Parameter
 
 from tailrace.cli.failures import UsageError
+from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, connect, end_at_interrupt, flush
 
 _HELP: Final = """Follow a stream: print what is appended from now on, until the stream is closed or Ctrl-C.
@@ -17,7 +18,11 @@ For example:
 
     tailrace tail orders
 
+    tailrace tail orders -n 10
+
     tailrace tail orders --from-start
+
+    tailrace tail orders --since 15m
 
     tailrace tail orders --offset 00000000000000000002000000 --json
 
@@ -32,13 +37,17 @@ def tail(
     name: Annotated[str, Parameter(help="The stream.")],
     /,
     *,
+    last: Annotated[
+        int | None, Parameter(name=("-n", "--last"), help="Print so many of the last entries first.")
+    ] = None,
     from_start: Annotated[bool, Parameter(negative="", help="Print everything first, then follow.")] = False,
     offset: Annotated[
         str | None, Parameter(help="Where to begin: now (if not given), -1 (the start) or an offset.")
     ] = None,
     key: Annotated[str | None, Parameter(help="Only entries with this routing key.")] = None,
     since: Annotated[
-        str | None, Parameter(help="Begin with the entries of this time (RFC 3339) instead.")
+        str | None,
+        Parameter(help="Begin at this time (RFC 3339), or with the entries of the last 90s, 15m, 1h or 7d."),
     ] = None,
     matching: Annotated[
         str | None,
@@ -49,18 +58,30 @@ def tail(
     ] = None,
     session: Session = DEFAULT,
 ) -> None:
-    from tailrace.cli.read import show
+    from tailrace.cli.read import entries_before, show
 
+    if last is not None:
+        _check_last(last, narrowed=bool(from_start or offset or since or key or matching))
     if mode == "sse" and matching is not None:
         raise UsageError("a filter needs --mode long-poll")
     if from_start and offset is not None:
         raise UsageError("--from-start and --offset say two things about the beginning")
+    since = None if since is None else past_time(since, "--since")
     with connect(session) as client:
         # A name that does not exist is told at once; following would wait for the server instead.
-        client.stream(name).head()
+        info = client.stream(name).head()
         start = "-1" if from_start else "now" if offset is None else offset
+        if last is not None:
+            start = entries_before(info.next_offset, last, info.earliest_offset)
         how = mode or ("sse" if matching is None else "long-poll")
         end_at_interrupt()
         for page in client.stream(name).follow(start, mode=how, key=key, since=since, filter=matching):
             show(page, as_json=session.json)
             flush()
+
+
+def _check_last(last: int, *, narrowed: bool) -> None:
+    if last < 0:
+        raise UsageError("-n must be 0 or more")
+    if narrowed:
+        raise UsageError("-n excludes --from-start, --offset, --since, --key and --filter")

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from tailrace.cli.failures import REFUSED, UsageError
 from tailrace.cli.key import InFile, existing_book_of, is_key
 from tailrace.cli.key import revoke as revoke_key
-from tailrace.cli.lifetimes import lifetime_s
+from tailrace.cli.quantities import lifetime_s
 from tailrace.cli.rights import ActorId, Databases, Prefixes, Scopes
 from tailrace.cli.session import DEFAULT, Session, put_json
 
@@ -45,11 +45,20 @@ def create(
     ] = None,
     issuer: Annotated[str, Parameter(env_var="TAILRACE_AUTH_ISSUER", help="The iss claim.")] = "",
     audience: Annotated[str, Parameter(env_var="TAILRACE_AUTH_AUDIENCE", help="The aud claim.")] = "",
+    config: Annotated[
+        str, Parameter(help="The server's settings file, for what is not given: secret, issuer, audience.")
+    ] = "",
     json: AsJson = False,
 ) -> None:
     """Make a token signed with the server's secret (HS256) and print it."""
     from tailrace.auth import create_token
 
+    if config:
+        from tailrace.settings_sources import load
+
+        settings = load({"config": config})
+        secret = secret or settings.auth_jwt_secret
+        issuer, audience = issuer or settings.auth_issuer, audience or settings.auth_audience
     if not secret:
         raise UsageError("the secret is missing: set TAILRACE_AUTH_JWT_SECRET to the server's")
     token = create_token(

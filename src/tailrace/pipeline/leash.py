@@ -30,6 +30,8 @@ class Orders(msgspec.Struct, frozen=True):
     group_segments: int | None = None
     check_ms: int | None = None
     conf: str | None = None
+    log_level: str = "info"
+    log_format: str = "auto"
 
 
 class _Renewed(msgspec.Struct):

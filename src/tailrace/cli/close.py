@@ -1,0 +1,30 @@
+"""``tailrace close``: nothing can be appended to a stream any more."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.session import DEFAULT, Session, connect, put_json
+
+_HELP: Final = """Close a stream for good: it can be read, but nothing can be appended to it any more.
+
+Readers that follow it get to its end and stop. Closing it again changes nothing.
+
+For example:
+
+    tailrace close orders
+"""
+
+command = App(name="close", help=_HELP, help_format="markdown")
+
+
+@command.default
+def close(name: Annotated[str, Parameter(help="The stream.")], /, *, session: Session = DEFAULT) -> None:
+    with connect(session) as client:
+        closed = client.stream(name).close()
+    if session.json:
+        put_json({"stream": name, "closed": True, "next_offset": closed.next_offset})
+    else:
+        print(f"closed {name}, final offset {closed.next_offset}")

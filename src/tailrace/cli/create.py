@@ -1,0 +1,93 @@
+"""``tailrace create``: a new stream, with its type, its bounds and its profile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from cyclopts import App, Group, Parameter
+
+from tailrace.cli.call import post_json, stream_path
+from tailrace.cli.failures import UsageError
+from tailrace.cli.quantities import future_time, size_bytes, span_s
+from tailrace.cli.session import DEFAULT, Session, connect, put_json
+
+if TYPE_CHECKING:
+    from tailrace.client.wire import Lifetime
+
+_HELP: Final = """Create a stream. One that exists with the same configuration is left as it is.
+
+For example:
+
+    tailrace create orders
+
+    tailrace create logs/app --type text/plain --retention 30d --retention-bytes 10GiB
+
+    tailrace create sessions/7 --ttl 8h
+
+    tailrace create requests --profile evlog
+
+Time spans are written as 90s, 15m, 8h or 7d, sizes as 64MiB or 10GiB.
+"""
+_BOUNDS: Final = Group("How long it is kept", sort_key=2)
+
+Ttl = Annotated[
+    str | None,
+    Parameter(group=_BOUNDS, help="Delete the stream when it was neither read nor written for so long."),
+]
+ExpiresAt = Annotated[
+    str | None, Parameter(group=_BOUNDS, help="Delete the stream at this time (RFC 3339); not with --ttl.")
+]
+Retention = Annotated[str | None, Parameter(group=_BOUNDS, help="Delete entries that are older than this.")]
+RetentionBytes = Annotated[
+    str | None,
+    Parameter(group=_BOUNDS, help="Delete the oldest entries beyond this much payload, such as 10GiB."),
+]
+
+command = App(name="create", help=_HELP, help_format="markdown")
+
+
+@command.default
+def create(
+    name: Annotated[str, Parameter(help="The stream, for example orders or logs/app.")],
+    /,
+    *,
+    content_type: Annotated[
+        str, Parameter(name=("--type", "--content-type"), help="Content type of its entries.")
+    ] = "application/json",
+    profile: Annotated[
+        Literal["generic", "evlog", "metrics", "otel-traces", "state-protocol"] | None,
+        Parameter(help="What its records mean; see tailrace profile."),
+    ] = None,
+    ttl: Ttl = None,
+    expires_at: ExpiresAt = None,
+    retention: Retention = None,
+    retention_bytes: RetentionBytes = None,
+    session: Session = DEFAULT,
+) -> None:
+    kept = bounds(ttl, expires_at, retention, retention_bytes)
+    with connect(session) as client:
+        made = client.stream(name, content_type=content_type).create(**kept)
+    if profile is not None:
+        post_json(session, stream_path(name, "_profile"), {"profile": {"kind": profile}})
+    if session.json:
+        put_json({"stream": name, "created": made.created, "next_offset": made.next_offset})
+    elif made.created:
+        print(f"created {name} ({made.content_type})")
+    else:
+        print(f"{name} exists already with this configuration")
+
+
+def bounds(
+    ttl: str | None, expires_at: str | None, retention: str | None, retention_bytes: str | None
+) -> Lifetime:
+    """How long a stream and its entries are kept, as the client takes it."""
+    if ttl is not None and expires_at is not None:
+        raise UsageError("--ttl and --expires-at exclude each other")
+    return {
+        "ttl": None if ttl is None else span_s(ttl, "--ttl"),
+        "expires_at": None if expires_at is None else future_time(expires_at, "--expires-at"),
+        "retention": None if retention is None else span_s(retention, "--retention"),
+        "retention_bytes": None
+        if retention_bytes is None
+        else size_bytes(retention_bytes, "--retention-bytes"),
+    }

@@ -1,0 +1,46 @@
+"""``tailrace fork``: a stream that begins with the entries of another."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.create import ExpiresAt, Retention, RetentionBytes, Ttl, bounds
+from tailrace.cli.session import DEFAULT, Session, connect, put_json
+
+_HELP: Final = """Create a stream that begins with the entries of another, up to an offset or to its tail.
+
+Nothing is copied, so it takes no longer for a large stream. From then on the two are independent. Bounds
+that are not given are those of the source.
+
+For example:
+
+    tailrace fork orders orders-what-if
+
+    tailrace fork orders orders-2025 --offset 00000000000000000002000000
+"""
+
+command = App(name="fork", help=_HELP, help_format="markdown")
+
+
+@command.default
+def fork(
+    source: Annotated[str, Parameter(help="The stream to begin with.")],
+    target: Annotated[str, Parameter(help="The stream to create.")],
+    /,
+    *,
+    offset: Annotated[str | None, Parameter(help="Where the two part; the tail if not given.")] = None,
+    ttl: Ttl = None,
+    expires_at: ExpiresAt = None,
+    retention: Retention = None,
+    retention_bytes: RetentionBytes = None,
+    session: Session = DEFAULT,
+) -> None:
+    kept = bounds(ttl, expires_at, retention, retention_bytes)
+    with connect(session) as client:
+        made = client.stream(source).fork(target, offset=offset, **kept).head()
+    if session.json:
+        put_json({"stream": target, "source": source, "next_offset": made.next_offset})
+    else:
+        print(f"forked {source} to {target}, next offset {made.next_offset}")

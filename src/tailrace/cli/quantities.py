@@ -1,0 +1,65 @@
+"""Time spans, times and sizes as people write them. What cannot be read is reported with its flag."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Final
+
+from tailrace.cli.failures import UsageError
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SPAN: Final = re.compile(r"([0-9]{1,12})([smhd])")
+# What looks like RFC 3339. Whether it is a time, the server decides.
+_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ].+")
+_UNIX_NS: Final = re.compile(r"[0-9]{13,}")
+
+
+def lifetime_s(text: str) -> int | None:
+    """The value of `--expires` in seconds; `never` is none."""
+    return None if text == "never" else span_s(text, "--expires")
+
+
+def span_s(text: str, flag: str) -> int:
+    """`90s`, `30m`, `8h` or `90d` in seconds."""
+    if (match := _SPAN.fullmatch(text)) is None:
+        raise UsageError(f"{flag}: {text!r} is not a time span such as 90s, 30m, 8h or 90d")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def future_time(text: str, flag: str) -> str:
+    """A time that can only be written out in full."""
+    if _TIME.fullmatch(text) is None:
+        raise UsageError(f"{flag}: {text!r} is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
+    return text
+
+
+def past_time(text: str, flag: str) -> str:
+    """A time as the server takes it. A time span is counted back from now: `1h` is an hour ago."""
+    if _TIME.fullmatch(text) or _UNIX_NS.fullmatch(text):
+        return text
+    if _SPAN.fullmatch(text) is None:
+        raise UsageError(
+            f"{flag}: {text!r} is not a time: use RFC 3339 (2026-01-31T12:00:00Z), Unix nanoseconds, "
+            "or a time span back from now (90s, 15m, 1h, 7d)"
+        )
+    return str(max(0, time.time_ns() - span_s(text, flag) * 1_000_000_000))
+
+
+def size_bytes(text: str, flag: str) -> int:
+    """Bytes, written as in every setting: `64MiB`."""
+    return _setting(text, flag, "bytes")
+
+
+def span_ms(text: str, flag: str) -> int:
+    """Milliseconds, written as in every setting: `250ms`, `30m`."""
+    return _setting(text, flag, "ms")
+
+
+def _setting(text: str, flag: str, unit: str) -> int:
+    from tailrace.settings import Setting, SettingsError, parse
+
+    try:
+        return int(parse(Setting(name=flag, kind="int", default=0, help="", unit=unit), text))
+    except SettingsError as error:
+        raise UsageError(f"{flag}: {error}") from None

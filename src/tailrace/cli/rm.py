@@ -1,0 +1,62 @@
+"""``tailrace rm``: delete streams."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+
+from tailrace.cli.failures import OK, REFUSED, RefusedError, UsageError, explain
+from tailrace.cli.session import DEFAULT, Session, connect, put_json
+
+_HELP: Final = """Delete streams and all of their entries. There is no way back.
+
+On a terminal it asks before it deletes. Pass `--yes` in scripts, or to delete without being asked.
+
+For example:
+
+    tailrace rm orders-what-if
+
+    tailrace rm sessions/1 sessions/2 --yes
+"""
+
+command = App(name="rm", help=_HELP, help_format="markdown")
+
+
+@command.default
+def rm(
+    *names: Annotated[str, Parameter(help="The streams.", required=True)],
+    yes: Annotated[bool, Parameter(name=("--yes", "-y"), negative="", help="Do not ask.")] = False,
+    session: Session = DEFAULT,
+) -> int:
+    from tailrace.client import ClientError
+
+    if not yes:
+        _ask(names)
+    failed = False
+    with connect(session) as client:
+        for name in names:
+            try:
+                client.stream(name).delete()
+            except ClientError as error:
+                if not error.status:
+                    raise  # no server answered, and none would answer the next request
+                failed = True
+                explain(error, as_json=session.json)
+                continue
+            if session.json:
+                put_json({"stream": name, "deleted": True})
+            else:
+                print(f"deleted {name}")
+    return REFUSED if failed else OK
+
+
+def _ask(names: tuple[str, ...]) -> None:
+    """Ask for confirmation on the terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError("cannot ask for confirmation without a terminal: pass --yes to delete")
+    what = f"stream {names[0]}" if len(names) == 1 else f"{len(names)} streams ({', '.join(names)})"
+    print(f"Delete {what} and all entries? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RefusedError("nothing was deleted")

@@ -1,0 +1,45 @@
+"""Tables of rows: as wide as the terminal, and one line for each row in a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_CELLS: Final = 10_000  # more than any row has
+
+
+class Column(NamedTuple):
+    """`fold`: it may become narrower than its cells, which then take several lines."""
+
+    title: str
+    right: bool = False
+    fold: bool = False
+
+
+def console() -> Console:
+    """Where tables are printed. The next program in a pipe has no width that rows would have to fit."""
+    from rich.console import Console
+
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if narrow else _PIPE_CELLS)
+
+
+def show(columns: Iterable[Column], rows: Iterable[Iterable[object]]) -> bool:
+    """Print a table; False, and nothing is printed, if there are no rows."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        justify = "right" if column.right else "left"
+        table.add_column(column.title, justify=justify, no_wrap=not column.fold, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+    if table.row_count:
+        console().print(table)
+    return table.row_count > 0
