@@ -74,9 +74,8 @@ async def _verify(stream: str, bucket: Bucket) -> int:
     if bucket.json:
         put_json({"summary": msgspec.structs.asdict(seen)})
     else:
-        for part in seen.not_checked:
-            put(f"not checked: {part}\n".encode())
-        put(f"{_counted(seen)}: {seen.findings or 'no'} findings\n".encode())
+        left_out = f"; not checked: {', '.join(seen.not_checked)}" if seen.not_checked else ""
+        put(f"{_counted(seen)}{left_out}: {seen.findings or 'no'} findings\n".encode())
     flush()
     return REFUSED if seen.findings else OK
 
@@ -103,8 +102,8 @@ def _directories(settings: Settings, stream: str, not_checked: list[str]) -> lis
 
 def _counted(seen: Verified) -> str:
     return (
-        f"{seen.journal_records:,} journal records, {seen.hot_entries:,} entries in the hot store, "
         f"{seen.streams:,} streams, {seen.segments:,} segments, {seen.entries:,} entries, "
         f"{seen.companions:,} companions, "
-        f"{seen.bytes / 2**20:,.1f} MiB"
+        f"{seen.bytes / 2**20:,.1f} MiB; "
+        f"{seen.journal_records:,} journal records, {seen.hot_entries:,} entries in the hot store"
     )

@@ -34,7 +34,6 @@ class Checkpoints:
         self._rebuilding = False  # the child rewrites the whole file; a journal file does not wait for that
         self._vacuum_after_s = 0.0
         self.done = 0
-        self.given_back = 0  # pages of the hot store
         self.failures = 0
 
     @property
@@ -118,7 +117,7 @@ class Checkpoints:
             self._rebuilding = False
             verdict, _, detail = answer.partition(" ")
             if verdict == "vacuumed" and int(detail) > 0:
-                self.given_back += int(detail)
+                logger.debug("hot store gave pages back to the disk: %s", detail)
                 continue
             if verdict != "vacuumed":
                 self.failures += 1
