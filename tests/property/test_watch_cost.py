@@ -229,7 +229,7 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | list | dict) else 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_generated_expression_exceeds_its_budget(seed: int) -> None:
     costs_no_more_than_allowed(seed)
