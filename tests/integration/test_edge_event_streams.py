@@ -96,7 +96,7 @@ def test_a_known_event_stream_is_held_until_the_server_is_back(
     server = start_server()
     Writer(server, "known").append()
     assert Caller(server)("PUT", "/v1/databases/default/docs/things/one", {"n": 1}).status == 201
-    # A channel that nobody reads does not linger: readers of it would be kept by the channel.
+    # Without readers a channel is closed at once: it would keep readers that reconnect to it.
     edge = start_edge(server.base_url, edge_linger_ms="1")
     since = "/v1/stream/known?since=2020-01-01T00:00:00Z&live=sse"
     paths = ["/v1/stream/known?offset=now&live=sse", since, "/v1/stream/__registry__?offset=-1&live=sse"]
@@ -127,7 +127,7 @@ def test_a_hold_ends(start_server: StartServer, start_edge: StartEdge) -> None:
     brief, long = (start_edge(server.base_url, edge_hold_ms=hold_ms) for hold_ms in ("500", "600000"))
     assert _head(brief, path) == _head(long, path) == 200
     server.kill()
-    resumed = {"Last_Event_ID": encode(0, 0)}  # before what a channel could go on from
+    resumed = {"Last_Event_ID": encode(0, 0)}  # before anything that a channel could continue
     HeldReader(brief, path, **resumed).wait_end()
     waiting = HeldReader(long, path, **resumed)
     long.stop()

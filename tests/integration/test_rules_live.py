@@ -98,7 +98,7 @@ def test_starting_at_the_tail(http: Wire) -> None:
 
 @pytest.mark.parametrize("content_type", [JSON, TEXT, BYTES])
 @pytest.mark.parametrize("offset", ["-1", "now"])
-def test_a_reader_that_reconnects_goes_on_behind_its_last_event(
+def test_a_reader_that_reconnects_continues_behind_its_last_event(
     http: Wire, content_type: str, offset: str
 ) -> None:
     """As an `EventSource` does it: with the first URL, and the id of the last event that it was given."""
