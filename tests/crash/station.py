@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from crash.faults import Disk
 from crash.wire import TEXT, Answer, Content, LostError, Wire
@@ -13,6 +14,7 @@ from crash.world import World
 from support.server import ServerProcess
 
 WAIT_S_MAX = 60.0
+DiskType = TypeVar("DiskType", bound=Disk | World)
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
@@ -23,11 +25,11 @@ def eventually(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-class Station:
+class Station(Generic[DiskType]):
     """Remembers what was acknowledged."""
 
     def __init__(
-        self, directory: Path, disk: Disk | World, *args: str, env: Mapping[str, str] | None = None
+        self, directory: Path, disk: DiskType, *args: str, env: Mapping[str, str] | None = None
     ) -> None:
         self.disk = disk
         self.server = ServerProcess(directory / "data", args=args, env={**disk.env, **(env or {})})

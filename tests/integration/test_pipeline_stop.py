@@ -56,7 +56,9 @@ def _started(start_server: StartServer, directory: Path) -> tuple[ServerProcess,
     )
     call = Caller(server)
     sealed(call, "ev", 3)
-    return server, call, eventually(lambda: _child_of(server.pid), lambda pid: pid is not None, PATIENCE_S)
+    child = eventually(lambda: _child_of(server.pid), lambda pid: pid is not None, PATIENCE_S)
+    assert child is not None
+    return server, call, child
 
 
 def _child_of(server: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from support.log_harness import LogHarness
 from support.log_model import Append
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.log.model import Stream
+from tailrace.log.history import Missing, Segment
+from tailrace.log.model import Block, Stream
 from tailrace.log.records import Trim
 from tailrace.log.scattered import ScatteredReader
 
@@ -122,3 +124,29 @@ def test_what_was_taken_away_meanwhile_is_gone(layered: Layered) -> None:
     with pytest.raises(TailraceError) as raised:
         layered.read(reader, [3, 30])
     assert raised.value.code == "offset_gone"
+
+
+def test_readers_of_the_same_block_share_one_read_of_the_hot_store(layered: Layered) -> None:
+    history, stream = layered.log.log.reader.history, layered.stream
+    looked: list[int] = []
+    look = history.look
+
+    def counted(missing: Missing, bytes_max: int) -> list[Block] | Segment:
+        looked.append(missing.entry)
+        return look(missing, bytes_max)
+
+    async def read() -> bytes:
+        page = await layered.log.log.reader.read(stream, SEALED, 1 << 20, 2, apart=True)
+        return b"".join(map(bytes, page.parts))
+
+    async def together() -> tuple[list[bytes], int]:
+        readers = [asyncio.create_task(read()) for _ in range(8)]
+        await asyncio.sleep(0)
+        busy = history.fetching
+        readers[0].cancel()  # the one that began the read
+        return await asyncio.gather(*readers[1:]), busy
+
+    history.look = counted
+    found, busy = layered.log.run(together())
+    assert set(found) == {payload(SEALED + 1) + payload(SEALED + 2)}
+    assert (len(looked), busy, history.joined, history.fetching) == (1, 1, 7, 0)

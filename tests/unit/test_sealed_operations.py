@@ -110,8 +110,9 @@ def test_a_failed_commit_takes_it_back(real: LogHarness) -> None:
     active = real.log.journal.active
     assert active is not None
     # From here on the file can be read only, as on a disk that has had enough.
-    os.close(active.fd)
-    active.fd = os.open(active.path, os.O_RDONLY)
+    for fd in active.fds:
+        os.close(fd)
+    active.fds = [os.open(active.path, os.O_RDONLY) for _ in active.fds]
     real.seal(stream)
     assert real.log.refusal is not None
     assert (stream.sealed, stream.sealed_bytes) == (0, 0)

@@ -71,12 +71,14 @@ class SearchRoutes:
         self.gate = Gate(running_max, limits.search_queue)
         self._threads = ThreadPoolExecutor(running_max, "search")
         self._indexing = ThreadPoolExecutor(INDEXING_THREADS, "tail-index")
-        self._chunk_process = ChunkProcess(limits.helper_idle_ms / 1000)
+        idle_s = limits.helper_idle_ms / 1000
+        self._chunk_processes = ChunkProcess(idle_s), ChunkProcess(idle_s, niceness=0)
         self.tail = TailIndex(
             context.log.reader,
             limits.tail_index_max_bytes,
             self._indexing,
-            process=self._chunk_process,
+            process=self._chunk_processes[0],
+            urgent=self._chunk_processes[1],
         )
         self.searcher = Searcher(
             context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
@@ -118,7 +120,8 @@ class SearchRoutes:
                 if view is not None:
                     self._spawn(self._follow(stream, view))
         grown.clear()
-        self._chunk_process.end_if_idle()
+        for process in self._chunk_processes:
+            process.end_if_idle()
 
     async def _follow(self, stream: Stream, view: View) -> None:
         try:
@@ -134,7 +137,8 @@ class SearchRoutes:
 
     def close(self) -> None:
         self.tail.close()
-        self._chunk_process.close()
+        for process in self._chunk_processes:
+            process.close()
         for threads in (self._threads, self._indexing):
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -94,6 +94,8 @@ class History:
         self.cold: ColdReader | None = None
         self.keys: KeyIndex | None = None
         self.fetching = 0  # reads of the hot store that run or wait for a thread
+        self._looking: dict[tuple[int, int, int], asyncio.Future[list[Block] | Segment]] = {}
+        self.joined = 0  # reads that another one was under way for
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -108,12 +110,7 @@ class History:
             following = await self.keys.next_with_key(missing.owner, key, missing.entry)
             if following > missing.entry:
                 return Skipped(missing.number, missing.entry, following - 1)
-        loop = asyncio.get_running_loop()
-        self.fetching += 1
-        try:
-            found = await loop.run_in_executor(self._threads, self.look, missing, bytes_max)
-        finally:
-            self.fetching -= 1
+        found = await self._looked(missing, bytes_max)
         if isinstance(found, list):
             return found
         cold, (prefix, info, footer) = self._cold, found
@@ -123,6 +120,26 @@ class History:
                 return Skipped(missing.number, missing.entry, following - 1)
         rows = await cold.rows(prefix, info, footer, missing.entry, bytes_max)
         return [Block(*run) for run in rows]
+
+    async def _looked(self, missing: Missing, bytes_max: int) -> list[Block] | Segment:
+        """As `look`. Readers that want the same at the same time share one read: entries never change."""
+        wanted = (missing.number, missing.entry, bytes_max)
+        looking = self._looking.get(wanted)
+        if looking is None:
+            loop = asyncio.get_running_loop()
+            looking = loop.run_in_executor(self._threads, self.look, missing, bytes_max)
+            self._looking[wanted] = looking
+            self.fetching += 1
+            looking.add_done_callback(lambda done: self._looked_up(wanted, done))
+        else:
+            self.joined += 1
+        return await asyncio.shield(looking)  # a reader that leaves takes nothing from the others
+
+    def _looked_up(self, wanted: tuple[int, int, int], done: asyncio.Future[list[Block] | Segment]) -> None:
+        del self._looking[wanted]
+        self.fetching -= 1
+        if not done.cancelled():
+            done.exception()  # all who wanted to know may have left
 
     async def payloads(self, missing: Sequence[Missing]) -> list[bytes]:
         """Single entries that may lie anywhere; of segments nothing but their payloads is decoded."""

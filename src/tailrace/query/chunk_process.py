@@ -3,6 +3,7 @@
 On a thread of the server that would be time taken from the appends that bring the rows. The process is
 started when there are many rows to index and ends when there have been none for a while. It steps back
 as all helpers do: where appends need the whole machine the index falls behind, and catches up afterwards.
+For a stream that is being searched there is another one, which does not: then the index is worth the time.
 
 A frame is its length and a body. A request has the registry, the first entry and the payloads; the answer is
 a pickled chunk, or empty if the chunk cannot be made.
@@ -47,8 +48,9 @@ class ChunkProcessError(Exception):
 class ChunkProcess:
     """The server's end: one request at a time. `make` waits for the process, on the thread that is here."""
 
-    def __init__(self, idle_s: float) -> None:
+    def __init__(self, idle_s: float, niceness: int = turns.HELPER_NICENESS) -> None:
         self._idle_s = idle_s
+        self._niceness = niceness
         self.thread = ThreadPoolExecutor(1, "chunk-process")
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -101,8 +103,8 @@ class ChunkProcess:
         if self.closed:
             raise OSError("the server stops")
         if self._child is None:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "tailrace.query.chunk_process"],
+            self._child = subprocess.Popen(  # noqa: S603 - our own command
+                [sys.executable, "-m", "tailrace.query.chunk_process", str(self._niceness)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -179,7 +181,7 @@ def _read_exactly(pipe: FileIO, count: int) -> bytes | None:
 def main() -> None:
     """Answers requests until the server ends, which closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
-    turns.step_back()
+    turns.step_back(int(sys.argv[1]))
     requests, answers = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
     while (request := _read(requests)) is not None:
         try:

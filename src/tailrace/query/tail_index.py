@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
+from functools import partial
+from math import inf
 
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
@@ -29,6 +32,7 @@ CHUNK_ROWS = 2048  # of chunks that grow while searches wait
 BULK = 4  # times as many rows have those that are made or joined in the background: fewer to ask
 CHUNK_BYTES = 8 << 20  # of payload
 READ_BYTES = 1 << 20
+URGENT_S = 10.0  # after a search the index of its stream is made at the server's own priority
 PATIENCE_S = 3.0  # with searches under way, before a fill begins
 ROOM_TO_GO_BACK = 0.9  # of the budget: beyond, older rows are left to scans
 
@@ -45,6 +49,7 @@ class StreamIndex:
         self.covered = 0  # the last entry that built indexes answer for, with all before it
         self.bytes = 0
         self.used = 0  # when it was last searched, as a count; 0 if it never was
+        self.searched_s = -inf  # when it was last searched, on the monotonic clock
         self.dropped_rows = 0
         self.too_large = False  # even its newest rows do not fit the budget
         self.busy = False  # a search is adding what is new
@@ -73,10 +78,15 @@ class TailIndex:
         threads: Executor,
         rows_at_once: int = CHUNK_ROWS,
         process: ChunkProcess | None = None,
+        urgent: ChunkProcess | None = None,
     ) -> None:
-        """`process` makes the chunks that no search waits for; without one the threads do."""
+        """`process` makes the chunks that no search waits for; without one the threads do.
+
+        `urgent` makes them instead for a stream that was searched a moment ago.
+        """
         self._reader = reader
         self._process = process
+        self._urgent = urgent or process
         self.bytes_max = bytes_max
         self._threads = threads
         self._rows = rows_at_once
@@ -174,6 +184,7 @@ class TailIndex:
         if searched:
             self._uses += 1
             index.used = self._uses
+            index.searched_s = time.monotonic()
         if covered is not None and covered != index.covered:
             index.covered = covered
             index.too_large = False  # there is less to hold
@@ -296,9 +307,10 @@ class TailIndex:
 
     async def _made(self, index: StreamIndex, after: int, last: int, *, background: bool) -> list[Chunk]:
         """New chunks for the entries behind `after` up to `last`. No search waits for those in background."""
-        apart = background and self._process is not None
-        threads = self._threads if self._process is None or not apart else self._process.thread
-        make = self._make_apart if apart else _make
+        is_searched = time.monotonic() - index.searched_s < URGENT_S
+        process = (self._urgent if is_searched else self._process) if background else None
+        make = _make if process is None else partial(self._make_apart, process)
+        threads = self._threads if process is None else process.thread
         loop = asyncio.get_running_loop()
         made: list[Chunk] = []
         payloads: list[Payload] = []
@@ -314,13 +326,14 @@ class TailIndex:
                 first, payloads, size = after + 1, [], 0
         return made
 
-    def _make_apart(self, index: StreamIndex, first: int, payloads: list[Payload]) -> Chunk:
+    def _make_apart(
+        self, process: ChunkProcess, index: StreamIndex, first: int, payloads: list[Payload]
+    ) -> Chunk:
         """On a thread, which waits for the process meanwhile."""
-        assert self._process is not None
         try:
-            return self._process.make(index.document, first, payloads)
+            return process.make(index.document, first, payloads)
         except ChunkProcessError as error:
-            if self._process.closed:
+            if process.closed:
                 raise
             fields = {"stream": index.stream.name, "error": error}
             logger.warning("indexing process failed, indexing in the server", extra={"fields": fields})

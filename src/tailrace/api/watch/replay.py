@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -200,8 +201,7 @@ class Replays:
     # -- the view --------------------------------------------------------------------------------------
 
     async def _snapshot(self, subscription: Subscription) -> None:
-        gateway, loop = self._gateway, self._gateway.context.loop
-        begun = loop.time()
+        gateway, begun = self._gateway, time.monotonic()
         while subscription.watched.state != "live":
             await asyncio.sleep(POLL_S)
             subscription.own = list(subscription.watched.applied)  # where the snapshot begins
@@ -212,7 +212,7 @@ class Replays:
         self.snapshot_documents += count
         subscription.session.snapshot_sizes[subscription.id] = (pages, count)
         await self._follow(subscription)
-        gateway.context.telemetry.watch_snapshot_seconds.observe(loop.time() - begun)
+        gateway.context.telemetry.watch_snapshot_seconds.observe(time.monotonic() - begun)
 
     async def _pages(self, subscription: Subscription) -> tuple[int, int]:
         """Sends the rows that match, page by page; tells how many pages and rows there were."""
