@@ -452,7 +452,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Bytes, Meta(description="A larger message is skipped up to this size; beyond, its connection ends.")
     ] = 16 * MIB
     hub_connections: Annotated[
-        Count, Meta(description="Connections to the hub at once; one more is told `hub:rate_limited`.")
+        Count,
+        Meta(description="Connections to the hub at once; one more is refused with `hub:rate_limited`."),
     ] = 10_000
     hub_connects_per_s: Annotated[
         int,

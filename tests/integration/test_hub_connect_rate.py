@@ -24,7 +24,7 @@ ATTEMPTS_MAX = 50
 
 
 def refused(server: ServerProcess) -> tuple[Actor, dict[str, Any]]:
-    """The first connection that is told to wait, and what it is told."""
+    """The first connection that is refused, and the message it was sent."""
     accepted: list[Actor] = []
     for _ in range(ATTEMPTS_MAX):
         actor = Actor(server, hello=False)
@@ -39,7 +39,7 @@ def refused(server: ServerProcess) -> tuple[Actor, dict[str, Any]]:
     raise AssertionError("no connection was refused")
 
 
-def test_a_connection_over_the_rate_is_told_when_to_come_back_and_closed(start_server: StartServer) -> None:
+def test_a_connection_over_the_rate_is_sent_retry_after_and_closed(start_server: StartServer) -> None:
     server = start_server(env={"TAILRACE_HUB_CONNECTS_PER_S": "2"})
     actor, said = refused(server)
     assert (said["type"], said["correlationId"]) == ("hub:rate_limited", None)
@@ -50,22 +50,20 @@ def test_a_connection_over_the_rate_is_told_when_to_come_back_and_closed(start_s
     assert 'tailrace_hub_rate_limited_total{kind="connect"}' in counted
 
 
-def test_one_connection_too_many_is_told_so_too(start_server: StartServer) -> None:
+def test_one_connection_more_than_the_server_takes_is_refused_the_same_way(start_server: StartServer) -> None:
     server = start_server(env={"TAILRACE_HUB_CONNECTIONS": "1"})
     first = Actor(server, "@(rate/first)")
     actor, said = refused(server)
     assert (said["type"], said["payload"]["details"]["reason"]) == ("hub:rate_limited", "connections")
     assert actor.closed() == 1013
-    assert first.quiet() == [], "whoever is connected stays connected"
+    assert first.quiet() == [], "an open connection stays open"
     first.close()
     call = Caller(server)
     eventually(lambda: call("GET", "/metrics"), lambda reply: b"tailrace_hub_sessions 0" in reply.raw)
     assert Actor(server, "@(rate/next)").connected["type"] == "hub:connected"
 
 
-def test_a_client_waits_as_long_as_it_is_told_and_connects(
-    start_server: StartServer, open_hub: OpenHub
-) -> None:
+def test_a_client_waits_for_retry_after_and_connects(start_server: StartServer, open_hub: OpenHub) -> None:
     server = start_server(env={"TAILRACE_HUB_CONNECTS_PER_S": "2"})
     refused(server)
     hub = open_hub(server.base_url)
@@ -116,4 +114,4 @@ def test_one_address_that_floods_leaves_the_others_readable_refusals() -> None:
         admission.decide("192.0.2.1", 0, 0)
     other = admission.decide("198.51.100.1", 0, 0)
     assert other is not None
-    assert other.is_told
+    assert other.over_socket

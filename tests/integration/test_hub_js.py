@@ -76,8 +76,6 @@ def test_without_any_websocket_the_client_says_what_it_needs(server: ServerProce
     assert "ws" in said
 
 
-def test_the_client_waits_as_long_as_it_is_told_and_connects(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_the_client_waits_for_retry_after_and_connects(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(env={"TAILRACE_HUB_CONNECTS_PER_S": "1"})
     assert node(installed(tmp_path, with_ws=True), server, "connect.mjs") == "connected later\n"

@@ -68,4 +68,4 @@ def test_a_broadcast_is_kept_for_recipients_that_were_not_reached_before_the_cra
     world.now += 2 * DAY_MS
     world.wait(120_000)
     bounds: Any = world.hub.sweeping.bounds.get("hub/broadcast/0")
-    assert bounds is None, "somebody has yet to read it"
+    assert bounds is None, "a recipient has yet to read it"

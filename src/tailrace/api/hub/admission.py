@@ -1,7 +1,7 @@
 """Whether a new connection is accepted; if not, when to try again, and in which form that is said.
 
 A browser cannot read the status or the headers of an upgrade that failed. So a connection over the rate is
-upgraded, told `hub:rate_limited` and closed. That costs more than an HTTP answer, therefore it has rates of
+upgraded, sent `hub:rate_limited` and closed. That costs more than an HTTP answer, therefore it has rates of
 its own: beyond them the answer is 429.
 """
 
@@ -32,7 +32,7 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
     reason: str
     retry_after_ms: int
-    is_told: bool  # over a WebSocket; else by the answer to the upgrade
+    over_socket: bool  # the refusal is sent over the WebSocket; else it is the answer to the upgrade
 
 
 class Admission:
@@ -72,9 +72,9 @@ class Admission:
     def _refusal(self, message: str, reason: str, network: str | None, wait_ms: int, now_ns: int) -> Refusal:
         buckets = self._buckets
         has_used_up = network is not None and buckets.take(network, "refused_address", now_ns) > 0
-        is_told = not has_used_up and not buckets.take(SERVER, "refused", now_ns)
+        over_socket = not has_used_up and not buckets.take(SERVER, "refused", now_ns)
         spread_ms = random.randint(0, RETRY_MS)  # noqa: S311 - spreads load
-        return Refusal(message, reason, max(RETRY_MS, wait_ms) + spread_ms, is_told)
+        return Refusal(message, reason, max(RETRY_MS, wait_ms) + spread_ms, over_socket)
 
 
 def _is_loopback(address: str) -> bool:

@@ -122,7 +122,7 @@ class HubRoutes:
     def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         hub, now_ms = self._runner.hub, self._runner.now_ms()
         hub.count("rate_limited", "connect")
-        if not refusal.is_told:
+        if not refusal.over_socket:
             after_s = -(-refusal.retry_after_ms // 1000)
             raise TailraceError("overloaded", refusal.message, retry_after_s=after_s)
         details = {"retryAfter": refusal.retry_after_ms, "kind": "connect", "reason": refusal.reason}
