@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.cli import environment
 from support.server import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED_URL = "http://127.0.0.1:4437"
+ACTIVATED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 _BLOCK = re.compile(r"^```(sh tour|sh tour live|text|text live)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -71,7 +75,12 @@ def test_the_tour_does_what_it_says(server: ServerProcess) -> None:
     for step in steps:
         if step.kind == "sh tour":
             done = subprocess.run(
-                ["bash", "-eu", "-c", step.text], capture_output=True, text=True, timeout=30, check=False
+                ["bash", "-eu", "-c", step.text],
+                env=environment({"PATH": ACTIVATED}),
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
             )
             assert done.returncode == 0, f"{step.text}\n{done.stderr}"
             printed = done.stdout

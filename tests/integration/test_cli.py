@@ -459,3 +459,30 @@ def test_help_loads_no_command() -> None:
     assert done.stdout.strip() == "[]"
     listed = tailrace("--help").out
     assert [verb for verb in VERBS if f" {verb} " not in listed] == []
+
+
+_ADD = ("source", "add", "default/pg", "--table", "a.b=c", "--dsn-env", "PG_DSN")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ((*_ADD, "--on-gap", "wait"), '"wait" for --on-gap. Choose from: "rescan", "hold"'),
+        ((*_ADD, "--initial", "all"), '"all" for --initial. Choose from: "load", "now"'),
+        ((*_ADD, "--numeric", "int"), '"int" for --numeric. Choose from: "string", "double"'),
+        (("tail", "x", "--mode", "poll"), '"poll" for --mode. Choose from: "sse", "long-poll"'),
+        (("pipeline", "rescan", "--collection", "x", "--from", "view"), 'for --from. Choose from: "log"'),
+        (("docs", "query", "default/x", "--order", "a:up"), "--order: 'a:up' is not a field, with :asc or"),
+        (("gc", "--grace", "soon"), "--grace: 'soon' is not a whole number (units: ms, s, m, h, d)"),
+        (("pipeline", "run", "--heap", "big"), "--heap: 'big' is not a whole number (units: b, kb"),
+        (("pipeline", "run", "--jobs", "all,dig"), "--jobs: 'all' is not a job: use companions, merge"),
+        (("aggregate", "s", "r", "--interval", "1m", "--from", "dawn"), "--from: 'dawn' is not a time"),
+        (("hub", "dead-letters", "--since", "dawn"), "--since: 'dawn' is not a time"),
+        (("serve", "--log-level", "loud"), "--log-level: use one of debug, info, warning, error"),
+    ],
+)
+def test_an_error_names_the_flag_and_what_it_takes(
+    server: ServerProcess, args: tuple[str, ...], told: str
+) -> None:
+    wrong = _on(server, *args)
+    assert (wrong.code, wrong.out, told in wrong.err) == (2, "", True), wrong.err

@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.call import get_json, post_json, stream_path
 from tailrace.cli.failures import RefusedError, check_complete
+from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, flush, put_json
 
 _HELP: Final = """Add up a rollup of a stream: counts, sums and percentiles, by spans of time and by group.
@@ -38,7 +39,7 @@ def aggregate(
     interval: Annotated[str, Parameter(help="The span of a window; the rollup's first if left out.")] = "",
     start: Annotated[
         str,
-        Parameter(name="--from", help="RFC 3339 or Unix nanoseconds; an hour before the end if left out."),
+        Parameter(name="--from", help="RFC 3339, Unix nanoseconds, or a time span back from now; else 1h."),
     ] = "",
     end: Annotated[str, Parameter(name="--to", help="Likewise, and not included; now if left out.")] = "",
     query: Annotated[str, Parameter(help="Only records that match.")] = "",
@@ -55,8 +56,8 @@ def aggregate(
     body: dict[str, object] = {
         "rollup": rollup,
         "interval": interval or _first_interval(session, stream, rollup),
-        "from": start or now_ms - _HOUR_MS,
-        "to": end or now_ms + 1,
+        "from": past_time(start, "--from") if start else now_ms - _HOUR_MS,
+        "to": past_time(end, "--to") if end else now_ms + 1,
         "group_by": by or [],
     }
     if query:

@@ -179,4 +179,6 @@ def query(
 
 def _order(text: str) -> dict[str, str]:
     field, _, direction = text.partition(":")
+    if not field or direction not in ("", "asc", "desc"):
+        raise UsageError(f"--order: {text!r} is not a field, with :asc or :desc behind it")
     return {"field": field, "direction": direction or "asc"}

@@ -18,7 +18,7 @@ For example:
 
     tailrace fork orders orders-what-if
 
-    tailrace fork orders orders-2025 --offset 00000000000000000002000000
+    tailrace fork orders orders-2025 --offset 00000000000000000004000000
 """
 
 command = App(name="fork", help=_HELP, help_format="markdown")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import Parameter
 
 from tailrace.cli.failures import OK, REFUSED, UsageError, explain
+from tailrace.cli.quantities import past_time
 from tailrace.cli.session import DEFAULT, Session, connect, flush, put_json, tell_none
 
 if TYPE_CHECKING:
@@ -60,12 +61,16 @@ def dead_letters(
     *,
     to: Annotated[str | None, Parameter(help="Only those for this address.")] = None,
     reason: Annotated[str | None, Parameter(help="Only those with this reason.")] = None,
-    since: Annotated[str | None, Parameter(help="Only those of this time (RFC 3339) or later.")] = None,
+    since: Annotated[
+        str | None,
+        Parameter(help="Only those of this time (RFC 3339) or later, or of the last 15m, 1h or 7d."),
+    ] = None,
     limit: Limit = None,
     replay: Annotated[bool, Parameter(negative="", help="Send them again instead of showing them.")] = False,
     session: Session = DEFAULT,
 ) -> int:
     """List messages that could not be delivered, and why; or send them again."""
+    since = None if since is None else past_time(since, "--since")
     found = _limited(_letters(session, to, reason, since), limit)
     if not replay:
         shown = 0
@@ -107,7 +112,9 @@ def replay(
     *,
     to: Annotated[str, Parameter(help="Who gets the messages.")],
     offset: Annotated[str, Parameter(help="Where to begin; the start if not given.")] = "-1",
-    since: Annotated[str | None, Parameter(help="Begin with the messages of this time (RFC 3339).")] = None,
+    since: Annotated[
+        str | None, Parameter(help="Begin at this time (RFC 3339), or with the last 15m, 1h or 7d.")
+    ] = None,
     limit: Limit = None,
     session: Session = DEFAULT,
 ) -> None:
@@ -118,6 +125,7 @@ def replay(
     if address == to:
         raise UsageError("a mailbox is not replayed into itself")
     parse_address(to, "to")
+    since = None if since is None else past_time(since, "--since")
     stream = mailbox_stream(parse_address(address))
     with join(session) as hub:
         for at, message in _limited(_kept(hub, address, offset, since), limit):

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Group, Parameter
 
@@ -122,7 +122,7 @@ def rescan(
     collection: Annotated[str, Parameter(help="The collection.")],
     database: Database = "default",
     source: Annotated[
-        str,
+        Literal["log", "source"],
         Parameter(name="--from", help="What is believed: log. The source of native collections is the log."),
     ] = "log",
     publish_view: Annotated[
@@ -132,8 +132,6 @@ def rescan(
     engine: Engine = ENGINE,
     session: Session = DEFAULT,
 ) -> int:
-    if source not in ("log", "source"):
-        raise UsageError("--from is log or source")
     with _running(session, engine) as (spark, place):
         from tailrace.pipeline.watch.rescan import RescanOptions, run_rescan
 

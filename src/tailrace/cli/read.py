@@ -24,7 +24,7 @@ For example:
 
     tailrace read orders
 
-    tailrace read orders --offset 00000000000000000002000000
+    tailrace read orders --offset 00000000000000000004000000
 
     tailrace read orders --key customer-7 --json
 
@@ -32,7 +32,7 @@ For example:
 
     tailrace read orders --since 1h
 
-    tailrace read orders --since 2026-01-31T12:00:00Z --filter 'status:>=500 -has:retry'
+    tailrace read requests --since 2026-01-31T12:00:00Z --filter 'status:>=500 -level:debug'
 """
 
 command = App(name="read", help=_HELP, help_format="markdown")

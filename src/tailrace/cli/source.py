@@ -64,10 +64,14 @@ def add(
     publication: Annotated[str, Parameter(help="PostgreSQL: the publication of the tables.")] = "tailrace",
     slot: Annotated[str, Parameter(help="PostgreSQL: the replication slot; made if it is missing.")] = "",
     on_gap: Annotated[
-        str, Parameter(help="What to do when something is missing: rescan or hold.")
+        Literal["rescan", "hold"], Parameter(help="What to do when something is missing.")
     ] = "rescan",
-    initial: Annotated[str, Parameter(help="load: copy first. now: begin with the next change.")] = "load",
-    numeric: Annotated[str, Parameter(help="PostgreSQL: numeric as string or double.")] = "string",
+    initial: Annotated[
+        Literal["load", "now"], Parameter(help="load: copy first. now: begin with the next change.")
+    ] = "load",
+    numeric: Annotated[
+        Literal["string", "double"], Parameter(help="PostgreSQL: how numeric is shown.")
+    ] = "string",
     session: Session = DEFAULT,
 ) -> None:
     """Follow a database or a stream of records with the profile state-protocol, or change how."""

@@ -24,9 +24,9 @@ For example:
 
     tailrace tail orders --since 15m
 
-    tailrace tail orders --offset 00000000000000000002000000 --json
+    tailrace tail orders --offset 00000000000000000004000000 --json
 
-    tailrace tail orders --filter 'status:>=500'
+    tailrace tail requests --filter 'status:>=500'
 """
 
 command = App(name="tail", help=_HELP, help_format="markdown")
