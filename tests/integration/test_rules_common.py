@@ -9,6 +9,7 @@ from support.edge import StartEdge
 from support.server import ServerProcess
 from support.wire import Answer, Wire, fresh, request_bytes
 from tailrace.errors import CODES
+from tailrace.limits import Limits
 from tailrace.protocol.headers import RESPONSE_HEADERS
 
 JSON, TEXT = "application/json", "text/plain"
@@ -342,7 +343,7 @@ def test_compressed_bodies_are_refused(http: Wire, encoding: str) -> None:
 def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_known(http: Wire) -> None:
     name = fresh()
     http.put(name, TEXT)
-    limit = 10 * 1024 * 1024
+    limit = Limits().append_body_bytes
     whole = http.call("POST", name, {"Content-Type": TEXT}, b"x" * limit)
     assert whole.status == 204
     heads = {
@@ -361,7 +362,7 @@ def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_known(http: Wire) -> 
     with http.connect() as connection:
         connection.send(b"PUT /v1/stream/big HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"%x\r\n" % (1024 * 1024) + b"x" * 1024 * 1024 + b"\r\n"
-        for _ in range(10):
+        for _ in range(limit // (1024 * 1024)):
             connection.send(chunk)
         connection.send(b"1\r\nx\r\n")
         assert connection.read_answer().code == "payload_too_large"

@@ -40,7 +40,6 @@ from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
 from tailrace.errors import TailraceError
-from tailrace.log.commit_path import NoRoomError
 from tailrace.net.common_headers import CommonHeaders
 from tailrace.net.http1 import Exchange
 from tailrace.net.origins import Origins
@@ -116,12 +115,6 @@ class TailraceApp:
     # -- what net asks for -------------------------------------------------------------------------------
 
     def handle(self, exchange: Exchange) -> None:
-        try:
-            self._handle(exchange)
-        except NoRoomError as lack:
-            self.waiting_appends.add(exchange, self._handle, lack)
-
-    def _handle(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path
         name = self._names.get(path)
         if name is not None and method != b"OPTIONS":

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import uvloop
 
 from tailrace import __version__, descriptors, private_files, turns
@@ -78,7 +77,6 @@ def run(settings: Settings) -> int:
     for told in unknown_variables(os.environ):
         logger.warning(told)
     turns.ask_for(settings.processor_turn_us)
-    settings = msgspec.structs.replace(settings, limits=descriptors.fitted(settings.limits))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
     gc.freeze()
@@ -211,7 +209,8 @@ class Server:
         if self._identities is not None:
             self._identities.start()
         await self.start_services()
-        self._http = HttpServer(self.front(), settings.limits, on_drain=self.app.end_live)
+        limits = descriptors.fitted(settings.limits)
+        self._http = HttpServer(self.front(), limits, on_drain=self.app.end_live)
         if self._verifier is not None:
             self._http.admit_body = self.app.knows
         self._connect_telemetry(self._http)

@@ -62,6 +62,12 @@ class StreamRoutes:
     # -- POST ------------------------------------------------------------------------------------------
 
     def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        try:
+            self._append(exchange, identity, name)
+        except NoRoomError as lack:
+            self._waiting.add(exchange, lambda again: self._append(again, identity, name), lack)
+
+    def _append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
         if self._waiting.holds_back:
             raise NoRoomError("other appends wait for room")
@@ -87,7 +93,7 @@ class StreamRoutes:
             return None
 
         def general(again: Exchange) -> None:
-            self.append(again, ANONYMOUS, name)
+            self._append(again, ANONYMOUS, name)
 
         return PlainAppend(self._log, name, content_type, general, self._waiting)
 
@@ -143,6 +149,12 @@ class StreamRoutes:
     # -- PUT -------------------------------------------------------------------------------------------
 
     def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
+        try:
+            self._create(exchange, identity, raw_name)
+        except NoRoomError as lack:
+            self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), lack)
+
+    def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
         if raw_name is not None and is_system(raw_name) and self._log.find(raw_name) is not None:
             # Whoever may not look at it is not told that it is there: to them the name is reserved.
             if may(identity, Action.READ_STREAM, stream=raw_name):

@@ -13,10 +13,9 @@ import shutil
 import signal
 import sys
 
-import msgspec
 import uvloop
 
-from tailrace import descriptors, ending, turns
+from tailrace import ending, turns
 from tailrace.api import request_log, restore
 from tailrace.api.serve import SWITCH_INTERVAL_S
 from tailrace.errors import TailraceError
@@ -36,8 +35,6 @@ def main() -> int:
     request_log.configure(settings.log_requests, settings.edge_signing_key)
     add_to_all(worker=setup.index)
     turns.ask_for(settings.processor_turn_us)
-    settings = msgspec.structs.replace(settings, limits=descriptors.fitted(settings.limits))
-    setup = msgspec.structs.replace(setup, settings=settings)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
