@@ -212,7 +212,7 @@ class Client:
         else:
             held[delta["doc"]["id"]] = delta["doc"]["version"]
         if self._pages is None and seq % 3:
-            self._keep(envelope["token"])
+            self._keep(envelope["payload"]["token"])
             if self.max_unacked:
                 self._acknowledge()
 
