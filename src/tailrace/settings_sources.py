@@ -61,11 +61,11 @@ def load(
 
 
 def _fit_defaults(chosen: Chosen) -> None:
-    """The largest body is no larger than the queue that was chosen for it."""
-    name = "append_body_bytes"
-    value, source = chosen.get("append_queue_stream_bytes", (None, ""))
-    if name not in chosen and isinstance(value, int) and 0 < value < int(TABLE[name].default):
-        chosen[name] = (value, source)
+    """Defaults that have to be smaller than another setting follow it when that is chosen smaller."""
+    for name, bound in (("append_body_bytes", "append_queue_stream_bytes"), ("append_wait_ms", "request_ms")):
+        value, source = chosen.get(bound, (None, ""))
+        if name not in chosen and isinstance(value, int) and 0 < value < int(TABLE[name].default):
+            chosen[name] = (value, source)
 
 
 def _auto_tune(chosen: Chosen) -> None:

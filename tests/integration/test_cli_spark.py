@@ -48,7 +48,7 @@ def test_without_a_server_nothing_is_started(words: tuple[str, ...], tmp_path: P
     env = {"PATH": str(tmp_path), "JAVA_HOME": str(java(tmp_path, "21.0.1")), "TAILRACE_ENDPOINT": nobody}
     done = tailrace(*words, env=env)
     said = f"tailrace: no server answers at {nobody}; start one with: tailrace serve (unreachable)\n"
-    assert (done.code, done.out, done.err) == (3, "", said)
+    assert (done.code, done.out, done.err) == (4, "", said)
 
 
 def test_connect_needs_no_java_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

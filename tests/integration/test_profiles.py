@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -171,10 +172,11 @@ def test_a_user_schema_keeps_profiles_with_their_own_away(http: Wire) -> None:
     assert profile(http, name, "state-protocol").status == 200
 
 
-def test_records_that_grow_beyond_a_body_are_refused(http: Wire) -> None:
-    name = created(http, "evlog")
-    answer = http.post(name, JSON, "[" + ",".join(["{}"] * 60_000) + "]")
-    assert answer.code == "payload_too_large"
+def test_records_that_grow_beyond_a_body_are_refused(start_server: StartServer) -> None:
+    with closing(Wire(start_server("--append-body-bytes", "10MiB").port)) as http:
+        name = created(http, "evlog")
+        answer = http.post(name, JSON, "[" + ",".join(["{}"] * 60_000) + "]")
+        assert answer.code == "payload_too_large"
 
 
 def test_pr3_no_file_holds_a_secret_and_profiles_outlive_restarts(start_server: StartServer) -> None:

@@ -302,7 +302,7 @@ def test_a_live_query_goes_on_behind_its_token_after_the_first_worker_died(
     live.send("subscribe", "s", query=query)
     live.take_until("subscribe_ack")
     assert call("PUT", f"{BASE}/docs/kept/a", {"n": 1}).status in (200, 201)
-    token = live.take_until("event")[-1]["token"]
+    token = live.take_until("event")[-1]["payload"]["token"]
     assert call("PUT", f"{BASE}/docs/kept/b", {"n": 2}).status in (200, 201)
     kill(server, FIRST)
     live.close()

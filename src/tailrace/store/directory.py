@@ -15,6 +15,8 @@ VERSION = 1
 # The streams are in the directories of several workers, where an older server would not look for them.
 VERSION_SHARED = 2
 LOCK_WAIT_S = 5.0
+# What lies in the directory. Older versions left these open to other users.
+SUBDIRECTORIES = ("cache", "journal", "spool")
 
 
 class DataDirectory:
@@ -31,6 +33,8 @@ class DataDirectory:
             ) from error
         self._lock_fd = self._lock()
         self._check_version()
+        for name in SUBDIRECTORIES:
+            private_files.close(path / name, private_files.DIRECTORY_MODE)
         self.deployment = self._deployment()
 
     def close(self) -> None:

@@ -21,7 +21,11 @@ SCHEMAS: Final[Json] = {
         {
             "error": obj(
                 {"code": {"enum": sorted(CODES)}, "message": STRING},
-                {"header": STRING, "earliest_offset": OFFSET, "outcome": {"const": "unknown"}},
+                {
+                    "header": STRING,
+                    "earliest_offset": OFFSET,
+                    "outcome": {"enum": ["unknown", "not_applied"]},
+                },
                 description="`code` is the thing to test for; some errors have further fields.",
             )
         }
