@@ -142,7 +142,10 @@ def test_a_shard_that_becomes_another_ones_double_stays_shut(
     for server in (first, second):
         server.kill()
     server_at(processes, tmp_path / "first", second.port)  # the data of one behind the address of the other
-    told = eventually(lambda: call("GET", "/readyz").body, lambda body: "wrong" in body)
+    # Each upstream is probed at its own time: that one is gone may be noticed after that the other is wrong.
+    told = eventually(
+        lambda: call("GET", "/readyz").body, lambda body: "wrong" in body and len(body["upstreams"]) == 2
+    )
     assert told["wrong"] == {"b": "two upstreams are one server: mode sharded is for several"}
     assert sorted(told["upstreams"]) == ["a", "b"]
     for number in range(STREAMS):
