@@ -97,7 +97,7 @@ class Follower:
             assert self._wire is not None
             if self._wire.unsent_bytes > live.unsent_bytes_max:
                 live.demoted += 1
-                return True  # `on_drain` goes on from here
+                return True  # `on_drain` continues from here
             encoded = live.encoded(self._wire, stream, self._position) if self._shareable else None
             if encoded is not None:
                 self._position = stream.visible
@@ -162,7 +162,7 @@ class Follower:
         try:
             while not self.ended and self._wire is not None:
                 if self._wire.unsent_bytes > self._live.catch_up_unsent_bytes_max:
-                    return  # `on_drain` goes on from here
+                    return  # `on_drain` continues from here
                 page = await self._live.page(self.stream, self._position, self._key)
                 await self._live.turn()
                 if not self.ended:

@@ -21,7 +21,7 @@ def command(argv: Sequence[str]) -> int:
 
     arguments = list(argv)
     try:
-        # Wrong usage is told like every other failure, and as JSON where that is asked for.
+        # Usage errors are printed like every other failure, as JSON where that was requested.
         code = build(arguments)(spelled_out(arguments), print_error=False, exit_on_error=False)
         sys.stdout.flush()  # output that is lost is a failure, and is told while it can be
     except SystemExit as leaving:

@@ -293,7 +293,7 @@ class LiveReader:
                 continue
             if wire.unsent_bytes > self._live.unsent_bytes_max:
                 self._note_behind()
-                return  # `on_drain` goes on from here
+                return  # `on_drain` continues from here
             self._send_next(wire, channel)
             if self.ended or self._moved_over():
                 return

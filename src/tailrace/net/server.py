@@ -90,7 +90,7 @@ class HttpServer:
         # Coarse loop time, moved by the sweeper.
         self.now = self.loop.time()
         self.idle_deadline = self.now + limits.idle_ms / 1000
-        # Connections over the limit are told so; so many at once, and further ones are dropped.
+        # Connections over the limit are answered with a refusal up to this number, and dropped beyond it.
         self._dropped_from = limits.connections + refused_at_once(limits.connections)
         self._backlog = accept_backlog(limits.connections)
         self._clock = clock

@@ -113,7 +113,7 @@ class DetailsRoutes:
         exchange.respond(304, answers.NO_STORE + _etag(tag) + more)
 
     def waited(self, exchange: Exchange, tag: str) -> None:
-        """Nothing has changed while somebody waited."""
+        """Nothing changed while the client waited."""
         limit = wait_limit_lines(parse_query(exchange.query), self._context.limits.details_max_wait_ms)
         self.unchanged(exchange, tag, limit)
 
