@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --qui
 NODE := tests/conformance/node_modules
 HUB_JS := clients/hub-js
 WORKERS ?= 3# tests at once: most of them wait more than they compute
+NIGHTLY_WORKERS ?= 2# the long runs compute more
 
 # Stamps lie beside what they vouch for, so removing an installation removes its stamp.
 RUN_STAMP := $(VENV)/.installed-run
@@ -54,10 +55,10 @@ bench: $(DEV_STAMP) ## measure against the peers, side by side (long)
 	@$(BIN)/python -m bench $(ARGS)
 
 nightly: $(DEV_STAMP) ## the long crash and fault runs
-	@$(BIN)/python -m pytest -m nightly --timeout 0 --hypothesis-profile explore $(ARGS)
+	@$(BIN)/python -m pytest -m nightly -n $(NIGHTLY_WORKERS) --dist worksteal --timeout 0 --durations 40 --hypothesis-profile explore $(ARGS)
 ifeq ($(ARGS),)
 	@# The suite repeats its examples; here the same properties meet new ones.
-	@$(BIN)/python -m pytest -m "not nightly" --timeout 0 --hypothesis-profile explore tests/property tests/unit
+	@$(BIN)/python -m pytest -m "not nightly" -n $(NIGHTLY_WORKERS) --dist worksteal --timeout 0 --hypothesis-profile explore tests/property tests/unit
 endif
 
 audit: $(AUDIT)/.installed ## compare the locked packages with public advisories (needs the network)

@@ -29,6 +29,8 @@ from tailrace.store.directory import make_directory
 logger = logging.getLogger("tailrace.log")
 
 LARGE_BYTES = 64 * 1024  # of one append, when memory is short
+# A journal file is checkpointed whole, and appends that have no room wait for that: files are short then.
+BUSY_FILE_BYTES = 16 * 1024 * 1024
 NO_BOUND = 2**62
 
 
@@ -50,6 +52,7 @@ class CommitPath:
         self.limits = limits
         self.clock = clock
         self._loop = loop
+        self._busy_from_bytes = limits.tail_memory_max_bytes // 2
         journal_directory = directory / "journal"
         make_directory(journal_directory)
         self.store = StoredStreams(directory / "hot.db")
@@ -206,15 +209,26 @@ class CommitPath:
             self._entered_file(file.seq)
         self.journal.settled(file, batch.position + len(batch.data))
         self.publisher.publish(batch)
-        if streams.memory_bytes > self.limits.tail_memory_max_bytes and not self.checkpoint_pending:
-            self.retire_active_file()
+        if streams.memory_bytes > self._busy_from_bytes:
+            self._keep_files_short()
         if self.on_room is not None:
             self.on_room()
+
+    def _keep_files_short(self) -> None:
+        """Checkpoints are behind: what they are given next is soon done, and frees memory then."""
+        journal, limits = self.journal, self.limits
+        journal.file_bytes = min(limits.journal_file_bytes, BUSY_FILE_BYTES)
+        if journal.durable_end >= journal.file_bytes or (
+            self.streams.memory_bytes > limits.tail_memory_max_bytes and not self.checkpoint_pending
+        ):
+            self.retire_active_file()
 
     def _entered_file(self, seq: int) -> None:
         """The first durable batch of a file: the one before it will not change any more."""
         previous_seq, previous_end = self.journal.durable_seq, self.journal.durable_end
         self.streams.file = seq
+        if self.streams.memory_bytes <= self._busy_from_bytes:
+            self.journal.file_bytes = self.limits.journal_file_bytes
         if self.on_file_retired is not None and previous_seq:
             self.on_file_retired(previous_seq, previous_end)
 
