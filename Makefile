@@ -8,6 +8,7 @@ NODE := tests/conformance/node_modules
 HUB_JS := clients/hub-js
 WORKERS ?= 3# tests at once: most of them wait more than they compute
 NIGHTLY_WORKERS ?= 2# the long runs compute more
+LONG_RUN = $(BIN)/python -m pytest -n $(NIGHTLY_WORKERS) --dist worksteal --timeout 0 --hypothesis-profile explore
 
 # Stamps lie beside what they vouch for, so removing an installation removes its stamp.
 RUN_STAMP := $(VENV)/.installed-run
@@ -54,11 +55,15 @@ check: $(DEV_STAMP) ## lint, formatting, types, layers, tidiness
 bench: $(DEV_STAMP) ## measure against the peers, side by side (long)
 	@$(BIN)/python -m bench $(ARGS)
 
-nightly: $(DEV_STAMP) ## the long crash and fault runs
-	@$(BIN)/python -m pytest -m nightly -n $(NIGHTLY_WORKERS) --dist worksteal --timeout 0 --durations 40 --hypothesis-profile explore $(ARGS)
+nightly: $(DEV_STAMP) ## the long crash and fault runs (ARGS: some of them)
 ifeq ($(ARGS),)
-	@# The suite repeats its examples; here the same properties meet new ones.
-	@$(BIN)/python -m pytest -m "not nightly" -n $(NIGHTLY_WORKERS) --dist worksteal --timeout 0 --hypothesis-profile explore tests/property tests/unit
+	@# The suite repeats its examples; in the second run the same properties meet new ones.
+	@status=0; \
+	$(LONG_RUN) -m nightly --durations 40 || status=1; \
+	$(LONG_RUN) -m "not nightly" tests/property tests/unit || status=1; \
+	exit $$status
+else
+	@$(LONG_RUN) -m nightly $(ARGS)
 endif
 
 audit: $(AUDIT)/.installed ## compare the locked packages with public advisories (needs the network)
