@@ -19,7 +19,8 @@ from tailrace.query.sketch import nearest_rank
 from tailrace.query.values import values_of
 from tailrace.query.view import View
 from tailrace.schema.instants import from_unix_ms
-from tailrace.schema.search_config import interval_ms, parse_search
+from tailrace.schema.search_config import parse_search
+from tailrace.schema.search_rollups import interval_ms
 
 INTERVALS = ["7ms", "1s", "1h"]
 PARTS = {

@@ -29,7 +29,7 @@ from tailrace.query.view import View
 from tailrace.schema.convert import text_of
 from tailrace.schema.instants import FIRST_MS, LAST_MS
 from tailrace.schema.registry import Registry
-from tailrace.schema.search_config import interval_ms
+from tailrace.schema.search_rollups import interval_ms
 
 STREAM_ID = "ab" * 16
 

@@ -19,7 +19,8 @@ from support.search_states import batches, queries
 from tailrace.query.families.keys import KeyLibrary
 from tailrace.query.families.library import Library
 from tailrace.query.family_format import COL, EXACT, FAMILIES, FTS
-from tailrace.schema.registry import Registry, RoutingKey
+from tailrace.schema.registry import Registry
+from tailrace.schema.routing import RoutingKey
 
 subsets = st.one_of(
     st.just(FAMILIES), st.just((COL, EXACT, FTS)), st.lists(st.sampled_from(FAMILIES), unique=True)

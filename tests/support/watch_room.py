@@ -11,18 +11,20 @@ from typing import Any, NamedTuple, cast
 from support.log_harness import LogHarness
 from tailrace.api.context import Context
 from tailrace.api.watch.access import Access
-from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.collections import CollectionRoutes
-from tailrace.api.watch.documents import Result, Write, Writer
+from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.frames import Frame
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.removal import begin_anew
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.tally import Tallies
+from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.settings import Settings
 from tailrace.telemetry import Telemetry
 from tailrace.watch.befores import Bounds

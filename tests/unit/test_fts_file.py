@@ -18,8 +18,8 @@ from tailrace.query.families.body import WholeBody
 from tailrace.query.families.fts_file import FtsFile
 from tailrace.query.families.published import UnusableFileError
 from tailrace.schema.registry import Registry
-from tailrace.schema.search_config import Field, SearchConfig
-from tailrace.schema.search_fields import Binding
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_fields import Binding, Field
 
 FIELDS = {
     "message": Field(kind="text", bindings=(Binding(0, "/message"),), positions=True),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from support.hub_world import World
-from tailrace.hub.sweeping import BROADCASTS, NAMES_AT_ONCE
+from tailrace.hub.boxes import BROADCASTS
+from tailrace.hub.sweeping import NAMES_AT_ONCE
 from tailrace.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"

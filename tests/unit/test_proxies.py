@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tailrace.api.proxies import Proxies, network_of
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.settings import SettingsError
 from tailrace.settings_sources import load
 

@@ -11,7 +11,8 @@ import pytest
 
 from tailrace.errors import TailraceError
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
-from tailrace.schema.search_config import DefaultField, SearchConfig, interval_ms, parse_search
+from tailrace.schema.search_config import DefaultField, SearchConfig, parse_search
+from tailrace.schema.search_rollups import interval_ms
 
 BIND = [{"version": 1, "jsonPointer": "/at"}]
 

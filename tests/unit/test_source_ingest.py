@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.watch_room import DATABASE, PacedWire, Room
-from tailrace.api.watch.book import Collection
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_progress import Mark

@@ -14,7 +14,7 @@ from tailrace.api.search import SearchRoutes, view_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.query.aggregate import too_late
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator

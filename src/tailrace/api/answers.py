@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tailrace.api.proxies import proxies_of
-from tailrace.api.request_log import failures
 from tailrace.errors import TailraceError
 from tailrace.log.commit import resting_on
 from tailrace.log.model import Stream
 from tailrace.net import common_headers
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
+from tailrace.net.request_log import failures
 from tailrace.protocol import refusals
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant

@@ -41,7 +41,7 @@ from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
 from tailrace.errors import TailraceError
 from tailrace.net.common_headers import CommonHeaders
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.origins import Origins
 from tailrace.protocol import headers, names
 

@@ -10,7 +10,7 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 
 HEALTH = frozenset({b"/healthz", b"/health"})
 

@@ -14,7 +14,7 @@ from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.content_types import DEFAULT
 from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line

@@ -25,7 +25,7 @@ from tailrace.auth import Action, Identity, is_hub, may
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.live_wires import WsReader
 from tailrace.net.origins import Origins
 from tailrace.net.server import WRITE_HIGH_WATER_BYTES

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from tailrace.net import live_wires
-from tailrace.net.http1 import Outlet, chunk
-from tailrace.net.websocket import encode_text
+from tailrace.net.outlet import Outlet
+from tailrace.net.wire import chunk
 from tailrace.protocol import sse
+from tailrace.protocol.ws_frames import encode_text
 
 
 class Wire(live_wires.Wire, Protocol):

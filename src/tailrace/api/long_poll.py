@@ -11,7 +11,7 @@ from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 
 if TYPE_CHECKING:
     from tailrace.api.read import ReadRoutes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tailrace.api import answers
 from tailrace.api.health import HealthRoutes
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 
 
 class MetricsApp:

@@ -17,7 +17,7 @@ from tailrace.api.tracing.span import Span
 from tailrace.api.tracing.tracer import Tracer
 from tailrace.errors import TailraceError
 from tailrace.log.commit import Committer
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.names import RESERVED_LAST
 from tailrace.settings import Settings
 

@@ -19,7 +19,7 @@ from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.profiles.otel.config import OtlpLimits
 from tailrace.profiles.otel.export import JSON, PROTOBUF, Export, Record, UnusableSpanError
 from tailrace.profiles.otel.otlp_json import read_json

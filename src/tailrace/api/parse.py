@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.log.model import Lifetime
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import durations, offsets
 from tailrace.protocol.content_types import is_valid
 from tailrace.protocol.names import decode as decode_name

@@ -22,7 +22,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.catalogue import plans_of
 from tailrace.log.model import Stream
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.query import parse_query
 from tailrace.store.cold import ColdReader
 from tailrace.store.manifest import Manifests

@@ -15,7 +15,7 @@ from tailrace.log.commit_path import NoRoomError
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import json_split
 from tailrace.protocol.content_types import is_json
 from tailrace.protocol.offsets import next_offset_line

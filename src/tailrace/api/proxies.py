@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.settings import networks_of
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

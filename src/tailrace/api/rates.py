@@ -11,8 +11,9 @@ from tailrace.clock import Clock
 from tailrace.errors import TailraceError
 from tailrace.hub.buckets import Buckets, Rate
 from tailrace.limits import Limits
-from tailrace.net.http1 import Exchange, HttpServer
+from tailrace.net.exchange import Exchange
 from tailrace.net.relay import ALONE
+from tailrace.net.server import HttpServer
 
 BUCKETS_MAX: Final = 20_000
 AT_ONCE: Final = 2  # seconds' worth, after a rest

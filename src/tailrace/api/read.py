@@ -20,7 +20,7 @@ from tailrace.log.decide import gone, resolve
 from tailrace.log.history import Missing, NotAtHandError
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import durations, offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.api.proxies import Proxies
 from tailrace.api.vouched import Vouching
 from tailrace.net import request_log
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.request_log import Choice, Fields, failures
 
 __all__ = ["answered", "configure", "failures"]

@@ -18,7 +18,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.query.includes import check_includes
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig

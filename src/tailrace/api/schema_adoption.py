@@ -21,7 +21,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Stream
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.outlet import Outlet
 from tailrace.profiles.profile import Profile
 from tailrace.protocol.query import parse_query

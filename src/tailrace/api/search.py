@@ -22,7 +22,7 @@ from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.scattered import ScatteredReader
 from tailrace.log.segment_list import read_segments
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
 from tailrace.query.chunk_process import ChunkProcess
 from tailrace.query.context_fields import with_context_fields

@@ -49,7 +49,7 @@ from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
 from tailrace.logs import configure
 from tailrace.net.app import App
-from tailrace.net.http1 import HttpServer
+from tailrace.net.server import HttpServer
 from tailrace.net.tls import Certificate
 from tailrace.settings import Settings
 from tailrace.settings_sources import CONFIG_NAME, unknown_variables

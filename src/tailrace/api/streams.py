@@ -24,7 +24,7 @@ from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import json_split
 from tailrace.protocol.content_types import DEFAULT, is_json
 from tailrace.protocol.headers import line

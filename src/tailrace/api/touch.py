@@ -17,7 +17,7 @@ from tailrace.auth import Action, Identity, authorise, bad_token
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.profiles.touch.config import TouchConfig
 from tailrace.profiles.touch.state import Stale, TouchState

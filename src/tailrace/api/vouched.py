@@ -8,7 +8,7 @@ from tailrace.api.proxies import Proxies
 from tailrace.auth import EdgeMark, Vouched
 from tailrace.auth.edge_mark import HEADER
 from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 
 NO_PROXIES: Final = Proxies("")
 

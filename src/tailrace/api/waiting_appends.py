@@ -14,7 +14,7 @@ from tailrace.api import answers
 from tailrace.errors import TailraceError
 from tailrace.log.commit_path import NoRoomError
 from tailrace.log.log import Log
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 
 # How often requests are looked for that have waited too long.
 CHECK_S = 0.1

@@ -29,7 +29,7 @@ from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
 from tailrace.net import request_log
 from tailrace.net.common_headers import CommonHeaders
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.origins import Origins
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match

@@ -6,7 +6,7 @@ import base64
 
 import msgspec
 
-from tailrace.net.http1 import chunk
+from tailrace.net.wire import chunk
 from tailrace.protocol import sse
 from tailrace.protocol.ws_frames import encode_text
 

@@ -16,7 +16,7 @@ from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
 from tailrace.net.common_headers import add_phase, add_theirs
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.request_log import failures
 from tailrace.protocol.refusals import error_answer
 from tailrace.settings import Settings

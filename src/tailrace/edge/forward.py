@@ -20,8 +20,9 @@ from tailrace.edge.headers import (
 from tailrace.edge.tunnel import tunnel
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange, Outlet
+from tailrace.net.exchange import Exchange
 from tailrace.net.intake import BodyLostError, IncomingExchange, Intake
+from tailrace.net.outlet import Outlet
 from tailrace.net.wire import BODILESS
 
 READS = frozenset((b"GET", b"HEAD"))

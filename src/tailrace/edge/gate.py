@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tailrace.auth import Action, Identity, TokenVerifier, authorise, bad_token, stands_for_another
 from tailrace.edge.token import EdgeToken
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.settings import Settings
 
 ACTIONS = {

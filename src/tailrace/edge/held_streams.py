@@ -21,7 +21,8 @@ from tailrace.edge.gate import Caller
 from tailrace.edge.headers import cache_line
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange, Outlet
+from tailrace.net.exchange import Exchange
+from tailrace.net.outlet import Outlet
 from tailrace.protocol.query import live_mode, parse_query
 from tailrace.protocol.sse import EVENT_STREAM, KEEP_ALIVE
 

@@ -17,7 +17,7 @@ from tailrace.edge.headers import cache_line
 from tailrace.edge.reader import LiveReader
 from tailrace.edge.slices import Slices
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.live_wires import SseWire, WsReader, WsWire
 from tailrace.protocol import offsets
 from tailrace.protocol.headers import line

@@ -22,7 +22,7 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines, unnamed
 from tailrace.edge.slices import OF_ONE
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.headers import line
 from tailrace.protocol.query import wait_limit_lines, wait_ms

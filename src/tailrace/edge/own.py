@@ -9,7 +9,7 @@ import orjson
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.headers import cache_line
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_answer
 
 HEALTH = (b"/healthz", b"/health")

@@ -41,8 +41,8 @@ from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.errors import TailraceError
 from tailrace.logs import configure
 from tailrace.net import request_log
-from tailrace.net.http1 import HttpServer
 from tailrace.net.intake import IntakeServer
+from tailrace.net.server import HttpServer
 from tailrace.net.tls import Certificate
 from tailrace.settings import Settings, SettingsError
 from tailrace.settings_sources import unknown_variables

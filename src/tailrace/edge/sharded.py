@@ -15,7 +15,7 @@ from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.headers import cache_line, request_bytes, request_lines, response_lines
 from tailrace.edge.upstreams import Upstream
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import names
 from tailrace.protocol.headers import line
 from tailrace.protocol.query import parse_query

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tailrace.edge.connection import Reply, UpstreamConnection
 from tailrace.edge.headers import RESPONSE_OWN, cache_line
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.request_id import HEADER
 from tailrace.net.tunnel import TunnelEnd
 from tailrace.net.wire import status_line

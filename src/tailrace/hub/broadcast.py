@@ -17,7 +17,8 @@ from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import HubError, hub_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
-from tailrace.hub.message import Common, common, new_id
+from tailrace.hub.ids import new_id
+from tailrace.hub.message import Common, common
 from tailrace.hub.presence import REGISTRY
 from tailrace.hub.registry import Query, Registration
 from tailrace.hub.seen import Seen, SeenSet

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub.fields import Request
-from tailrace.hub.message import Envelope, encode, members
+from tailrace.hub.members import members
+from tailrace.hub.message import Envelope, encode
 
 # Metadata that is the hub's own, or nobody else's business.
 OWNED: Final = frozenset(

@@ -9,7 +9,8 @@ from msgspec import Raw
 
 from tailrace.hub.copies import Copy, stored
 from tailrace.hub.effects import Append, Settled
-from tailrace.hub.message import new_id, parse
+from tailrace.hub.ids import new_id
+from tailrace.hub.message import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from tailrace.hub.effects import Settled
 from tailrace.hub.errors import APPLIED, HubError, field_error
 from tailrace.hub.fields import Fields, Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
-from tailrace.hub.message import new_id
+from tailrace.hub.ids import new_id
 from tailrace.hub.registry import Registration
 from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.hub.errors import field_error
-from tailrace.hub.message import Envelope, members
+from tailrace.hub.members import members
+from tailrace.hub.message import Envelope
 
 if TYPE_CHECKING:
     from tailrace.hub.delivery import Wanted

@@ -18,7 +18,7 @@ from tailrace.hub.boxes import Box, Feed
 from tailrace.hub.copies import Copy
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import hub_error
-from tailrace.hub.message import new_id
+from tailrace.hub.ids import new_id
 from tailrace.hub.relay import REPLAY_MS, ROUTES_MAX, Plain, Route, may_reach, route_of
 from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session

@@ -29,7 +29,8 @@ from tailrace.hub.cursors import Cursor, Cursors, key_of
 from tailrace.hub.effects import Append, Create, Found, Read, Settled
 from tailrace.hub.errors import HubError, hub_error
 from tailrace.hub.flow import SENT
-from tailrace.hub.message import new_id, parse
+from tailrace.hub.ids import new_id
+from tailrace.hub.message import parse
 from tailrace.hub.registry import Registration
 from tailrace.hub.session import Session
 from tailrace.hub.subscription import Subscription

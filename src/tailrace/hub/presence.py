@@ -10,7 +10,8 @@ import msgspec
 from tailrace.hub.address import Pattern
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow import SENT, WAITING
-from tailrace.hub.message import encode, new_id
+from tailrace.hub.ids import new_id
+from tailrace.hub.message import encode
 from tailrace.hub.registry import Query, Registration
 from tailrace.hub.session import Session
 

@@ -16,7 +16,8 @@ from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import field_error, hub_error
 from tailrace.hub.fields import Request
 from tailrace.hub.flow import FULL, SENT, SLOW, WAITING
-from tailrace.hub.message import Common, common, new_id
+from tailrace.hub.ids import new_id
+from tailrace.hub.message import Common, common
 from tailrace.hub.seen import Seen, SeenSet
 from tailrace.hub.session import Session
 from tailrace.hub.spreading import Recipient, spread

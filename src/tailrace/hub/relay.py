@@ -18,8 +18,9 @@ from tailrace.hub.delivery import Wanted
 from tailrace.hub.effects import Send
 from tailrace.hub.errors import HubError
 from tailrace.hub.fields import Request
+from tailrace.hub.ids import new_id
 from tailrace.hub.members import DEPTH_MAX, check_text
-from tailrace.hub.message import NAME_BYTES_MAX, Envelope, new_id
+from tailrace.hub.message import NAME_BYTES_MAX, Envelope
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from tailrace.hub.boxes import BROADCASTS, decode_broadcast
 from tailrace.hub.copies import Copy
 from tailrace.hub.cursors import Cursor, CursorRecord
 from tailrace.hub.discovery import read_event
+from tailrace.hub.ids import new_id
 from tailrace.hub.mailboxes import STORED_BYTES_MAX
-from tailrace.hub.message import encode, new_id, parse
+from tailrace.hub.message import encode, parse
 from tailrace.hub.registry import Registration
 from tailrace.hub.state import Hub
 from tailrace.hub.subscription import Record

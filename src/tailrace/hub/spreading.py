@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.hub.effects import Spread
-from tailrace.hub.ids import PAIRS, RUN_MAX
-from tailrace.hub.message import Common, new_id
+from tailrace.hub.ids import PAIRS, RUN_MAX, new_id
+from tailrace.hub.message import Common
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from tailrace.hub.dead_letters import DeadLetters
 from tailrace.hub.effects import Append, Close, Effect, Send, Settled
 from tailrace.hub.errors import DeniedError, HubError, encode_error
 from tailrace.hub.flow import Flow
+from tailrace.hub.ids import new_id
 from tailrace.hub.mailboxes import Mailboxes
-from tailrace.hub.message import HUB, encode, new_id
+from tailrace.hub.message import HUB, encode
 from tailrace.hub.policy import Policy
 from tailrace.hub.presence import Presence
 from tailrace.hub.rates import Rates

@@ -14,7 +14,7 @@ from tailrace.hub.cursors import Cursor
 from tailrace.hub.effects import Append, Found, Read, Settled
 from tailrace.hub.errors import HubError, field_error, hub_error
 from tailrace.hub.fields import Request
-from tailrace.hub.message import new_id
+from tailrace.hub.ids import new_id
 from tailrace.hub.registry import Options
 from tailrace.hub.session import Session
 from tailrace.hub.subscription import Group, Record, Subscription

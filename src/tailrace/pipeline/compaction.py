@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from tailrace.pipeline.failpoints import reached
-from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.compact import compact
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.model import CompactWork, StreamPlan
 from tailrace.pipeline.worker import BUILT, UNDECODABLE, stores
+from tailrace.store.arrow import pa
 from tailrace.store.companions import SEGMENT
 from tailrace.store.offers import AddedObject, GivenUp, InputObject, Offer
 from tailrace.store.segment_check import footer_of, rows_of

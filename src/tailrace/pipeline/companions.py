@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 
-from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.kernels.segment import MEMORY_BYTES
 from tailrace.pipeline.model import CompanionsWork, PlanRef, Segment, StreamPlan
@@ -23,6 +22,7 @@ from tailrace.pipeline.worker import (
     RESULT_DDL,
     build_companions,
 )
+from tailrace.store.arrow import pa
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,7 +12,6 @@ import msgspec
 
 from tailrace.pipeline.failpoints import reached
 from tailrace.pipeline.kernels import agg, agg_runs, agg_sums, exact_runs, key_runs, keys, splits
-from tailrace.pipeline.kernels.arrays import pa, pq
 from tailrace.pipeline.kernels.exact_tables import write_exact
 from tailrace.pipeline.kernels.parquet import CompanionWriter, Range, facts_of
 from tailrace.pipeline.kernels.row_groups import row_groups
@@ -26,6 +25,7 @@ from tailrace.query.family_format import (
     ROUTING_KEY_LEXICON,
     companion_name,
 )
+from tailrace.store.arrow import pa, pq
 from tailrace.store.segments import stream_prefix
 
 FILE_DDL: Final = "object string, rows bigint, bytes bigint, sha256 string, stats string"

@@ -20,11 +20,11 @@ from typing import Any, Final
 import msgspec
 
 from tailrace.pipeline.failpoints import reached
-from tailrace.pipeline.kernels.arrays import pa
 from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, load_plan
+from tailrace.store.arrow import pa
 from tailrace.store.blocking import Steps
 from tailrace.store.objects import ObjectExistsError, ObjectMissingError, Objects, ObjectsError, open_objects
 from tailrace.store.segments import CorruptSegmentError, stream_prefix

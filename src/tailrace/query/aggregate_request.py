@@ -12,7 +12,8 @@ from tailrace.query.dialect import SEARCH
 from tailrace.query.values import INT64_MAX
 from tailrace.schema.body import array_at, invalid, object_at, shown, string_at
 from tailrace.schema.instants import FIRST_MS, LAST_MS
-from tailrace.schema.search_config import Measure, Rollup, SearchConfig, interval_ms
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
 
 NAMES_MAX: Final = 64  # in one list; no rollup has so many
 

@@ -12,7 +12,8 @@ from tailrace.query.dialect import Dialect
 from tailrace.query.parser import And, Bare, Compare, Comparison, Has, Literally, Node, Not, Or, parse
 from tailrace.query.values import Value, converter
 from tailrace.schema.body import shown
-from tailrace.schema.search_config import Field, SearchConfig
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_fields import Field
 
 _ORDERED = ("integer", "float", "date")
 

@@ -21,7 +21,9 @@ from tailrace.schema.lens import Op
 from tailrace.schema.lens_parse import parse_lens
 from tailrace.schema.pointer import parse_pointer
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.search_config import Field, Measure, Rollup, SearchConfig
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_fields import Field
+from tailrace.schema.search_rollups import Measure, Rollup
 
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
 ANALYZER_VERSION: Final = 1

@@ -16,7 +16,7 @@ from tailrace.query.family_format import sum_of
 from tailrace.query.sketch import Sketch, nearest_rank, sketch_in, tally
 from tailrace.query.values import to_float, to_integer
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
-from tailrace.schema.search_config import Measure
+from tailrace.schema.search_rollups import Measure
 
 Number = int | float
 Json = dict[str, object]

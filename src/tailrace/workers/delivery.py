@@ -22,7 +22,7 @@ from tailrace.log.model import Stream
 from tailrace.log.system import METRICS
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.relay import Peer
 
 logger = logging.getLogger("tailrace.workers")

@@ -20,7 +20,7 @@ from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.outlet import Outlet
 from tailrace.protocol.patterns import Pattern
 

@@ -23,9 +23,8 @@ from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.net.app import App
-from tailrace.net.exchange import MODE_UPGRADE
+from tailrace.net.exchange import MODE_UPGRADE, Exchange
 from tailrace.net.handover import Handover
-from tailrace.net.http1 import Exchange
 from tailrace.net.relay import ALONE, receive
 from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
 from tailrace.protocol.names import check_creatable, is_sub_resource

@@ -16,7 +16,7 @@ from tailrace.api.inspection.server import DETAILS, MEM
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.errors import TailraceError
 from tailrace.limits import Limits
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.relay import ALONE, OURS, Peer
 from tailrace.protocol.headers import line
 from tailrace.protocol.query import parse_query

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 
 from tailrace.api import answers
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 
 logger = logging.getLogger("tailrace.workers")
 

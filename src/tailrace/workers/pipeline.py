@@ -33,7 +33,7 @@ from tailrace.api.pipeline import (
 from tailrace.api.pipeline_state import Demand
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.query import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Homes

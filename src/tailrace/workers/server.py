@@ -15,9 +15,10 @@ from tailrace.clock import SYSTEM_CLOCK
 from tailrace.limits import Limits
 from tailrace.log.system import METRICS
 from tailrace.net.app import App
+from tailrace.net.exchange import Exchange
 from tailrace.net.handover import Adoption, Handover
-from tailrace.net.http1 import Exchange, HttpServer
 from tailrace.net.relay import Peer
+from tailrace.net.server import HttpServer
 from tailrace.protocol.query import parse_query
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService

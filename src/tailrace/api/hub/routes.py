@@ -18,10 +18,10 @@ from tailrace.errors import CODES, TailraceError
 from tailrace.hub import connecting, decide
 from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError
-from tailrace.hub.message import new_id
+from tailrace.hub.ids import new_id
 from tailrace.hub.policy import actor_of
 from tailrace.hub.session import CONNECTED, Session
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.origins import Origins
 from tailrace.settings import Settings
 

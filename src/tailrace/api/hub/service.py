@@ -25,7 +25,7 @@ from tailrace.hub.reading import StreamRules
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
 from tailrace.log.model import Lifetime
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.settings import Settings
 from tailrace.telemetry import Telemetry
 from tailrace.tier.trims import Bound

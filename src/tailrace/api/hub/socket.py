@@ -7,7 +7,7 @@ from typing import Final
 
 from tailrace.api.hub.runner import Runner
 from tailrace.hub import decide
-from tailrace.hub.message import new_id
+from tailrace.hub.ids import new_id
 from tailrace.hub.session import Session
 from tailrace.net.websocket import WebSocketConnection
 

@@ -19,7 +19,7 @@ from tailrace.api.live import Live
 from tailrace.auth import Action, Identity, authorise, bad_token
 from tailrace.errors import TailraceError
 from tailrace.log.model import Stream
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.query import parse_query, wait_limit_lines, wait_ms
 from tailrace.store.object_book import RecordedHead

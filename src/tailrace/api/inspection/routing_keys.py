@@ -14,7 +14,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.key_listing import KeyListing, KeyPage
 from tailrace.log.model import Stream
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.query import parse_query
 
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500

@@ -14,7 +14,7 @@ from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.top_streams import TopStreams
 from tailrace.auth import Action, Identity, authorise
 from tailrace.log.history import THREADS
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.durations import format_instant
 from tailrace.settings import TABLE, Setting
 

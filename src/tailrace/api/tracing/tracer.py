@@ -9,7 +9,7 @@ from tailrace.api.pipeline_state import Heartbeat
 from tailrace.api.tracing.context import new_trace, read_traceparent
 from tailrace.api.tracing.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, Span, Value
 from tailrace.clock import Clock
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol.durations import parse_instant_ns
 from tailrace.tier.seal_runs import SealRun
 

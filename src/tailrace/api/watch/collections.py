@@ -28,7 +28,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.watch import document, names
 
 COLLECTION_METHODS: Final = "GET, PUT, DELETE, HEAD, OPTIONS"

@@ -8,8 +8,8 @@ import msgspec
 import orjson
 from msgspec import UNSET
 
-from tailrace.api.watch.book import Book, Collection, config_entry
-from tailrace.api.watch.collection import NATIVE
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import NATIVE, Collection, config_entry
 from tailrace.api.watch.repeats import digest_of, first_results, same_request, used_otherwise
 from tailrace.api.watch.writes import Result, State, Write
 from tailrace.errors import TailraceError

@@ -15,7 +15,8 @@ from tailrace.api.context import Context
 from tailrace.api.watch import frames
 from tailrace.api.watch.access import Access
 from tailrace.api.watch.audit import Audit
-from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.delivered import Delivered
 from tailrace.api.watch.messages import Refused
 from tailrace.api.watch.objectives import Objectives

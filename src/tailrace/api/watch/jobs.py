@@ -11,14 +11,14 @@ import orjson
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.api.watch.book import Book, Collection
-from tailrace.api.watch.collection import NATIVE
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import NATIVE, Collection
 from tailrace.api.watch.documents import Correction, Writer
 from tailrace.api.watch.summaries import LEASE_S_MAX, Summaries
 from tailrace.api.watch.writes import Result
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import names as stream_names
 from tailrace.protocol.query import parse_query
 from tailrace.watch import names, view_files

@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple, cast
 import orjson
 
 from tailrace.api.watch.access import Access
-from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection
 from tailrace.auth import Identity
 from tailrace.errors import TailraceError
 from tailrace.watch import document

@@ -20,8 +20,9 @@ from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscribing import acknowledge, subscribe, unsubscribe
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange, Outlet
+from tailrace.net.exchange import Exchange
 from tailrace.net.origins import Origins
+from tailrace.net.outlet import Outlet
 from tailrace.net.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
 from tailrace.watch.tokens import Ticket

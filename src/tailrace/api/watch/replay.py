@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from tailrace.api.watch import frames
-from tailrace.api.watch.book import Collection
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.completing import recall
 from tailrace.api.watch.query import TimeSlice, flat_of
 from tailrace.api.watch.subscription import Subscription

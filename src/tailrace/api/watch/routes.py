@@ -18,7 +18,7 @@ from tailrace.api.watch.status import StatusRoute
 from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import names as stream_names
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.headers import line

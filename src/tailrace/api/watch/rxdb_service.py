@@ -13,7 +13,7 @@ from tailrace.api.watch.rxdb_http import PREFIX, ReplicationRoutes
 from tailrace.api.watch.rxdb_realtime import Streams
 from tailrace.api.watch.rxdb_ws import PATH, SocketRoute
 from tailrace.auth import Identity
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.telemetry import Telemetry
 
 

@@ -22,7 +22,7 @@ from tailrace.api.watch.rxdb_http import read_limit, read_params, read_shape
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.net.origins import Origins
 from tailrace.net.websocket import WebSocketConnection
 from tailrace.protocol.ws_frames import CONTINUATION, TEXT, encode_frame

@@ -9,8 +9,9 @@ from typing import Final
 from tailrace.api.context import Context
 from tailrace.api.watch import metrics
 from tailrace.api.watch.access import Access
-from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.book import Book
 from tailrace.api.watch.care import Care
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.jobs import JobRoutes
@@ -23,7 +24,7 @@ from tailrace.api.watch.sources import Sources
 from tailrace.api.watch.summaries import Summaries
 from tailrace.api.watch.tally import Tallies
 from tailrace.auth import Identity, TokenVerifier
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.watch.befores import Bounds
 from tailrace.watch.change import Change
 from tailrace.watch.names import PartitionPatterns

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, Generic, ParamSpec, Protocol, TypeVar
 
-from tailrace.api.watch.book import Collection
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.source_follower import Followed, Follower
 from tailrace.api.watch.source_ingest import Ingest
 from tailrace.api.watch.source_seen import SeenKeys

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tailrace.api.watch.audit import Audit
-from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_seen import SeenKeys
 from tailrace.api.watch.source_states import SourceStates

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import orjson
 
-from tailrace.api.watch.book import Book, Collection
-from tailrace.api.watch.documents import State
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.source_progress import Progress, fact_of, read_progress
+from tailrace.api.watch.writes import State
 from tailrace.errors import TailraceError
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction

@@ -13,7 +13,7 @@ from tailrace.api.context import Context
 from tailrace.api.watch.sources import Sources
 from tailrace.auth import Action, Identity, authorise
 from tailrace.errors import TailraceError
-from tailrace.net.http1 import Exchange
+from tailrace.net.exchange import Exchange
 from tailrace.protocol import names as stream_names
 from tailrace.protocol.query import parse_query
 from tailrace.watch import document, names

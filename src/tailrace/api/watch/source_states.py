@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from tailrace.api.watch.book import Book, Collection, config_entry, control_entry
-from tailrace.api.watch.collection import CollectionState
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection, CollectionState, config_entry, control_entry
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_progress import Progress, fact_of, read_progress, stream_of

@@ -12,8 +12,8 @@ from typing import Any, Final
 import orjson
 
 from tailrace.api.context import Context
-from tailrace.api.watch.book import Book, Collection, config_entry
-from tailrace.api.watch.collection import NATIVE
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import NATIVE, Collection, config_entry
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.source_follower import Followed
 from tailrace.api.watch.source_ingest import OPS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.api.watch.book import Book, Collection
+from tailrace.api.watch.book import Book
+from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.tally import Tally
 from tailrace.watch.cost import Turn
 from tailrace.watch.matcher import Matcher

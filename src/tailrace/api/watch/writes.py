@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import orjson
 
-from tailrace.api.watch.book import Collection
+from tailrace.api.watch.collection import Collection
 from tailrace.errors import TailraceError
 from tailrace.watch.document import Document
 from tailrace.watch.names import DocumentPath

@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple, cast
 
 from tailrace.pipeline.kernels import states
-from tailrace.pipeline.kernels.arrays import INT64, STRING, from_numpy, list_of, lists, np, pa, to_numpy
+from tailrace.pipeline.kernels.arrays import from_numpy, list_of, lists, np, to_numpy
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import distinct
 from tailrace.pipeline.kernels.decoding import Tokens
@@ -47,7 +47,9 @@ from tailrace.query.values import INT64_MAX
 from tailrace.schema.convert import text_of
 from tailrace.schema.instants import FIRST_MS, LAST_MS
 from tailrace.schema.pointer import parse_pointer
-from tailrace.schema.search_config import Measure, Rollup, SearchConfig, interval_ms
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_rollups import Measure, Rollup, interval_ms
+from tailrace.store.arrow import INT64, STRING, pa
 
 GROUP_ROWS: Final = 16_384
 GROUPS_AT_ONCE: Final = 4096  # so many groups and more are made by themselves

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from tailrace.pipeline.kernels.agg import SCHEMA
-from tailrace.pipeline.kernels.arrays import np, pa, pc, to_numpy
+from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.states import count_row, summary_of, summary_row
 from tailrace.query.family_format import (
     COUNT,
@@ -25,6 +25,7 @@ from tailrace.query.family_format import (
 )
 from tailrace.query.measures import Summary
 from tailrace.query.values import INT64_MAX
+from tailrace.store.arrow import pa, pc
 
 ADDED_ROWS: Final = 4096
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tailrace.pipeline.kernels.arrays import INT64, from_numpy, list_of, lists, pa, pc
+from tailrace.pipeline.kernels.arrays import from_numpy, list_of, lists
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import ARROW
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
 from tailrace.query.family_format import COL, ENTRY
 from tailrace.schema.search_config import SearchConfig
+from tailrace.store.arrow import INT64, pa, pc
 
 GROUP_ROWS: Final = 8192
 GROUP_BYTES_MAX: Final = 8 << 20

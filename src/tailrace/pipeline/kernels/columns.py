@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, cast
 
-from tailrace.pipeline.kernels.arrays import (
-    BOOL,
-    DOUBLE,
-    INT64,
-    STRING,
-    np,
-    offsets_of,
-    pa,
-    pc,
-    to_numpy,
-)
+from tailrace.pipeline.kernels.arrays import BOOL, DOUBLE, np, offsets_of, to_numpy
 from tailrace.pipeline.kernels.decoding import Leaves
 from tailrace.query.values import Value, converter, leaves
-from tailrace.schema.search_config import Field
+from tailrace.schema.search_fields import Field
+from tailrace.store.arrow import INT64, STRING, pa, pc
 
 ARROW: Final = {
     "keyword": STRING,

@@ -7,17 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tailrace.pipeline.kernels.arrays import (
-    BINARY,
-    byte_order,
-    np,
-    offsets_of,
-    pa,
-    pc,
-    pq,
-    stable_order,
-    to_numpy,
-)
+from tailrace.pipeline.kernels.arrays import byte_order, np, offsets_of, stable_order, to_numpy
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import FieldColumn
 from tailrace.pipeline.kernels.exact_runs import merged
@@ -29,6 +19,7 @@ from tailrace.query.family_format import (
     stored_value,
 )
 from tailrace.schema.search_config import SearchConfig
+from tailrace.store.arrow import BINARY, pa, pc, pq
 
 _SIGN: Final = np.uint64(1 << 63)
 

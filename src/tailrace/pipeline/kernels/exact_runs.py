@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tailrace.pipeline.kernels.arrays import np, pa, pc, to_numpy
+from tailrace.pipeline.kernels.arrays import np, to_numpy
 from tailrace.pipeline.kernels.exact_tables import rows_of
 from tailrace.query.family_format import ENTRIES, FIELD, VALUE
+from tailrace.store.arrow import pa, pc
 
 
 class _Run:

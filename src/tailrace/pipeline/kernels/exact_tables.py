@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Final
 
-from tailrace.pipeline.kernels.arrays import BINARY, INT64, INT64_LIST, STRING, from_numpy, lists, np, pa
+from tailrace.pipeline.kernels.arrays import INT64_LIST, from_numpy, lists, np
 from tailrace.pipeline.kernels.parquet import CompanionWriter
 from tailrace.query.family_format import ENTRIES, FIELD, LIST_ENTRIES_MAX, VALUE
+from tailrace.store.arrow import BINARY, INT64, STRING, pa
 
 GROUP_ROWS: Final = 4096
 

@@ -9,16 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tailrace.pipeline.kernels.arrays import (
-    STRING,
-    byte_order,
-    np,
-    offsets_of,
-    pa,
-    pc,
-    stable_order,
-    to_numpy,
-)
+from tailrace.pipeline.kernels.arrays import byte_order, np, offsets_of, stable_order, to_numpy
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.columns import FieldColumn
 from tailrace.pipeline.kernels.parquet import Built, Range, facts_of
@@ -26,7 +17,9 @@ from tailrace.pipeline.kernels.postings import TERMS_SCHEMA, Postings, every_ent
 from tailrace.pipeline.kernels.words import tokens_in
 from tailrace.query.analyze import cut
 from tailrace.query.family_format import FACT_PREFIX, FTS, KEYWORD_BYTES_MAX, SPLIT_FACTS, SPLIT_TERMS
-from tailrace.schema.search_config import Field, SearchConfig
+from tailrace.schema.search_config import SearchConfig
+from tailrace.schema.search_fields import Field
+from tailrace.store.arrow import STRING, pa, pc
 
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first one a zip can have
 

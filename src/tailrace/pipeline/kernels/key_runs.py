@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tailrace.pipeline.kernels.arrays import INT64, INT64_LIST, from_numpy, lists, np, pa, pc, to_numpy
+from tailrace.pipeline.kernels.arrays import INT64_LIST, from_numpy, lists, np, to_numpy
 from tailrace.query.family_format import (
     ENTRY_COUNT,
     FIRST_ENTRY,
@@ -18,6 +18,7 @@ from tailrace.query.family_format import (
     SPAN_FIRSTS,
     SPAN_LASTS,
 )
+from tailrace.store.arrow import INT64, pa, pc
 
 _ADDED_UP = {FIRST_ENTRY: np.minimum, LAST_ENTRY: np.maximum, ENTRY_COUNT: np.add}
 _SPANS = (SPAN_FIRSTS, SPAN_LASTS)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tailrace.pipeline.kernels.arrays import (
-    BINARY,
-    INT64,
     INT64_LIST,
     from_numpy,
     lists,
     np,
     offsets_of,
-    pa,
-    pc,
     stable_order,
     to_numpy,
 )
@@ -31,6 +27,7 @@ from tailrace.query.family_format import (
     SPAN_LASTS,
     unsigned_key_hash,
 )
+from tailrace.store.arrow import BINARY, INT64, pa, pc
 
 GROUP_ROWS: Final = 4096  # small: a page of a listing reads one row group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tailrace.pipeline.kernels.arrays import BINARY, DOUBLE, INT32, INT64, STRING, from_numpy, list_of, pa
+from tailrace.pipeline.kernels.arrays import DOUBLE, from_numpy, list_of
 from tailrace.pipeline.kernels.batch import Batch
 from tailrace.pipeline.kernels.decoding import Tokens
 from tailrace.pipeline.kernels.parquet import Built, CompanionWriter, Range, facts_of
@@ -28,7 +28,8 @@ from tailrace.query.family_format import (
 )
 from tailrace.query.measures import PartsReader
 from tailrace.query.values import leaves, to_integer, to_string
-from tailrace.schema.search_config import Measure
+from tailrace.schema.search_rollups import Measure
+from tailrace.store.arrow import BINARY, INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 8192
 

@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple, Self
 import xxhash
 
 from tailrace import __version__
-from tailrace.pipeline.kernels.arrays import pa, pq
 from tailrace.query.family_format import (
     BLOCK_BYTES,
     FACT_BLOCK_BYTES,
@@ -28,6 +27,7 @@ from tailrace.query.family_format import (
     FORMATS,
 )
 from tailrace.store import segment_tail
+from tailrace.store.arrow import pa, pq
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
 # Whoever reads a page reads its neighbours too, and every page is compressed by itself: short ones are larger

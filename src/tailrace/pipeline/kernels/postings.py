@@ -6,18 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from tailrace.pipeline.kernels.arrays import (
-    INT32,
-    INT64,
-    INT64_LIST,
-    STRING,
-    from_numpy,
-    list_of,
-    lists,
-    np,
-    offsets_of,
-    pa,
-)
+from tailrace.pipeline.kernels.arrays import INT64_LIST, from_numpy, list_of, lists, np, offsets_of
 from tailrace.pipeline.kernels.parquet import CompanionWriter
 from tailrace.query.family_format import (
     DOCUMENTS,
@@ -28,6 +17,7 @@ from tailrace.query.family_format import (
     POSITIONS,
     TERM,
 )
+from tailrace.store.arrow import INT32, INT64, STRING, pa
 
 GROUP_ROWS: Final = 4096
 

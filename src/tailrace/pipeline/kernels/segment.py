@@ -14,7 +14,6 @@ import msgspec
 from tailrace.errors import TailraceError
 from tailrace.pipeline.kernels import mblk
 from tailrace.pipeline.kernels.agg import AggBuilder
-from tailrace.pipeline.kernels.arrays import pa, pq
 from tailrace.pipeline.kernels.batch import Batch, Reader, open_segment, read_rows, turns
 from tailrace.pipeline.kernels.col import ColBuilder
 from tailrace.pipeline.kernels.exact import ExactBuilder
@@ -26,6 +25,7 @@ from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK, ROUTING_KEY
 from tailrace.query.index_plan import BuildPlan
 from tailrace.query.view import View
 from tailrace.schema.search_config import SearchConfig
+from tailrace.store.arrow import pa, pq
 from tailrace.store.segments import CorruptSegmentError
 
 MEMORY_BYTES: Final = 400 << 20

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tailrace.pipeline.kernels.arrays import np, offsets_of, pa, pc, pq, spans, stable_order, to_numpy
+from tailrace.pipeline.kernels.arrays import np, offsets_of, spans, stable_order, to_numpy
 from tailrace.pipeline.kernels.fts import SplitFacts, zip_split
 from tailrace.pipeline.kernels.parquet import Built, Range, facts_of
 from tailrace.pipeline.kernels.postings import (
@@ -32,6 +32,7 @@ from tailrace.query.family_format import (
     SPLIT_TERMS,
     TERM,
 )
+from tailrace.store.arrow import pa, pc, pq
 
 PIECE_POSTINGS: Final = 1 << 18  # that are put in order at once
 

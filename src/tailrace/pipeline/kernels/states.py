@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from tailrace.pipeline.kernels.arrays import BINARY, DOUBLE, INT32, INT64, from_numpy, np, offsets_of, pa
+from tailrace.pipeline.kernels.arrays import DOUBLE, from_numpy, np, offsets_of
 from tailrace.query.family_format import (
     COUNT,
     HISTOGRAM,
@@ -24,6 +24,7 @@ from tailrace.query.measures import SCALE, Histogram, Number, Summary, nearest_r
 from tailrace.query.states.exact_sums import halves_of
 from tailrace.query.states.spread import Spread, coded, joined_spreads, sketch_from
 from tailrace.query.states.summaries import Summaries
+from tailrace.store.arrow import BINARY, INT32, INT64, pa
 
 Row = tuple[object, ...]
 
