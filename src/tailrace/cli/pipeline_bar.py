@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from tailrace.pipeline.run import Progress
     from tailrace.pipeline.status import Status
 
 
@@ -61,7 +60,3 @@ def _words(status: Status) -> str:
     return (
         f"{totals.rows:,} entries, {totals.bytes_in >> 20:,} MiB read, {totals.bytes_out >> 20:,} MiB written"
     )
-
-
-if TYPE_CHECKING:
-    _: Progress = Bar(lambda: 0)
