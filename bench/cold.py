@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.store.cold import ColdReader
 from tailrace.store.segment_reader import Footer, read_row_group
 from tailrace.store.segment_writer import write_segment

@@ -31,7 +31,7 @@ from bench.machine import commit, cpu_model
 from bench.peers import ALL, US
 from bench.places import DATA, RESULTS
 from bench.processes import TICKS_PER_S, PeerError, Running, rss_bytes
-from tailrace import turns
+from tailrace.common import turns
 
 MIB = 1024 * 1024
 OCTETS = "application/octet-stream"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tailrace.cli.app import VERBS
 from tailrace.cli.failures import EXIT_CODES
+from tailrace.common.metrics import Metric
+from tailrace.common.server_metrics import TABLE as METRICS
+from tailrace.common.settings import PRESETS, TABLE, Setting
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
-from tailrace.instruments import Metric
-from tailrace.settings import PRESETS, TABLE, Setting
-from tailrace.telemetry import TABLE as METRICS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tailrace
-from tailrace.settings import TABLE
+from tailrace.common.settings import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 800

@@ -22,7 +22,7 @@ from bench.evlog.events import block_of
 from bench.evlog.measure import percentile_ms
 from bench.places import ROOT
 from bench.processes import PeerError
-from tailrace import turns
+from tailrace.common import turns
 
 STREAM = "probe"
 WRITERS = 4

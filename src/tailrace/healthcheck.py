@@ -9,8 +9,8 @@ import http.client
 import ssl
 import sys
 
-from tailrace.settings import Settings, SettingsError
-from tailrace.settings_sources import load
+from tailrace.common.settings import Settings, SettingsError
+from tailrace.common.settings_loading import load
 
 WAIT_S = 2.0
 

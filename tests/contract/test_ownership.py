@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.s3 import S3Server
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
 from tailrace.store.manifest_model import FencedError
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.ownership import OWNER_KEY, OwnedElsewhereError, Owner, Ownership

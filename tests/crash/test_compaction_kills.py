@@ -11,7 +11,7 @@ import pytest
 from support.calls import Caller, eventually
 from support.offers import FakePipeline, events, head_of, plan, seal
 from support.server import ServerProcess
-from tailrace import failpoints
+from tailrace.common import failpoints
 
 SETTINGS = {
     "TAILRACE_COMPACT_SEGMENTS": "3",

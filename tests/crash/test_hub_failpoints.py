@@ -13,7 +13,7 @@ from websockets.exceptions import WebSocketException
 
 from crash.test_hub_broadcast_kills import BROADCAST_STEPS
 from crash.test_hub_kills import Ordeal
-from tailrace.failpoints import NAMES
+from tailrace.common.failpoints import NAMES
 
 STEPS = [name for name in NAMES if name.startswith("hub.") and name not in BROADCAST_STEPS]
 # Each step, and some of them when others have been through it before.

@@ -11,7 +11,7 @@ from support.cli import tailrace
 from support.sealing import SEALING_ENV, hot, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Answer, Wire
-from tailrace.failpoints import NAMES
+from tailrace.common.failpoints import NAMES
 
 JSON = "application/json"
 # Each step, and some of them when others have been through it before.

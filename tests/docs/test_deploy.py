@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from tailrace.cli.app import VERBS
+from tailrace.common.server_metrics import TABLE as METRICS
+from tailrace.common.settings import TABLE as SETTINGS
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
-from tailrace.settings import TABLE as SETTINGS
-from tailrace.telemetry import TABLE as METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

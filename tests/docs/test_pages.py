@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from support.server import ServerProcess
-from tailrace.errors import CODES
+from tailrace.common.errors import CODES
+from tailrace.common.server_metrics import TABLE as METRICS
 from tailrace.protocol.headers import REQUEST_HEADERS
-from tailrace.telemetry import TABLE as METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

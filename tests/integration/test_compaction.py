@@ -13,7 +13,7 @@ import pytest
 from support.calls import Caller, eventually
 from support.offers import FakePipeline, configured, events, fill, head_of, plan, seal, sealed
 from support.server import ServerProcess
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 from tailrace.store.objects import open_objects
 from tailrace.tier.sweep import Orphan, Sweeper
 from tailrace.tier.verify import Finding, Verifier

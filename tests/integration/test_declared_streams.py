@@ -13,7 +13,7 @@ from support.cli import tailrace
 from support.server import ServerProcess
 from support.workers import names_of
 from tailrace.api.declared import FILE_BYTES_MAX, STREAMS_MAX, read_declared
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 NOTE = {"op": "add", "path": "/note", "schema": {"type": "string"}, "default": ""}
 SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}

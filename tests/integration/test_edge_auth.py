@@ -17,7 +17,7 @@ from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess
 from support.wire import Connection, request_bytes
 from tailrace.auth import create_token
-from tailrace.settings import Settings
+from tailrace.common.settings import Settings
 
 SECRET = "a secret that is long enough for tokens"
 OTHER_SECRET = "another secret that is long enough, too"

@@ -15,7 +15,7 @@ from support.cutting_proxy import CuttingProxy, Direction
 from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess
 from support.wire import Connection, fresh, request_bytes
-from tailrace.net.intake import BEGUN_BYTES, HELD_BYTES_MAX
+from tailrace.http.streaming_request import BEGUN_BYTES, HELD_BYTES_MAX
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -13,8 +13,8 @@ from support.calls import Caller
 from support.edge import EdgeProcess, Follower, all_live
 from support.server import ServerProcess
 from tailrace.api.serve import Server
-from tailrace.limits import Limits
-from tailrace.settings import Settings
+from tailrace.common.limits import Limits
+from tailrace.common.settings import Settings
 from tailrace.store.directory import DataDirectory
 
 MIB = 1024 * 1024

@@ -15,7 +15,7 @@ from support.hub_client import Actor
 from support.hub_clients import OpenHub, open_hub
 from support.server import ServerProcess
 from tailrace.api.hub.admission import REFUSED_BURST, Admission
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 
 __all__ = ["open_hub"]
 

@@ -13,7 +13,7 @@ from support.hub_clients import QUICK, next_of
 from support.hub_world import World
 from support.server import ServerProcess
 from tailrace.client.hub import Hub, Timeouts
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 

@@ -8,7 +8,7 @@ import socket
 from conftest import StartServer
 from support.hub_client import HUB, WAIT_S, Actor, Frame, now_ms
 from support.ws_wire import frame
-from tailrace.protocol import ws_frames as ws
+from tailrace.protocol import websocket_frames as ws
 
 HELLO = (
     b"GET /hub/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

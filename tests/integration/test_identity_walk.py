@@ -15,7 +15,7 @@ from support.server import ServerProcess
 from support.wire import Answer, Wire
 from tailrace.api.openapi.document import build
 from tailrace.auth import create_token
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 
 JSON = "application/json"
 SECRET = "a secret that only the server and this test know"

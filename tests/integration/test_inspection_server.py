@@ -11,7 +11,7 @@ from conftest import StartServer
 from support.calls import eventually
 from support.server import HURRY
 from support.wire import Wire, fresh, request_bytes
-from tailrace.settings_sources import load
+from tailrace.common.settings_loading import load
 
 JSON, TEXT = "application/json", "text/plain"
 MIB = 1 << 20

@@ -13,7 +13,7 @@ import pytest
 from support.faulty_s3 import ANYTIME, Fault, FaultyS3
 from support.ports import free_port
 from support.s3 import S3Server
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.store.objects import (
     ObjectConflictError,
     ObjectExistsError,

@@ -16,7 +16,7 @@ from support.wire import Wire
 from tailrace.api import app, touch
 from tailrace.api.openapi.document import build
 from tailrace.auth import create_token
-from tailrace.errors import CODES
+from tailrace.common.errors import CODES
 from tailrace.protocol.headers import RESPONSE_HEADERS
 from tailrace.protocol.names import RESERVED_LAST
 

@@ -30,7 +30,7 @@ from support.offers import (
     uncovered,
 )
 from support.server import ServerProcess
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 from tailrace.store.manifest import Manifests
 from tailrace.store.objects import open_objects
 from tailrace.tier.sweep import Orphan, Sweeper

@@ -15,7 +15,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.server import ServerProcess
-from tailrace import turns
+from tailrace.common import turns
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}[os.uname().machine]
 ATTRIBUTES = struct.Struct("=IIQiIQQQ")

@@ -23,7 +23,7 @@ from support.server import ServerProcess
 from support.wire import Wire, fresh, request_bytes
 from tailrace.auth.issue import create_token
 from tailrace.auth.tokens import LEEWAY_S
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 
 JSON, TEXT = "application/json", "text/plain"
 SECRET = "a secret that is long enough for HS256, 32 bytes"

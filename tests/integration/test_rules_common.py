@@ -8,8 +8,8 @@ from conftest import StartServer
 from support.edge import StartEdge
 from support.server import ServerProcess
 from support.wire import Answer, Wire, fresh, request_bytes
-from tailrace.errors import CODES
-from tailrace.limits import Limits
+from tailrace.common.errors import CODES
+from tailrace.common.limits import Limits
 from tailrace.protocol.headers import RESPONSE_HEADERS
 
 JSON, TEXT = "application/json", "text/plain"

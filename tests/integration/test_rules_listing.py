@@ -10,7 +10,7 @@ import pytest
 from conftest import StartServer
 from support.calls import eventually
 from support.wire import Wire, fresh
-from tailrace.protocol.durations import parse_instant_ns
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.protocol.offsets import encode
 
 JSON, TEXT = "application/json", "text/plain"

@@ -11,7 +11,7 @@ from conftest import StartServer
 from support.edge import StartEdge
 from support.waiting import Waiting
 from support.wire import Wire, fresh
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.protocol.cursor import INTERVAL_S, ORIGIN_S
 from tailrace.protocol.offsets import encode
 

@@ -20,7 +20,7 @@ from support.server import ServerProcess
 from support.watch_client import Live
 from support.wire import request_bytes
 from support.ws_wire import frame
-from tailrace.protocol.ws_frames import CLOSE, TEXT
+from tailrace.protocol.websocket_frames import CLOSE, TEXT
 
 BASE = "/v1/databases/default"
 SECRET = "a secret that is long enough for the server to accept it"

@@ -10,16 +10,17 @@ from typing import Any
 import orjson
 import pytest
 
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.log.stalls import STALLED
 from tailrace.log.transaction import Reply, Transaction, ignore
-from tailrace.settings import Settings
 from tailrace.subscriptions import agent as agent_module
 from tailrace.subscriptions import service as service_module
 from tailrace.subscriptions.agent import Agent
@@ -28,7 +29,6 @@ from tailrace.subscriptions.machine import Answer, Step
 from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, LINK_PREFIX
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.subscriptions.tokens import WakeToken
-from tailrace.telemetry import Telemetry
 
 WAIT_S = 60.0
 

@@ -16,7 +16,7 @@ import pytest
 from support.calls import eventually
 from support.cli import environment, tailrace
 from support.server import ServerProcess
-from tailrace.net.self_signed import self_signed
+from tailrace.http.self_signed import self_signed
 
 
 def start(directory: Path, *args: str) -> ServerProcess:

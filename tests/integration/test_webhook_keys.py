@@ -13,11 +13,11 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.hooks import Hook
-from tailrace.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.errors import TailraceError
-from tailrace.limits import DAY_MS
+from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import DAY_MS
+from tailrace.common.settings import Settings
 from tailrace.log.log import Log
-from tailrace.settings import Settings
 from tailrace.subscriptions.keys import SIGNING_KEYS, TOKEN_KEY, ServerKeys
 from tailrace.subscriptions.signing import ANNOUNCED_MS, CLOCK_SKEW_MS, REPLAY_WINDOW_MS, SavedKey
 

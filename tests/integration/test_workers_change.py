@@ -15,8 +15,8 @@ from support.calls import Caller, eventually
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.workers import pid_of
-from tailrace import failpoints
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
 from tailrace.log.image import StreamImage
 from tailrace.workers.delivery import FACT
 from tailrace.workers.layout import Layout, read_layout, refuse_left

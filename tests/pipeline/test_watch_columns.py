@@ -14,7 +14,7 @@ from pyspark.sql import functions as f
 
 from support.watch_language import Maker
 from tailrace.api.watch.collection import control_entry
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.pipeline.watch.cells import path_to
 from tailrace.pipeline.watch.columns import Lowered, lowered
 from tailrace.pipeline.watch.native import image_of, matching

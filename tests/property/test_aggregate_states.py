@@ -19,8 +19,8 @@ from support.aggregate_model import INTERVALS, ROLLUPS, AggregateModel, rollup_v
 from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import SEARCHES, objects, payload_of, questions, records
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.query import aggregate as groups
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate

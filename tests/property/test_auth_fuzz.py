@@ -21,9 +21,9 @@ from support.server import ServerProcess
 from support.wire import Wire, request_bytes
 from tailrace.auth import Identity, IdentityBook, TokenVerifier, create_token, make_key
 from tailrace.auth.identity_file import IdentityFile
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 SECRET = "a secret that no test is able to guess, 32 bytes"
 CLOCK = FakeClock()

@@ -19,7 +19,7 @@ from support.families import FamilyStore
 from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import payload_of
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.http_app import RawClient, Site, TestApp, chunked, get, post, until
-from tailrace.limits import Limits
-from tailrace.net import HttpServer
+from tailrace.common.limits import Limits
+from tailrace.http import HttpServer
 
 CORPUS = sorted((Path(__file__).parent.parent / "corpus" / "http").glob("*.bin"))
 REPEATABLE = settings(derandomize=True, max_examples=80, deadline=None, database=None)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from support.hub_world import Frame, MemoryStreams, World
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.session import Session
-from tailrace.limits import Limits
 
 SENDER, PLAIN, KEPT, RESTING, SLOW, NOBODY = (
     f"@(t/{name})" for name in ("sender", "plain", "kept", "resting", "slow", "nobody")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub import members
 from tailrace.hub.errors import HubError
 from tailrace.protocol import json_split

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.documents import Document
 from tailrace.schema.lens import run

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from support.log_harness import MEMORY, LogHarness, Pending
 from support.log_model import Append, Lifetime, Model, ModelStream, RefusedError
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.decide import resolve
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream

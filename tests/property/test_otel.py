@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.profiles.otel.cleaning import is_secret, secrets_of, shortened, without_queries
 from tailrace.profiles.otel.config import OtelConfig, OtlpLimits, parse_otel
 from tailrace.profiles.otel.export import JSON, PROTOBUF, Export

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.profiles import canonical, metrics
 from tailrace.profiles.evlog import SECRETS, Evlog
 from tailrace.profiles.evlog_config import KEYS, EvlogConfig, parse_evlog

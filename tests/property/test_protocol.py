@@ -13,8 +13,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
-from tailrace.protocol import cursor, durations, etag, json_split, names, offsets, sse
+from tailrace.common import timestamps
+from tailrace.common.errors import TailraceError
+from tailrace.protocol import cursor, etag, json_split, names, offsets, sse
 
 settings.register_profile("protocol", derandomize=True, max_examples=100, deadline=None)
 settings.load_profile("protocol")
@@ -73,7 +74,7 @@ def _is_offset(text: str) -> bool:
 @given(st.integers(0, 10**9), st.sampled_from(["", "s", "m", "h", "d"]))
 def test_windows_are_whole_seconds(count: int, unit: str) -> None:
     factor = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
-    assert durations.parse_window_s(f"{count}{unit}", "Stream-TTL") == count * factor
+    assert timestamps.parse_window_s(f"{count}{unit}", "Stream-TTL") == count * factor
 
 
 @given(
@@ -90,15 +91,15 @@ def test_instants_in_any_zone(naive: datetime, offset_min: int, nanos: int, digi
     text = f"{moment:%Y}".rjust(4, "0") + f"{moment:-%m-%dT%H:%M:%S}" + (f".{fraction}" if fraction else "")
     since_1970 = moment - datetime(1970, 1, 1, tzinfo=UTC)
     expected = (since_1970.days * 86_400 + since_1970.seconds) * 10**9 + int(fraction.ljust(9, "0"))
-    expected = max(-durations.INSTANT_NS_MAX, min(expected, durations.INSTANT_NS_MAX))
-    assert durations.parse_instant_ns(text + zone) == expected
-    assert durations.parse_timestamp_ns(text + zone) == expected
+    expected = max(-timestamps.INSTANT_NS_MAX, min(expected, timestamps.INSTANT_NS_MAX))
+    assert timestamps.parse_instant_ns(text + zone) == expected
+    assert timestamps.parse_timestamp_ns(text + zone) == expected
 
 
-@given(st.integers(-durations.INSTANT_NS_MAX // 10**6 + 1, durations.INSTANT_NS_MAX // 10**6))
-@example(durations.INSTANT_NS_MAX // 10**6)
+@given(st.integers(-timestamps.INSTANT_NS_MAX // 10**6 + 1, timestamps.INSTANT_NS_MAX // 10**6))
+@example(timestamps.INSTANT_NS_MAX // 10**6)
 def test_a_written_instant_is_read_back(millis: int) -> None:
-    assert durations.parse_instant_ns(durations.format_instant(millis * 10**6)) == millis * 10**6
+    assert timestamps.parse_instant_ns(timestamps.format_instant(millis * 10**6)) == millis * 10**6
 
 
 # -- JSON

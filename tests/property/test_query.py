@@ -21,7 +21,7 @@ from support.queries import (
     quoted,
     records,
 )
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.query.bind import bind_query
 from tailrace.query.compiled import Matcher
 from tailrace.query.dialect import FILTER, SEARCH, Dialect

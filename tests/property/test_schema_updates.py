@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.api.contracts import Contract
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.update import decide_update, prepare_update

@@ -19,8 +19,8 @@ from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import SearchModel, registry_of
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.query.bind import Equals, StartsWith, bind_query
 from tailrace.query.chunk import Chunk, columns_from, join_chunks
 from tailrace.query.column_build import column_of

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import encode
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.config import Config

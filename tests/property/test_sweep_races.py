@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
-from tailrace.clock import SYSTEM_CLOCK, FakeClock
+from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
 from tailrace.store.bucket import objects_under
 from tailrace.store.manifest import Manifests
 from tailrace.store.objects import ObjectExistsError, Objects, open_objects

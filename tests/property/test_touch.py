@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 from tailrace.profiles.touch import keys
 from tailrace.profiles.touch.config import parse_touch
 from tailrace.profiles.touch.journal import Layer

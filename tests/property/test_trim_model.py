@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.model import Lifetime, Stream

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_text
 from tailrace.watch.lower import NotLoweredError, value
 from tailrace.watch.predicate import Part, Predicate

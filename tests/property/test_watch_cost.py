@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.watch_changes import change_of
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_text
 from tailrace.watch.cost import CostError, Turn
 from tailrace.watch.matcher import Interest, Matcher

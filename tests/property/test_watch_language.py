@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.watch_changes import change_of
 from support.watch_language import NAMES, TEXTS, Maker, quoted
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_text, environments
 from tailrace.watch.change import Change
 from tailrace.watch.cost import CostError

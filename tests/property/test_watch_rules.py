@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.watch_language import NAMES, Maker
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import compile_text
 from tailrace.watch.predicate import Part, Predicate
 from tailrace.watch.rules import NOBODY, Auth, Rule

@@ -13,7 +13,7 @@ from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
 
 from support.ws_wire import frame, read_all
-from tailrace.protocol import ws_frames as ws
+from tailrace.protocol import websocket_frames as ws
 
 LIMIT = 300
 DISCARD = 2000

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from support.log_harness import LogHarness
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.catalogue import CompanionSet
 from tailrace.log.model import Stream
 from tailrace.pipeline.kernels.parquet import Range

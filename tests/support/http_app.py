@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import uvloop
 
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.net import Exchange, HttpServer, Outlet, WebSocketConnection
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http import Exchange, HttpServer, Outlet, WebSocketConnection
 
 HOST = b"Host: tailrace.test\r\n"
 WAIT_S = 60

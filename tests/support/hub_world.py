@@ -7,7 +7,8 @@ from collections import deque
 from itertools import count
 from typing import Any
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.hub import connecting, decide
 from tailrace.hub.effects import (
     Append,
@@ -29,7 +30,6 @@ from tailrace.hub.policy import Policy
 from tailrace.hub.restoring import MESSAGES, Restoring
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub, Options
-from tailrace.limits import Limits
 from tailrace.protocol import offsets
 
 START_MS = 1_767_225_600_000

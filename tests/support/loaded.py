@@ -24,7 +24,7 @@ MODULES: Final = (
     "tailrace.client",
     "tailrace.store.segment_reader",
 )
-FAILPOINTS: Final = "tailrace.failpoints"
+FAILPOINTS: Final = "tailrace.common.failpoints"
 MESSAGE_BYTES_MAX: Final = 128 * 1024
 NUMBER: Final = struct.Struct("<q")
 

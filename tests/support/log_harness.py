@@ -15,9 +15,10 @@ import uvloop
 
 from support.log_model import Append as ModelAppend
 from support.log_model import Lifetime as ModelLifetime
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.settings import Settings
 from tailrace.log.compaction import Intent
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
@@ -29,7 +30,6 @@ from tailrace.log.records import Append, Recorded, Sealed
 from tailrace.log.transaction import Transaction
 from tailrace.pipeline.kernels.compact import compact
 from tailrace.protocol.content_types import DEFAULT, is_json
-from tailrace.settings import Settings
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.store.objects import open_objects

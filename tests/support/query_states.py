@@ -19,14 +19,14 @@ from support.queries import FILTERS, Question, payload_of, questions
 from support.search_states import FAR_S, SearchStates, actions, queries
 from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.log.key_listing import KeyListing, Lexicons
 from tailrace.log.model import Stream
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.view import View
-from tailrace.settings import Settings
-from tailrace.telemetry import Telemetry
 
 KEYS: list[bytes | None] = [None, b"a", b"B", "á".encode(), "😀".encode(), b"ab"]
 NOON = 1767225600000

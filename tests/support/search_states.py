@@ -23,7 +23,7 @@ from support.log_harness import MEMORY, LogHarness
 from support.log_model import Append
 from support.queries import SEARCHES, Question, payload_of, questions, records
 from support.search_model import ModelHit, SearchModel, registry_of
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
 from tailrace.query import collect

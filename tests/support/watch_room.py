@@ -22,11 +22,11 @@ from tailrace.api.watch.session import Session
 from tailrace.api.watch.tally import Tallies
 from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import ANONYMOUS, Identity
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.net.exchange import Exchange
-from tailrace.settings import Settings
-from tailrace.telemetry import Telemetry
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
+from tailrace.http.exchange import Exchange
 from tailrace.watch.befores import Bounds
 from tailrace.watch.change import Change
 from tailrace.watch.names import PartitionPatterns, split_document

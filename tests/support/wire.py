@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.errors import CODES
+from tailrace.common.errors import CODES
 
 PATIENCE_S = 90.0
 Headers = dict[str, str] | dict[str, bytes] | dict[str, str | bytes] | Sequence[tuple[str, str | bytes]]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from support.hub_world import Frame, World
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub import decide
 from tailrace.hub.message import MEMBERS, encode, parse
 from tailrace.hub.session import Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tailrace.protocol import ws_frames as ws
+from tailrace.protocol import websocket_frames as ws
 
 MASK = b"\x12\x34\x56\x78"
 

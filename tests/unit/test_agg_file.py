@@ -11,7 +11,7 @@ import pytest
 from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
-from tailrace.protocol.durations import parse_instant_ns
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.query.aggregate import Groups
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_spans import states_wanted

@@ -11,8 +11,8 @@ from typing import Any
 
 from support.http_app import on_loop, until
 from tailrace.api.serve import Server
+from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
-from tailrace.settings import Settings
 from tailrace.store.directory import DataDirectory
 
 

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt import algorithms
 
 from tailrace.auth import TokenVerifier, jwks
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 
 def public_jwk(key: ed25519.Ed25519PrivateKey, **more: Any) -> dict[str, Any]:

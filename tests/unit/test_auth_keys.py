@@ -24,9 +24,9 @@ from tailrace.auth import (
     make_key,
     revocations,
 )
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 SECRET = "a shared secret that is long enough to be used"
 

@@ -17,7 +17,7 @@ from tailrace.auth import (
 )
 from tailrace.auth.policy import ON_DATABASE, Access
 from tailrace.auth.tokens import SCOPES
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub.policy import ActorRule, Policy, Rules, TopicRule
 from tailrace.hub.reading import StreamRules
 

@@ -15,9 +15,9 @@ from jwt import algorithms
 
 from tailrace.auth import ANONYMOUS, TokenVerifier, bind_check, create_token, inspect_token
 from tailrace.auth import verifier as verifier_module
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 SECRET = "a shared secret that is long enough to be used"
 

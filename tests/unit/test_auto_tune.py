@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tailrace import auto_tune
 from tailrace.cli import spelled_out
-from tailrace.limits import MIB, Limits
-from tailrace.settings import SettingsError
-from tailrace.settings_sources import load, unknown_variables
+from tailrace.common import auto_tune
+from tailrace.common.limits import MIB, Limits
+from tailrace.common.settings import SettingsError
+from tailrace.common.settings_loading import load, unknown_variables
 
 
 @pytest.mark.parametrize(

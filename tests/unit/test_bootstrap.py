@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.settings import Settings
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream, Tombstone
-from tailrace.settings import Settings
 from tailrace.store.directory import DataDirectory
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import Facts, FencedError, Parent

@@ -9,7 +9,7 @@ from tailrace.api.inspection.cold import cached_of
 from tailrace.api.inspection.descriptor import Surroundings, details
 from tailrace.api.inspection.documents import documents_of
 from tailrace.api.inspection.index_status import Manifest
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.store.disk_cache import Part, source_of
 from tailrace.store.object_parts import ObjectParts, Work

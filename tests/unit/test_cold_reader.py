@@ -15,8 +15,8 @@ import pytest
 from support.http_app import until
 from support.ports import free_port
 from support.segments import STREAM_ID, Entry, entries_of, runs_of, write
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.store import cold, object_parts
 from tailrace.store.cold import ColdReader
 from tailrace.store.objects import Objects, open_objects

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 from tailrace.store.compaction import REPLACED_MAX, is_in_grace, remembered
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import BuriedError, Head, ManifestConflictError, Replaced

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from support.manifests import CREATED_NS, facts, segment
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import NO_LIFETIME, Lifetime
 from tailrace.store.companions import Companion, PlanEntry
 from tailrace.store.offers import Offer

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from support.manifests import facts, run_of
-from tailrace.clock import FakeClock
+from tailrace.common.clock import FakeClock
 from tailrace.store.companion_change import RETIRED_MAX, CompanionMissingError
 from tailrace.store.companion_pages import COMPANIONS_MAX, PAGES_MAX, CompanionPages, ListedCompanions
 from tailrace.store.companions import Companion, PlanEntry, companion_name

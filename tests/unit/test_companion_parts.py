@@ -24,7 +24,7 @@ from support.buckets import overwrite
 from support.companions import STREAM_ID, Stored, build, plan_of
 from support.queries import payload_of
 from support.s3 import S3Server
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.parquet import CompanionWriter
 from tailrace.query.families import body as bodies
 from tailrace.query.families.body import Body, WholeBody, joined, turns

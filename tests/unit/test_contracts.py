@@ -18,15 +18,15 @@ from tailrace.api.contracts import PAGE_BYTES, Contract, Contracts
 from tailrace.api.follower import Follower
 from tailrace.api.live import Live
 from tailrace.api.live_wires import SseWire
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
-from tailrace.settings import Settings
-from tailrace.telemetry import Telemetry
 
 JSON = "application/json"
 

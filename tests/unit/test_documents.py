@@ -11,8 +11,8 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
 from tailrace.log.inspect import inspect_journal
 from tailrace.log.model import Stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.tier.due import DueStreams
 

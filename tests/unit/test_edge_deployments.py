@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.edge.deployments import DIFFERENT, THE_SAME, Deployments
 from tailrace.edge.origin import parse_origins
 from tailrace.edge.upstreams import Upstream, Upstreams
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
 
 
 def judged(mode: str, *said: tuple[str, str]) -> tuple[list[str], int]:

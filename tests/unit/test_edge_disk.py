@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.disk import lock_directory, read_slice, write_slice
-from tailrace.errors import TailraceError
 
 KEY = ("orders", "-1")
 SERVER = "the deployment"

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge import connection, setbacks
 from tailrace.edge.connection import Reply, UpstreamLostError
 from tailrace.edge.context import EdgeContext
@@ -17,7 +18,6 @@ from tailrace.edge.pool import Pool
 from tailrace.edge.registry import Followed
 from tailrace.edge.setbacks import SETTLED_S, Setbacks
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
 
 
 def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ import asyncio
 import pytest
 
 from support.ports import free_port
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.settings import SettingsError
 from tailrace.edge.asks import reading_of, target_of
 from tailrace.edge.batch import Batch
 from tailrace.edge.cache import MemoryCache, Slice
@@ -15,10 +18,7 @@ from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.origin import parse_origins
 from tailrace.edge.slices import key_of
 from tailrace.edge.upstreams import Upstreams, placement, ranked
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
 from tailrace.protocol import offsets
-from tailrace.settings import SettingsError
 
 
 def test_taking_an_upstream_away_moves_only_its_streams() -> None:

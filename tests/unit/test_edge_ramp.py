@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from tailrace.common.limits import Limits
 from tailrace.edge.origin import parse_origins
 from tailrace.edge.ramp import FIRST_SHARE, OPENING_MAX, RAMP_S, Opening, Ramp
 from tailrace.edge.upstreams import Upstreams
-from tailrace.limits import Limits
 
 STREAMS = [f"s/{number}" for number in range(2000)]
 

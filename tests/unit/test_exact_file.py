@@ -15,7 +15,7 @@ import pytest
 
 from support.buckets import overwrite
 from support.companions import STREAM_ID
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.pipeline.kernels.exact_tables import SCHEMA, write_exact
 from tailrace.query.families.body import Body, WholeBody
 from tailrace.query.families.exact_file import FILTERED_ROWS_MIN, ExactFile

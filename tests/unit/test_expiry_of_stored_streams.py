@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tailrace.clock import FakeClock
-from tailrace.limits import Limits
+from tailrace.common.clock import FakeClock
+from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.store.hot import VERSION, HotDb
 
 

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from support.http_app import HOST, TestApp, chunked, get, on_loop, post, site, until
-from tailrace.errors import TailraceError
-from tailrace.net import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http import Exchange
 
 POST = b"POST / HTTP/1.1\r\n" + HOST
 GET = b"GET / HTTP/1.1\r\n" + HOST
@@ -202,6 +202,6 @@ def test_an_application_that_cannot_refuse_is_covered(caplog: pytest.LogCaptureF
             answer = await here.exchange(get("/refuse"))
             assert (answer.status, answer.code) == (500, "internal")
 
-    with caplog.at_level(logging.ERROR, "tailrace.net"):
+    with caplog.at_level(logging.ERROR, "tailrace.http"):
         on_loop(main)
     assert [record.message for record in caplog.records] == ["refusing failed"]

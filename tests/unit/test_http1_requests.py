@@ -328,6 +328,6 @@ def test_what_a_handler_raises_is_answered(caplog: pytest.LogCaptureFixture) -> 
             assert (refused.status, refused.code, refused.headers["x-why"]) == (404, "not_found", "because")
             assert (await client.answer()).json["path"] == "/fine"
 
-    with caplog.at_level(logging.ERROR, "tailrace.net"):
+    with caplog.at_level(logging.ERROR, "tailrace.http"):
         on_loop(main)
     assert [record.message for record in caplog.records] == ["handler failed"]

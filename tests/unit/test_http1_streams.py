@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from support.http_app import get, on_loop, post, site, until
-from tailrace.net import chunk
-from tailrace.net.tls import server_context
-from tailrace.net.wire import unchunk
+from tailrace.http import chunk
+from tailrace.http.tls import server_context
+from tailrace.http.wire import unchunk
 
 
 def test_chunks() -> None:

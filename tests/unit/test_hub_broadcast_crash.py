@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support.hub_world import Frame, World
+from tailrace.common.limits import Limits
 from tailrace.hub.session import Session
-from tailrace.limits import Limits
 
 SENDER = "@(t/sender)"
 ONLINE = [f"@(on/{number:03})" for number in range(250)]

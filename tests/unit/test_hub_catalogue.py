@@ -9,7 +9,7 @@ import pytest
 
 from support.hub_world import World
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub.decide import HANDLERS
 from tailrace.hub.session import Session
 from tailrace.hub.state import Options

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from support.hub_world import HUB, START_MS, World
+from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.decide import LOOKED_AT_AT_ONCE
-from tailrace.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 

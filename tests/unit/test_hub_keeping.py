@@ -9,10 +9,10 @@ import pytest
 
 from support.hub_world import START_MS, World
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.hub.policy import Policy, Rules
 from tailrace.hub.state import Options
-from tailrace.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 BOX = "hub/mbox/t/b"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.errors import CODES, TailraceError
+from tailrace.common.errors import CODES, TailraceError
 from tailrace.hub import message
 from tailrace.hub.errors import HUB_CODES, HubError, encode_error, error_payload, hub_error
 from tailrace.hub.ids import Ids

@@ -8,12 +8,12 @@ import pytest
 
 from support.hub_world import World
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.errors import HUB_CODES, HubError, error_payload, hub_error
 from tailrace.hub.session import Session
 from tailrace.hub.state import Options
-from tailrace.limits import Limits
 
 A, B = "@(t/a)", "@(t/b)"
 VERSION = {"protocolVersion": "0.1.0"}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from support.hub_world import World
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.session import Session
 from tailrace.hub.state import RESERVE_MESSAGES, Options
-from tailrace.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 SMALL = Limits(hub_pause_bytes=2000, hub_outbound_bytes=4000, hub_pause_messages=20, hub_outbound_messages=40)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.hub_world import HUB, START_MS, World
+from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.effects import Send
-from tailrace.limits import Limits
 
 A, B, C, GONE = "@(t/a)", "@(t/b)", "@(t/c)", "@(t/gone)"
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from support.hub_world import Frame, World
+from tailrace.common.limits import Limits
 from tailrace.hub.errors import ERROR_TYPES
 from tailrace.hub.session import Session
-from tailrace.limits import Limits
 
 A, B = "@(t/a)", "@(t/b)"
 

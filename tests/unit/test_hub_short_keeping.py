@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.hub_world import HUB, START_MS, World
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.effects import Append, Settled
 from tailrace.hub.session import Session
-from tailrace.limits import Limits
 
 A, KEPT, AWAY, PLAIN = "@(t/a)", "@(t/kept)", "@(t/away)", "@(t/plain)"
 MAILBOX = "hub/mbox/t/away"

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.hub_world import START_MS, World
+from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.effects import Effect, Send, Spread
 from tailrace.hub.ids import PAIRS, RUN_MAX, Ids
 from tailrace.hub.session import Session
-from tailrace.limits import Limits
 
 SENDER, TOPIC = "@(t/sender)", "news/all"
 

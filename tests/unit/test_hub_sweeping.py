@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from support.hub_world import World
+from tailrace.common.limits import Limits
 from tailrace.hub.boxes import BROADCASTS
 from tailrace.hub.sweeping import NAMES_AT_ONCE
-from tailrace.limits import Limits
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 BOX, TOPIC = "hub/mbox/t/b", "hub/topic/news"

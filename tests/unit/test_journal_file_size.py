@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.limits import MIB, Limits
+from tailrace.common.limits import MIB, Limits
 from tailrace.log import commit_path
 from tailrace.log.decide import CreateRequest
 from tailrace.log.transaction import ignore

@@ -10,8 +10,8 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log import key_listing
 from tailrace.log.key_listing import KeyCache, KeyListing, Smallest
 

@@ -14,11 +14,11 @@ from tailrace import __version__
 from tailrace.api.context import Context
 from tailrace.api.follower import Follower
 from tailrace.api.live import Live
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim
-from tailrace.settings import Settings
-from tailrace.telemetry import Telemetry
 
 TEXT = "text/plain"
 

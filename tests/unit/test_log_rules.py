@@ -9,7 +9,7 @@ import pytest
 
 from support.log_harness import LogHarness, Pending
 from support.log_model import Append, Lifetime
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.eviction import evict_idle
 
 JSON, TEXT = "application/json", "text/plain"

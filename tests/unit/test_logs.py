@@ -9,7 +9,7 @@ from typing import Any
 
 PROGRAM = """
 import logging
-from tailrace.logs import add_to_all, configure
+from tailrace.common.logging_setup import add_to_all, configure
 configure({level!r}, {form!r})
 log = logging.getLogger("tailrace.test")
 log.debug("fine detail")

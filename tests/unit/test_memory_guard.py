@@ -10,7 +10,7 @@ import pytest
 from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.api.memory_guard import MemoryGuard, limit_of, resident_bytes
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.commit_path import LARGE_BYTES
 
 MIB = 1 << 20

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from tailrace.protocol import content_types, query
+from tailrace.protocol import content_types, query_params
 
 
 def test_long_queries_are_not_remembered() -> None:
-    query.parse_query(b"offset=-1&live=sse")
-    before = query.parse_known_query.cache_info().currsize
+    query_params.parse_query(b"offset=-1&live=sse")
+    before = query_params.parse_known_query.cache_info().currsize
     for number in range(50):
-        assert query.parse_query(b"key=%d&x=" % number + b"a" * 10_000)["key"] == str(number)
-    assert query.parse_known_query.cache_info().currsize == before
+        assert query_params.parse_query(b"key=%d&x=" % number + b"a" * 10_000)["key"] == str(number)
+    assert query_params.parse_known_query.cache_info().currsize == before
 
 
 def test_long_content_types_are_not_remembered() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 BEGIN = """
 import logging, subprocess, sys, threading
-from tailrace.logs import configure
+from tailrace.common.logging_setup import configure
 from tailrace.pipeline import jvm
 configure("info", "json")
 jvm.log_output()

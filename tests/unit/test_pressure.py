@@ -9,7 +9,7 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.transaction import ignore
 from tailrace.tier.pressure import Pressure

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.profiles import metrics, state_protocol
 from tailrace.profiles.evlog import Evlog, default_key
 from tailrace.profiles.evlog_config import EvlogConfig

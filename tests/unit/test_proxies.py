@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from tailrace.api.proxies import Proxies, network_of
-from tailrace.net.exchange import Exchange
-from tailrace.settings import SettingsError
-from tailrace.settings_sources import load
+from tailrace.common.settings import SettingsError
+from tailrace.common.settings_loading import load
+from tailrace.http.exchange import Exchange
 
 TRUSTED = "10.0.0.0/8, 192.0.2.7, fd00::/8"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.query.bind import (
     All,
     AnyOf,

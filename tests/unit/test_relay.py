@@ -15,10 +15,10 @@ from typing import cast
 import pytest
 
 from support.http_app import HOST, Site, TestApp, chunked, get, on_loop, post, site, until
-from tailrace.limits import Limits
-from tailrace.net import Exchange, HttpServer, relay
-from tailrace.net.handover import Adoption, Handover
-from tailrace.net.relay import Peer, receive
+from tailrace.common.limits import Limits
+from tailrace.http import Exchange, HttpServer, relay
+from tailrace.http.handover import Adoption, Handover
+from tailrace.http.relay import Peer, receive
 from tailrace.workers.front import Front, Inner
 
 UPGRADE = (

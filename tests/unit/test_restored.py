@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.decide import resolve
 from tailrace.log.model import Stream
 from tailrace.protocol.offsets import parse_position

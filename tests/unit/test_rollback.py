@@ -11,7 +11,7 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 
 TEXT = "text/plain"
 TTL_S = 100

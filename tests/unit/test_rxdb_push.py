@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.checkpoint import Checkpoint, Walk, read_checkpoint, shown
 from tailrace.watch.document import RESERVED
 from tailrace.watch.push import PushRow, Verdict, check_deleted_field, decide, read_rows, same

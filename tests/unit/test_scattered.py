@@ -10,8 +10,8 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.history import Missing, Segment
 from tailrace.log.model import Block, Stream
 from tailrace.log.records import Trim

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.lens import run
 from tailrace.schema.lens_parse import parse_lens

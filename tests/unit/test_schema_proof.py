@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.documents import Document
 from tailrace.schema.lens_parse import parse_lens
 from tailrace.schema.proof import prove, resolve_defaults

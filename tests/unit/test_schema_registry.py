@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.promote import Promoter
 from tailrace.schema.registry import Boundary, Registry, forked, read_registry

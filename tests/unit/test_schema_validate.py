@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.documents import Document
 from tailrace.schema.instants import from_unix_ms, is_date_time, to_unix_ms
 from tailrace.schema.record import UnusableRecordError, dump_record, load_record

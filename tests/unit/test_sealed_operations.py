@@ -10,7 +10,7 @@ import pytest
 
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, decode, encode
 from tailrace.store.segments import SegmentInfo

@@ -9,7 +9,7 @@ import msgspec
 import orjson
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
 from tailrace.schema.search_config import DefaultField, SearchConfig, parse_search
 from tailrace.schema.search_rollups import interval_ms

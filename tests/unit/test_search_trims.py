@@ -15,7 +15,7 @@ import pytest
 from support.aggregate_model import rollup_view
 from support.log_harness import LogHarness
 from support.log_model import Append
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page, Reader
 from tailrace.log.records import Trim

@@ -8,7 +8,7 @@ import pytest
 
 from support.cli import tailrace
 from tailrace.cli.serve import ESSENTIAL, command, command_for
-from tailrace.settings import TABLE
+from tailrace.common.settings import TABLE
 
 
 @pytest.mark.parametrize(

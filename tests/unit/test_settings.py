@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.limits import MIB, Limits
-from tailrace.settings import PRESETS, TABLE, Settings, SettingsError, describe
-from tailrace.settings_sources import load
+from tailrace.common.limits import MIB, Limits
+from tailrace.common.settings import PRESETS, TABLE, Settings, SettingsError, describe
+from tailrace.common.settings_loading import load
 
 
 def test_without_sources_everything_has_its_default(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from bson import Binary, Code, Decimal128, Int64, MaxKey, ObjectId, Regex, Timestamp
 from bson.datetime_ms import DatetimeMS
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.sources.config import read_config
 from tailrace.watch.sources.model import SourceChange, SourceError
 from tailrace.watch.sources.mongo import Mongo, import_driver

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.sources import pgoutput
 from tailrace.watch.sources.config import SourceConfig, read_config
 from tailrace.watch.sources.model import GapError, Position, SourceError, read_token

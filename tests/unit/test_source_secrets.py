@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings, listed
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings, listed
 from tailrace.watch.sources.config import Secret
 from tailrace.watch.sources.secrets import SecretRules
 

@@ -9,7 +9,7 @@ import pytest
 from tailrace.api.watch.source_status import SourceStatus
 from tailrace.cli import source
 from tailrace.cli.session import Session
-from tailrace.clock import SystemClock
+from tailrace.common.clock import SystemClock
 
 UNKNOWN = ("lagBytes", "lagChanges", "lagSeconds", "loaded", "retainedBytes", "walStatus", "lastChangeAt")
 

@@ -12,8 +12,8 @@ from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.api.stream_metrics.series import DROPPED, OTHER, SeriesBook, Source, Timing, Window
 from tailrace.api.stream_metrics.writer import MetricsWriter
-from tailrace.errors import TailraceError
-from tailrace.limits import DAY_MS, Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.system import METRICS
 from tailrace.log.traffic import Share, Traffic
 from tailrace.profiles.metrics import normalise

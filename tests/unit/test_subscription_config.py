@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.protocol.patterns import Pattern, literal_prefix
 from tailrace.subscriptions import config
 from tailrace.subscriptions.config import parse_config, parse_streams

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.protocol.offsets import START, encode
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.config import Config

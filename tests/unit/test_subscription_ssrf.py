@@ -4,8 +4,8 @@ import ipaddress
 
 import pytest
 
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.subscriptions import ssrf
 
 STRICT = ssrf.Rules()

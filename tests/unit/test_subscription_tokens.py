@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.subscriptions import tokens
 
 KEY = tokens.new_key()

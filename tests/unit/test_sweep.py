@@ -12,7 +12,7 @@ import pytest
 
 from support.buckets import fill, named, upload
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, run_of, segment
-from tailrace.clock import SYSTEM_CLOCK, FakeClock
+from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
 from tailrace.store.bucket import objects_under
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import Head

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from support.manifests import CrashError, CrashingObjects, facts, segment
-from tailrace.clock import SYSTEM_CLOCK, Clock, FakeClock
-from tailrace.limits import Limits
+from tailrace.common.clock import SYSTEM_CLOCK, Clock, FakeClock
+from tailrace.common.limits import Limits
 from tailrace.log.catalogue import DOCUMENT, encode_plans
 from tailrace.log.image import StoredStreams
 from tailrace.store.bucket import objects_under

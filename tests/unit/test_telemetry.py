@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from tailrace.instruments import SECONDS, Distribution
-from tailrace.telemetry import TABLE, Telemetry
+from tailrace.common.metrics import SECONDS, Distribution
+from tailrace.common.server_metrics import TABLE, Telemetry
 
 
 def _samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

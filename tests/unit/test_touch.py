@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tailrace.clock import FakeClock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import FakeClock
+from tailrace.common.errors import TailraceError
 from tailrace.profiles.touch import keys
 from tailrace.profiles.touch.config import TouchConfig, parse_touch
 from tailrace.profiles.touch.state import Stale, TouchState, new_document

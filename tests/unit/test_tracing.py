@@ -15,7 +15,7 @@ from tailrace.api.tracing.context import TraceContext, new_trace, read_tracepare
 from tailrace.api.tracing.exporter import QUEUE_SPANS_MAX, Exporter, read_headers, traces_url
 from tailrace.api.tracing.otlp import encode_export
 from tailrace.api.tracing.span import SERVER, TEXT_MAX, Span
-from tailrace.settings import Settings
+from tailrace.common.settings import Settings
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"

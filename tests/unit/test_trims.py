@@ -10,7 +10,7 @@ import pytest
 from support.log_harness import LogHarness
 from support.log_model import Append
 from support.manifests import CREATED_NS, segment
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Sealed, Trim

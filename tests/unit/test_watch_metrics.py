@@ -16,7 +16,7 @@ from tailrace.api.watch.session import Session
 from tailrace.api.watch.source_status import SourceStatus
 from tailrace.api.watch.subscribing import subscribe
 from tailrace.api.watch.tally import OTHERS, STAGES, Labels
-from tailrace.instruments import Numbers
+from tailrace.common.metrics import Numbers
 from tailrace.watch.change import Change
 
 

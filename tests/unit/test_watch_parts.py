@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tailrace.api.watch.objectives import BUCKET_S, MINUTES, Window
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import view_files
 from tailrace.watch.cel import compile_text
 from tailrace.watch.index import Index, Probed

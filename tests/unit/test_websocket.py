@@ -11,8 +11,8 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 
 from support.http_app import EchoHandler, RawClient, Site, TestApp, get, on_loop, site, until
 from support.ws_wire import frame
-from tailrace.net import encode_text
-from tailrace.protocol import ws_frames as ws
+from tailrace.http import encode_text
+from tailrace.protocol import websocket_frames as ws
 
 KEY = base64.b64encode(b"0123456789abcdef").decode()
 UPGRADE = ("Connection: keep-alive, Upgrade", "Upgrade: WebSocket", "Sec-WebSocket-Version: 13")
@@ -282,6 +282,6 @@ def test_shutdown_says_goodbye_and_a_failing_handler_says_1011(caplog: pytest.Lo
                 assert caught.value.rcvd is not None
                 assert caught.value.rcvd.code == 1001
 
-    with caplog.at_level(logging.ERROR, "tailrace.net"):
+    with caplog.at_level(logging.ERROR, "tailrace.http"):
         on_loop(main)
-    assert [r.message for r in caplog.records if r.name == "tailrace.net"] == ["a WebSocket handler failed"]
+    assert [r.message for r in caplog.records if r.name == "tailrace.http"] == ["a WebSocket handler failed"]

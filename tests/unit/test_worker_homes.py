@@ -14,15 +14,15 @@ import pytest
 
 from support.http_app import TestApp, on_loop, until
 from support.workers import names_of
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http import Exchange, HttpServer
+from tailrace.http.relay import Peer
 from tailrace.log import stalls
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.transaction import ignore
-from tailrace.net import Exchange, HttpServer
-from tailrace.net.relay import Peer
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Home, Homes
 from tailrace.workers.placement import Placement

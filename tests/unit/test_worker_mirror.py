@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from support.http_app import TestApp, on_loop, until
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http import Exchange, HttpServer
+from tailrace.http.relay import Peer
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.transaction import ignore
-from tailrace.net import Exchange, HttpServer
-from tailrace.net.relay import Peer
 from tailrace.workers.feed import FOLLOW, INTEREST, Feed
 from tailrace.workers.mirror import PAGE_COUNT, SILENCE_S_MAX, Mirror, Mirrors
 from tailrace.workers.server import between_workers

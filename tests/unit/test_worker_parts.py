@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.hub.buckets import Buckets, Rate
-from tailrace.settings import Settings
 from tailrace.workers.front import TOUCH_S_MAX, waits_s
 from tailrace.workers.gather import added, labelled
 from tailrace.workers.layout import Layout, chosen_workers, write_layout

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.http_app import until
-from tailrace.settings import Settings
+from tailrace.common.settings import Settings
 from tailrace.store.directory import DataDirectory
 from tailrace.workers import supervisor
 from tailrace.workers.layout import Layout

@@ -9,7 +9,7 @@ import pytest
 from websockets.speedups import apply_mask
 
 from support.ws_wire import frame, header, read_all
-from tailrace.protocol import ws_frames as ws
+from tailrace.protocol import websocket_frames as ws
 
 LIMIT = 1000
 DISCARD = 5000

@@ -12,9 +12,9 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.api.search import SearchRoutes, view_of
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.net.exchange import Exchange
 from tailrace.query.aggregate import too_late
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator

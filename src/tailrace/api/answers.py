@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from tailrace.api.proxies import proxies_of
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
+from tailrace.common.timestamps import format_instant
+from tailrace.http import common_headers
+from tailrace.http.exchange import Exchange
+from tailrace.http.request_log import failures
 from tailrace.log.commit import resting_on
 from tailrace.log.model import Stream
-from tailrace.net import common_headers
-from tailrace.net.exchange import Exchange
-from tailrace.net.request_log import failures
 from tailrace.protocol import refusals
 from tailrace.protocol.content_types import DEFAULT
-from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line
-from tailrace.settings import Settings
 
 NO_STORE = refusals.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"

@@ -39,10 +39,10 @@ from tailrace.api.vouched import Vouching
 from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
-from tailrace.errors import TailraceError
-from tailrace.net.common_headers import CommonHeaders
-from tailrace.net.exchange import Exchange
-from tailrace.net.origins import Origins
+from tailrace.common.errors import TailraceError
+from tailrace.http.common_headers import CommonHeaders
+from tailrace.http.exchange import Exchange
+from tailrace.http.origins import Origins
 from tailrace.protocol import headers, names
 
 logger = logging.getLogger("tailrace.api")

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tailrace.api.companion_files import CompanionFiles
+from tailrace.common.server_metrics import Telemetry
 from tailrace.store.cold import ColdReader
-from tailrace.telemetry import Telemetry
 from tailrace.tier.seal import Sealing
 
 

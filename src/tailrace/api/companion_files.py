@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
 from tailrace.log.log import Log
 from tailrace.query.families.keys import KeyLibrary
 from tailrace.query.families.library import Library
 from tailrace.query.families.shelf import Shelf
 from tailrace.store.object_parts import ObjectParts, Work
-from tailrace.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from tailrace.api.app import TailraceApp

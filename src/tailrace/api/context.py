@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from tailrace.clock import Clock
-from tailrace.limits import Limits
+from tailrace.common.clock import Clock
+from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.log.log import Log
-from tailrace.settings import Settings
-from tailrace.telemetry import Telemetry
 
 
 class Context(NamedTuple):

@@ -17,17 +17,17 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.api.guard import PROFILE
 from tailrace.api.profile import profile_changes
 from tailrace.api.schema import document_of, prepare
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Setting, SettingsError, parse
+from tailrace.common.timestamps import parse_window_s
 from tailrace.log.decide import CreateRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Lifetime, Stream
 from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.protocol.content_types import is_json
-from tailrace.protocol.durations import parse_window_s
 from tailrace.protocol.names import check_creatable
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.update import decide_update
-from tailrace.settings import Setting, SettingsError, parse
 
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024
 STREAMS_MAX: Final = 10_000

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.disk")

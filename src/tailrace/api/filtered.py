@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tailrace.api.context import Context
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.history import Missing
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.api.live_wires import Wire
 from tailrace.auth import ANONYMOUS
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.cursor import next_cursor

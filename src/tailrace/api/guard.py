@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from tailrace.api.contracts import Contract, Contracts, cut
 from tailrace.api.schema_adoption import Candidate
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.profiles.profile import GENERIC, Profile, is_canonical, read_profile

@@ -9,8 +9,8 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 
 HEALTH = frozenset({b"/healthz", b"/health"})
 

@@ -14,8 +14,8 @@ import xxhash
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, Register, RevokedMarks, TokenVerifier, authorise, make_key
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.protocol import names
 from tailrace.protocol.etag import none_match
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace.api.app import TailraceApp
 from tailrace.auth import TokenVerifier
-from tailrace.telemetry import Telemetry
+from tailrace.common.server_metrics import Telemetry
 
 logger = logging.getLogger("tailrace.auth")
 

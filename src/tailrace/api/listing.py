@@ -10,15 +10,15 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.inspection.documents import observability_of, profile_kind_of
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.timestamps import format_instant
+from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.net.exchange import Exchange
 from tailrace.protocol.content_types import DEFAULT
-from tailrace.protocol.durations import format_instant
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 
 
 class ListingRoutes:

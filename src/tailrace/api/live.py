@@ -22,13 +22,13 @@ from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
 from tailrace.api.read_request import ReadRequest
 from tailrace.auth import Action, Identity, is_hub, may
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.live_transport import WsReader
+from tailrace.http.origins import Origins
+from tailrace.http.server import WRITE_HIGH_WATER_BYTES
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.net.exchange import Exchange
-from tailrace.net.live_wires import WsReader
-from tailrace.net.origins import Origins
-from tailrace.net.server import WRITE_HIGH_WATER_BYTES
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tailrace.net import live_wires
-from tailrace.net.outlet import Outlet
-from tailrace.net.wire import chunk
+from tailrace.http import live_transport
+from tailrace.http.outlet import Outlet
+from tailrace.http.wire import chunk
 from tailrace.protocol import sse
-from tailrace.protocol.ws_frames import encode_text
+from tailrace.protocol.websocket_frames import encode_text
 
 
-class Wire(live_wires.Wire, Protocol):
+class Wire(live_transport.Wire, Protocol):
     """How a follower's events reach its client."""
 
     def encode(
@@ -19,7 +19,7 @@ class Wire(live_wires.Wire, Protocol):
     ) -> bytes: ...
 
 
-class SseWire(live_wires.SseWire):
+class SseWire(live_transport.SseWire):
     __slots__ = ("_text",)
 
     def __init__(self, outlet: Outlet, text: bool) -> None:
@@ -36,7 +36,7 @@ class SseWire(live_wires.SseWire):
         return chunk(event + control)
 
 
-class WsWire(live_wires.WsWire):
+class WsWire(live_transport.WsWire):
     __slots__ = ("_text",)
 
     def __init__(self, text: bool) -> None:

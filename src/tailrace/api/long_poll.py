@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tailrace.api import answers
 from tailrace.api.read_request import ReadRequest
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.net.exchange import Exchange
 
 if TYPE_CHECKING:
     from tailrace.api.read import ReadRoutes

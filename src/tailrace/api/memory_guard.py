@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import apsw
 
-from tailrace.allocator import give_back
-from tailrace.auto_tune import group_limit_bytes
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.allocator import give_back
+from tailrace.common.auto_tune import group_limit_bytes
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.memory")

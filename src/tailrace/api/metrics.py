@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tailrace.api import answers
 from tailrace.api.health import HealthRoutes
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 
 
 class MetricsApp:

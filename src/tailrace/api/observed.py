@@ -15,11 +15,11 @@ from tailrace.api.app import TailraceApp
 from tailrace.api.proxies import proxies_of
 from tailrace.api.tracing.span import Span
 from tailrace.api.tracing.tracer import Tracer
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
+from tailrace.http.exchange import Exchange
 from tailrace.log.commit import Committer
-from tailrace.net.exchange import Exchange
 from tailrace.protocol.names import RESERVED_LAST
-from tailrace.settings import Settings
 
 logger = logging.getLogger("tailrace.requests")
 

@@ -14,12 +14,12 @@ from tailrace.api.contracts import SCHEMA
 from tailrace.api.guard import PROFILE, Guard
 from tailrace.api.schema import document_of
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.profiles.otel.config import OtlpLimits
 from tailrace.profiles.otel.export import JSON, PROTOBUF, Export, Record, UnusableSpanError
 from tailrace.profiles.otel.otlp_json import read_json

@@ -6,11 +6,12 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common import timestamps
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Lifetime
-from tailrace.net.exchange import Exchange
-from tailrace.protocol import durations, offsets
+from tailrace.protocol import offsets
 from tailrace.protocol.content_types import is_valid
 from tailrace.protocol.names import decode as decode_name
 
@@ -113,7 +114,7 @@ def stream_timestamp_ns(exchange: Exchange) -> int | None:
     value = exchange.headers.get(b"stream-timestamp")
     if value is None:
         return None
-    parsed = durations.parse_timestamp_ns(value.decode("latin-1"))
+    parsed = timestamps.parse_timestamp_ns(value.decode("latin-1"))
     if parsed is None:
         raise bad_header("Stream-Timestamp", "is neither RFC 3339 nor Unix nanoseconds")
     return parsed
@@ -151,16 +152,16 @@ def lifetime(exchange: Exchange) -> Lifetime:
     raw_ttl, raw_expires = headers.get(b"stream-ttl"), headers.get(b"stream-expires-at")
     if raw_ttl is not None and raw_expires is not None:
         raise TailraceError("conflicting_expiry", "Stream-TTL and Stream-Expires-At exclude each other")
-    ttl_s = None if raw_ttl is None else durations.parse_window_s(raw_ttl.decode("latin-1"), "Stream-TTL")
+    ttl_s = None if raw_ttl is None else timestamps.parse_window_s(raw_ttl.decode("latin-1"), "Stream-TTL")
     expires_ns: int | None = None
     if raw_expires is not None:
-        expires_ns = durations.parse_instant_ns(raw_expires.decode("latin-1"))
+        expires_ns = timestamps.parse_instant_ns(raw_expires.decode("latin-1"))
         if expires_ns is None:
             raise bad_header("Stream-Expires-At", "is not an RFC 3339 instant")
     raw_retention, raw_bytes = headers.get(b"stream-retention"), headers.get(b"stream-retention-bytes")
     retention_s: int | None = None
     if raw_retention is not None:
-        retention_s = durations.parse_window_s(raw_retention.decode("latin-1"), "Stream-Retention")
+        retention_s = timestamps.parse_window_s(raw_retention.decode("latin-1"), "Stream-Retention")
     if raw_bytes is not None and not _COUNT.fullmatch(raw_bytes):
         raise bad_header("Stream-Retention-Bytes", "must be a whole number of bytes")
     return Lifetime(ttl_s, expires_ns, retention_s, None if raw_bytes is None else int(raw_bytes))

@@ -19,11 +19,11 @@ from tailrace.api.pipeline_metrics import SealTiming
 from tailrace.api.pipeline_plan import JOBS, Json, Plans, plan_of
 from tailrace.api.pipeline_state import FAMILIES, Demand, Heartbeat, PipelineState
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.catalogue import plans_of
 from tailrace.log.model import Stream
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.store.cold import ColdReader
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import ManifestError

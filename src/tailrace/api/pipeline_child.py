@@ -19,10 +19,10 @@ from typing import Final
 
 import msgspec
 
-from tailrace import turns
 from tailrace.api.context import Context
 from tailrace.api.java import find_java
 from tailrace.api.pipeline_state import FRESH_S, Demand, PipelineState
+from tailrace.common import turns
 
 logger = logging.getLogger("tailrace.pipeline")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from tailrace.api.pipeline_state import STATES
+from tailrace.common.server_metrics import Telemetry
 from tailrace.log.model import Stream
 from tailrace.log.outbox import is_indexed
 from tailrace.log.records import Op, Published, Sealed
-from tailrace.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from tailrace.api.pipeline import PipelineRoutes

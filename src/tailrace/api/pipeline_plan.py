@@ -10,7 +10,7 @@ from typing import Final
 from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.api.inspection.documents import profile_kind_of
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.catalogue import plans_in, plans_of
 from tailrace.log.model import Stream
 from tailrace.log.outbox import is_indexed

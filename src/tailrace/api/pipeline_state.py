@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from tailrace.api.context import Context
-from tailrace.protocol.durations import format_instant
+from tailrace.common.timestamps import format_instant
 from tailrace.tier.publishing import Publishing
 from tailrace.tier.work import Work
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from tailrace.api import answers
 from tailrace.api.waiting_appends import WaitingAppends
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.commit_path import NoRoomError
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.protocol import json_split
 from tailrace.protocol.content_types import is_json
 from tailrace.protocol.offsets import next_offset_line

@@ -13,10 +13,10 @@ from tailrace.api.live import Live
 from tailrace.api.schema import document_of, parse
 from tailrace.api.schema_adoption import Adoptions, Answer, profile_check, wants_adoption
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.profiles.profile import (
     GENERIC,
     Profile,

@@ -7,8 +7,8 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from tailrace.net.exchange import Exchange
-from tailrace.settings import networks_of
+from tailrace.common.settings import networks_of
+from tailrace.http.exchange import Exchange
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

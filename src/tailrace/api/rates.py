@@ -7,13 +7,13 @@ from typing import Final, Protocol
 from tailrace.api.proxies import network_of
 from tailrace.api.vouched import Vouching
 from tailrace.auth import Identity
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http.exchange import Exchange
+from tailrace.http.relay import ALONE
+from tailrace.http.server import HttpServer
 from tailrace.hub.buckets import Buckets, Rate
-from tailrace.limits import Limits
-from tailrace.net.exchange import Exchange
-from tailrace.net.relay import ALONE
-from tailrace.net.server import HttpServer
 
 BUCKETS_MAX: Final = 20_000
 AT_ONCE: Final = 2  # seconds' worth, after a rest

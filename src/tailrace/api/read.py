@@ -15,17 +15,18 @@ from tailrace.api.parse import at_most
 from tailrace.api.read_request import ReadRequest
 from tailrace.api.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
 from tailrace.auth import Action, Identity, authorise, bad_token, is_hub
-from tailrace.errors import TailraceError
+from tailrace.common import timestamps
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.decide import gone, resolve
 from tailrace.log.history import Missing, NotAtHandError
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
-from tailrace.net.exchange import Exchange
-from tailrace.protocol import durations, offsets
+from tailrace.protocol import offsets
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.etag import none_match, slice_tag
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import (
+from tailrace.protocol.query_params import (
     Start,
     live_mode,
     parse_query,
@@ -472,7 +473,7 @@ class ReadRoutes:
 
 
 def _since_ns(text: str) -> int:
-    since_ns = durations.parse_timestamp_ns(text)
+    since_ns = timestamps.parse_timestamp_ns(text)
     if since_ns is None:
         raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
     return since_ns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tailrace.api.proxies import Proxies
 from tailrace.api.vouched import Vouching
-from tailrace.net import request_log
-from tailrace.net.exchange import Exchange
-from tailrace.net.request_log import Choice, Fields, failures
+from tailrace.http import request_log
+from tailrace.http.exchange import Exchange
+from tailrace.http.request_log import Choice, Fields, failures
 
 __all__ = ["answered", "configure", "failures"]
 

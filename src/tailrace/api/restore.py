@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.settings import Settings
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.store.directory import DataDirectory
-from tailrace.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from tailrace.tier.bootstrap_report import Restored

@@ -15,10 +15,10 @@ from tailrace.api.live import Live
 from tailrace.api.parse import check_encoding
 from tailrace.api.schema_adoption import Adoptions, Answer, schema_check, wants_adoption
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.query.includes import check_includes
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig

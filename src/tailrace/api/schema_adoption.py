@@ -17,14 +17,14 @@ from typing import Final, NamedTuple, cast
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import cut
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.outlet import Outlet
 from tailrace.log.decide import AppendRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Stream
-from tailrace.net.exchange import Exchange
-from tailrace.net.outlet import Outlet
 from tailrace.profiles.profile import Profile
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.schema.record import UnusableRecordError, dump_record, load_record
 from tailrace.schema.validate import compile_schema
 

@@ -9,9 +9,9 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.query import parse_query
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.protocol.query_params import parse_query
 from tailrace.tier.seal import Sealing
 
 PATH = b"/v1/server/_seal"

@@ -18,11 +18,11 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import SCHEMA
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.scattered import ScatteredReader
 from tailrace.log.segment_list import read_segments
-from tailrace.net.exchange import Exchange
 from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
 from tailrace.query.chunk_process import ChunkProcess
 from tailrace.query.context_fields import with_context_fields

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from tailrace import __version__, descriptors, private_files, turns
+from tailrace import __version__
 from tailrace.api import request_log, restore
 from tailrace.api.app import TailraceApp
 from tailrace.api.cold_metrics import connect_cold
@@ -42,21 +42,22 @@ from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import Grants, Identity, TokenVerifier
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.errors import TailraceError
+from tailrace.common import file_descriptors, private_files, turns
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import configure
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
+from tailrace.common.settings_loading import CONFIG_NAME, unknown_variables
+from tailrace.http.app import App
+from tailrace.http.server import HttpServer
+from tailrace.http.tls import Certificate
 from tailrace.log import registry_snapshot
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.logs import configure
-from tailrace.net.app import App
-from tailrace.net.server import HttpServer
-from tailrace.net.tls import Certificate
-from tailrace.settings import Settings
-from tailrace.settings_sources import CONFIG_NAME, unknown_variables
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.telemetry import Telemetry
 from tailrace.tier.checkpoint import Checkpoints
 from tailrace.tier.seal import Sealing
 
@@ -209,7 +210,7 @@ class Server:
         if self._identities is not None:
             self._identities.start()
         await self.start_services()
-        limits = descriptors.fitted(settings.limits)
+        limits = file_descriptors.fitted(settings.limits)
         self._http = HttpServer(self.front(), limits, on_drain=self.app.end_live)
         if self._verifier is not None:
             self._http.admit_body = self.app.knows
@@ -391,7 +392,7 @@ def certificate_of(settings: Settings) -> Certificate | None:
         return Certificate(settings.tls_cert, settings.tls_key)
     if not settings.tls_self_signed:
         return None
-    from tailrace.net.self_signed import self_signed
+    from tailrace.http.self_signed import self_signed
 
     return Certificate(*self_signed(settings.data_dir / "tls", settings.host))
 

@@ -17,14 +17,14 @@ from tailrace.api.plain_append import PlainAppend
 from tailrace.api.profile import TOUCH
 from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, may
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.commit_path import NoRoomError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.protocol import json_split
 from tailrace.protocol.content_types import DEFAULT, is_json
 from tailrace.protocol.headers import line

@@ -12,8 +12,8 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.protocol import names, offsets
 from tailrace.subscriptions import signing, ssrf, tokens, views
 from tailrace.subscriptions.agent import Agent, Settled

@@ -14,16 +14,16 @@ from tailrace.api.profile import TOUCH
 from tailrace.api.schema import parse
 from tailrace.api.touch_feed import Feed
 from tailrace.auth import Action, Identity, authorise, bad_token
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.profiles.profile import StateProtocolProfile, read_profile
 from tailrace.profiles.touch.config import TouchConfig
 from tailrace.profiles.touch.state import Stale, TouchState
 from tailrace.profiles.touch.templates import parse_ttl
 from tailrace.profiles.touch.waits import TIMEOUT_MS, TIMEOUT_MS_MAX, Waiter, WaitRequest, parse_wait
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 
 FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
 SWEEP_S = 0.05

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from tailrace.api.context import Context
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.profiles.touch.journal import Layer
 from tailrace.profiles.touch.state import Stale, TouchState

@@ -6,9 +6,9 @@ from typing import Final
 
 from tailrace.api.proxies import Proxies
 from tailrace.auth import EdgeMark, Vouched
-from tailrace.auth.edge_mark import HEADER
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.net.exchange import Exchange
+from tailrace.auth.edge_signature import HEADER
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.http.exchange import Exchange
 
 NO_PROXIES: Final = Proxies("")
 

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable
 
 from tailrace.api import answers
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.commit_path import NoRoomError
 from tailrace.log.log import Log
-from tailrace.net.exchange import Exchange
 
 # How often requests are looked for that have waited too long.
 CHECK_S = 0.1

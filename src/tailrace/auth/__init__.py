@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.auth.api_keys import ApiKey, make_key
 from tailrace.auth.bind import bind_check
 from tailrace.auth.book import IdentityBook
-from tailrace.auth.edge_mark import EdgeMark, Vouched
+from tailrace.auth.edge_signature import EdgeMark, Vouched
 from tailrace.auth.grants import Grants
 from tailrace.auth.identity_file import IdentityFile, Register
 from tailrace.auth.issue import TokenReport, create_token, inspect_token

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from tailrace.auth.tokens import SCOPES, TIME_S_MAX, Identity, bare_address
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
 
 PREFIX: Final = "trk_"
 KEYS_MAX: Final = 10_000

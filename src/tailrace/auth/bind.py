@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 
 def bind_check(settings: Settings) -> None:

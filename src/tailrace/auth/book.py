@@ -13,8 +13,8 @@ from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
 from tailrace.auth.identity_file import IdentityFile, Register, Stamp
 from tailrace.auth.revocations import Revocations, RevokedMarks, with_subject, with_token
 from tailrace.auth.tokens import LEEWAY_S, Identity
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
 
 logger = logging.getLogger("tailrace.auth")
 

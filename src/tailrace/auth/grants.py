@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from tailrace.auth.tokens import LEEWAY_S, Identity
-from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
 
 PREFIX: Final = "trg_"
 GRANTS_MAX: Final = 1000

@@ -19,7 +19,7 @@ import msgspec
 
 from tailrace.auth.api_keys import KEYS_MAX, ApiKey
 from tailrace.auth.revocations import REVOKED_MAX, RevokedSubject, RevokedToken
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 NAME: Final = "identity.json"
 FILE_BYTES_MAX: Final = 32 * 1024 * 1024

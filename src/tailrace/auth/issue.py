@@ -20,8 +20,8 @@ from tailrace.auth.tokens import (
     read_header,
     scopes_of,
 )
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
 
 LIFETIME_S_DEFAULT: Final = 3600
 

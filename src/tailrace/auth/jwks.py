@@ -21,8 +21,8 @@ import msgspec
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
 
 DOCUMENT_BYTES_MAX: Final = 256 * 1024
 KEYS_MAX: Final = 256

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Final, NoReturn
 
 from tailrace.auth.tokens import Identity, token_needed
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 READ_ONLY_METHODS: Final = "GET, HEAD, OPTIONS"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import msgspec
 
 from tailrace.auth.tokens import LEEWAY_S, TIME_S_MAX, Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 REVOKED_MAX: Final = 50_000
 MARK_DIGITS: Final = 32

@@ -10,7 +10,7 @@ from jwt.exceptions import PyJWTError
 from jwt.utils import base64url_decode
 
 from tailrace.auth import jwks
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 SCOPES: Final = frozenset({"read", "write", "manage", "system"})
 LEEWAY_S: Final = 30.0

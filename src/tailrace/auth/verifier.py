@@ -36,9 +36,9 @@ from tailrace.auth.tokens import (
     scopes_of,
     token_needed,
 )
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 CACHE_TOKENS_MAX: Final = 10_000
 CACHE_BYTES_MAX: Final = 8 * 1024 * 1024

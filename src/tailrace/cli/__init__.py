@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from tailrace import ending
 from tailrace.cli.failures import OK, explain
+from tailrace.common import ending
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from tailrace.cli.failures import UnreadableError, UsageError
 
 if TYPE_CHECKING:
-    from tailrace.settings import Settings
+    from tailrace.common.settings import Settings
     from tailrace.store.objects import Objects
 
 _GROUP: Final = Group("Object store and output", sort_key=9)
@@ -48,7 +48,7 @@ class Bucket:
     )
 
     def settings(self) -> Settings:
-        from tailrace.settings_sources import load
+        from tailrace.common.settings_loading import load
 
         given = {"object_store": self.object_store, "data_dir": self.data_dir}
         return load({name: value for name, value in given.items() if value is not None})

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from tailrace.cli.failures import REFUSED
 from tailrace.cli.session import put_json
-from tailrace.settings import Settings, SettingsError
-from tailrace.settings_sources import load
+from tailrace.common.settings import Settings, SettingsError
+from tailrace.common.settings_loading import load
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -121,7 +121,7 @@ def _packages() -> Finding:
 
 def _exposure(settings: Settings) -> Finding:
     from tailrace.auth import bind_check
-    from tailrace.errors import TailraceError
+    from tailrace.common.errors import TailraceError
 
     try:
         bind_check(settings)
@@ -184,7 +184,7 @@ def _sync(settings: Settings) -> Finding:
     import os
     import tempfile
 
-    from tailrace.clock import SYSTEM_CLOCK
+    from tailrace.common.clock import SYSTEM_CLOCK
 
     taken_ms: list[float] = []
     try:
@@ -219,10 +219,10 @@ def _port(settings: Settings) -> Finding:
 def _files(settings: Settings) -> Finding:
     import resource
 
-    from tailrace import descriptors
+    from tailrace.common import file_descriptors
 
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted, fits = settings.limits.connections, descriptors.connections_within(hard)
+    wanted, fits = settings.limits.connections, file_descriptors.connections_within(hard)
     if fits < wanted:
         detail = f"at most {hard:,}: room for {fits:,} of {wanted:,} `connections`; raise ulimit -n"
         return Finding("open files", "warn", detail)
@@ -231,7 +231,7 @@ def _files(settings: Settings) -> Finding:
 
 def _stored(settings: Settings) -> Iterator[Finding]:
     """Everything a start would replay. One damaged record that was acknowledged, and no server starts."""
-    from tailrace.errors import TailraceError
+    from tailrace.common.errors import TailraceError
     from tailrace.tier.directory_check import check_directory
     from tailrace.workers.layout import is_unused, worker_paths
 
@@ -308,7 +308,7 @@ def _sources(settings: Settings) -> Finding:
 
 def _clock(settings: Settings) -> Finding:
     """Entries are stamped with wall time; one that lies before the newest file is a clock that went back."""
-    from tailrace.clock import SYSTEM_CLOCK
+    from tailrace.common.clock import SYSTEM_CLOCK
 
     now_ns = SYSTEM_CLOCK.now_ns()
     newest_ns = max((file.stat().st_mtime_ns for file in settings.data_dir.glob("journal/*.jnl")), default=0)

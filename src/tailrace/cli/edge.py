@@ -7,8 +7,8 @@ import inspect
 from cyclopts import App, Group
 
 from tailrace.cli.serve import parameter_of
-from tailrace.settings import TABLE, Setting
-from tailrace.settings_sources import load
+from tailrace.common.settings import TABLE, Setting
+from tailrace.common.settings_loading import load
 
 _HELP = """Hold the clients of a server, and keep running until SIGTERM or Ctrl-C.
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, Final
 
-from tailrace.ending import INTERRUPTED
+from tailrace.common.ending import INTERRUPTED
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -84,8 +84,8 @@ def explain(error: Exception, *, as_json: bool) -> int:
     import orjson
     from cyclopts import CycloptsError
 
-    from tailrace.errors import TailraceError
-    from tailrace.settings import SettingsError
+    from tailrace.common.errors import TailraceError
+    from tailrace.common.settings import SettingsError
 
     message, extra = str(error), dict[str, object]()
     if isinstance(error, TailraceError):

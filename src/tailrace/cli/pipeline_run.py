@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
-from tailrace import private_files
 from tailrace.cli.call import need_server
 from tailrace.cli.failures import RefusedError, UnreachableError, UsageError
 from tailrace.cli.quantities import size_bytes
 from tailrace.cli.session import URL_DEFAULT, URL_VARIABLES, Session, with_scheme
 from tailrace.cli.spark_needs import need_spark
+from tailrace.common import private_files
 
 if TYPE_CHECKING:
     from tailrace.pipeline.leash import Orders
@@ -154,7 +154,7 @@ def _run(
     *,
     supervised: Orders | None = None,
 ) -> int:
-    from tailrace.logs import configure
+    from tailrace.common.logging_setup import configure
     from tailrace.pipeline import jvm
     from tailrace.pipeline import owner as owners
     from tailrace.pipeline.run import Pipeline, UnfinishedError

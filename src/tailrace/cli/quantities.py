@@ -57,7 +57,7 @@ def span_ms(text: str, flag: str) -> int:
 
 
 def _setting(text: str, flag: str, unit: str) -> int:
-    from tailrace.settings import Setting, SettingsError, parse
+    from tailrace.common.settings import Setting, SettingsError, parse
 
     try:
         return int(parse(Setting(name=flag, kind="int", default=0, help="", unit=unit), text))

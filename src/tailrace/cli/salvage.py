@@ -89,7 +89,7 @@ def _check(old: Path, new: Path) -> None:
 
 def _layout(old: Path, report: SalvageReport) -> Layout:
     """How many workers there were; from their directories if workers.json cannot be read."""
-    from tailrace.errors import TailraceError
+    from tailrace.common.errors import TailraceError
     from tailrace.workers.layout import DIRECTORY, Layout, read_layout
 
     try:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import App, Group, Parameter
 
-from tailrace.settings import TABLE, Setting
-from tailrace.settings_sources import load
+from tailrace.common.settings import TABLE, Setting
+from tailrace.common.settings_loading import load
 
 _HELP = """Start a server and keep it running until SIGTERM or Ctrl-C, which finish what is under way first.
 

@@ -54,7 +54,7 @@ def create(
     from tailrace.auth import create_token
 
     if config:
-        from tailrace.settings_sources import load
+        from tailrace.common.settings_loading import load
 
         settings = load({"config": config})
         secret = secret or settings.auth_jwt_secret

@@ -14,7 +14,7 @@ from tailrace.cli.session import flush, put, put_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tailrace.settings import Settings
+    from tailrace.common.settings import Settings
     from tailrace.tier.verify import Finding, Verified
 
 _HELP: Final = """Read a data directory and its object store again, and print what is wrong.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 # Codes of the client's own, for what happens before or instead of an answer. They never come from a server.
 CONNECT_FAILED = "connect_failed"

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import Reading, Target, reading_of, target_of
 from tailrace.edge.cache import Slice
 from tailrace.edge.compress import ENCODED, VARY, Packer, may_be_packed, wants_gzip
@@ -26,14 +27,13 @@ from tailrace.edge.revocations import PATH as REVOKED
 from tailrace.edge.sharded import LISTINGS, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
-from tailrace.net import request_log
-from tailrace.net.common_headers import CommonHeaders
-from tailrace.net.exchange import Exchange
-from tailrace.net.origins import Origins
+from tailrace.http import request_log
+from tailrace.http.common_headers import CommonHeaders
+from tailrace.http.exchange import Exchange
+from tailrace.http.origins import Origins
 from tailrace.protocol import headers
 from tailrace.protocol.etag import none_match
-from tailrace.protocol.query import live_mode, parse_query
+from tailrace.protocol.query_params import live_mode, parse_query
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 from tailrace.protocol import names, offsets
-from tailrace.protocol.query import live_mode, parse_query, read_start, routing_key
+from tailrace.protocol.query_params import live_mode, parse_query, read_start, routing_key
 
 PREFIX = b"/v1/stream/"
 CONTROL = b"/v1/stream/__ds"

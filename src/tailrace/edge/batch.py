@@ -6,9 +6,9 @@ import base64
 
 import msgspec
 
-from tailrace.net.wire import chunk
+from tailrace.http.wire import chunk
 from tailrace.protocol import sse
-from tailrace.protocol.ws_frames import encode_text
+from tailrace.protocol.websocket_frames import encode_text
 
 OVERHEAD_BYTES = 512
 

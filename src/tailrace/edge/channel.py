@@ -13,13 +13,13 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.batch import Batch, Message
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.feed import Feed, RefusedError, open_feed
 from tailrace.edge.ramp import RAMP_S
 from tailrace.edge.setbacks import Setbacks
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
 from tailrace.protocol.content_types import is_text
 
 if TYPE_CHECKING:

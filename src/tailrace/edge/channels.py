@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import stream_target
 from tailrace.edge.batch import Batch
 from tailrace.edge.channel import GOING_AWAY, GONE, Channel, Key
@@ -13,7 +14,6 @@ from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
 from tailrace.edge.feed import Answer, RefusedError, answer_of
 from tailrace.edge.headers import own_request
-from tailrace.errors import TailraceError
 from tailrace.protocol import offsets
 
 TICK_S = 1.0

@@ -7,19 +7,19 @@ import logging
 from collections.abc import Coroutine
 
 from tailrace.auth import EdgeMark, Vouched
-from tailrace.clock import Clock
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.settings import Settings
 from tailrace.edge.gate import Caller
 from tailrace.edge.headers import cache_line, id_line, own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.net.common_headers import add_phase, add_theirs
-from tailrace.net.exchange import Exchange
-from tailrace.net.request_log import failures
+from tailrace.http.common_headers import add_phase, add_theirs
+from tailrace.http.exchange import Exchange
+from tailrace.http.request_log import failures
 from tailrace.protocol.refusals import error_answer
-from tailrace.settings import Settings
 
 logger = logging.getLogger("tailrace.edge")
 

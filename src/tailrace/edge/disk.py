@@ -25,10 +25,10 @@ import google_crc32c
 import msgspec
 import orjson
 
-from tailrace import private_files
+from tailrace.common import private_files
+from tailrace.common.errors import TailraceError
 from tailrace.edge.cache import Slice
 from tailrace.edge.context import EdgeContext
-from tailrace.errors import TailraceError
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.gate import Caller
@@ -19,11 +20,10 @@ from tailrace.edge.headers import (
 )
 from tailrace.edge.tunnel import tunnel
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.net.intake import BodyLostError, IncomingExchange, Intake
-from tailrace.net.outlet import Outlet
-from tailrace.net.wire import BODILESS
+from tailrace.http.exchange import Exchange
+from tailrace.http.outlet import Outlet
+from tailrace.http.streaming_request import BodyLostError, IncomingExchange, Intake
+from tailrace.http.wire import BODILESS
 
 READS = frozenset((b"GET", b"HEAD"))
 # Answers up to this size go out in one piece.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tailrace.auth import Action, Identity, TokenVerifier, authorise, bad_token, stands_for_another
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.edge.token import EdgeToken
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.settings import Settings
+from tailrace.http.exchange import Exchange
 
 ACTIONS = {
     b"GET": Action.READ_STREAM,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tailrace.net.exchange import Exchange
-from tailrace.net.intake import Intake
+from tailrace.http.exchange import Exchange
+from tailrace.http.streaming_request import Intake
 from tailrace.protocol import headers
 
 # They belong to one connection, not to the message.

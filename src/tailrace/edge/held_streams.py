@@ -14,16 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.channels import Channels
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook
 from tailrace.edge.gate import Caller
 from tailrace.edge.headers import cache_line
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.net.outlet import Outlet
-from tailrace.protocol.query import live_mode, parse_query
+from tailrace.http.exchange import Exchange
+from tailrace.http.outlet import Outlet
+from tailrace.protocol.query_params import live_mode, parse_query
 from tailrace.protocol.sse import EVENT_STREAM, KEEP_ALIVE
 
 TICK_S = 0.5

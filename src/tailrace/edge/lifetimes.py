@@ -6,8 +6,8 @@ from email.utils import parsedate_to_datetime
 from math import inf
 from typing import NamedTuple
 
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.edge.connection import Reply
-from tailrace.protocol.durations import parse_instant_ns
 
 # Of a stream that ends sooner without reads nothing is kept: there would be no time to renew it.
 WINDOW_S_MIN = 4

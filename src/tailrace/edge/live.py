@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import Reading
 from tailrace.edge.channel import NOT_ALLOWED, Key
 from tailrace.edge.channels import Channels
@@ -16,9 +17,8 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line
 from tailrace.edge.reader import LiveReader
 from tailrace.edge.slices import Slices
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.net.live_wires import SseWire, WsReader, WsWire
+from tailrace.http.exchange import Exchange
+from tailrace.http.live_transport import SseWire, WsReader, WsWire
 from tailrace.protocol import offsets
 from tailrace.protocol.headers import line
 from tailrace.protocol.sse import EVENT_STREAM

@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import NamedTuple
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import Reading, stream_target
 from tailrace.edge.channel import Channel, Key
 from tailrace.edge.channels import Channels
@@ -21,11 +22,10 @@ from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines, unnamed
 from tailrace.edge.slices import OF_ONE
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.http.exchange import Exchange
 from tailrace.protocol.cursor import next_cursor
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import wait_limit_lines, wait_ms
+from tailrace.protocol.query_params import wait_limit_lines, wait_ms
 from tailrace.protocol.refusals import NO_STORE
 
 # How a read from now is asked for: nobody keeps its answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from tailrace.instruments import SECONDS, Distribution, Metric, Number, Numbers, render
+from tailrace.common.metrics import SECONDS, Distribution, Metric, Number, Numbers, render
 
 
 def _row(name: str, kind: Literal["counter", "gauge"], text: str, labels: tuple[str, ...] = ()) -> Metric:

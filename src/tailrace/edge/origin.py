@@ -7,7 +7,7 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from tailrace.settings import SettingsError
+from tailrace.common.settings import SettingsError
 
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(https?://.*)")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import orjson
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.headers import cache_line
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.http.exchange import Exchange
 from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_answer
 
 HEALTH = (b"/healthz", b"/health")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import Reading
 from tailrace.edge.batch import Batch, encode_control
 from tailrace.edge.cache import Slice
@@ -18,8 +19,7 @@ from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.feed import RefusedError, is_passing
 from tailrace.edge.gate import Caller
-from tailrace.errors import TailraceError
-from tailrace.net.live_wires import Wire
+from tailrace.http.live_transport import Wire
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 

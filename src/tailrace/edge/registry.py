@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import orjson
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.batch import Message
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
@@ -15,7 +16,6 @@ from tailrace.edge.feed import Feed, RefusedError, answer_of, open_feed
 from tailrace.edge.headers import own_request
 from tailrace.edge.setbacks import Setbacks
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
 
 logger = logging.getLogger("tailrace.edge")
 

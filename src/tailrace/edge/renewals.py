@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import stream_target
 from tailrace.edge.channels import Channels
 from tailrace.edge.connection import UpstreamLostError
@@ -12,7 +13,6 @@ from tailrace.edge.context import EdgeContext
 from tailrace.edge.facts import FactBook, Facts
 from tailrace.edge.headers import own_request
 from tailrace.edge.lifetimes import renewal_due_at
-from tailrace.errors import TailraceError
 
 logger = logging.getLogger("tailrace.edge")
 

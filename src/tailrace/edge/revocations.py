@@ -13,11 +13,11 @@ from collections.abc import Callable
 import msgspec
 
 from tailrace.auth import IdentityBook, RevokedMarks
+from tailrace.common.errors import TailraceError
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.headers import own_request
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
 
 logger = logging.getLogger("tailrace.edge")
 

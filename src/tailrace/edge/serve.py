@@ -15,9 +15,14 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tailrace import __version__, descriptors, private_files, turns
+from tailrace import __version__
 from tailrace.auth import bind_check
-from tailrace.clock import SYSTEM_CLOCK
+from tailrace.common import file_descriptors, private_files, turns
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import configure
+from tailrace.common.settings import Settings, SettingsError
+from tailrace.common.settings_loading import unknown_variables
 from tailrace.edge.app import EdgeApp
 from tailrace.edge.cache import MemoryCache
 from tailrace.edge.channel import GOING_AWAY, GONE
@@ -38,14 +43,10 @@ from tailrace.edge.revocations import Revoked
 from tailrace.edge.slices import Slices
 from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
-from tailrace.errors import TailraceError
-from tailrace.logs import configure
-from tailrace.net import request_log
-from tailrace.net.intake import IntakeServer
-from tailrace.net.server import HttpServer
-from tailrace.net.tls import Certificate
-from tailrace.settings import Settings, SettingsError
-from tailrace.settings_sources import unknown_variables
+from tailrace.http import request_log
+from tailrace.http.server import HttpServer
+from tailrace.http.streaming_request import IntakeServer
+from tailrace.http.tls import Certificate
 
 logger = logging.getLogger("tailrace.edge")
 
@@ -64,7 +65,7 @@ def run(settings: Settings) -> int:
     for told in unknown_variables(os.environ):
         logger.warning(told)
     turns.ask_for(settings.processor_turn_us)
-    settings = msgspec.structs.replace(settings, limits=descriptors.fitted_edge(settings.limits))
+    settings = msgspec.structs.replace(settings, limits=file_descriptors.fitted_edge(settings.limits))
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     try:

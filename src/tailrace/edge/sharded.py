@@ -8,17 +8,17 @@ from urllib.parse import parse_qs, unquote, urlencode
 
 import orjson
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import Target
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.headers import cache_line, request_bytes, request_lines, response_lines
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.http.exchange import Exchange
 from tailrace.protocol import names
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
 # Listings, and what a row of each is called by.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+from tailrace.common.errors import TailraceError
 from tailrace.edge.asks import Reading, stream_target
 from tailrace.edge.cache import MemoryCache, Slice
 from tailrace.edge.channels import Channels
@@ -18,7 +19,6 @@ from tailrace.edge.recent import Recent, RecentReads
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
 from tailrace.edge.upstreams import Upstream
-from tailrace.errors import TailraceError
 from tailrace.protocol.etag import slice_format
 
 # Refusals of whoever asked, which say nothing to others who wait for the same answer.

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 logger = logging.getLogger("tailrace.edge")
 

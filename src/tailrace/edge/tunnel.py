@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tailrace.edge.connection import Reply, UpstreamConnection
 from tailrace.edge.headers import RESPONSE_OWN, cache_line
-from tailrace.net.exchange import Exchange
-from tailrace.net.request_id import HEADER
-from tailrace.net.tunnel import TunnelEnd
-from tailrace.net.wire import status_line
+from tailrace.http.exchange import Exchange
+from tailrace.http.request_id import HEADER
+from tailrace.http.tunnel import TunnelEnd
+from tailrace.http.wire import status_line
 
 
 class ClientEnd(TunnelEnd):

@@ -11,14 +11,14 @@ from collections import deque
 import orjson
 import xxhash
 
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.deployments import Deployments
 from tailrace.edge.headers import own_request
 from tailrace.edge.origin import Origin
 from tailrace.edge.pool import Pool
 from tailrace.edge.ramp import Opening, Ramp
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
 
 logger = logging.getLogger("tailrace.edge")
 

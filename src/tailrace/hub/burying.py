@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub import copies
 from tailrace.hub.boxes import BROADCAST, Box, Feed, decode_broadcast
 from tailrace.hub.effects import Found, Read, Settled

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from tailrace.auth import ANONYMOUS, Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub import registering
 from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError, field_error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tailrace import failpoints
+from tailrace.common import failpoints
 from tailrace.hub.effects import Turn
 
 if TYPE_CHECKING:

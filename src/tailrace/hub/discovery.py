@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub import registering
 from tailrace.hub.address import Pattern
 from tailrace.hub.effects import Found, Read

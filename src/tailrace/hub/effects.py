@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from tailrace.errors import TailraceError
+    from tailrace.common.errors import TailraceError
     from tailrace.hub.session import Session
 
 

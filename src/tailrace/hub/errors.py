@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 NOT_APPLIED: Final = "not_applied"
 APPLIED: Final = "applied"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_instant
 from tailrace.hub import copies
 from tailrace.hub.address import mailbox_stream, parse_address, topic_stream
 from tailrace.hub.boxes import (
@@ -29,7 +30,6 @@ from tailrace.hub.fields import Request
 from tailrace.hub.mailboxes import KINDS, PAGE_BYTES, STORED_BYTES_MAX
 from tailrace.hub.message import parse
 from tailrace.hub.session import Session
-from tailrace.protocol.durations import format_instant
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub

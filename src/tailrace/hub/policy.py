@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub.address import Pattern, TopicFilter
 from tailrace.hub.errors import HubError
 

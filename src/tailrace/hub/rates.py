@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from tailrace.common.limits import Limits
 from tailrace.hub.buckets import Buckets, Rate
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import Policy
-from tailrace.limits import Limits
 
 # What goes with a message type; heartbeat, disconnect, ping and commit are free.
 KINDS: Final = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from tailrace.common.timestamps import format_instant
 from tailrace.hub import mailbox_commands
 from tailrace.hub.address import mailbox_stream, parse_address
 from tailrace.hub.effects import Append, Settled
@@ -22,7 +23,6 @@ from tailrace.hub.registry import (
     to_record,
 )
 from tailrace.hub.session import Session
-from tailrace.protocol.durations import format_instant
 
 if TYPE_CHECKING:
     from tailrace.hub.state import Hub

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub import copies
 from tailrace.hub.address import MAILBOXES, TOPICS
 from tailrace.hub.boxes import BROADCASTS, decode_broadcast

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from tailrace.auth import Identity
+from tailrace.common.limits import Limits
 from tailrace.hub import copies
 from tailrace.hub.address import Pattern
 from tailrace.hub.asks import Asks
@@ -34,7 +35,6 @@ from tailrace.hub.signatures import Key
 from tailrace.hub.sweeping import Sweeping
 from tailrace.hub.topics import Topics
 from tailrace.hub.trace import Trace
-from tailrace.limits import Limits
 
 if TYPE_CHECKING:
     from tailrace.hub.fields import Request

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.journal import (
     FRAME,
     FRAME_BYTES,

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.commit import Batch, Committer
 from tailrace.log.eviction import evict_idle, let_go
 from tailrace.log.image import StoredStreams

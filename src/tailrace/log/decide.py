@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream, Tombstone
 from tailrace.log.records import Append, Bind, Create, Delete
 from tailrace.protocol.content_types import media_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.commit import resting_on
 from tailrace.log.decide import CreateRequest, ForkPoint, gone, resolve
 from tailrace.log.history import Pinned

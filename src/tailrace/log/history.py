@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.compaction import standing_for
 from tailrace.log.decide import gone
 from tailrace.log.image import StoredStreams, decode_block

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.journal import (
     FRAME,
     FRAME_BYTES,

@@ -29,7 +29,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 import google_crc32c
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.store.directory import sync_directory
 
 MAGIC = b"TRJRNL01"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.journal import Header, JournalCorruptError, Scan, chain, list_files, read_header
 from tailrace.log.records import UNREADABLE, decode
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.history import Segment
 from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log import compaction, outbox, outbox_events
 from tailrace.log.catalogue import DOCUMENT, Catalogue, encode_plans, plans_in
 from tailrace.log.commit import resting_on

@@ -12,10 +12,10 @@ from typing import Final
 
 import orjson
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.records import Published
-from tailrace.protocol.durations import format_instant
 from tailrace.store.companions import PlanEntry
 from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
 

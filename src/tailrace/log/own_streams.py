@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tailrace.clock import Clock
-from tailrace.limits import Limits
+from tailrace.common.clock import Clock
+from tailrace.common.limits import Limits
 from tailrace.log import outbox, registry
 from tailrace.log.decide import CreateRequest, decide_create
 from tailrace.log.model import Stream

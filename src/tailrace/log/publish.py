@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.commit import Batch
 from tailrace.log.model import Stream
 from tailrace.log.records import Append, Create, Delete, Op, Recorded

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.decide import gone
 from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segment, Skipped
 from tailrace.log.image import StoredStreams

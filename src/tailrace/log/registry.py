@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import orjson
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.protocol.content_types import DEFAULT
-from tailrace.protocol.durations import format_instant
 
 NAME = "__registry__"
 

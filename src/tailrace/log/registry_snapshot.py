@@ -12,7 +12,7 @@ from typing import Final
 
 import orjson
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log import registry
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams

@@ -6,7 +6,7 @@ import errno
 import logging
 from collections.abc import Mapping, Sequence
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.commit import Batch
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import JournalCorruptError

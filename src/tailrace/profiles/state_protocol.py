@@ -9,7 +9,7 @@ from typing import Final, cast
 
 from msgspec import Struct
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.body import invalid, shown
 from tailrace.schema.instants import is_date_time
 

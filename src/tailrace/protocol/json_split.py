@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 if TYPE_CHECKING:
     import numpy

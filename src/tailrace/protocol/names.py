@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import unquote_to_bytes
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 RESERVED_LAST = frozenset(
     {"_schema", "_profile", "_search", "_aggregate", "_routing_keys", "_index_status", "_details", "_otlp"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 EPOCH_MAX = 2**32 - 1

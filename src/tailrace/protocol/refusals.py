@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.protocol.headers import line
 
 NO_STORE = b"Cache-Control: no-store\r\n"

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, cast
 
 import orjson
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.query.aggregate_request import AggregateRequest
 from tailrace.query.bind import Bound
 from tailrace.query.compiled import Matcher

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Final, NamedTuple, cast
 
-from tailrace.protocol.durations import parse_instant_ns
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.query.bind import Bound, bind_query
 from tailrace.query.dialect import SEARCH
 from tailrace.query.values import INT64_MAX

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, Unpack, cas
 
 import orjson
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.query.aggregate import AggregateScanner, Groups, too_late
 from tailrace.query.aggregate_columns import ColumnAdder, ColumnScanner, has_blocks, has_columns

@@ -26,7 +26,7 @@ from functools import lru_cache
 from io import FileIO
 from typing import Final, cast
 
-from tailrace import turns
+from tailrace.common import turns
 from tailrace.query.chunk import Chunk, columns_from
 from tailrace.query.view import Decoder, View
 from tailrace.schema.registry import read_registry

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.query.dialect import SEARCH, Dialect
 from tailrace.query.parser import And, Compare, Node, Not, Or, parse
 from tailrace.query.values import converter

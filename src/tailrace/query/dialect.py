@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 TEXT_BYTES_MAX: Final = 16 * 1024
 CLAUSES_MAX: Final = 1024

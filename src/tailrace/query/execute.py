@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar, TypeVarTuple, Unpack
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.history import NotAtHandError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 
 class Gate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.query.bind import Bound, bind_query
 from tailrace.query.dialect import SEARCH
 from tailrace.schema.search_config import SearchConfig

@@ -8,9 +8,9 @@ from typing import cast
 
 import orjson
 
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import Stream
 from tailrace.log.scattered import ScatteredReader
-from tailrace.protocol.durations import format_instant
 from tailrace.query.collect import Hit
 from tailrace.query.execute import Outcome
 from tailrace.query.search_request import SearchRequest

@@ -8,7 +8,7 @@ from functools import total_ordering
 from math import inf
 from typing import Generic, NamedTuple, TypeVar, cast
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.query.bind import All, AnyOf, Anywhere, Bound, Negation, Phrase, Words
 from tailrace.query.values import INT64_MAX, Value

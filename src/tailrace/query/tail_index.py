@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
 from tailrace.query.chunk import Chunk, join_chunks

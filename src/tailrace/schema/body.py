@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import cast
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 SHOWN_MAX = 100  # characters of a client's own text in a message
 

@@ -11,7 +11,7 @@ from typing import NoReturn, cast
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.body import invalid
 from tailrace.schema.convert import GIVES, PARTIAL, TAKES, LensFailureError, has_type
 from tailrace.schema.covers import Cover, UnprovenError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.body import flag_at, invalid, object_at, string_at
 from tailrace.schema.pointer import ABSENT, find, parse_pointer
 

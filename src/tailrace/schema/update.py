@@ -7,7 +7,7 @@ from typing import Final, cast
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.schema.body import invalid, object_at, shown
 from tailrace.schema.documents import Document
 from tailrace.schema.lens import Lens, duplicate

@@ -25,8 +25,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from tailrace.common.timestamps import parse_timestamp_ns
 from tailrace.protocol import offsets
-from tailrace.protocol.durations import parse_timestamp_ns
 from tailrace.spark.catalogue import Catalogue, Position, StreamState
 from tailrace.spark.columns import DEFAULT
 from tailrace.spark.options import OptionError, ReadOptions, read_options

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tailrace.protocol.durations import parse_instant_ns
+from tailrace.common.timestamps import parse_instant_ns
 
 ENDPOINT_DEFAULT = "http://127.0.0.1:4437"
 STREAMS_MAX = 10_000

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.spark.options import Options, connection_of
 from tailrace.spark.server import Server

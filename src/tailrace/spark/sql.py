@@ -14,9 +14,9 @@ import msgspec
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as f
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.protocol import offsets
-from tailrace.protocol.durations import parse_instant_ns
 from tailrace.spark.catalogue import Catalogue
 from tailrace.spark.columns import DEFAULT
 from tailrace.spark.history import read_stream_history

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from tailrace.client.error import ClientError
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import START, Catalogue, Position, StreamState, position_of
 from tailrace.spark.options import OptionError, Positions, ReadOptions

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.store.byte_budget import ByteBudget
 from tailrace.store.disk_cache import Part, source_of
 from tailrace.store.object_parts import ObjectParts, Work, fail

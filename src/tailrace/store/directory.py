@@ -8,8 +8,8 @@ import secrets
 import time
 from pathlib import Path
 
-from tailrace import private_files
-from tailrace.errors import TailraceError
+from tailrace.common import private_files
+from tailrace.common.errors import TailraceError
 
 VERSION = 1
 # The streams are in the directories of several workers, where an older server would not look for them.

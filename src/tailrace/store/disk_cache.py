@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from tailrace import private_files
+from tailrace.common import private_files
 from tailrace.store.object_book import stream_of
 
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)")

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import apsw
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.store.cold_tables import SCHEMA as COLD_SCHEMA
 from tailrace.store.cold_tables import ColdTables
 from tailrace.store.companion_tables import SCHEMA as COMPANION_SCHEMA

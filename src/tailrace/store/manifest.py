@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tailrace import failpoints
-from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.common import failpoints
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.store import manifest_pages
 from tailrace.store.bucket import clear_folder, clear_trimmed, delete_all, holds_only
 from tailrace.store.compaction import compact_head

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.store.companions import Companion
 from tailrace.store.segments import SegmentInfo
 

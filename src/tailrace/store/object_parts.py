@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.store.byte_budget import ByteBudget
 from tailrace.store.disk_cache import DiskCache, Part
 from tailrace.store.file_objects import FileObjects

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 
 KEY_BYTES_MAX: Final = 1024  # what S3, GCS and Azure all take
 SEGMENT_BYTES_MAX: Final = 255  # one name in a directory, on every usual file system

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
 from tailrace.store.manifest_model import VERSION, FencedError
 from tailrace.store.objects import ObjectConflictError, ObjectMissingError
 

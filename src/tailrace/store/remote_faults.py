@@ -24,7 +24,7 @@ from obstore.exceptions import (
     UnknownConfigurationKeyError,
 )
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.store.objects import ObjectsRefusedError, ObjectsUnavailableError
 
 logger = logging.getLogger("tailrace.store")

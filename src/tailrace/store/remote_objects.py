@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.store.objects import (
     ObjectConflictError,
     ObjectExistsError,

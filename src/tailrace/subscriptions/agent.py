@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.machine import Step
 from tailrace.subscriptions.model import (

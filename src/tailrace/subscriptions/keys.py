@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.log.log import Log
 from tailrace.log.transaction import Transaction
-from tailrace.settings import Settings
 from tailrace.subscriptions import signing, tokens
 
 logger = logging.getLogger("tailrace.subscriptions")

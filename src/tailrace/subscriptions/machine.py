@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.subscriptions.model import (
     BEFORE_ALL,
     Change,

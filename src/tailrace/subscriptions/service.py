@@ -7,14 +7,15 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.settings import Settings
 from tailrace.subscriptions import machine, views
 from tailrace.subscriptions.agent import Agent, Job, Saved, Settled, Tail
 from tailrace.subscriptions.config import Config
@@ -24,7 +25,6 @@ from tailrace.subscriptions.machine import Answer, Step
 from tailrace.subscriptions.model import BEFORE_ALL, HEAD_PREFIX, Head, Subscription, Wake, restore
 from tailrace.subscriptions.tokens import WakeToken, expired
 from tailrace.subscriptions.webhooks import Webhooks, new_wake_id
-from tailrace.telemetry import Telemetry
 
 logger = logging.getLogger("tailrace.subscriptions")
 

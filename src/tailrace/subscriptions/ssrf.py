@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Sequence[str]]

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 KEY_BYTES: Final = 32
 # Fencing by generation is what ends a wake. The expiry only bounds how long a leaked token means anything,

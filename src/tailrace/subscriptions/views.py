@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import orjson
 
-from tailrace.protocol.durations import format_instant
+from tailrace.common.timestamps import format_instant
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.model import Subscription, Wake
 

@@ -10,15 +10,15 @@ import ssl
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
 from tailrace.subscriptions import deliver, machine, ssrf, tokens, views
 from tailrace.subscriptions.agent import Agent, Job
 from tailrace.subscriptions.keys import ServerKeys
 from tailrace.subscriptions.machine import Step
 from tailrace.subscriptions.model import Wake
-from tailrace.telemetry import Telemetry
 
 logger = logging.getLogger("tailrace.subscriptions")
 

@@ -18,12 +18,12 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from tailrace import failpoints
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.log.journal import list_files
 from tailrace.log.model import Tombstone
-from tailrace.settings import Settings
 from tailrace.store.bucket import STREAMS, stream_ids
 from tailrace.store.companions import Companion
 from tailrace.store.directory import DataDirectory, make_directory, sync_directory

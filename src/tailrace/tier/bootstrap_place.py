@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log import registry, system
 from tailrace.log.image import StoredStreams
 from tailrace.log.journal import JournalCorruptError, list_files

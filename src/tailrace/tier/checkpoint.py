@@ -7,7 +7,7 @@ import logging
 import sys
 from collections import deque
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.tier.vacuum import is_due
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import apsw
 
-from tailrace import failpoints, turns
+from tailrace.common import failpoints, turns
 from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream

@@ -7,8 +7,8 @@ import time
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
 
-from tailrace import failpoints
-from tailrace.limits import Limits
+from tailrace.common import failpoints
+from tailrace.common.limits import Limits
 from tailrace.log.image import StoredStreams
 from tailrace.store.footers import fetch_footer
 from tailrace.store.manifest import Manifests, Stored

@@ -11,8 +11,8 @@ import logging
 from functools import partial
 from typing import Final
 
-from tailrace import failpoints
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
 from tailrace.log import compaction
 from tailrace.log.compaction import Intent
 from tailrace.log.durable import durable

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.compaction import Intent
 from tailrace.log.model import Lifetime
 from tailrace.store.companions import SEGMENT, Companion, PlanEntry

@@ -6,9 +6,9 @@ import asyncio
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
 
-from tailrace import failpoints
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.limits import Limits
+from tailrace.common import failpoints
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.limits import Limits
 from tailrace.log.image import StoredStreams
 from tailrace.store.companion_change import CompanionMissingError
 from tailrace.store.manifest import Manifests

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.image import decode_block, decode_stream
 from tailrace.log.journal_check import JournalCheck, check_journal
 from tailrace.log.records import UNREADABLE

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.log.records import Sealed
 from tailrace.store.manifest_model import FencedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.seal")

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.catalogue import CompanionSet
 from tailrace.store.companions import Companion, PlanEntry, Quarantine, is_named_well
 from tailrace.store.offers import AddedObject, Offer

@@ -10,8 +10,8 @@ import asyncio
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from tailrace import failpoints
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
 from tailrace.log.catalogue import CompanionSet, plans_of
 from tailrace.log.log import Log
 from tailrace.log.model import Stream

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.log.durable import durable
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
-from tailrace.settings import Settings
 from tailrace.store.cold_tables import ColdTables
 from tailrace.store.object_book import ObjectBook
 from tailrace.tier.due import Aging, DueStreams

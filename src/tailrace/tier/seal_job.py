@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 from tailrace.store.companions import Companion
 from tailrace.store.object_book import Count, RecordedHead, Timing
 from tailrace.store.segments import SegmentInfo

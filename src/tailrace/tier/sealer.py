@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace import failpoints, turns
+from tailrace.common import failpoints, turns
+from tailrace.common.logging_setup import configure
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
-from tailrace.logs import configure
 from tailrace.store.companions import PlanBook
 from tailrace.store.directory import make_directory
 from tailrace.store.document_objects import DocumentObjects, versions_within

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.store.manifest_model import FencedError
 from tailrace.tier.owner import Owner
 from tailrace.tier.seal_job import Kind, Report

@@ -7,9 +7,9 @@ from itertools import takewhile
 
 import msgspec
 
+from tailrace.common.timestamps import INSTANT_NS_MAX
 from tailrace.log.image import decode_stream, encode_stream
 from tailrace.log.model import Lifetime, Stream
-from tailrace.protocol.durations import INSTANT_NS_MAX
 from tailrace.store.hot import HotDb
 from tailrace.store.kept import FOREVER, Run
 from tailrace.store.segments import SegmentInfo

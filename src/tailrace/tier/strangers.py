@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.image import StoredStreams
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import Head, ManifestCorruptError

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from tailrace import failpoints
-from tailrace.clock import SYSTEM_CLOCK, Clock
+from tailrace.common import failpoints
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.store.bucket import LIST_PAGE, STREAMS, delete_all, epoch_of, range_of, stream_of
 from tailrace.store.compaction import is_in_grace
 from tailrace.store.companions import range_in

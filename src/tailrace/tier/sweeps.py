@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.log import Log
 from tailrace.tier.sweep import Swept
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from tailrace import failpoints
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
 from tailrace.log import system
 from tailrace.log.compaction import is_behind
 from tailrace.log.image import StoredStreams

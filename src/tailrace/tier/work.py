@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log import outbox
 from tailrace.log.catalogue import NO_PLANS, Unfolded, plans_in, plans_of, read_companions
 from tailrace.log.durable import durable

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.syntax import Call, Const, Entries, Ident, Items, Node, Quantified, Select
 
 if TYPE_CHECKING:

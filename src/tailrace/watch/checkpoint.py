@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.tokens import Signer
 
 KIND: Final = b"walk:"

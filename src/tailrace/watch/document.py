@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, cast
 
 import orjson
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 DEPTH_MAX: Final = 64
 INT_MIN: Final = -(2**63)

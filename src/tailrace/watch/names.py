@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 DATABASE_DEFAULT: Final = "default"
 PATH_BYTES_MAX: Final = 1024

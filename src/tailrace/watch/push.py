@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import document
 from tailrace.watch.document import RESERVED, Document
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final, NamedTuple, cast
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.cel import ITEMS_MAX, STRING_BYTES_MAX, compile_text, invalid, too_complex
 from tailrace.watch.document import INT_MAX, INT_MIN

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol, cast
 
 import apsw
 
-from tailrace import private_files
+from tailrace.common import private_files
 
 logger = logging.getLogger("tailrace.watch")
 

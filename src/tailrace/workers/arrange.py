@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from tailrace import failpoints
-from tailrace.settings import Settings
+from tailrace.common import failpoints
+from tailrace.common.settings import Settings
 from tailrace.store.directory import DataDirectory
 from tailrace.workers.layout import (
     Layout,

@@ -13,9 +13,9 @@ import signal
 from contextlib import ExitStack
 
 from tailrace.api.restore import restore
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.log.image import StoredStreams
-from tailrace.settings import Settings
 from tailrace.store.directory import DataDirectory
 from tailrace.store.objects import ObjectsError, open_objects
 from tailrace.store.ownership import Ownership

@@ -15,12 +15,12 @@ import sys
 
 import uvloop
 
-from tailrace import ending, turns
 from tailrace.api import request_log, restore
 from tailrace.api.serve import SWITCH_INTERVAL_S
-from tailrace.errors import TailraceError
+from tailrace.common import ending, turns
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import add_to_all, configure
 from tailrace.log.journal import JournalCorruptError
-from tailrace.logs import add_to_all, configure
 from tailrace.store.directory import DataDirectory
 from tailrace.workers.server import WorkerServer
 from tailrace.workers.setup import Setup

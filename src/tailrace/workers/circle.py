@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tailrace.net.relay import Peer
+from tailrace.http.relay import Peer
 from tailrace.workers.placement import Placement
 
 

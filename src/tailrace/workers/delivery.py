@@ -15,15 +15,15 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.relay import Peer
 from tailrace.log import outbox, registry, registry_snapshot
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.system import METRICS
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
-from tailrace.net.relay import Peer
 
 logger = logging.getLogger("tailrace.workers")
 

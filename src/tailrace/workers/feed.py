@@ -14,14 +14,14 @@ from typing import Final
 import msgspec
 
 from tailrace.api import answers
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.outlet import Outlet
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
-from tailrace.net.outlet import Outlet
 from tailrace.protocol.patterns import Pattern
 
 FOLLOW: Final = "/_worker/follow"

@@ -21,14 +21,14 @@ from tailrace.api.otlp import PATH as TRACES_PATH
 from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.app import App
-from tailrace.net.exchange import MODE_UPGRADE, Exchange
-from tailrace.net.handover import Handover
-from tailrace.net.relay import ALONE, receive
+from tailrace.common.errors import TailraceError
+from tailrace.http.app import App
+from tailrace.http.exchange import MODE_UPGRADE, Exchange
+from tailrace.http.handover import Handover
+from tailrace.http.relay import ALONE, receive
 from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
 from tailrace.protocol.names import check_creatable, is_sub_resource
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
 from tailrace.workers.gather import STREAMS as LISTING

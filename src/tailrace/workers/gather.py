@@ -14,12 +14,12 @@ import orjson
 from tailrace.api import answers
 from tailrace.api.inspection.server import DETAILS, MEM
 from tailrace.api.seal import PATH as SEAL_PATH
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.net.exchange import Exchange
-from tailrace.net.relay import ALONE, OURS, Peer
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.http.exchange import Exchange
+from tailrace.http.relay import ALONE, OURS, Peer
 from tailrace.protocol.headers import line
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 
 STREAMS: Final = b"/v1/streams"
 METRICS, READY = b"/metrics", b"/readyz"

@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.relay import lost
 from tailrace.log.commit import Batch
 from tailrace.log.log import Log
 from tailrace.log.stalls import STALLED
-from tailrace.net.relay import lost
 from tailrace.workers.circle import Circle
 
 NOTE: Final = "home/"

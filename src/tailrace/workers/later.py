@@ -7,8 +7,8 @@ import logging
 from collections.abc import Coroutine
 
 from tailrace.api import answers
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 
 logger = logging.getLogger("tailrace.workers")
 

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from tailrace.errors import TailraceError
-from tailrace.settings import Settings
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 from tailrace.store.directory import make_directory, sync_directory, write_durably
 
 FILE: Final = "workers.json"

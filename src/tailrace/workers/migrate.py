@@ -19,9 +19,9 @@ from typing import Final, NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace import failpoints
 from tailrace.api.watch.service import FILE as VIEW
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
 from tailrace.log import compaction
 from tailrace.log.image import StoredStreams, StreamImage, decode_stream
 from tailrace.log.recovery import replay, sync_tail

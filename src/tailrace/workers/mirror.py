@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.net.relay import Followed, Peer, lost, request_of
+from tailrace.http.relay import Followed, Peer, lost, request_of
 from tailrace.subscriptions.agent import Tail
 from tailrace.workers.feed import FOLLOW, INTEREST, Interest, News
 

@@ -13,9 +13,9 @@ import msgspec
 
 from tailrace.api import answers
 from tailrace.api.watch.source_origin import Entry, Origin, OwnOrigin, found_source
+from tailrace.http.exchange import Exchange
+from tailrace.http.relay import Peer
 from tailrace.log.log import Log
-from tailrace.net.exchange import Exchange
-from tailrace.net.relay import Peer
 from tailrace.protocol import offsets
 from tailrace.watch.sources.model import SourceError
 from tailrace.workers.circle import Circle

@@ -32,9 +32,9 @@ from tailrace.api.pipeline import (
 )
 from tailrace.api.pipeline_state import Demand
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.query import parse_query
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.protocol.query_params import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.homes import Homes
 from tailrace.workers.later import Later

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Final
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 PORT_S_MAX: Final = 5.0
 PAUSE_S: Final = 0.05

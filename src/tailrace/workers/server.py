@@ -11,15 +11,15 @@ import msgspec
 from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.serve import Server
-from tailrace.clock import SYSTEM_CLOCK
-from tailrace.limits import Limits
+from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.limits import Limits
+from tailrace.http.app import App
+from tailrace.http.exchange import Exchange
+from tailrace.http.handover import Adoption, Handover
+from tailrace.http.relay import Peer
+from tailrace.http.server import HttpServer
 from tailrace.log.system import METRICS
-from tailrace.net.app import App
-from tailrace.net.exchange import Exchange
-from tailrace.net.handover import Adoption, Handover
-from tailrace.net.relay import Peer
-from tailrace.net.server import HttpServer
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.store.directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.workers import delivery, feed, homes, origins, pipeline

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.settings import Settings
+from tailrace.common.settings import Settings
 from tailrace.tier.bootstrap_report import Restored
 
 

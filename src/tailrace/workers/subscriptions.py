@@ -8,17 +8,17 @@ from typing import Final
 
 import msgspec
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
+from tailrace.http.relay import Peer
 from tailrace.log.log import Log
-from tailrace.net.relay import Peer
-from tailrace.settings import Settings
 from tailrace.subscriptions.agent import Agent, Saved, Settled, Tail
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.machine import Step
 from tailrace.subscriptions.model import restore
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.telemetry import Telemetry
 from tailrace.workers.feed import WAKE, WakeAppend
 from tailrace.workers.mirror import Mirrors
 from tailrace.workers.refusals import refusal_in

@@ -16,13 +16,13 @@ from typing import Final
 
 import msgspec
 
-from tailrace import descriptors, private_files
 from tailrace.api import serve as single
 from tailrace.auth.verifier import identity_path
-from tailrace.errors import TailraceError
-from tailrace.logs import configure
-from tailrace.settings import Settings
-from tailrace.settings_sources import unknown_variables
+from tailrace.common import file_descriptors, private_files
+from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import configure
+from tailrace.common.settings import Settings
+from tailrace.common.settings_loading import unknown_variables
 from tailrace.store.directory import DataDirectory
 from tailrace.tier.bootstrap_report import Restored
 from tailrace.workers import bucket
@@ -47,7 +47,7 @@ def run(settings: Settings) -> int:
     configure(settings.log_level, settings.log_format)
     for told in unknown_variables(os.environ):
         logger.warning(told)
-    descriptors.raise_limit()
+    file_descriptors.raise_limit()
     try:
         # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
         port = reserve(settings.host, settings.port)
@@ -85,7 +85,7 @@ def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index:
     if settings.auth_configured and not settings.auth_keys_file:
         changed["auth_keys_file"] = str(identity_path(settings))
     if settings.tls_self_signed:
-        from tailrace.net.self_signed import self_signed
+        from tailrace.http.self_signed import self_signed
 
         certificate, key = self_signed(root.path / "tls", settings.host)
         changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}

@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from tailrace.api.proxies import network_of
+from tailrace.common.limits import Limits
 from tailrace.hub.buckets import Buckets, Rate
-from tailrace.limits import Limits
 
 SERVER: Final = ""  # the key of what all addresses share
 PER_ADDRESS_PER_S: Final = 20

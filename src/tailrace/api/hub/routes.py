@@ -14,16 +14,16 @@ from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.socket import HubSocket, RefusedSocket
 from tailrace.api.proxies import proxies_of
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import CODES, TailraceError
+from tailrace.common.errors import CODES, TailraceError
+from tailrace.common.settings import Settings
+from tailrace.http.exchange import Exchange
+from tailrace.http.origins import Origins
 from tailrace.hub import connecting, decide
 from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError
 from tailrace.hub.ids import new_id
 from tailrace.hub.policy import actor_of
 from tailrace.hub.session import CONNECTED, Session
-from tailrace.net.exchange import Exchange
-from tailrace.net.origins import Origins
-from tailrace.settings import Settings
 
 WS_PATH: Final = b"/hub/ws"
 MESSAGES_PATH: Final = b"/hub/messages"

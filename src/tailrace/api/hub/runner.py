@@ -11,11 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from tailrace import failpoints
 from tailrace.api.context import Context
 from tailrace.api.hub.storage import JSON, LogStreams
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
+from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import connecting, decide
 from tailrace.hub.effects import (
     Append,
@@ -38,7 +39,6 @@ from tailrace.log import records
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction, ignore
-from tailrace.net.websocket import WebSocketConnection
 
 logger = logging.getLogger("tailrace.hub")
 

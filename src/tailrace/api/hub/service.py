@@ -18,16 +18,16 @@ from tailrace.api.hub.routes import HubRoutes
 from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.storage import LogStreams
 from tailrace.auth import Identity, TokenVerifier
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import Settings
+from tailrace.http.exchange import Exchange
 from tailrace.hub import connecting, decide
 from tailrace.hub.policy import load_policy
 from tailrace.hub.reading import StreamRules
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
 from tailrace.log.model import Lifetime
-from tailrace.net.exchange import Exchange
-from tailrace.settings import Settings
-from tailrace.telemetry import Telemetry
 from tailrace.tier.trims import Bound
 
 if TYPE_CHECKING:

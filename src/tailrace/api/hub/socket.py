@@ -6,10 +6,10 @@ from time import perf_counter
 from typing import Final
 
 from tailrace.api.hub.runner import Runner
+from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide
 from tailrace.hub.ids import new_id
 from tailrace.hub.session import Session
-from tailrace.net.websocket import WebSocketConnection
 
 MEASURED_EVERY: Final = 16
 SILENCE: Final = 4408

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Final
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.hub.effects import Found, Named
 from tailrace.log.decide import CreateRequest, gone, resolve
 from tailrace.log.history import Missing

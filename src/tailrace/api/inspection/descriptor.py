@@ -13,9 +13,9 @@ import xxhash
 
 from tailrace.api.inspection.documents import Documents, observability_of
 from tailrace.api.inspection.index_status import BUNDLED, Manifest, TailRows, index_status, instant
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import Stream
 from tailrace.protocol.content_types import DEFAULT
-from tailrace.protocol.durations import format_instant
 from tailrace.query.index_plan import FAMILIES
 
 ARTIFACTS = (

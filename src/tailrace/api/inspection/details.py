@@ -17,11 +17,11 @@ from tailrace.api.inspection.documents import Documents, documents_of
 from tailrace.api.inspection.index_status import Indexed, Manifest, TailRows, index_status
 from tailrace.api.live import Live
 from tailrace.auth import Action, Identity, authorise, bad_token
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.net.exchange import Exchange
 from tailrace.protocol.etag import none_match
-from tailrace.protocol.query import parse_query, wait_limit_lines, wait_ms
+from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.store.object_book import RecordedHead
 
 WAIT_DEFAULT_MS = 3000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from tailrace.api.inspection.documents import Documents
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import Stream
-from tailrace.protocol.durations import format_instant
 from tailrace.protocol.names import is_system
 from tailrace.query.index_plan import members_of
 from tailrace.tier.index_summary import NOTHING, FamilySummary, IndexSummary

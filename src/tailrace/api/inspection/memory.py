@@ -16,7 +16,7 @@ from tailrace.api.live import Live
 from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
-from tailrace.protocol.durations import format_instant
+from tailrace.common.timestamps import format_instant
 from tailrace.store.cold import ColdReader
 from tailrace.store.object_parts import ObjectParts
 from tailrace.tier.checkpoint import Checkpoints

@@ -11,11 +11,11 @@ from tailrace.api.context import Context
 from tailrace.api.inspection.details import METHODS
 from tailrace.api.inspection.documents import documents_of
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.key_listing import KeyListing, KeyPage
 from tailrace.log.model import Stream
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500
 SCAN_SHARE = 0.6  # of a request's time; the rest is for what is under way when that ends

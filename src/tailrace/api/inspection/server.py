@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import orjson
 
-from tailrace import allocator, auto_tune
 from tailrace.api import answers
 from tailrace.api.inspection import memory
 from tailrace.api.inspection.cold import cached_of
 from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.top_streams import TopStreams
 from tailrace.auth import Action, Identity, authorise
+from tailrace.common import allocator, auto_tune
+from tailrace.common.settings import TABLE, Setting
+from tailrace.common.timestamps import format_instant
+from tailrace.http.exchange import Exchange
 from tailrace.log.history import THREADS
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.durations import format_instant
-from tailrace.settings import TABLE, Setting
 
 DETAILS, MEM = b"/v1/server/_details", b"/v1/server/_mem"
 PATHS = frozenset({DETAILS, MEM})

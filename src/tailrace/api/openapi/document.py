@@ -28,7 +28,7 @@ from tailrace.api.openapi import (
 )
 from tailrace.api.openapi.operations import answer, error_responses, headers, operation, without_body
 from tailrace.api.openapi.values import Json
-from tailrace.net.exchange import Exchange
+from tailrace.http.exchange import Exchange
 from tailrace.protocol.etag import none_match
 
 PATH: Final = b"/openapi.json"

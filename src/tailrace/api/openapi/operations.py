@@ -7,7 +7,7 @@ from typing import Final, cast
 
 from tailrace.api.openapi.objects import obj
 from tailrace.api.openapi.values import STRING, Json
-from tailrace.errors import CODES, RETRY_AFTER_S
+from tailrace.common.errors import CODES, RETRY_AFTER_S
 
 # Any request may meet these, whatever it asks for.
 ALWAYS: Final = (400, 408, 413, 500, 503)

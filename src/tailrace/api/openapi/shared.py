@@ -7,7 +7,7 @@ from typing import Final
 from tailrace.api.openapi.objects import obj
 from tailrace.api.openapi.operations import param, query
 from tailrace.api.openapi.values import COUNT, INSTANT, STRING, TRUE, Json
-from tailrace.errors import CODES
+from tailrace.common.errors import CODES
 
 OFFSET: Final[Json] = {"type": "string", "pattern": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$"}
 WINDOW: Final[Json] = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,15})[smhd]?$"}

@@ -7,9 +7,9 @@ from functools import partial
 
 from tailrace.api.inspection.memory import Node
 from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
-from tailrace.instruments import Distribution
+from tailrace.common.metrics import Distribution
+from tailrace.common.server_metrics import Telemetry
 from tailrace.log.history import THREADS
-from tailrace.telemetry import Telemetry
 
 MIB = 1 << 20
 CALLS = ("put", "get", "head", "delete", "list")

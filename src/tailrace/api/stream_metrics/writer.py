@@ -9,8 +9,8 @@ from collections.abc import Callable
 import orjson
 
 from tailrace.api.stream_metrics.series import SeriesBook, Window
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream

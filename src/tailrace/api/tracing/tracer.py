@@ -8,9 +8,9 @@ from typing import Final
 from tailrace.api.pipeline_state import Heartbeat
 from tailrace.api.tracing.context import new_trace, read_traceparent
 from tailrace.api.tracing.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, Span, Value
-from tailrace.clock import Clock
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.durations import parse_instant_ns
+from tailrace.common.clock import Clock
+from tailrace.common.timestamps import parse_instant_ns
+from tailrace.http.exchange import Exchange
 from tailrace.tier.seal_runs import SealRun
 
 RUNS_MAX: Final = 1000  # runs of the pipeline that are followed at once

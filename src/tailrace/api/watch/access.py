@@ -10,7 +10,7 @@ import orjson
 
 from tailrace.api.watch.collection import Collection
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.cost import CostError
 from tailrace.watch.document import Document
 from tailrace.watch.predicate import Part, Predicate

@@ -15,12 +15,12 @@ import orjson
 
 from tailrace.api.context import Context
 from tailrace.api.watch.collection import Collection
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import Lifetime
 from tailrace.log.system import AUDIT
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.durations import format_instant
 from tailrace.watch.syntax import shape
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from tailrace.api.watch.collection import (
 )
 from tailrace.api.watch.completing import complete
 from tailrace.api.watch.tally import Tallies
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream

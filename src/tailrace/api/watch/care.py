@@ -14,7 +14,7 @@ from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.published_views import PublishedViews
 from tailrace.api.watch.token_keys import TokenKeys
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
 from tailrace.store.objects import ObjectsError
 from tailrace.tier.trims import Bound

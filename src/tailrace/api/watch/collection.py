@@ -8,9 +8,9 @@ import msgspec
 import orjson
 
 from tailrace.api.watch.tally import Tally
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.protocol.durations import format_instant, parse_window_s
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.common.timestamps import format_instant, parse_window_s
 from tailrace.watch import names
 from tailrace.watch.befores import Befores
 

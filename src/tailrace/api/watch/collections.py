@@ -25,10 +25,10 @@ from tailrace.api.watch.collection import (
     shown_window,
 )
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.net.exchange import Exchange
 from tailrace.watch import document, names
 
 COLLECTION_METHODS: Final = "GET, PUT, DELETE, HEAD, OPTIONS"

@@ -12,10 +12,10 @@ from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import NATIVE, Collection, config_entry
 from tailrace.api.watch.repeats import digest_of, first_results, same_request, used_otherwise
 from tailrace.api.watch.writes import Result, State, Write
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_instant
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.durations import format_instant
 from tailrace.watch import document, names
 from tailrace.watch.change import NULL, Change, ChangeEntry, Images, Op, Prev, Txn, encode
 from tailrace.watch.document import Document

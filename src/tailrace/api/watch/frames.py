@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from tailrace.log.journal import crc32c_extend
-from tailrace.protocol.ws_frames import encode_text
+from tailrace.protocol.websocket_frames import encode_text
 from tailrace.watch.change import Change
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tailrace.api.watch import frames
 from tailrace.api.watch.messages import Refused, only_database
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.matcher import VERSION
 

@@ -17,10 +17,10 @@ from tailrace.api.watch.documents import Correction, Writer
 from tailrace.api.watch.summaries import LEASE_S_MAX, Summaries
 from tailrace.api.watch.writes import Result
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.protocol import names as stream_names
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.watch import names, view_files
 from tailrace.watch.view import Row
 

@@ -13,8 +13,8 @@ from tailrace.api.listing import next_page, page_limit
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
 from tailrace.auth import Action, Identity, authorise, visible_databases
-from tailrace.net.exchange import Exchange
-from tailrace.protocol.query import parse_query
+from tailrace.http.exchange import Exchange
+from tailrace.protocol.query_params import parse_query
 
 METHODS: Final = "GET, HEAD, OPTIONS"
 

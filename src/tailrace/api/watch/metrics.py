@@ -11,7 +11,7 @@ from tailrace.api.watch.collection import NATIVE, Collection
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.source_ingest import OPS
 from tailrace.api.watch.tally import Labels
-from tailrace.telemetry import Telemetry
+from tailrace.common.server_metrics import Telemetry
 
 STATES: Final = ("live", "loading", "lagging", "stale")
 

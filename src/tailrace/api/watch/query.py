@@ -14,7 +14,7 @@ from tailrace.api.watch.access import Access
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import document
 from tailrace.watch.change import shown
 from tailrace.watch.cost import CostError

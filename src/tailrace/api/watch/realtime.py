@@ -19,11 +19,11 @@ from tailrace.api.watch.rxdb_realtime import stop
 from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscribing import acknowledge, subscribe, unsubscribe
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.net.origins import Origins
-from tailrace.net.outlet import Outlet
-from tailrace.net.websocket import WebSocketConnection
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.origins import Origins
+from tailrace.http.outlet import Outlet
+from tailrace.http.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
 from tailrace.watch.tokens import Ticket
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection, config_entry, control_entry
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction, ignore
 from tailrace.watch import names

@@ -9,7 +9,7 @@ import orjson
 import xxhash
 
 from tailrace.api.watch.writes import Result, Write
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.view import WriteRow
 
 _STATUSES: Final = {"insert": 201, "delete": 204}

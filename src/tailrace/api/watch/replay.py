@@ -16,7 +16,7 @@ from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.completing import recall
 from tailrace.api.watch.query import TimeSlice, flat_of
 from tailrace.api.watch.subscription import Subscription
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.watch.change import BeforeUnknownError, Change, decode
 from tailrace.watch.cost import CostError

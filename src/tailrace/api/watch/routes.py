@@ -17,8 +17,8 @@ from tailrace.api.watch.query import Queries
 from tailrace.api.watch.status import StatusRoute
 from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.protocol import names as stream_names
 from tailrace.protocol.etag import none_match
 from tailrace.protocol.headers import line

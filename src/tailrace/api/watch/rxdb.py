@@ -22,7 +22,7 @@ from tailrace.api.watch.rxdb_feed import SERVED, Feed, Wire
 from tailrace.api.watch.rxdb_pages import Batch, Pages, Shape
 from tailrace.api.watch.rxdb_push import Pushes, Told
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.log.transaction import Transaction
 from tailrace.watch import checkpoint as checkpoints
 from tailrace.watch.checkpoint import LATE_MS, Checkpoint, Walk

@@ -17,7 +17,7 @@ import orjson
 
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.checkpoint import Walk
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from tailrace.api.watch.rxdb import LIMIT_DEFAULT, LIMIT_MAX, Pull, Replication
 from tailrace.api.watch.rxdb_feed import POLL_S, Feed, Wire
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.net.outlet import Outlet
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.outlet import Outlet
 from tailrace.protocol import names as stream_names
 from tailrace.watch import document, names
 from tailrace.watch.checkpoint import Checkpoint, read_checkpoint

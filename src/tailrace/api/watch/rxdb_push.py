@@ -13,7 +13,7 @@ from tailrace.api.watch.documents import Writer
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.api.watch.writes import Result, State, Write
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.push import PushRow, decide

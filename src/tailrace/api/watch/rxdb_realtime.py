@@ -16,7 +16,7 @@ from tailrace.api.watch.rxdb_feed import POLL_S, Feed
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.api.watch.session import Session
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.checkpoint import read_checkpoint
 

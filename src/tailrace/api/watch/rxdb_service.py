@@ -13,8 +13,8 @@ from tailrace.api.watch.rxdb_http import PREFIX, ReplicationRoutes
 from tailrace.api.watch.rxdb_realtime import Streams
 from tailrace.api.watch.rxdb_ws import PATH, SocketRoute
 from tailrace.auth import Identity
-from tailrace.net.exchange import Exchange
-from tailrace.telemetry import Telemetry
+from tailrace.common.server_metrics import Telemetry
+from tailrace.http.exchange import Exchange
 
 
 class ReplicationService:

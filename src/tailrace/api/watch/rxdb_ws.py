@@ -21,11 +21,11 @@ from tailrace.api.watch.rxdb_feed import Feed, Wire
 from tailrace.api.watch.rxdb_http import read_limit, read_params, read_shape
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.net.origins import Origins
-from tailrace.net.websocket import WebSocketConnection
-from tailrace.protocol.ws_frames import CONTINUATION, TEXT, encode_frame
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
+from tailrace.http.origins import Origins
+from tailrace.http.websocket import WebSocketConnection
+from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
 from tailrace.watch import document, names
 from tailrace.watch.checkpoint import read_checkpoint
 from tailrace.watch.document import Document

@@ -24,7 +24,7 @@ from tailrace.api.watch.sources import Sources
 from tailrace.api.watch.summaries import Summaries
 from tailrace.api.watch.tally import Tallies
 from tailrace.auth import Identity, TokenVerifier
-from tailrace.net.exchange import Exchange
+from tailrace.http.exchange import Exchange
 from tailrace.watch.befores import Bounds
 from tailrace.watch.change import Change
 from tailrace.watch.names import PartitionPatterns

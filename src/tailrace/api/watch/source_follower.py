@@ -19,8 +19,8 @@ from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_seen import SeenKeys
 from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.watch.sources.config import SourceConfig
 from tailrace.watch.sources.model import GapError, SourceError
 

@@ -16,10 +16,10 @@ from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.source_progress import Progress, fact_of, read_progress
 from tailrace.api.watch.writes import State
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_instant
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.durations import format_instant
 from tailrace.watch import names
 from tailrace.watch.change import MISSING, NULL, ChangeEntry, Images, Op, Prev, Source, Txn, encode
 from tailrace.watch.document import Document

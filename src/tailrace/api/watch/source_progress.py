@@ -9,9 +9,9 @@ import apsw
 import msgspec
 import orjson
 
+from tailrace.common.timestamps import format_instant
 from tailrace.log.journal import Scan, chain
 from tailrace.log.records import Meta, decode, decode_plain_append
-from tailrace.protocol.durations import format_instant
 from tailrace.watch.sources.model import START, Position
 from tailrace.watch.view import Execute
 

@@ -12,10 +12,10 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.watch.sources import Sources
 from tailrace.auth import Action, Identity, authorise
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import Exchange
 from tailrace.protocol import names as stream_names
-from tailrace.protocol.query import parse_query
+from tailrace.protocol.query_params import parse_query
 from tailrace.watch import document, names
 from tailrace.watch.sources.config import check_name
 

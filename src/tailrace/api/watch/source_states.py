@@ -10,7 +10,7 @@ from tailrace.api.watch.collection import Collection, CollectionState, config_en
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.source_ingest import Ingest, SupersededError
 from tailrace.api.watch.source_progress import Progress, fact_of, read_progress, stream_of
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.sources.config import SourceConfig
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.clock import Clock
-from tailrace.protocol.durations import format_instant, parse_instant_ns
+from tailrace.common.clock import Clock
+from tailrace.common.timestamps import format_instant, parse_instant_ns
 
 
 class SourceStatus(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from tailrace.api.watch.source_follower import Followed, Follower
 from tailrace.api.watch.source_ingest import Ingest
 from tailrace.api.watch.source_origin import Elsewhere, Origin, OwnOrigin, found_source
 from tailrace.api.watch.source_seen import SeenKeys
-from tailrace.protocol.durations import format_instant
+from tailrace.common.timestamps import format_instant
 from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
 from tailrace.watch.sources.state import StateRecord, read_record
 

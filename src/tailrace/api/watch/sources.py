@@ -25,14 +25,14 @@ from tailrace.api.watch.source_states import SourceStates
 from tailrace.api.watch.source_status import SourceStatus
 from tailrace.api.watch.source_stream import StreamConnector
 from tailrace.api.watch.source_thread import SourceThread
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import Telemetry
+from tailrace.common.settings import listed
+from tailrace.common.timestamps import format_instant
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.durations import format_instant
-from tailrace.settings import listed
-from tailrace.telemetry import Telemetry
 from tailrace.watch import names
 from tailrace.watch.sources import mongo, postgres
 from tailrace.watch.sources.config import SourceConfig, read_config

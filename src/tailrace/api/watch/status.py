@@ -11,7 +11,7 @@ from tailrace.api.watch.book import Book
 from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.gateway import Gateway
 from tailrace.auth import Action, Identity, authorise
-from tailrace.net.exchange import Exchange
+from tailrace.http.exchange import Exchange
 
 METHODS = "GET, HEAD, OPTIONS"
 

@@ -20,11 +20,11 @@ from tailrace.api.context import Context
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.subscription import Subscription
 from tailrace.auth import Identity
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_instant
 from tailrace.log.model import Lifetime
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.durations import format_instant
 from tailrace.tier.trims import NO_END, Bound
 from tailrace.watch.deliveries import DELIVERIES
 from tailrace.watch.predicate import canonical

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from tailrace.instruments import Distribution
-from tailrace.telemetry import MATCH_SECONDS
+from tailrace.common.metrics import Distribution
+from tailrace.common.server_metrics import MATCH_SECONDS
 
 if TYPE_CHECKING:
     from tailrace.api.watch.collection import Collection

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from typing import Final
 
-from tailrace.clock import Clock
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
 from tailrace.log.log import Log
 from tailrace.log.transaction import Transaction
 from tailrace.watch.tokens import KeyRing, Signer, decode_ring, encode_ring

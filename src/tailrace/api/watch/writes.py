@@ -9,7 +9,7 @@ import msgspec
 import orjson
 
 from tailrace.api.watch.collection import Collection
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.document import Document
 from tailrace.watch.names import DocumentPath
 

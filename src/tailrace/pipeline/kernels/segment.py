@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.pipeline.kernels import mblk
 from tailrace.pipeline.kernels.agg import AggBuilder
 from tailrace.pipeline.kernels.batch import Batch, Reader, open_segment, read_rows, turns

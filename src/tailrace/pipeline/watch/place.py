@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from tailrace.client import wire
-from tailrace.protocol.durations import parse_instant_ns
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.protocol.patterns import Pattern
 from tailrace.spark.catalogue import Catalogue, Position, StreamState
 from tailrace.spark.options import Options, ReadOptions, connection_of

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple, cast
 
+from tailrace.common.timestamps import parse_instant_ns
 from tailrace.profiles.otel import semantics
 from tailrace.profiles.otel.cleaning import Cleaner, Fates, shortened
 from tailrace.profiles.otel.config import OtelConfig
 from tailrace.profiles.redaction import PATH_CHARACTERS_MAX, PATHS_MAX
 from tailrace.profiles.values import integer, number, trimmed
-from tailrace.protocol.durations import parse_instant_ns
 from tailrace.schema.body import invalid
 from tailrace.schema.instants import LAST_MS
 

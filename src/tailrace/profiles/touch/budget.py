@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.clock import Clock
+from tailrace.common.clock import Clock
 from tailrace.profiles.touch.config import TouchConfig
 
 COARSE_ONLY_FACTOR: Final = 4  # times the lag at which fine keys are restricted

@@ -10,7 +10,7 @@ from typing import Final, cast
 import msgspec
 import xxhash
 
-from tailrace.clock import Clock
+from tailrace.common.clock import Clock
 from tailrace.profiles.state_protocol import Change, change_of
 from tailrace.profiles.touch.budget import FineBudget
 from tailrace.profiles.touch.config import TouchConfig

@@ -8,7 +8,7 @@ from typing import Final, cast
 
 from msgspec import Struct
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.profiles.touch.keys import ID_MASK, key_id, read_key
 from tailrace.profiles.touch.templates import Declared, parse_declared
 from tailrace.schema.body import array_at, flag_at, invalid, object_at, shown, string_at

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch import names
 from tailrace.watch.sources.model import SourceError
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 from tailrace.watch.sources.config import Secret
 
 # Of the server itself and of its object store: only a pattern that begins like this lets them be used.

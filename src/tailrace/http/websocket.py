@@ -13,10 +13,10 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import MODE_NOTED
-from tailrace.net.wire import status_line
-from tailrace.protocol.ws_frames import (
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import MODE_NOTED
+from tailrace.http.wire import status_line
+from tailrace.protocol.websocket_frames import (
     BINARY,
     CLOSE,
     PING,
@@ -34,12 +34,12 @@ from tailrace.protocol.ws_frames import (
 )
 
 if TYPE_CHECKING:
-    from tailrace.net.exchange import Exchange
-    from tailrace.net.server import HttpServer
+    from tailrace.http.exchange import Exchange
+    from tailrace.http.server import HttpServer
 
 __all__ = ["WebSocketConnection", "WebSocketHandler", "encode_text", "upgrade"]
 
-logger = logging.getLogger("tailrace.net")
+logger = logging.getLogger("tailrace.http")
 
 _ACCEPT_SALT: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 # How long the peer has to answer our close before TCP is ended.

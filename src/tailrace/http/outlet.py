@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tailrace.net.wire import LAST_CHUNK, chunk, unchunk
+from tailrace.http.wire import LAST_CHUNK, chunk, unchunk
 
 if TYPE_CHECKING:
-    from tailrace.net.answering import AnsweringConnection
+    from tailrace.http.response_connection import AnsweringConnection
 
 
 class Outlet:

@@ -6,13 +6,13 @@ with `Exchange.respond`, streams with an `Outlet`, or takes the connection over 
 
 from __future__ import annotations
 
-from tailrace.net.app import App
-from tailrace.net.exchange import Exchange
-from tailrace.net.outlet import Outlet
-from tailrace.net.server import HttpServer
-from tailrace.net.websocket import WebSocketConnection, WebSocketHandler
-from tailrace.net.wire import chunk
-from tailrace.protocol.ws_frames import encode_text
+from tailrace.http.app import App
+from tailrace.http.exchange import Exchange
+from tailrace.http.outlet import Outlet
+from tailrace.http.server import HttpServer
+from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
+from tailrace.http.wire import chunk
+from tailrace.protocol.websocket_frames import encode_text
 
 __all__ = [
     "App",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import (
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import (
     MODE_CLOSE,
     MODE_CONTINUE,
     MODE_HEAD,
@@ -22,8 +22,8 @@ from tailrace.net.exchange import (
     MODE_UPGRADE,
     Exchange,
 )
-from tailrace.net.request_id import HEADER as REQUEST_ID
-from tailrace.net.request_id import taken_id
+from tailrace.http.request_id import HEADER as REQUEST_ID
+from tailrace.http.request_id import taken_id
 
 if TYPE_CHECKING:
     from httptools import HttpRequestParser

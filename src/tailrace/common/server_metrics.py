@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tailrace.instruments import (
+from tailrace.common.metrics import (
     SECONDS,
     Distribution,
     Distributions,

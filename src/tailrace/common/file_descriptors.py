@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.limits import Limits
+from tailrace.common.limits import Limits
 
 logger = logging.getLogger("tailrace")
 

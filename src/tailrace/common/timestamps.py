@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime, timedelta
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 _WINDOW = re.compile(r"(0|[1-9][0-9]*)([smhd]?)")
 _WAIT = re.compile(r"([0-9]{1,12})(ms|s|m|h)?")

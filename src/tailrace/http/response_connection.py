@@ -13,17 +13,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import (
-    MODE_CLOSE,
-    MODE_HEAD,
-    MODE_LEGACY,
-    MODE_NOTED,
-    Exchange,
-)
-from tailrace.net.outlet import Outlet
-from tailrace.net.request_id import without_id
-from tailrace.net.wire import (
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, MODE_NOTED, Exchange
+from tailrace.http.outlet import Outlet
+from tailrace.http.request_id import without_id
+from tailrace.http.wire import (
     BODILESS,
     CHUNKED,
     CONNECTION_CLOSE,
@@ -34,9 +28,9 @@ from tailrace.net.wire import (
 )
 
 if TYPE_CHECKING:
-    from tailrace.net.server import HttpServer
+    from tailrace.http.server import HttpServer
 
-logger = logging.getLogger("tailrace.net")
+logger = logging.getLogger("tailrace.http")
 
 # Requests of one connection that may wait parsed; beyond it the socket is not read.
 PIPELINE_MAX = 16

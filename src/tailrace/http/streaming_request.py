@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from tailrace.errors import TailraceError
-from tailrace.net.answering import BODY_RATE_MIN
-from tailrace.net.connection import HttpConnection
-from tailrace.net.exchange import MODE_CLOSE, Exchange
-from tailrace.net.server import HttpServer
+from tailrace.common.errors import TailraceError
+from tailrace.http.connection import HttpConnection
+from tailrace.http.exchange import MODE_CLOSE, Exchange
+from tailrace.http.response_connection import BODY_RATE_MIN
+from tailrace.http.server import HttpServer
 
 # A body of which this much is here is not waited for any longer.
 BEGUN_BYTES = 64 * 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from tailrace.errors import TailraceError
+from tailrace.common.errors import TailraceError
 
 
 class Certificate:

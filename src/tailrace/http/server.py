@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from tailrace.clock import SYSTEM_CLOCK, Clock
-from tailrace.descriptors import accept_backlog, refused_at_once
-from tailrace.errors import TailraceError
-from tailrace.limits import Limits
-from tailrace.net.app import App
-from tailrace.net.connection import HttpConnection
-from tailrace.net.exchange import Exchange
-from tailrace.net.receiving import ReceivingConnection
-from tailrace.net.request_head import KNOWN_HEADS_MAX, KnownHead
-from tailrace.net.wire import date_line, status_line
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.file_descriptors import accept_backlog, refused_at_once
+from tailrace.common.limits import Limits
+from tailrace.http.app import App
+from tailrace.http.connection import HttpConnection
+from tailrace.http.exchange import Exchange
+from tailrace.http.request_body import ReceivingConnection
+from tailrace.http.request_head import KNOWN_HEADS_MAX, KnownHead
+from tailrace.http.wire import date_line, status_line
 
 # One coarse timer serves every deadline of every connection.
 SWEEP_S = 0.5

@@ -15,12 +15,12 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tailrace.net.connection import HttpConnection
-from tailrace.net.exchange import MODE_ASKED, MODE_UPGRADE, Exchange
-from tailrace.net.relay import request_bytes
+from tailrace.http.connection import HttpConnection
+from tailrace.http.exchange import MODE_ASKED, MODE_UPGRADE, Exchange
+from tailrace.http.relay import request_bytes
 
 if TYPE_CHECKING:
-    from tailrace.net.server import HttpServer
+    from tailrace.http.server import HttpServer
 
 # A request that is larger goes on over the relay, whose socket takes any size.
 REQUEST_BYTES_MAX: Final = 64 * 1024

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from tailrace.errors import TailraceError
-from tailrace.net.answering import PIPELINE_MAX, logger
-from tailrace.net.exchange import MODE_CLOSE, MODE_CONTINUE, Exchange
-from tailrace.net.receiving import ReceivingConnection
-from tailrace.net.request_head import (
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import MODE_CLOSE, MODE_CONTINUE, Exchange
+from tailrace.http.request_body import ReceivingConnection
+from tailrace.http.request_head import (
     KNOWN_HEAD_BYTES_MAX,
     ODD_HEADERS,
     KnownHead,
@@ -29,10 +28,11 @@ from tailrace.net.request_head import (
     is_plain,
     note_repeat,
 )
-from tailrace.net.wire import CONTINUE
+from tailrace.http.response_connection import PIPELINE_MAX, logger
+from tailrace.http.wire import CONTINUE
 
 if TYPE_CHECKING:
-    from tailrace.net.server import HttpServer
+    from tailrace.http.server import HttpServer
 
 # Looked for as numbers: `b"?" in url` takes seven times as long as `0x3F in url`.
 SLASH = 0x2F

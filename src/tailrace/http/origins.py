@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import urlsplit
 
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import Exchange
-from tailrace.settings import Settings, listed
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings, listed
+from tailrace.http.exchange import Exchange
 
 LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from tailrace.errors import TailraceError
-    from tailrace.net.exchange import Exchange
+    from tailrace.common.errors import TailraceError
+    from tailrace.http.exchange import Exchange
 
 logger = logging.getLogger("tailrace.requests")
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from tailrace.limits import MIB
+from tailrace.common.limits import MIB
 
 PRESETS_MB: Final = (256, 512, 1024, 2048, 4096, 8192)
 

@@ -1,6 +1,6 @@
 """The one table of settings.
 
-A setting is a field of :class:`Settings` or of :class:`~tailrace.limits.Limits`. Its flag (``--data-dir``),
+A setting is a field of :class:`Settings` or of :class:`~tailrace.common.limits.Limits`. Its flag (``--data-dir``),
 its variable (``TAILRACE_DATA_DIR``), its key in ``tailrace.toml`` (``data_dir``) and its line in the
 documentation all follow from that field. How they are put together is in `settings_sources.py`.
 """
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from tailrace.limits import MIB, Limits
+from tailrace.common.limits import MIB, Limits
 
 ENV_PREFIX: Final = "TAILRACE_"
 PORT_DEFAULT: Final = 4437

@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.net.connection import HttpConnection
-    from tailrace.net.server import HttpServer
+    from tailrace.http.connection import HttpConnection
+    from tailrace.http.server import HttpServer
 
 
 class TunnelEnd(asyncio.Protocol):

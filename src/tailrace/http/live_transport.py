@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tailrace.net.outlet import Outlet
-from tailrace.net.websocket import WebSocketConnection
+from tailrace.http.outlet import Outlet
+from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol import sse
 
 

@@ -16,14 +16,14 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from tailrace.errors import TailraceError
-from tailrace.net.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, Exchange
-from tailrace.net.outlet import Outlet
-from tailrace.net.server import WRITE_HIGH_WATER_BYTES
-from tailrace.net.tunnel import dig
-from tailrace.net.wire import CONNECTION_CLOSE
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, Exchange
+from tailrace.http.outlet import Outlet
+from tailrace.http.server import WRITE_HIGH_WATER_BYTES
+from tailrace.http.tunnel import dig
+from tailrace.http.wire import CONNECTION_CLOSE
 
-logger = logging.getLogger("tailrace.net")
+logger = logging.getLogger("tailrace.http")
 
 # Connections to one process that are kept for the next request.
 IDLE_MAX = 256

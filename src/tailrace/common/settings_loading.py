@@ -14,9 +14,9 @@ from typing import Final, cast
 import msgspec
 from msgspec import Struct
 
-from tailrace import auto_tune
-from tailrace.limits import Limits
-from tailrace.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsError, networks_of, parse
+from tailrace.common import auto_tune
+from tailrace.common.limits import Limits
+from tailrace.common.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsError, networks_of, parse
 
 CONFIG_NAME: Final = "tailrace.toml"
 # Variables that are read by others: the command line, the failpoints and Spark.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tailrace.net.request_id import LINE_START, new_id
-from tailrace.net.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
+from tailrace.http.request_id import LINE_START, new_id
+from tailrace.http.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
 
 if TYPE_CHECKING:
-    from tailrace.net.connection import HttpConnection
-    from tailrace.net.outlet import Outlet
-    from tailrace.net.websocket import WebSocketConnection, WebSocketHandler
+    from tailrace.http.connection import HttpConnection
+    from tailrace.http.outlet import Outlet
+    from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
 
 # Answers to one read that are written together; they are small, so this bounds their bytes too.
 CORKED_MAX = 16
@@ -219,7 +219,7 @@ class Exchange(msgspec.Struct, eq=False):
 
         Limits not given are those of the server. `subprotocol` is the one chosen, if any.
         """
-        from tailrace.net.websocket import upgrade
+        from tailrace.http.websocket import upgrade
 
         return upgrade(
             self,

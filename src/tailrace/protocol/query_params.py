@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from tailrace.errors import TailraceError
-from tailrace.protocol import durations, offsets
+from tailrace.common import timestamps
+from tailrace.common.errors import TailraceError
+from tailrace.protocol import offsets
 from tailrace.protocol.headers import WAIT_LIMIT, exposed, line
 
 QUERY_BYTES_CACHED = 512
@@ -136,5 +137,5 @@ def _asked_wait_ms(query: dict[str, str]) -> int | None:
             raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
         return int(exact)
     if (text := query.get("timeout")) is not None:
-        return durations.parse_wait_ms(text)
+        return timestamps.parse_wait_ms(text)
     return None

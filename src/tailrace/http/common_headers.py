@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from tailrace.net.exchange import Exchange
-from tailrace.net.origins import Origins
+from tailrace.http.exchange import Exchange
+from tailrace.http.origins import Origins
 from tailrace.protocol import headers
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from tailrace.errors import TailraceError
-from tailrace.net.answering import AnsweringConnection
-from tailrace.net.exchange import MODE_ASKED
+from tailrace.common.errors import TailraceError
+from tailrace.http.exchange import MODE_ASKED
+from tailrace.http.response_connection import AnsweringConnection
 
 if TYPE_CHECKING:
-    from tailrace.net.server import HttpServer
+    from tailrace.http.server import HttpServer
 
 # Clients that are not known share this part of the memory for bodies that are not all there.
 STRANGERS_PART = 16
