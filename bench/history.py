@@ -22,7 +22,7 @@ from bench.loadgen import append_options
 from bench.peers import DO_NOT_PAGE, Peer
 from bench.processes import Peak, PeerError, Running, free_port, launch
 from bench.scenarios import Bench, Numbers, Rows, timed
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 SINGLE_READS = 1000
 PATIENCE_S = 600.0
@@ -131,7 +131,7 @@ def single_reads(server: Running, messages: int) -> Numbers:
     taken: list[float] = []
     client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     for _ in range(SINGLE_READS):
-        offset = encode(0, draw.randrange(messages - 1))
+        offset = encode_offset(0, draw.randrange(messages - 1))
         begun = time.perf_counter()
         client.request("GET", f"/v1/stream/history-0?offset={offset}")
         answer = client.getresponse()

@@ -406,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     env = {**ENV, **(PIPELINE if options.pipeline else {"TAILRACE_PIPELINE": "off"})}
     with ALL[US].running(DATA / "soak", cores(options.server_cpus), env) as server:
-        turns.ask_for(TURN_US)  # from now on: for the load, not for the server
+        turns.set_time_slice(TURN_US)  # from now on: for the load, not for the server
         prepare(server.port, mix, pipeline=options.pipeline)
         events = Events(server.port)
         if options.pipeline:

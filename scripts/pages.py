@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tailrace.cli.app import VERBS
 from tailrace.cli.failures import EXIT_CODES
-from tailrace.common.metrics import Metric
-from tailrace.common.server_metrics import TABLE as METRICS
-from tailrace.common.settings import PRESETS, TABLE, Setting
+from tailrace.common.metrics import MetricDefinition
+from tailrace.common.server_metrics import SERVER_METRICS as METRICS
+from tailrace.common.settings import PRESETS, SETTINGS_TABLE, Setting
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -75,14 +75,14 @@ def _rows(rows: list[Setting]) -> str:
 def _small() -> str:
     lines = ["| limit | default | small |", "|---|---|---|"]
     for name, value in PRESETS["small"].items():
-        row = TABLE[name]
+        row = SETTINGS_TABLE[name]
         lines.append(f"| `{name}` | {_quantity(row.default, row.unit)} | {_quantity(value, row.unit)} |")
     return "\n".join(lines) + "\n"
 
 
 def settings_page() -> str:
-    own = [row for row in TABLE.values() if not row.limit]
-    limits = [row for row in TABLE.values() if row.limit]
+    own = [row for row in SETTINGS_TABLE.values() if not row.limit]
+    limits = [row for row in SETTINGS_TABLE.values() if row.limit]
     return "\n".join(
         (
             SETTINGS_INTRO,
@@ -120,7 +120,7 @@ METRICS_EDGE = """
 """
 
 
-def _metric_rows(table: dict[str, Metric]) -> str:
+def _metric_rows(table: dict[str, MetricDefinition]) -> str:
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for metric in table.values():
         labels = ", ".join(f"`{label}`" for label in metric.labels)

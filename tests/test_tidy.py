@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tailrace
-from tailrace.common.settings import TABLE
+from tailrace.common.settings import SETTINGS_TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 800
@@ -103,8 +103,8 @@ def test_every_package_says_what_it_is_for() -> None:
 
 def test_every_setting_is_documented() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert [name for name in TABLE if f"`{name}`" not in page] == []
-    assert [name for name, setting in TABLE.items() if not setting.help.endswith(".")] == []
+    assert [name for name in SETTINGS_TABLE if f"`{name}`" not in page] == []
+    assert [name for name, setting in SETTINGS_TABLE.items() if not setting.help.endswith(".")] == []
 
 
 def _locked(path: Path) -> dict[str, str]:

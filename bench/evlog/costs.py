@@ -65,7 +65,7 @@ def ingest(sent: Sequence[bytes], rounds: int) -> dict[str, float]:
     """The stages of an append of many events, in their order."""
     body = b"[" + b",".join(sent) + b"]"
     normalise = Evlog(parse_evlog({"kind": "evlog"}, "profile")).normalise
-    entries = json_split.split(body, DEPTH_MAX)
+    entries = json_split.split_entries(body, DEPTH_MAX)
     stored = [dump_record(normalise(load_record(payload), 0)) for payload in sent]
     joined, keys = b",".join(stored), [b"req_0123456789abcdef0123"] * len(sent)
     op = Append(1, 1, len(sent), joined, [len(payload) for payload in stored], 0, keys=keys)
@@ -75,8 +75,8 @@ def ingest(sent: Sequence[bytes], rounds: int) -> dict[str, float]:
     taken = spent_us(lambda: [normalise(load_record(payload), 0) for payload in sent], count, rounds)
     records = [normalise(load_record(payload), 0) for payload in sent]
     return {
-        "cut the array": spent_us(lambda: json_split.split(body, DEPTH_MAX), count, rounds),
-        "join the entries": spent_us(lambda: json_split.join(entries), count, rounds),
+        "cut the array": spent_us(lambda: json_split.split_entries(body, DEPTH_MAX), count, rounds),
+        "join the entries": spent_us(lambda: json_split.join_entries(entries), count, rounds),
         "decode": decoded,
         "normalise": taken - decoded,
         "encode": spent_us(lambda: [dump_record(record) for record in records], count, rounds),

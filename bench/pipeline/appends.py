@@ -58,7 +58,7 @@ class Appends:
 
 
 def main(port: int) -> int:
-    turns.ask_for(TURN_US)
+    turns.set_time_slice(TURN_US)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _create(port)
     ended, failed = threading.Event(), list[str]()

@@ -20,7 +20,7 @@ from bench.pipeline.place import COLUMNS, SEGMENTS, Figures, Place, StageError
 from bench.run import say
 from tailrace.client import Client
 from tailrace.pipeline.session import open_session
-from tailrace.protocol.offsets import parse_position
+from tailrace.protocol.offsets import parse_offset
 from tailrace.spark import read_stream_history
 
 SUNK_ROWS = 200_000
@@ -129,7 +129,7 @@ class Readings:
         ).mode("append").save()
         with Client(self._url) as client:
             stream = client.stream(target)
-            written = parse_position(stream.head().next_offset)[1]
+            written = parse_offset(stream.head().next_offset)[1]
             stream.delete()
         return written
 

@@ -10,14 +10,14 @@ import ssl
 import sys
 
 from tailrace.common.settings import Settings, SettingsError
-from tailrace.common.settings_loading import load
+from tailrace.common.settings_loading import load_settings
 
 WAIT_S = 2.0
 
 
 def main() -> int:
     try:
-        status = status_of(load())
+        status = status_of(load_settings())
     except (SettingsError, OSError, http.client.HTTPException) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -22,7 +22,7 @@ from support.retention import (
 from support.sealing import SEALING_ENV, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 STEPS = (
     "retain.before_trim",
@@ -89,7 +89,11 @@ def test_a_crash_while_retention_is_at_work(life: Life, data_dir: Path) -> None:
     bounds = {"Stream-Retention-Bytes": str(5 * ENTRY_BYTES)}
     assert life.call("PUT", "a", bounds) in (200, 201)
     life.append("a", 1, 4)
-    fork = {"Stream-Forked-From": "a", "Stream-Fork-Offset": encode(0, 3), "Stream-Retention-Bytes": "100000"}
+    fork = {
+        "Stream-Forked-From": "a",
+        "Stream-Fork-Offset": encode_offset(0, 3),
+        "Stream-Retention-Bytes": "100000",
+    }
     assert life.call("PUT", "f", fork) in (200, 201)
     # In several rounds, so that each step is reached more than once.
     count = 4
@@ -104,7 +108,7 @@ def test_a_crash_while_retention_is_at_work(life: Life, data_dir: Path) -> None:
     http = life.http
     gone = wait_trimmed(http, data_dir, "a", count)
     assert http.get("a").body == texts(gone + 1, count)
-    assert http.get(f"a?offset={encode(0, 0)}").code == "offset_gone"
+    assert http.get(f"a?offset={encode_offset(0, 0)}").code == "offset_gone"
     assert http.get("f").body == texts(1, 3)
     wait_deleted(data_dir, "a", {1, 2, 3} | set(range(gone + 1, count + 1)))
     assert http.delete("f").status == 204

@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     @property
     def entry(self) -> int:
         """The entry number of `Stream-Next-Offset`."""
-        return offsets.parse_position(self.headers["stream-next-offset"])[1]
+        return offsets.parse_offset(self.headers["stream-next-offset"])[1]
 
     @property
     def closed(self) -> bool:

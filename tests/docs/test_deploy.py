@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tailrace.cli.app import VERBS
-from tailrace.common.server_metrics import TABLE as METRICS
-from tailrace.common.settings import TABLE as SETTINGS
+from tailrace.common.server_metrics import SERVER_METRICS as METRICS
+from tailrace.common.settings import SETTINGS_TABLE as SETTINGS
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
 
 ROOT = Path(__file__).resolve().parents[2]

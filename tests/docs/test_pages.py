@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.server import ServerProcess
-from tailrace.common.errors import CODES
-from tailrace.common.server_metrics import TABLE as METRICS
+from tailrace.common.errors import ERROR_STATUS
+from tailrace.common.server_metrics import SERVER_METRICS as METRICS
 from tailrace.protocol.headers import REQUEST_HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_every_page_can_be_found() -> None:
 
 def test_every_error_code_and_request_header_is_explained() -> None:
     page = (DOCS / "http.md").read_text(encoding="utf-8")
-    assert [code for code in CODES if f"`{code}`" not in page] == []
+    assert [code for code in ERROR_STATUS if f"`{code}`" not in page] == []
     expected = set(REQUEST_HEADERS) - _COMMON_HEADERS
     assert [header for header in sorted(expected) if header not in page] == []
 

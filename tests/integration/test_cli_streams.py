@@ -15,7 +15,7 @@ from support.cli import Finished, command, environment, tailrace
 from support.server import ServerProcess
 from support.terminal import OnTerminal
 from tailrace.cli.read import entries_before
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 _numbers = itertools.count(1)
 
@@ -221,9 +221,9 @@ def test_tail_of_bytes_begins_with_the_last_entries(server: ServerProcess, name:
 
 
 def test_the_last_entries_begin_where_retention_has_left_off() -> None:
-    assert entries_before(encode(0, 100), 3) == encode(0, 97)
-    assert entries_before(encode(0, 100), 3, encode(0, 99)) == encode(0, 99)
-    assert entries_before(encode(2, 100), 300, encode(2, 0)) == encode(2, 0)
+    assert entries_before(encode_offset(0, 100), 3) == encode_offset(0, 97)
+    assert entries_before(encode_offset(0, 100), 3, encode_offset(0, 99)) == encode_offset(0, 99)
+    assert entries_before(encode_offset(2, 100), 300, encode_offset(2, 0)) == encode_offset(2, 0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.cli import tailrace
 from support.sealing import SEALING_ENV, hot, unsealed_blocks, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT, BYTES = "application/json", "text/plain", "application/octet-stream"
 SECOND_NS = 10**9
@@ -64,9 +64,9 @@ def whole(payloads: list[bytes], content_type: str) -> bytes:
 
 
 def check_catch_up(http: Wire, name: str, payloads: list[bytes], content_type: str) -> None:
-    tail = encode(0, len(payloads))
+    tail = encode_offset(0, len(payloads))
     for after in range(len(payloads) + 1):
-        answer = http.get(f"{name}?offset={encode(0, after)}")
+        answer = http.get(f"{name}?offset={encode_offset(0, after)}")
         assert answer.body == whole(payloads[after:], content_type)
         assert answer["stream-next-offset"] == tail
     for number in range(4):
@@ -145,12 +145,12 @@ def test_forks_of_what_is_cold(cold: StartCold) -> None:
     payloads = fill(http, "source", TEXT, 8)
     seal(server, http)
     for entry in range(9):
-        path = {"stream_forked_from": "/v1/stream/source", "stream_fork_offset": encode(0, entry)}
+        path = {"stream_forked_from": "/v1/stream/source", "stream_fork_offset": encode_offset(0, entry)}
         assert http.put(f"fork/{entry}", None, None, **path).status == 201
         assert http.get(f"fork/{entry}").body == b"".join(payloads[:entry])
         assert http.post(f"fork/{entry}", TEXT, b"own").status == 204
     # The first byte of the next entry, which is on the object store.
-    sub = {"stream_forked_from": "/v1/stream/source", "stream_fork_offset": encode(0, 4)}
+    sub = {"stream_forked_from": "/v1/stream/source", "stream_fork_offset": encode_offset(0, 4)}
     assert http.put("cut", None, None, **sub, stream_fork_sub_offset="1").status == 201
     assert http.put("cut", None, None, **sub, stream_fork_sub_offset="1").status == 200
     assert http.put("cut2", None, None, **sub, stream_fork_sub_offset="9").code == "invalid_fork"

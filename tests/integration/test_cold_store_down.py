@@ -14,7 +14,7 @@ from support.sealing import SEALING_ENV, hot, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.auth import create_token
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 from tailrace.testing import ServerFailedError
 
 TEXT = "text/plain"
@@ -81,7 +81,7 @@ def test_appends_and_hot_reads_go_on_and_everything_drains(started: Started, buc
         assert http.post("a", TEXT, f"{number},").status == 204
     wait_until(lambda: object_store(server).startswith("failing"), "the failure seen")
     assert server.status("/readyz") == 200
-    assert http.get(f"a?offset={encode(0, 1)}").body == b"1,2,3,4,5,6,7,8,9,"
+    assert http.get(f"a?offset={encode_offset(0, 1)}").body == b"1,2,3,4,5,6,7,8,9,"
     assert http.get("a").code == "unavailable"  # its first entry is out of reach
     http.close()
     server.restart(kill=True)
@@ -127,7 +127,7 @@ def test_too_much_waiting_is_refused_until_it_has_drained(started: Started, buck
     wait_sealed(server.data_dir)
     text = b""
     while len(text) < 10_000 * taken + 1:
-        text += http.get(f"a?offset={encode(0, len(text) // 10_000)}").body
+        text += http.get(f"a?offset={encode_offset(0, len(text) // 10_000)}").body
     assert text == b"x" * 10_000 * taken + b"y"
 
 

@@ -15,7 +15,7 @@ from support.cutting_proxy import CuttingProxy, Direction
 from support.edge import EdgeProcess, metrics
 from support.server import ServerProcess
 from support.wire import Connection, fresh, request_bytes
-from tailrace.http.streaming_request import BEGUN_BYTES, HELD_BYTES_MAX
+from tailrace.http.streaming_request import BUFFERED_BODY_BYTES_MAX, STREAMED_BODY_BYTES_MIN
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -73,7 +73,7 @@ def test_a_body_goes_on_before_it_is_all_there(
     """With a length, and in chunks; the connection is then good for the next request."""
     name = _made(server)
     body = bytes(range(256)) * (2 * KIB)
-    begun, rest = body[: BEGUN_BYTES + KIB], body[BEGUN_BYTES + KIB :]
+    begun, rest = body[: STREAMED_BODY_BYTES_MIN + KIB], body[STREAMED_BODY_BYTES_MIN + KIB :]
     with Connection(edge.port) as connection:
         head = request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(len(body))})
         connection.send(head + begun)
@@ -100,7 +100,7 @@ def test_a_refusal_before_the_end_arrives(server: ServerProcess, tmp_path: Path)
         connection.send(
             request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(9 * MIB)})
         )
-        connection.send(bytes(BEGUN_BYTES + KIB))
+        connection.send(bytes(STREAMED_BODY_BYTES_MIN + KIB))
         refused = connection.read_answer("POST")
         assert (refused.status, refused.code) == (413, "payload_too_large")
         assert refused["connection"] == "close"
@@ -124,7 +124,7 @@ def test_a_body_over_the_limit_of_the_edge_is_refused_as_soon_as_it_is(
             assert connection.read_answer("POST").code == "payload_too_large"
         with Connection(edge.port) as connection:
             connection.send(request_bytes("POST", target, {**BINARY, **more, "Transfer-Encoding": "chunked"}))
-            connection.send(_chunks(*[bytes(BEGUN_BYTES)] * 17))
+            connection.send(_chunks(*[bytes(STREAMED_BODY_BYTES_MIN)] * 17))
             assert connection.read_answer("POST").code == "payload_too_large"
         assert Caller(edge)("GET", name).raw == b"", "nothing of it was appended"
         eventually(lambda: metrics(edge)["tailrace_edge_body_bytes"], lambda held: held == 0)
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(
     name = _made(server)
     with Connection(edge.port) as connection:
         connection.send(request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(MIB)}))
-        connection.send(b"half" * BEGUN_BYTES)
+        connection.send(b"half" * STREAMED_BODY_BYTES_MIN)
         eventually(lambda: passed.data, lambda data: b"half" in data)
     eventually(lambda: metrics(edge)["tailrace_edge_body_bytes"], lambda held: held == 0)
     eventually(lambda: metrics(edge)["tailrace_edge_connections"], lambda open_now: open_now == 1)
@@ -167,7 +167,7 @@ def test_a_server_that_stands_still_stops_the_client(start_server: StartServer, 
         try:
             pushing.start()
             held = eventually(
-                lambda: metrics(edge)["tailrace_edge_body_bytes"], lambda held: held > HELD_BYTES_MAX
+                lambda: metrics(edge)["tailrace_edge_body_bytes"], lambda held: held > BUFFERED_BODY_BYTES_MAX
             )
             assert held <= 2 * MIB
             assert sent < total
@@ -190,7 +190,8 @@ def test_who_may_not_write_is_told_before_the_body_is_there(
             with Connection(edge.port) as connection:
                 head = {**BINARY, "Content-Length": str(9 * MIB)}
                 connection.send(
-                    request_bytes("POST", "/v1/stream/never", head) + b"secret" * (BEGUN_BYTES // 5)
+                    request_bytes("POST", "/v1/stream/never", head)
+                    + b"secret" * (STREAMED_BODY_BYTES_MIN // 5)
                 )
                 assert connection.read_answer("POST").status == 401
                 assert connection.at_end()
@@ -233,7 +234,7 @@ def test_a_client_that_falls_silent_is_not_waited_for(server: ServerProcess, tmp
     name = _made(server)
     head = request_bytes("POST", f"/v1/stream/{name}", {**BINARY, "Content-Length": str(MIB)})
     with Connection(edge.port) as connection:
-        connection.send(head + bytes(BEGUN_BYTES))
+        connection.send(head + bytes(STREAMED_BODY_BYTES_MIN))
         assert connection.read_answer("POST").code == "request_timeout"
         assert connection.at_end()
     assert metrics(edge)["tailrace_edge_body_bytes"] == 0

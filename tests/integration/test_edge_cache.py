@@ -16,7 +16,7 @@ from support.edge import Asked, EdgeProcess, cached, metrics, upstream_sockets
 from support.live_pairs import LivePairs
 from support.server import ServerProcess
 from support.wire import fresh
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 PAGE = {"TAILRACE_READ_PAGE_ENTRIES": "2"}
 JSON = {"Content-Type": "application/json"}
@@ -112,7 +112,7 @@ def test_e11_what_may_not_be_kept_is_nowhere(
             (f"{name}?offset=-1&live=long-poll", 200),
             (f"{name}?offset={tail}&live=long-poll&timeout_ms=20", 204),
             (f"{name}?offset=now&live=long-poll&timeout_ms=20", 204),
-            (f"{name}?offset={encode(0, 9)}", 400),
+            (f"{name}?offset={encode_offset(0, 9)}", 400),
             (f"{name}/none", 404),
         ):
             assert edge("GET", target).status == status, target
@@ -137,7 +137,7 @@ def test_e10_spellings_share_one_slice_and_other_reads_do_not(
     for number in range(9):
         owner("POST", name, number, headers={"Stream-Key": "ab"[number % 2]})
     spelled = name.replace("spelling", "%73pelling")
-    second, alias = encode(0, 2), "0000000000000000_0000000000000002"
+    second, alias = encode_offset(0, 2), "0000000000000000_0000000000000002"
     groups = {
         b"[0,1]": (
             f"{name}?offset=-1",
@@ -158,7 +158,7 @@ def test_e10_spellings_share_one_slice_and_other_reads_do_not(
         ),
         b"[3,5]": (f"{name}?key=b&offset={second}", f"{name}/pk/b?offset={alias}&key=b"),
         b"23": (f"{name}?offset={second}&format=raw", f"{name}?format=raw&offset={alias}&format_=json"),
-        b"[3,4]": (f"{name}?offset={encode(0, 3)}", f"{name}?offset=0000000000000000_{3:016}"),
+        b"[3,4]": (f"{name}?offset={encode_offset(0, 3)}", f"{name}?offset=0000000000000000_{3:016}"),
     }
     # Started last: the registry tells an edge of a new stream, and what was kept of its name is dropped.
     _check_shared(start_edge(), asked, name, groups)

@@ -9,7 +9,7 @@ from support.calls import Caller, eventually
 from support.edge import EdgeProcess, StartEdge, Writer, cached, metrics
 from support.scripted_owner import Asked, ScriptedOwner, answer
 from support.wire import Connection, Wire, request_bytes
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 REALTIME = "/realtime/sse?database=default&collection=things"
 REPLICATION = "/replication/v1/databases/default/stream?collection=things"
@@ -52,21 +52,21 @@ def test_a_reader_resumes_at_its_last_event(
     url = f"resumed?offset={offset}&live=sse"
     with http.events(url) as events:
         if offset == "-1":
-            assert (events.data(), events.last_id) == (b"[0,1]", encode(0, 2))
-        assert events.control()["streamNextOffset"] == events.last_id == encode(0, 2)
+            assert (events.data(), events.last_id) == (b"[0,1]", encode_offset(0, 2))
+        assert events.control()["streamNextOffset"] == events.last_id == encode_offset(0, 2)
     writer.append()
-    with http.events(url, {"Last-Event-ID": encode(0, 2)}) as events:
+    with http.events(url, {"Last-Event-ID": encode_offset(0, 2)}) as events:
         assert events.head["stream-start"] == "last-event-id"
         # The edge may have heard of the append later than the writer did.
         found = eventually(events.next, lambda event: event is None or event[0] == "data")
-        assert (found, events.last_id) == (("data", b"[2]"), encode(0, 3))
+        assert (found, events.last_id) == (("data", b"[2]"), encode_offset(0, 3))
         assert events.control()["upToDate"] is True
         writer.append()
-        assert (events.data(), events.last_id) == (b"[3]", encode(0, 4))
+        assert (events.data(), events.last_id) == (b"[3]", encode_offset(0, 4))
     with http.events(url, {"Last-Event-ID": "foreign"}) as events:
         assert events.head["stream-start"] == "offset"
         assert events.data() == b"[0,1,2,3]" if offset == "-1" else events.control()["upToDate"]
-    beyond = http.get(url, {"Last-Event-ID": encode(0, 9)})
+    beyond = http.get(url, {"Last-Event-ID": encode_offset(0, 9)})
     assert (beyond.status, beyond.code) == (400, "offset_beyond_tail")
     http.close()
 
@@ -108,14 +108,14 @@ def test_a_known_event_stream_is_held_until_the_server_is_back(
     assert metrics(edge)['tailrace_edge_clients{mode="held"}'] == len(paths)
     assert _head(edge, "/v1/stream/unknown?offset=now&live=sse") == 503
     assert _head(edge, f"{REALTIME}&where=true") == 503
-    held.append(HeldReader(edge, "/v1/stream/unknown?offset=now&live=sse", Last_Event_ID=encode(0, 1)))
+    held.append(HeldReader(edge, "/v1/stream/unknown?offset=now&live=sse", Last_Event_ID=encode_offset(0, 1)))
     held.append(HeldReader(edge, f"{REALTIME}&where=true", Last_Event_ID="7b7d"))
     assert Caller(edge)("GET", "known?offset=-1&live=long-poll").status == 503
     server.start()
     for reader in held:
         reader.wait_end()
     assert {_head(edge, path) for path in paths} == {200}
-    assert _head(edge, "/v1/stream/unknown?offset=now&live=sse", Last_Event_ID=encode(0, 1)) == 404
+    assert _head(edge, "/v1/stream/unknown?offset=now&live=sse", Last_Event_ID=encode_offset(0, 1)) == 404
     assert metrics(edge)['tailrace_edge_clients{mode="held"}'] == 0
 
 
@@ -127,7 +127,7 @@ def test_a_hold_ends(start_server: StartServer, start_edge: StartEdge) -> None:
     brief, long = (start_edge(server.base_url, edge_hold_ms=hold_ms) for hold_ms in ("500", "600000"))
     assert _head(brief, path) == _head(long, path) == 200
     server.kill()
-    resumed = {"Last_Event_ID": encode(0, 0)}  # before anything that a channel could continue
+    resumed = {"Last_Event_ID": encode_offset(0, 0)}  # before anything that a channel could continue
     HeldReader(brief, path, **resumed).wait_end()
     waiting = HeldReader(long, path, **resumed)
     long.stop()

@@ -18,7 +18,7 @@ from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.wire import Wire, fresh
 from tailrace.auth import create_token
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON = {"Content-Type": "application/json"}
 PAGE = {"TAILRACE_READ_PAGE_ENTRIES": "2"}
@@ -130,7 +130,7 @@ def test_e16_what_ends_too_soon_to_be_renewed_is_not_kept(
 ) -> None:
     edge = Caller(start_edge())
     name = _made(Caller(server), Stream_TTL=window)
-    for target in (name, f"{name}?offset={encode(0, 4)}") * 4:
+    for target in (name, f"{name}?offset={encode_offset(0, 4)}") * 4:
         assert edge("GET", target).headers["x-cache"] == "MISS"
 
 
@@ -217,7 +217,7 @@ def test_e14_trimmed_entries_are_not_served_and_the_others_are(
     text = {"Content-Type": "text/plain"}
     for number in range(8):
         assert owner("POST", name, b"%04d" % number, headers=text).status == 204
-    late = f"{name}?offset={encode(0, 6)}"
+    late = f"{name}?offset={encode_offset(0, 6)}"
     assert cached(edge, f"{name}?offset={START}").raw == b"00000001"
     for _ in range(3):
         first = edge("GET", name)
@@ -230,7 +230,7 @@ def test_e14_trimmed_entries_are_not_served_and_the_others_are(
     wire.close()
     for _ in range(2):
         answer = eventually(lambda: edge("GET", f"{name}?offset={START}"), lambda reply: reply.status == 410)
-        assert answer.headers["stream-earliest-offset"] == encode(0, gone)
+        assert answer.headers["stream-earliest-offset"] == encode_offset(0, gone)
         assert edge("GET", name).raw == owner("GET", name).raw
         kept, direct = cached(edge, late), owner("GET", late)
         assert kept.raw == direct.raw

@@ -27,7 +27,7 @@ from support.edge import (
 )
 from support.server import ServerProcess
 from support.wire import Connection, Wire, fresh, request_bytes
-from tailrace.protocol.offsets import parse_position
+from tailrace.protocol.offsets import parse_offset
 
 MODES = ("sse", "ws", "long-poll")
 READERS = 200
@@ -178,7 +178,7 @@ def test_e3_readers_join_while_many_write_as_fast_as_they_can(
         tasks: list[asyncio.Future[None]] = []
         for number in range(READERS):
             head = await asyncio.to_thread(Caller(server), "HEAD", "rush")
-            entry = chance.randrange(parse_position(head.headers["stream-next-offset"])[1] + 1)
+            entry = chance.randrange(parse_offset(head.headers["stream-next-offset"])[1] + 1)
             follower = Follower(edge.port, "rush", MODES[number % len(MODES)], entry_offset(entry))
             joined.append((entry, follower))
             tasks.append(asyncio.ensure_future(follower.run()))

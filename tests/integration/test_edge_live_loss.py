@@ -51,7 +51,7 @@ async def _code_of(socket: ClientConnection) -> int | None:
     return socket.close_code
 
 
-TAIL = offsets.encode(0, 1)
+TAIL = offsets.encode_offset(0, 1)
 HEAD = {"Content-Type": "application/json", "Stream-Next-Offset": TAIL}
 CONTROL = {"type": "control", "streamNextOffset": TAIL, "streamCursor": "1", "upToDate": True}
 READY = answer(200, body=b'{"deployment":"one"}')
@@ -205,7 +205,7 @@ def test_readers_that_catch_up_are_kept_as_those_at_the_tail_are(
 
 def test_readers_that_catch_up_outlast_refusals_that_pass(start_edge: StartEdge) -> None:
     """A server that answers 503 in the middle of their slices is asked again."""
-    start, tail = offsets.encode(0, 0), offsets.encode(0, 2)
+    start, tail = offsets.encode_offset(0, 0), offsets.encode_offset(0, 2)
     slices = {
         start: answer(200, {**HEAD, "Cache-Control": "no-store", "ETag": '"a"'}, b"[1]"),
         TAIL: answer(200, {**HEAD, "Stream-Next-Offset": tail, "Cache-Control": "no-store"}, b"[2]"),

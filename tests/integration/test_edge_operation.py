@@ -20,7 +20,7 @@ from support.ports import KeptPort
 from support.server import ServerProcess
 from support.wire import Connection, Wire, fresh, request_bytes
 from tailrace.auth import create_token
-from tailrace.http.self_signed import self_signed
+from tailrace.http.self_signed import self_signed_certificate
 
 JSON = {"Content-Type": "application/json"}
 SECRET = "a secret that is long enough for tokens"
@@ -128,7 +128,7 @@ def test_sighup_reads_the_certificate_again(
 ) -> None:
     """And readers stay: an edge that is told to look again does not end."""
     server = start_server()
-    pairs = [self_signed(tmp_path / name, "127.0.0.1") for name in ("first", "second")]
+    pairs = [self_signed_certificate(tmp_path / name, "127.0.0.1") for name in ("first", "second")]
     files = [tmp_path / "cert.pem", tmp_path / "key.pem"]
 
     def put(pair: tuple[Path, Path]) -> None:

@@ -14,7 +14,7 @@ from support.loss import destroy, seal
 from support.server import ServerProcess
 from support.wire import fresh
 from tailrace.auth import create_token
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 SECRET = "a secret that is long enough for tokens"
 AUTH = {"TAILRACE_AUTH_JWT_SECRET": SECRET}
@@ -66,7 +66,7 @@ def test_e13_an_edge_that_is_not_told_asks_before_long(
     edge, owner = Caller(untold, token), Caller(server, token)
     name = fresh("untold")
     assert owner("PUT", name, [0, 1, 2, 3, 4], headers=JSON).status == 201
-    targets = (name, f"{name}?offset={encode(0, 2)}")
+    targets = (name, f"{name}?offset={encode_offset(0, 2)}")
     for target in targets:
         cached(edge, target)
     end(owner, name)
@@ -95,7 +95,7 @@ def test_e13_what_a_restored_owner_has_lost_is_not_served(tmp_path: Path, follow
     if followed:
         eventually(lambda: upstream_sockets(server), bool)
     assert owner("POST", "restored", ["lost"] * 5).status == 204
-    targets = [f"restored?offset={encode(0, entry)}" for entry in range(8)]
+    targets = [f"restored?offset={encode_offset(0, entry)}" for entry in range(8)]
     for target in targets:
         cached(edge, target)
     destroy(server)

@@ -13,7 +13,7 @@ from support.calls import Caller, eventually
 from support.edge import EdgeProcess, cached, metrics
 from support.server import ServerProcess
 from support.wire import Connection, request_bytes
-from tailrace.auth import IdentityBook, create_token, make_key
+from tailrace.auth import IdentityStore, create_api_key, create_token
 from tailrace.auth.identity_file import IdentityFile
 
 SECRET = "a secret that is long enough for tokens"
@@ -167,8 +167,8 @@ def test_a_token_that_was_made_for_an_api_key_is_judged_by_the_server(
     server: ServerProcess, edge: EdgeProcess
 ) -> None:
     """The edge does not have the server's keys: such a client is passed on, and shares nothing."""
-    key, _ = make_key(sub="ci", scopes=["read"])
-    IdentityBook(IdentityFile(server.data_dir / "identity.json")).add_key(key)
+    key, _ = create_api_key(sub="ci", scopes=["read"])
+    IdentityStore(IdentityFile(server.data_dir / "identity.json")).add_key(key)
     claims = jwt.decode(token("read", sub="ci"), options={"verify_signature": False})
     made = jwt.encode(claims | {"trVouched": f"key {key.mark}"}, SECRET, algorithm="HS256")
     answer = eventually(

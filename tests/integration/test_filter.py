@@ -15,7 +15,7 @@ from support.queries import SEARCH_BODY
 from support.server import ServerProcess
 from support.waiting import Waiting
 from support.wire import Wire, fresh
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON = "application/json"
 
@@ -67,11 +67,11 @@ def test_a_filter_gives_what_matches_in_order_and_moves_past_the_rest(http: Wire
     ]:
         answer = http.get(path(name, expression))
         assert (answer.status, answer.json) == (200, expected), expression
-        assert answer["stream-next-offset"] == encode(0, 4), "it has decided everything"
+        assert answer["stream-next-offset"] == encode_offset(0, 4), "it has decided everything"
         assert answer["stream-up-to-date"] == "true"
         assert answer["cache-control"] == "no-cache"
         assert "stream-filter-scan-limit-reached" not in answer
-    assert found(http, name, "id:a", offset=encode(0, 1)) == [C]
+    assert found(http, name, "id:a", offset=encode_offset(0, 1)) == [C]
     assert found(http, name, "id:a", offset="now") == []
     assert found(http, name, "id:a", since="2000-01-01T00:00:00Z") == [A, C]
     assert found(http, name, "id:a", format="json") == [A, C]
@@ -86,7 +86,7 @@ def test_a_filter_goes_with_a_key(http: Wire) -> None:
     add(http, name, C, stream_key="k")
     assert found(http, name, "id:a", key="k") == [A, C]
     answer = http.get(f"{name}/pk/k?filter=id:b")
-    assert (answer.json, answer["stream-next-offset"]) == ([B], encode(0, 5))
+    assert (answer.json, answer["stream-next-offset"]) == ([B], encode_offset(0, 5))
 
 
 @pytest.mark.parametrize("odd", [1, "x", [], None, True, [[1]], 1e300, {"id": None}])
@@ -116,7 +116,7 @@ def test_the_tag_names_the_filter_and_the_registry(http: Wire) -> None:
     expression = 'id:"a"'
     answer = http.get(path(name, expression))
     tag = answer["etag"]
-    assert tag.startswith(f'W/"slice:{encode(0, 0)}:{encode(0, 2)}:key=:fmt=json:')
+    assert tag.startswith(f'W/"slice:{encode_offset(0, 0)}:{encode_offset(0, 2)}:key=:fmt=json:')
     assert tag.endswith(':filter=id%3A%22a%22"')
     again = http.get(path(name, expression), {"If-None-Match": tag})
     assert (again.status, again["etag"]) == (304, tag)
@@ -141,7 +141,7 @@ def test_a_long_poll_waits_for_a_match(http: Wire) -> None:
         add(http, name, B)
         answer = poll.result()
     assert (answer.status, answer.json) == (200, [B])
-    assert answer["stream-next-offset"] == encode(0, 5)
+    assert answer["stream-next-offset"] == encode_offset(0, 5)
     assert answer["cache-control"] == "no-store"
     assert "stream-cursor" in answer
 
@@ -157,28 +157,28 @@ def test_a_long_poll_from_now_on_gives_only_what_is_new(http: Wire, expression: 
         add(http, name, {"id": "b", "n": 1})
         answer = poll.result()
     assert (answer.status, answer.json) == (200, [{"id": "b", "n": 1}])
-    assert answer["stream-next-offset"] == encode(0, 3)
+    assert answer["stream-next-offset"] == encode_offset(0, 3)
     assert found(http, name, expression) == [B, {"id": "b", "n": 1}]
 
 
 def test_a_long_poll_that_ends_has_moved_past_what_it_decided(http: Wire) -> None:
     name = stream(http, A, A, A)
     answer = http.get(path(name, "id:b", offset="-1", live="true", timeout_ms="0"))
-    assert (answer.status, answer["stream-next-offset"]) == (204, encode(0, 3))
+    assert (answer.status, answer["stream-next-offset"]) == (204, encode_offset(0, 3))
     assert answer["stream-up-to-date"] == "true"
     with Waiting(http) as waiting:
-        poll = waiting.get(path(name, "id:b", offset=encode(0, 3), live="true", timeout_ms="1500"))
+        poll = waiting.get(path(name, "id:b", offset=encode_offset(0, 3), live="true", timeout_ms="1500"))
         add(http, name, A, A)
         answer = poll.result()
-    assert (answer.status, answer["stream-next-offset"]) == (204, encode(0, 5))
+    assert (answer.status, answer["stream-next-offset"]) == (204, encode_offset(0, 5))
     with Waiting(http) as waiting:
-        poll = waiting.get(path(name, "id:b", offset=encode(0, 5), live="true"))
+        poll = waiting.get(path(name, "id:b", offset=encode_offset(0, 5), live="true"))
         assert http.post(name, JSON, json.dumps([A]), stream_closed="true").status == 204
         answer = poll.result()
     assert (answer.status, answer["stream-closed"], answer["stream-next-offset"]) == (
         204,
         "true",
-        encode(0, 6),
+        encode_offset(0, 6),
     )
 
 
@@ -343,7 +343,7 @@ def test_f3_a_scan_that_costs_too_much_says_so_and_goes_on(tight: Wire) -> None:
 def test_f3_one_record_larger_than_the_limit_is_decided_and_given(tight: Wire) -> None:
     large = {"id": "x", "pad": "p" * 5000}
     name = stream(tight, large, large)
-    for offset in ("-1", encode(0, 1)):
+    for offset in ("-1", encode_offset(0, 1)):
         answer = tight.get(path(name, "id:x", offset=offset))
         assert answer.json == [large]
         assert answer["stream-filter-scanned-bytes"] == str(len(json.dumps(large)))
@@ -374,7 +374,7 @@ def test_l3_filters_see_every_entry_through_the_newest_version(start_server: Sta
     for _ in range(2):
         assert found(http, name, "id:x") == [{"new": "x"}] * 150
         assert found(http, name, "-id:x") == [{"new": "y"}] * 50
-        assert found(http, name, "id:x", offset=encode(0, 99)) == [{"new": "x"}] * 101
+        assert found(http, name, "id:x", offset=encode_offset(0, 99)) == [{"new": "x"}] * 101
         seal(http, name)
     http.close()
 

@@ -15,7 +15,7 @@ from support.retention import TEXT, append, texts
 from support.sealing import wait_until
 from support.server import ServerProcess
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 from tailrace.store.segments import stream_id, stream_prefix
 
 # Nothing is due by its age: only what a test asks for is sealed.
@@ -50,7 +50,7 @@ def family(http: Wire) -> None:
     append(http, "source", 1, 6)
     assert http.put("fork", stream_forked_from="/v1/stream/source").status == 201
     append(http, "fork", 7, 9)
-    below = {"stream_forked_from": "/v1/stream/fork", "stream_fork_offset": encode(0, 4)}
+    below = {"stream_forked_from": "/v1/stream/fork", "stream_fork_offset": encode_offset(0, 4)}
     assert http.put("early", **below).status == 201
     assert http.put("late", stream_forked_from="/v1/stream/fork").status == 201
 

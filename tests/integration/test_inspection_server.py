@@ -11,7 +11,7 @@ from conftest import StartServer
 from support.calls import eventually
 from support.server import HURRY
 from support.wire import Wire, fresh, request_bytes
-from tailrace.common.settings_loading import load
+from tailrace.common.settings_loading import load_settings
 
 JSON, TEXT = "application/json", "text/plain"
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def test_the_groups_of_server_details(http: Wire) -> None:
     assert list(groups) == ["caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory"]
     told = {name: value for group in groups.values() for name, value in group.items()}
     # As all servers of the tests, which have patience.
-    limits = msgspec.structs.asdict(load(env={**HURRY, "TAILRACE_METRICS_FLUSH_MS": "0"}).limits)
+    limits = msgspec.structs.asdict(load_settings(env={**HURRY, "TAILRACE_METRICS_FLUSH_MS": "0"}).limits)
     assert told.keys() == limits.keys() | {"pressure_limit_bytes"}
     assert {name: told[name] for name in limits} == limits
     runtime = shown["runtime"]

@@ -17,7 +17,7 @@ import pytest
 from conftest import StartServer
 from support.segments import NAME, STREAM_ID, Entry, runs_of, write
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 from tailrace.store.segments import stream_prefix
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def http_rows(http: Wire) -> list[Row]:
             time_ns = int(row["append_time"].timestamp() * 1_000_000 + 0.5) * 1000 + row["append_ns"]
             rows.append((row["entry"], time_ns, as_bytes(row["key"]), as_bytes(row["payload"]) or b""))
         offset = page["stream-next-offset"]
-        assert offset == encode(0, rows[-1][0])
+        assert offset == encode_offset(0, rows[-1][0])
         if page.get("stream-up-to-date") == "true":
             return rows
 

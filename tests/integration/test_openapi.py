@@ -16,9 +16,9 @@ from support.wire import Wire
 from tailrace.api import app, touch
 from tailrace.api.openapi.document import build
 from tailrace.auth import create_token
-from tailrace.common.errors import CODES
+from tailrace.common.errors import ERROR_STATUS
 from tailrace.protocol.headers import RESPONSE_HEADERS
-from tailrace.protocol.names import RESERVED_LAST
+from tailrace.protocol.names import RESERVED_LAST_SEGMENTS
 
 DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
 PATHS: dict[str, Any] = DOCUMENT["paths"]
@@ -94,7 +94,7 @@ def test_each_route_is_described() -> None:
     inner = {"/", "/pk/", "/jwks.json"}
     unknown = [start for start in starts - inner if not any(path.startswith(start) for path in PATHS)]
     assert unknown == []
-    resources = {text for text in literals(str) if text in RESERVED_LAST}
+    resources = {text for text in literals(str) if text in RESERVED_LAST_SEGMENTS}
     assert {f"/v1/stream/{{name}}/{resource}" for resource in resources} <= set(PATHS)
     assert {f"/v1/stream/{{name}}/touch/{route}" for route in touch.ROUTES} <= set(PATHS)
     assert app.SEAL_PATH.decode() in PATHS
@@ -102,7 +102,7 @@ def test_each_route_is_described() -> None:
 
 def test_what_is_not_described_is_not_there(http: Wire) -> None:
     http.put("/v1/stream/described")
-    for resource in RESERVED_LAST:
+    for resource in RESERVED_LAST_SEGMENTS:
         path = f"/v1/stream/{{name}}/{resource}"
         if path not in PATHS:
             assert http.get(filled(path)).status == 404, path
@@ -111,7 +111,7 @@ def test_what_is_not_described_is_not_there(http: Wire) -> None:
 def test_each_error_and_each_header_is_described() -> None:
     responses = DOCUMENT["components"]["responses"]
     assert {int(name.removeprefix("Error")) for name in responses if name.startswith("Error")} == set(
-        CODES.values()
+        ERROR_STATUS.values()
     )
     described = set(DOCUMENT["components"]["headers"])
     general = {"Content-Type", "Content-Encoding", "Vary", "Server-Timing", "X-Cache"}

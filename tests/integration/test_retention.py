@@ -28,7 +28,7 @@ from support.retention import (
 from support.sealing import SEALING_ENV, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
-from tailrace.protocol.offsets import encode, parse_position
+from tailrace.protocol.offsets import encode_offset, parse_offset
 
 DAY_S = 86_400
 SECOND_NS = 10**9
@@ -71,20 +71,20 @@ def test_reads_begin_at_the_earliest_entry_and_offsets_before_it_are_gone(
     server: ServerProcess, http: Wire
 ) -> None:
     gone = trimmed_stream(server, http, "a")
-    start, tail = encode(0, gone), encode(0, 30)
+    start, tail = encode_offset(0, gone), encode_offset(0, 30)
     for query in ("", "?offset=-1", "?since=1", f"?offset={start}", "?since=2001-01-01T00:00:00Z"):
         answer = http.get(f"a{query}")
         assert (answer.status, answer.body) == (200, texts(gone + 1, 30))
         assert (answer["stream-earliest-offset"], answer["stream-next-offset"]) == (start, tail)
         assert answer["etag"].startswith(f'W/"slice:{start}:{tail}:')
-    for offset in (*ZEROS, *(encode(0, entry) for entry in range(1, gone))):
+    for offset in (*ZEROS, *(encode_offset(0, entry) for entry in range(1, gone))):
         for live in ("", "&live=long-poll", "&live=true", "&live=sse", "&live=ws"):
             answer = http.get(f"a?offset={offset}{live}")
             assert (answer.status, answer.code) == (410, "offset_gone")
             assert answer.json["error"]["earliest_offset"] == answer["stream-earliest-offset"] == start
             assert answer["cache-control"] == "no-store"
     for entry in range(gone, 31):
-        assert http.get(f"a?offset={encode(0, entry)}").body == texts(entry + 1, 30)
+        assert http.get(f"a?offset={encode_offset(0, entry)}").body == texts(entry + 1, 30)
     now = http.get("a?offset=now")
     assert (now.body, now["stream-earliest-offset"]) == (b"", start)
     # A fresh tag does not help somebody who asks for what is gone.
@@ -94,7 +94,7 @@ def test_reads_begin_at_the_earliest_entry_and_offsets_before_it_are_gone(
 
 def test_live_readers_begin_at_the_earliest_entry(server: ServerProcess, http: Wire) -> None:
     gone = trimmed_stream(server, http, "a")
-    start = encode(0, gone)
+    start = encode_offset(0, gone)
     answer = http.get("a?offset=-1&live=long-poll")
     assert (answer.status, answer.body, answer["stream-earliest-offset"]) == (200, texts(gone + 1, 30), start)
     idle = http.get("a?offset=now&live=long-poll&timeout_ms=1")
@@ -123,7 +123,7 @@ def test_a_trimmed_stream_goes_on(server: ServerProcess, http: Wire) -> None:
     gone = trimmed_stream(server, http, "a")
     assert http.put("a", TEXT, **BOUND).status == 200
     listed = http.call("GET", "/v1/streams").json[0]
-    assert (listed["earliest_offset"], listed["end_offset"]) == (encode(0, gone), encode(0, 30))
+    assert (listed["earliest_offset"], listed["end_offset"]) == (encode_offset(0, gone), encode_offset(0, 30))
     assert int(listed["total_size_bytes"]) == ENTRY_BYTES * (30 - gone)
     append(http, "a", 31, 60)
     gone = wait_trimmed(http, server.data_dir, "a", 60)
@@ -161,8 +161,8 @@ def test_entries_go_when_they_are_too_old(server: ServerProcess, http: Wire) -> 
     append(http, "a", 7, 9)
     answer = http.get("a")
     assert answer.body == texts(7, 9)
-    answer = http.get(f"a?offset={encode(0, 6)}")
-    assert (answer.body, answer["stream-earliest-offset"]) == (texts(7, 9), encode(0, 6))
+    answer = http.get(f"a?offset={encode_offset(0, 6)}")
+    assert (answer.body, answer["stream-earliest-offset"]) == (texts(7, 9), encode_offset(0, 6))
     wait_deleted(server.data_dir, "a", {7, 8, 9})
     assert earliest(http, "a") == 6
 
@@ -173,11 +173,11 @@ def test_entries_that_grow_old_go_by_themselves_and_an_empty_stream_remains(http
     wait_until(lambda: earliest(http, "a") == 4, "all gone")
     answer = http.get("a")
     assert (answer.status, answer.body, answer["stream-up-to-date"]) == (200, b"", "true")
-    assert answer["stream-next-offset"] == answer["stream-earliest-offset"] == encode(0, 4)
-    assert http.get(f"a?offset={encode(0, 3)}").code == "offset_gone"
+    assert answer["stream-next-offset"] == answer["stream-earliest-offset"] == encode_offset(0, 4)
+    assert http.get(f"a?offset={encode_offset(0, 3)}").code == "offset_gone"
     append(http, "a", 5, 5)
     assert http.get("a?offset=-1").body in (texts(5, 5), b"")
-    assert http.head("a")["stream-next-offset"] == encode(0, 5)
+    assert http.head("a")["stream-next-offset"] == encode_offset(0, 5)
 
 
 def test_a_bound_seals_what_nothing_else_would(start_server: StartServer) -> None:
@@ -216,7 +216,7 @@ def test_caches_hold_pages_no_longer_than_the_window(http: Wire) -> None:
 def fork(http: Wire, name: str, source: str, entry: int | None = None, **more: str) -> int | None:
     headers = {"stream_forked_from": f"/v1/stream/{source}", **more}
     if entry is not None:
-        headers["stream_fork_offset"] = encode(0, entry)
+        headers["stream_fork_offset"] = encode_offset(0, entry)
     return http.put(name, **headers).status
 
 
@@ -232,7 +232,7 @@ def test_a_fork_shows_what_its_source_has_trimmed(server: ServerProcess, http: W
     assert earliest(http, "f") == 0
     append(http, "f", 4, 6)
     assert http.get("f").body == texts(1, 6)
-    assert http.get(f"f?offset={encode(0, 2)}").body == texts(3, 6)
+    assert http.get(f"f?offset={encode_offset(0, 2)}").body == texts(3, 6)
     assert http.get("a").body == texts(gone + 1, 40)
     wait_idle(server.data_dir)
     check_verified(server)
@@ -283,7 +283,7 @@ def test_a_fork_has_bounds_of_its_own_on_what_it_inherits(server: ServerProcess,
     gone = wait_trimmed(http, server.data_dir, "f", 16)
     assert http.get("f").body == texts(gone + 1, 16)
     assert http.get("a").body == texts(1, 12)
-    assert http.get(f"f?offset={encode(0, gone - 1)}").code == "offset_gone"
+    assert http.get(f"f?offset={encode_offset(0, gone - 1)}").code == "offset_gone"
     append(http, "f", 17, 40)
     gone = wait_trimmed(http, server.data_dir, "f", 40)
     assert http.get("f").body == texts(gone + 1, 40)
@@ -297,8 +297,8 @@ def test_a_fork_has_bounds_of_its_own_on_what_it_inherits(server: ServerProcess,
 
 def test_forking_a_trimmed_stream(server: ServerProcess, http: Wire) -> None:
     gone = trimmed_stream(server, http, "a")
-    start = encode(0, gone)
-    below = http.put("f", stream_forked_from="/v1/stream/a", stream_fork_offset=encode(0, gone - 1))
+    start = encode_offset(0, gone)
+    below = http.put("f", stream_forked_from="/v1/stream/a", stream_fork_offset=encode_offset(0, gone - 1))
     assert (below.status, below.code, below["stream-earliest-offset"]) == (410, "offset_gone", start)
     for name, entry in (("f", gone), ("g", gone + 2), ("h", None)):
         assert fork(http, name, "a", entry, **LARGE) == 201
@@ -368,7 +368,7 @@ def test_the_registry_can_have_bounds(start_server: StartServer) -> None:
     answer = http.get("__registry__")
     events = answer.json
     assert events[-1]["key"] == "s/19"
-    assert len(events) == 20 - parse_position(answer["stream-earliest-offset"])[1]
+    assert len(events) == 20 - parse_offset(answer["stream-earliest-offset"])[1]
     http.close()
     server.restart()
     assert earliest(http, "__registry__") > 10

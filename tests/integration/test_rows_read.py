@@ -54,7 +54,7 @@ def test_rows_of_a_json_stream(http: Wire) -> None:
     assert [row["append_ns"] for row in rows] == [789, 789, 1]
     assert [row["append_time"].microsecond for row in rows] == [123456, 123456, 123457]
     assert [row["epoch"] for row in rows] == [0, 0, 0]
-    assert page["stream-next-offset"] == offsets.encode(0, 3)
+    assert page["stream-next-offset"] == offsets.encode_offset(0, 3)
 
 
 def test_rows_show_where_the_entries_of_bytes_end(http: Wire) -> None:
@@ -76,7 +76,7 @@ def test_a_page_of_rows_is_as_large_as_wanted(http: Wire) -> None:
     http.post(name, JSON, json.dumps([{"n": number} for number in range(100)]).encode())
     first = http.get(f"{name}?format=arrow&max_entries=7")
     assert [row["entry"] for row in table(first.body)] == [*range(1, 8)]
-    assert first["stream-next-offset"] == offsets.encode(0, 7)
+    assert first["stream-next-offset"] == offsets.encode_offset(0, 7)
     assert len(table(http.get(f"{name}?format=arrow&max_bytes=30").body)) == 3
     assert [row["entry"] for row in walk(http, name, "&max_entries=9")] == [*range(1, 101)]
     for wrong in ("max_entries=0", "max_bytes=-1", "max_bytes=1&max_bytes=2", "max_entries=x"):
@@ -104,7 +104,9 @@ def test_a_long_poll_gives_rows_when_there_are_some(http: Wire) -> None:
     http.put(name, JSON)
     http.post(name, JSON, b"[1,2]")
     assert (
-        http.get(f"{name}?format=arrow&live=long-poll&offset={offsets.encode(0, 2)}&timeout=1ms").status
+        http.get(
+            f"{name}?format=arrow&live=long-poll&offset={offsets.encode_offset(0, 2)}&timeout=1ms"
+        ).status
         == 204
     )
     page = http.get(f"{name}?format=arrow&live=long-poll&offset=-1")

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import StartServer
 from support.wire import Answer, Wire, fresh
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT = "application/json", "text/plain"
 
@@ -180,7 +180,7 @@ def test_timestamps_never_go_back_and_never_far_ahead(http: Wire) -> None:
 def test_a_plain_append_is_204(http: Wire) -> None:
     name = text_stream(http)
     answer = http.post(name, TEXT, "x")
-    assert (answer.status, answer["stream-next-offset"]) == (204, encode(0, 1))
+    assert (answer.status, answer["stream-next-offset"]) == (204, encode_offset(0, 1))
     assert not [header for header, _ in answer.headers if header.startswith("producer-")]
     assert "stream-closed" not in answer
 
@@ -196,14 +196,14 @@ def test_prefer_representation(http: Wire) -> None:
         assert answer.json["next_offset"] == answer["stream-next-offset"]
         return answer
 
-    assert represented("[1,2]").json == {"next_offset": encode(0, 2), "count": 2, "closed": False}
+    assert represented("[1,2]").json == {"next_offset": encode_offset(0, 2), "count": 2, "closed": False}
     producer = {"producer_id": "p", "producer_epoch": "0", "producer_seq": "0"}
     assert represented("[3]", **producer).json["count"] == 1
     duplicate = represented("[3]", **producer)
     assert duplicate.json["count"] == 0
     assert (duplicate["producer-epoch"], duplicate["producer-seq"]) == ("0", "0")
     closing = represented(None, stream_closed="true")
-    assert closing.json == {"next_offset": encode(0, 3), "count": 0, "closed": True}
+    assert closing.json == {"next_offset": encode_offset(0, 3), "count": 0, "closed": True}
     assert closing["stream-closed"] == "true"
     refused = http.post(name, JSON, "[1]", prefer="return=representation")
     assert refused.code == "stream_closed"
@@ -274,7 +274,7 @@ def test_the_table_of_producers(http: Wire) -> None:
     assert (unknown["producer-expected-seq"], unknown["producer-received-seq"]) == ("0", "3")
     accepted = produce(http, name, 2, 0)
     assert (accepted.status, accepted["producer-epoch"], accepted["producer-seq"]) == (200, "2", "0")
-    assert accepted["stream-next-offset"] == encode(0, 1)
+    assert accepted["stream-next-offset"] == encode_offset(0, 1)
     assert produce(http, name, 2, 1).status == 200
     stale = produce(http, name, 1, 2)
     assert (stale.status, stale.code, stale["producer-epoch"]) == (403, "stale_epoch", "2")
@@ -282,7 +282,7 @@ def test_the_table_of_producers(http: Wire) -> None:
     for seq in (0, 1):
         duplicate = produce(http, name, 2, seq, "another body")
         assert (duplicate.status, duplicate["producer-epoch"], duplicate["producer-seq"]) == (204, "2", "1")
-        assert duplicate["stream-next-offset"] == encode(0, 2)
+        assert duplicate["stream-next-offset"] == encode_offset(0, 2)
     gap = produce(http, name, 2, 3)
     assert (gap.status, gap["producer-expected-seq"], gap["producer-received-seq"]) == (409, "2", "3")
     jump = produce(http, name, 3, 1)
@@ -317,7 +317,7 @@ def test_closing_alone(http: Wire, value: str) -> None:
         assert (answer.status, answer["stream-closed"], answer["stream-next-offset"]) == (
             204,
             "true",
-            encode(0, 1),
+            encode_offset(0, 1),
         )
     answer = http.post(name, "application/nonsense", None, stream_closed=value)
     assert answer.status == 204, "the type of an empty body is not looked at"
@@ -338,7 +338,7 @@ def test_what_a_closed_stream_answers(http: Wire) -> None:
     assert (closing.status, closing["stream-closed"], closing["stream-next-offset"]) == (
         204,
         "true",
-        encode(0, 1),
+        encode_offset(0, 1),
     )
     for answer in (
         http.post(name, TEXT, "x"),
@@ -348,7 +348,7 @@ def test_what_a_closed_stream_answers(http: Wire) -> None:
         produce(http, name, 0, 0, None, stream_closed="true"),
     ):
         assert (answer.status, answer.code) == (409, "stream_closed")
-        assert (answer["stream-closed"], answer["stream-next-offset"]) == ("true", encode(0, 1))
+        assert (answer["stream-closed"], answer["stream-next-offset"]) == ("true", encode_offset(0, 1))
         assert "producer-epoch" not in answer
     assert http.get(name).body == b"last"
 
@@ -367,7 +367,7 @@ def test_closing_by_a_producer(http: Wire) -> None:
         assert (again.status, again["stream-closed"], again["stream-next-offset"]) == (
             204,
             "true",
-            encode(0, 2),
+            encode_offset(0, 2),
         )
         assert (again["producer-epoch"], again["producer-seq"]) == ("1", "1")
     stale = produce(http, name, 0, 5)

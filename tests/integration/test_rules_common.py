@@ -8,7 +8,7 @@ from conftest import StartServer
 from support.edge import StartEdge
 from support.server import ServerProcess
 from support.wire import Answer, Wire, fresh, request_bytes
-from tailrace.common.errors import CODES
+from tailrace.common.errors import ERROR_STATUS
 from tailrace.common.limits import Limits
 from tailrace.protocol.headers import RESPONSE_HEADERS
 
@@ -547,4 +547,6 @@ def test_the_table_of_codes_is_the_specs() -> None:
         503: "unavailable",
         507: "insufficient_storage",
     }.items():
-        assert {code: CODES.get(code) for code in codes.split()} == dict.fromkeys(codes.split(), status)
+        assert {code: ERROR_STATUS.get(code) for code in codes.split()} == dict.fromkeys(
+            codes.split(), status
+        )

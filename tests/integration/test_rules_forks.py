@@ -9,7 +9,7 @@ import pytest
 from conftest import StartServer
 from support.calls import eventually
 from support.wire import Answer, Wire, fresh
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT = "application/json", "text/plain"
 
@@ -42,12 +42,12 @@ def fork(
         (None, 201, None),
         ("-1", 201, None),
         ("now", 201, None),
-        (encode(0, 0), 201, None),
-        (encode(0, 2).lower(), 201, None),
+        (encode_offset(0, 0), 201, None),
+        (encode_offset(0, 2).lower(), 201, None),
         ("0000000000000000_0000000000000002", 201, None),
-        (encode(0, 3), 201, None),
-        (encode(0, 4), 400, "offset_beyond_tail"),
-        (encode(1, 0), 400, "offset_beyond_tail"),
+        (encode_offset(0, 3), 201, None),
+        (encode_offset(0, 4), 400, "offset_beyond_tail"),
+        (encode_offset(1, 0), 400, "offset_beyond_tail"),
         ("9999999999999999_9999999999999999", 400, "invalid_offset"),
         ("", 400, "invalid_offset"),
         ("17", 400, "invalid_offset"),
@@ -60,11 +60,15 @@ def test_where_a_fork_may_begin(http: Wire, at: str | None, status: int, code: s
     answer = fork(http, source, name, at)
     assert (answer.status, answer.code) == (status, code)
     if code is None:
-        expected = {None: b"abc", "now": b"abc", "-1": b"", encode(0, 0): b"", encode(0, 3): b"abc"}.get(
-            at, b"ab"
-        )
+        expected = {
+            None: b"abc",
+            "now": b"abc",
+            "-1": b"",
+            encode_offset(0, 0): b"",
+            encode_offset(0, 3): b"abc",
+        }.get(at, b"ab")
         assert http.get(name).body == expected
-        assert answer["stream-next-offset"] == encode(0, len(expected))
+        assert answer["stream-next-offset"] == encode_offset(0, len(expected))
     else:
         assert http.head(name).status == 404
         assert http.delete(source).status == 204
@@ -74,26 +78,26 @@ def test_where_a_fork_may_begin(http: Wire, at: str | None, status: int, code: s
 @pytest.mark.parametrize(
     ("content_type", "at", "sub", "status", "expected"),
     [
-        (JSON, encode(0, 1), 0, 201, b"[1]"),
-        (JSON, encode(0, 1), 1, 201, b"[1,2]"),
-        (JSON, encode(0, 0), 3, 201, b"[1,2,3]"),
-        (JSON, encode(0, 1), 3, 400, None),
+        (JSON, encode_offset(0, 1), 0, 201, b"[1]"),
+        (JSON, encode_offset(0, 1), 1, 201, b"[1,2]"),
+        (JSON, encode_offset(0, 0), 3, 201, b"[1,2,3]"),
+        (JSON, encode_offset(0, 1), 3, 400, None),
         (JSON, None, 1, 400, None),
-        (JSON, encode(0, 3), 1, 400, None),
+        (JSON, encode_offset(0, 3), 1, 400, None),
         (JSON, None, 0, 201, b"[1,2,3]"),
-        (TEXT, encode(0, 1), 0, 201, b"one"),
-        (TEXT, encode(0, 1), 2, 201, b"onetw"),
-        (TEXT, encode(0, 1), 3, 201, b"onetwo"),
-        (TEXT, encode(0, 1), 4, 400, None),
-        (TEXT, encode(0, 0), 1, 201, b"o"),
+        (TEXT, encode_offset(0, 1), 0, 201, b"one"),
+        (TEXT, encode_offset(0, 1), 2, 201, b"onetw"),
+        (TEXT, encode_offset(0, 1), 3, 201, b"onetwo"),
+        (TEXT, encode_offset(0, 1), 4, 400, None),
+        (TEXT, encode_offset(0, 0), 1, 201, b"o"),
         (TEXT, None, 1, 400, None),
-        (TEXT, encode(0, 1), "-1", 400, None),
-        (TEXT, encode(0, 1), "01", 400, None),
-        (TEXT, encode(0, 1), "+1", 400, None),
-        (TEXT, encode(0, 1), "1.0", 400, None),
-        (TEXT, encode(0, 1), "", 400, None),
-        (TEXT, encode(0, 1), "x", 400, None),
-        (TEXT, encode(0, 1), "99999999999999999999", 400, None),
+        (TEXT, encode_offset(0, 1), "-1", 400, None),
+        (TEXT, encode_offset(0, 1), "01", 400, None),
+        (TEXT, encode_offset(0, 1), "+1", 400, None),
+        (TEXT, encode_offset(0, 1), "1.0", 400, None),
+        (TEXT, encode_offset(0, 1), "", 400, None),
+        (TEXT, encode_offset(0, 1), "x", 400, None),
+        (TEXT, encode_offset(0, 1), "99999999999999999999", 400, None),
     ],
 )
 def test_sub_offsets(
@@ -150,8 +154,8 @@ def test_a_source_may_be_named_without_a_path(http: Wire) -> None:
 def test_a_fork_inherits_and_then_lives_on_its_own(http: Wire) -> None:
     source = filled(http, "[1]", "[2]", content_type="application/JSON; charset=utf-8")
     name = fresh()
-    created = fork(http, source, name, encode(0, 1), body="[9]")
-    assert (created.status, created["stream-next-offset"]) == (201, encode(0, 2))
+    created = fork(http, source, name, encode_offset(0, 1), body="[9]")
+    assert (created.status, created["stream-next-offset"]) == (201, encode_offset(0, 2))
     assert created["content-type"] == "application/JSON; charset=utf-8"
     assert http.get(name).body == b"[1,9]"
     assert not [header for header, value in http.head(name).headers if source in value]
@@ -167,7 +171,7 @@ def test_a_fork_inherits_and_then_lives_on_its_own(http: Wire) -> None:
     closed = fresh()
     assert fork(http, source, closed, stream_closed="true")["stream-closed"] == "true"
     assert http.post(closed, JSON, "[1]").code == "stream_closed"
-    assert http.get(f"{name}?offset={encode(0, 1)}").body == b"[9,10,11]"
+    assert http.get(f"{name}?offset={encode_offset(0, 1)}").body == b"[9,10,11]"
 
 
 def test_a_fork_of_an_unset_type_stays_unset(http: Wire) -> None:
@@ -182,33 +186,33 @@ def test_a_fork_of_an_unset_type_stays_unset(http: Wire) -> None:
 def test_repeating_the_request(http: Wire) -> None:
     source = filled(http, "one", "two")
     name = fresh()
-    assert fork(http, source, name, encode(0, 1), 2).status == 201
+    assert fork(http, source, name, encode_offset(0, 1), 2).status == 201
     http.post(source, TEXT, "more")
     for at, sub, status in [
-        (encode(0, 1), 2, 200),
-        (encode(0, 1).lower(), 2, 200),
+        (encode_offset(0, 1), 2, 200),
+        (encode_offset(0, 1).lower(), 2, 200),
         ("0000000000000000_0000000000000001", 2, 200),
         (None, 2, 200),
-        (encode(0, 1), None, 409),
-        (encode(0, 1), 0, 409),
-        (encode(0, 1), 1, 409),
-        (encode(0, 2), 2, 409),
-        (encode(0, 0), 2, 409),
+        (encode_offset(0, 1), None, 409),
+        (encode_offset(0, 1), 0, 409),
+        (encode_offset(0, 1), 1, 409),
+        (encode_offset(0, 2), 2, 409),
+        (encode_offset(0, 0), 2, 409),
     ]:
         answer = fork(http, source, name, at, sub)
         assert answer.status == status, (at, sub)
         assert "location" not in answer
     assert http.put(name, TEXT).code == "stream_exists", "a plain PUT on a fork"
-    assert fork(http, filled(http, "one"), name, encode(0, 1), 2).code == "stream_exists"
+    assert fork(http, filled(http, "one"), name, encode_offset(0, 1), 2).code == "stream_exists"
     plain = filled(http, "x")
     assert fork(http, source, plain).code == "stream_exists"
     zero = fresh()
-    assert fork(http, source, zero, encode(0, 1), 0).status == 201
-    assert fork(http, source, zero, encode(0, 1)).status == 200
+    assert fork(http, source, zero, encode_offset(0, 1), 0).status == 201
+    assert fork(http, source, zero, encode_offset(0, 1)).status == 200
     json_source, json_fork = filled(http, "[1,2,3]", content_type=JSON), fresh()
-    assert fork(http, json_source, json_fork, encode(0, 1), 1).status == 201
-    assert fork(http, json_source, json_fork, encode(0, 1), 1).status == 200
-    assert fork(http, json_source, json_fork, encode(0, 2), 0).status == 409
+    assert fork(http, json_source, json_fork, encode_offset(0, 1), 1).status == 201
+    assert fork(http, json_source, json_fork, encode_offset(0, 1), 1).status == 200
+    assert fork(http, json_source, json_fork, encode_offset(0, 2), 0).status == 409
 
 
 def test_a_fork_starts_without_producers_and_sequence(http: Wire) -> None:
@@ -252,7 +256,7 @@ def test_forks_of_forks(http: Wire) -> None:
     assert http.get(chain[-1]).body == "".join(str(depth % 10) for depth in range(70)).encode()
     # A part of what the parent shows, wherever that comes from.
     deep = fresh()
-    assert fork(http, chain[40], deep, encode(0, 10), 1).status == 201
+    assert fork(http, chain[40], deep, encode_offset(0, 10), 1).status == 201
     assert http.get(deep).body == b"01234567890"
     source = filled(http, "abcdef")
     first, second = fresh(), fresh()
@@ -265,12 +269,12 @@ def test_epochs_across_forks(http: Wire) -> None:
     source, name = filled(http, "a", "b"), fresh()
     http.put(name, TEXT, "old")
     http.delete(name)
-    created = fork(http, source, name, encode(0, 1))
-    assert created["stream-next-offset"] == encode(0, 1)
-    assert http.post(name, TEXT, "c")["stream-next-offset"] == encode(1, 2)
-    assert http.get(f"{name}?offset={encode(0, 1)}").body == b"c"
-    assert http.get(f"{name}?offset={encode(0, 2)}").code == "offset_gone"
-    assert http.get(f"{name}?offset={encode(1, 3)}").code == "offset_beyond_tail"
+    created = fork(http, source, name, encode_offset(0, 1))
+    assert created["stream-next-offset"] == encode_offset(0, 1)
+    assert http.post(name, TEXT, "c")["stream-next-offset"] == encode_offset(1, 2)
+    assert http.get(f"{name}?offset={encode_offset(0, 1)}").body == b"c"
+    assert http.get(f"{name}?offset={encode_offset(0, 2)}").code == "offset_gone"
+    assert http.get(f"{name}?offset={encode_offset(1, 3)}").code == "offset_beyond_tail"
 
 
 # -- 16.3 reading
@@ -285,8 +289,8 @@ def test_reading_across_the_boundary_live_and_filtered(http: Wire) -> None:
     http.post(source, TEXT, "not in the fork", stream_key="k")
     assert http.get(f"{name}?key=k").body == b"ac"
     assert http.get(f"{name}?since=2001-06-01T00:00:00Z").body == b"bc"
-    assert http.get(f"{name}?offset={encode(0, 1)}&live=long-poll").body == b"bc"
-    with http.events(f"{name}?offset={encode(0, 1)}&live=sse") as events:
+    assert http.get(f"{name}?offset={encode_offset(0, 1)}&live=long-poll").body == b"bc"
+    with http.events(f"{name}?offset={encode_offset(0, 1)}&live=sse") as events:
         assert events.data() == b"bc"
         assert events.control()["upToDate"] is True
         http.post(source, TEXT, "nor this")
@@ -317,7 +321,7 @@ def test_a_source_with_forks_is_soft_deleted(http: Wire) -> None:
     assert http.delete(name).status == 204
     eventually(lambda: http.head(source).status, lambda status: status == 404)
     again = http.put(source, TEXT)
-    assert (again.status, again["stream-next-offset"]) == (201, encode(1, 0))
+    assert (again.status, again["stream-next-offset"]) == (201, encode_offset(1, 0))
 
 
 def test_a_chain_is_removed_from_its_end(http: Wire) -> None:
@@ -355,7 +359,7 @@ def test_forks_outlive_a_restart(start_server: StartServer) -> None:
     server = start_server()
     http = Wire(server.port)
     source, name = filled(http, "a", "b"), fresh()
-    fork(http, source, name, encode(0, 1), 1)
+    fork(http, source, name, encode_offset(0, 1), 1)
     http.post(name, TEXT, "c")
     http.delete(source)
     http.close()

@@ -8,10 +8,10 @@ import pytest
 
 from support.calls import eventually
 from support.wire import Answer, Wire, fresh
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT = "application/json", "text/plain"
-START = encode(0, 0)
+START = encode_offset(0, 0)
 
 
 def instant(seconds: float) -> str:
@@ -28,7 +28,7 @@ def test_a_created_stream_says_where_and_what_it_is(http: Wire) -> None:
     assert created.body == b""
     assert created["location"] == f"http://tailrace.test/v1/stream/{name}"
     assert created["content-type"] == JSON
-    assert created["stream-next-offset"] == encode(0, 2)
+    assert created["stream-next-offset"] == encode_offset(0, 2)
     assert created["stream-ttl"] == "3600"
     assert "stream-closed" not in created
     confirmed = http.put(name, JSON, "[3]", stream_ttl="3600")
@@ -53,7 +53,7 @@ def test_producer_headers_and_seq_are_ignored_on_put(http: Wire) -> None:
 
 
 def test_created_closed_with_its_whole_content(http: Wire) -> None:
-    for body, tail in ((None, START), ("[1,2]", encode(0, 2)), ("[]", START)):
+    for body, tail in ((None, START), ("[1,2]", encode_offset(0, 2)), ("[]", START)):
         name = fresh()
         created = http.put(name, JSON, body, stream_closed="True")
         assert (created.status, created["stream-closed"], created["stream-next-offset"]) == (
@@ -131,7 +131,7 @@ def test_metadata_shows_what_was_set(http: Wire) -> None:
     assert head.status == 200
     assert head.body == b""
     assert head["content-type"] == TEXT
-    assert head["stream-next-offset"] == head["stream-end-offset"] == encode(0, 1)
+    assert head["stream-next-offset"] == head["stream-end-offset"] == encode_offset(0, 1)
     assert head["stream-earliest-offset"] == START
     assert head["stream-retention"] == "7200"
     assert head["stream-retention-bytes"] == "1000"
@@ -287,7 +287,7 @@ def test_expired_streams_are_gone_for_every_method_and_the_name_is_free(http: Wi
         assert http.post(name, TEXT, "x").code == "not_found"
         assert http.delete(name).code == "not_found"
         created = http.put(name, TEXT, "new")
-        assert (created.status, created["stream-next-offset"]) == (201, encode(1, 1))
+        assert (created.status, created["stream-next-offset"]) == (201, encode_offset(1, 1))
 
 
 def test_what_renews_a_window_and_what_does_not(http: Wire) -> None:

@@ -16,7 +16,7 @@ from conftest import StartServer
 from crash.faults import SYNC, Disk, build
 from support.calls import eventually
 from support.wire import Answer, Connection, Events, Wire, fresh, request_bytes
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT = "application/json", "text/plain"
 
@@ -118,7 +118,7 @@ def test_a_disk_that_stalls(start_server: StartServer, disk: Disk) -> None:
         assert answer.json["error"]["message"] == STALLED
     created = http.put(fresh(), TEXT)
     assert created.status in (201, 408)
-    eventually(lambda: http.head(name)["stream-next-offset"], lambda offset: offset == encode(0, 2))
+    eventually(lambda: http.head(name)["stream-next-offset"], lambda offset: offset == encode_offset(0, 2))
     assert http.post(name, TEXT, "c", producer_seq="0", **producer).status == 200, (
         "the refused one did not count"
     )

@@ -10,8 +10,8 @@ import pytest
 from conftest import StartServer
 from support.calls import eventually
 from support.wire import Wire, fresh
-from tailrace.common.timestamps import parse_instant_ns
-from tailrace.protocol.offsets import encode
+from tailrace.common.timestamps import parse_rfc3339_ns
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT = "application/json", "text/plain"
 
@@ -28,7 +28,7 @@ def test_a_descriptor(http: Wire) -> None:
     assert answer["content-type"].startswith("application/json")
     (row,) = answer.json
     created, expires = row.pop("created_at"), row.pop("expires_at")
-    assert parse_instant_ns(expires) == (parse_instant_ns(created) or 0) + 3600 * 10**9
+    assert parse_rfc3339_ns(expires) == (parse_rfc3339_ns(created) or 0) + 3600 * 10**9
     assert row == {
         "name": name,
         "content_type": JSON,
@@ -39,8 +39,8 @@ def test_a_descriptor(http: Wire) -> None:
         "next_offset": "2",
         "sealed_through": "-1",
         "uploaded_through": "-1",
-        "end_offset": encode(0, 2),
-        "earliest_offset": encode(0, 0),
+        "end_offset": encode_offset(0, 2),
+        "earliest_offset": encode_offset(0, 0),
         "total_size_bytes": "3",
     }
     http.delete(name)

@@ -19,7 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 from conftest import StartServer
 from support.calls import eventually
 from support.wire import Wire, fresh, request_bytes
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT, BYTES = "application/json", "text/plain", "application/octet-stream"
 
@@ -64,7 +64,7 @@ def test_the_framing_is_exact(http: Wire) -> None:
     name = filled(http, '[{"n":1},{"n":2}]', content_type=JSON)
     with http.events(f"{name}?offset=-1&live=sse") as events:
         raw = events.connection.read_chunk()
-    offset = encode(0, 2).encode()
+    offset = encode_offset(0, 2).encode()
     data = rb'event: data\ndata:\[{"n":1},{"n":2}\]\nid: %b\n\n' % offset
     control = rb'event: control\ndata:{"streamNextOffset":"%b".*"upToDate":true.*}\nid: %b\n\n'
     assert re.fullmatch(data + control % (offset, offset), raw)
@@ -76,18 +76,18 @@ def test_catching_up_then_following(http: Wire) -> None:
         assert events.data() == b"[1,2]"
         control = events.control()
         assert control.pop("streamCursor").isdigit()
-        assert control == {"streamNextOffset": encode(0, 2), "upToDate": True}
+        assert control == {"streamNextOffset": encode_offset(0, 2), "upToDate": True}
         for number in range(3, 6):
             http.post(name, JSON, f"[{number}]")
             assert events.data() == f"[{number}]".encode()
-            assert events.control()["streamNextOffset"] == encode(0, number)
+            assert events.control()["streamNextOffset"] == encode_offset(0, number)
 
 
 def test_starting_at_the_tail(http: Wire) -> None:
     name = filled(http, "x")
-    for offset in ("now", encode(0, 1)):
+    for offset in ("now", encode_offset(0, 1)):
         with http.events(f"{name}?offset={offset}&live=sse") as events:
-            assert events.control()["streamNextOffset"] == encode(0, 1)
+            assert events.control()["streamNextOffset"] == encode_offset(0, 1)
             http.post(name, TEXT, "y")
             assert events.data() == b"y"
             events.control()
@@ -107,8 +107,8 @@ def test_a_reader_that_reconnects_continues_behind_its_last_event(
     with http.events(url) as events:
         if offset == "-1":
             events.data()
-            assert events.last_id == encode(0, 2), "also if the control is lost"
-        assert events.control()["streamNextOffset"] == events.last_id == encode(0, 2)
+            assert events.last_id == encode_offset(0, 2), "also if the control is lost"
+        assert events.control()["streamNextOffset"] == events.last_id == encode_offset(0, 2)
         last_id = events.last_id
     http.post(name, content_type, "3")
     for _ in range(2):
@@ -116,15 +116,15 @@ def test_a_reader_that_reconnects_continues_behind_its_last_event(
             assert events.head["stream-start"] == "last-event-id"
             data = events.data()
             assert data == {JSON: b"[3]", TEXT: b"3", BYTES: base64.b64encode(b"3")}[content_type]
-            assert events.last_id == encode(0, 3)
-    with http.events(url, {"Last-Event-ID": encode(0, 3)}) as events:
+            assert events.last_id == encode_offset(0, 3)
+    with http.events(url, {"Last-Event-ID": encode_offset(0, 3)}) as events:
         events.control()
-        assert events.last_id == encode(0, 3), "and at the tail it waits there"
+        assert events.last_id == encode_offset(0, 3), "and at the tail it waits there"
 
 
 def test_the_last_event_id_is_an_offset_like_others(http: Wire) -> None:
     name = filled(http, "x", "y")
-    resumed = {"Last-Event-ID": encode(0, 1)}
+    resumed = {"Last-Event-ID": encode_offset(0, 1)}
     with http.events(f"{name}?live=sse", resumed) as events:
         assert events.data() == b"y", "the URL needs no offset then"
     with http.events(f"{name}?live=sse&since=2020-01-01T00:00:00Z", resumed) as events:
@@ -136,7 +136,7 @@ def test_the_last_event_id_is_an_offset_like_others(http: Wire) -> None:
         with http.events(f"{name}?live=sse&offset=-1", {"Last-Event-ID": foreign}) as events:
             assert events.head["stream-start"] == "offset", "a foreign id is ignored, and the answer says so"
             assert events.data() == b"xy"
-    beyond = http.get(f"{name}?live=sse&offset=-1", {"Last-Event-ID": encode(0, 9)})
+    beyond = http.get(f"{name}?live=sse&offset=-1", {"Last-Event-ID": encode_offset(0, 9)})
     assert (beyond.status, beyond.code) == (400, "offset_beyond_tail")
     assert http.get(f"{name}?offset=-1", resumed).body == b"xy", "other modes have no events"
     assert http.get(f"{name}?offset=-1&live=long-poll", resumed).body == b"xy"
@@ -148,13 +148,13 @@ def test_the_id_of_a_reader_with_a_key_passes_what_is_not_its_own(start_server: 
     for number, key in enumerate("abba"):
         http.post(name, TEXT, str(number), stream_key=key)
     with http.events(f"{name}?offset=-1&live=sse&key=a") as events:
-        assert (events.data(), events.last_id) == (b"03", encode(0, 4))
+        assert (events.data(), events.last_id) == (b"03", encode_offset(0, 4))
         events.control()
         http.post(name, TEXT, "4", stream_key="b")
         events.control()
-        assert events.last_id == encode(0, 5), "told with the next keep-alive"
+        assert events.last_id == encode_offset(0, 5), "told with the next keep-alive"
     http.post(name, TEXT, "5", stream_key="a")
-    with http.events(f"{name}?offset=-1&live=sse&key=a", {"Last-Event-ID": encode(0, 5)}) as events:
+    with http.events(f"{name}?offset=-1&live=sse&key=a", {"Last-Event-ID": encode_offset(0, 5)}) as events:
         assert events.data() == b"5"
     http.close()
 
@@ -166,13 +166,13 @@ def test_pages_of_the_past_come_one_by_one_each_with_its_control(start_server: S
         for number, body in enumerate((b"aaa", b"bbb", b"ccc"), 1):
             assert events.data() == body
             control = events.control()
-            assert control["streamNextOffset"] == encode(0, number)
+            assert control["streamNextOffset"] == encode_offset(0, number)
             assert control.get("upToDate", False) is (number == 3)
     http.close()
 
 
 def test_the_end_of_a_closed_stream(http: Wire) -> None:
-    final = {"streamNextOffset": encode(0, 1), "upToDate": True, "streamClosed": True}
+    final = {"streamNextOffset": encode_offset(0, 1), "upToDate": True, "streamClosed": True}
     name = filled(http, "x")
     with http.events(f"{name}?offset=now&live=sse") as waiting:
         waiting.control()
@@ -183,7 +183,7 @@ def test_the_end_of_a_closed_stream(http: Wire) -> None:
         assert late.data() == b"x"
         assert late.control() == final
         assert late.next() is None
-    with http.events(f"{name}?offset={encode(0, 1)}&live=sse") as at_tail:
+    with http.events(f"{name}?offset={encode_offset(0, 1)}&live=sse") as at_tail:
         assert at_tail.control() == final
         assert at_tail.next() is None
     name = filled(http)
@@ -253,7 +253,7 @@ def test_errors_before_the_first_byte_are_plain_answers(http: Wire) -> None:
     for query, status in [
         ("live=sse", 400),
         ("offset=zz&live=sse", 400),
-        (f"offset={encode(0, 9)}&live=sse", 400),
+        (f"offset={encode_offset(0, 9)}&live=sse", 400),
         ("offset=-1&live=sse&filter=a:b", 400),
     ]:
         with http.events(f"{name}?{query}") as events:
@@ -279,13 +279,13 @@ def test_a_key_in_live_modes(start_server: StartServer) -> None:
     http.post(name, TEXT, "other", stream_key="b")
     with http.events(f"{name}?offset=-1&live=sse&key=a") as events:
         control = events.control()
-        assert (control["streamNextOffset"], control["upToDate"]) == (encode(0, 1), True), (
+        assert (control["streamNextOffset"], control["upToDate"]) == (encode_offset(0, 1), True), (
             "nothing matches: one control at once"
         )
         http.post(name, TEXT, "other", stream_key="b")
         http.post(name, TEXT, "mine", stream_key="a")
         assert events.data() == b"mine"
-        assert events.control()["streamNextOffset"] == encode(0, 3)
+        assert events.control()["streamNextOffset"] == encode_offset(0, 3)
     with http.events(f"{name}/pk/a?offset=-1&live=sse") as events:
         assert events.data() == b"mine"
     http.close()
@@ -340,9 +340,9 @@ def test_keep_alive_rotation_and_a_skipped_position(start_server: StartServer) -
         events.data()
         events.control()
         skipped = keyed.control()
-        assert skipped["streamNextOffset"] == encode(0, 3), "comes with the keep-alive"
+        assert skipped["streamNextOffset"] == encode_offset(0, 3), "comes with the keep-alive"
         rotated = events.control()
-        assert rotated["streamNextOffset"] == encode(0, 3)
+        assert rotated["streamNextOffset"] == encode_offset(0, 3)
         assert events.next() is None
         assert events.comments
         assert set(events.comments) == {b": keep-alive"}
@@ -435,7 +435,7 @@ def test_messages_of_a_json_stream(http: Wire, mode: str) -> None:
         assert control.pop("streamCursor").isdigit()
         assert control == {
             "type": "control",
-            "streamNextOffset": encode(0, 1),
+            "streamNextOffset": encode_offset(0, 1),
             "upToDate": True,
             "streamClosed": False,
         }
@@ -443,10 +443,15 @@ def test_messages_of_a_json_stream(http: Wire, mode: str) -> None:
         socket.send(b"\x00" * 1024)
         http.post(name, JSON, '["\\u00e9\\n"]')
         assert receive(socket) == {"type": "data", "payload": '["\\u00e9\\n"]'}
-        assert receive(socket)["streamNextOffset"] == encode(0, 2)
+        assert receive(socket)["streamNextOffset"] == encode_offset(0, 2)
         http.post(name, JSON, "[3]", stream_closed="true")
         assert receive(socket)["payload"] == "[3]"
-        final = {"type": "control", "streamNextOffset": encode(0, 3), "upToDate": True, "streamClosed": True}
+        final = {
+            "type": "control",
+            "streamNextOffset": encode_offset(0, 3),
+            "upToDate": True,
+            "streamClosed": True,
+        }
         assert receive(socket) == final
         assert close_code(socket) == 1000
     with websocket(http, f"{name}?offset=now&live={mode}") as socket:
@@ -490,7 +495,7 @@ def test_how_a_websocket_ends(http: Wire, start_server: StartServer) -> None:
         ("?offset=zz&live=ws", 400),
         ("?live=ws", 400),
         ("/none?offset=-1&live=ws", 404),
-        (f"?offset={encode(0, 5)}&live=ws", 400),
+        (f"?offset={encode_offset(0, 5)}&live=ws", 400),
     ],
 )
 def test_errors_before_the_upgrade_are_plain_answers(http: Wire, path: str, status: int) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from support.wire import Wire, fresh
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT, BYTES = "application/json", "text/plain", "application/octet-stream"
 
@@ -174,7 +174,7 @@ def test_what_is_not_json_is_refused_and_nothing_of_it_stored(http: Wire, body: 
 def test_an_empty_array_creates_but_appends_nothing(http: Wire) -> None:
     name = fresh()
     created = http.put(name, JSON, " [ ] ")
-    assert (created.status, created["stream-next-offset"]) == (201, encode(0, 0))
+    assert (created.status, created["stream-next-offset"]) == (201, encode_offset(0, 0))
     answer = http.post(name, JSON, "[ ]")
     assert (answer.status, answer.code) == (400, "empty_array")
     assert http.post(name, JSON, "[ ]", stream_closed="true").code == "empty_array"
@@ -183,11 +183,11 @@ def test_an_empty_array_creates_but_appends_nothing(http: Wire) -> None:
 def test_a_batch_is_as_many_entries_as_it_has_elements(http: Wire) -> None:
     name = fresh()
     http.put(name, JSON)
-    assert http.post(name, JSON, "[1,2,3]")["stream-next-offset"] == encode(0, 3)
-    assert http.get(f"{name}?offset={encode(0, 2)}").body == b"[3]"
+    assert http.post(name, JSON, "[1,2,3]")["stream-next-offset"] == encode_offset(0, 3)
+    assert http.get(f"{name}?offset={encode_offset(0, 2)}").body == b"[3]"
     text = fresh()
     http.put(text, TEXT)
-    assert http.post(text, TEXT, "[1,2,3]")["stream-next-offset"] == encode(0, 1)
+    assert http.post(text, TEXT, "[1,2,3]")["stream-next-offset"] == encode_offset(0, 1)
 
 
 # -- 2 names
@@ -346,16 +346,16 @@ def test_accepted_forms_of_an_offset(http: Wire) -> None:
         http.post(name, TEXT, letter)
     for offset, body in [
         ("-1", b"abc"),
-        (encode(0, 0), b"abc"),
-        (encode(0, 1).lower(), b"bc"),
+        (encode_offset(0, 0), b"abc"),
+        (encode_offset(0, 1).lower(), b"bc"),
         ("0000000000000000_0000000000000000", b"abc"),
         ("0000000000000000_0000000000000002", b"c"),
-        (encode(0, 3), b""),
+        (encode_offset(0, 3), b""),
         ("now", b""),
     ]:
         answer = http.get(f"{name}?offset={offset}")
         assert (answer.status, answer.body) == (200, body)
-        assert answer["stream-next-offset"] == encode(0, 3)
+        assert answer["stream-next-offset"] == encode_offset(0, 3)
     assert http.get(name).body == b"abc"
 
 
@@ -371,15 +371,15 @@ BAD_OFFSETS = [
     "%20now",
     "now%20",
     "-1%0A",
-    f"{encode(0, 1)}%0A",
-    f"%20{encode(0, 1)}",
-    f"{encode(0, 1)}%00",
-    encode(0, 1)[:-1],
-    encode(0, 1) + "0",
-    "8" + encode(0, 1)[1:],
-    "I" + encode(0, 1)[1:],
-    encode(0, 1)[:5] + "-" + encode(0, 1)[6:],
-    encode(0, 1)[:25] + "1",
+    f"{encode_offset(0, 1)}%0A",
+    f"%20{encode_offset(0, 1)}",
+    f"{encode_offset(0, 1)}%00",
+    encode_offset(0, 1)[:-1],
+    encode_offset(0, 1) + "0",
+    "8" + encode_offset(0, 1)[1:],
+    "I" + encode_offset(0, 1)[1:],
+    encode_offset(0, 1)[:5] + "-" + encode_offset(0, 1)[6:],
+    encode_offset(0, 1)[:25] + "1",
     "U" * 26,
     "..",
     "a/b",
@@ -391,7 +391,7 @@ BAD_OFFSETS = [
     "000000000000000_0000000000000000",
     "%D9%A0" * 26,
     "0000000000000000_000000000000000%D9%A0",
-    f"{encode(0, 1)}&offset={encode(0, 1)}",
+    f"{encode_offset(0, 1)}&offset={encode_offset(0, 1)}",
 ]
 
 
@@ -408,10 +408,10 @@ def test_positions_that_are_not_there(http: Wire) -> None:
     name = fresh()
     http.put(name, TEXT, "x")
     for offset in (
-        encode(0, 2),
-        encode(1, 0),
-        encode(1, 1),
-        encode(2**32 - 1, 2**64 - 1),
+        encode_offset(0, 2),
+        encode_offset(1, 0),
+        encode_offset(1, 1),
+        encode_offset(2**32 - 1, 2**64 - 1),
         "0000000000000000_9999999999999999",
     ):
         answer = http.get(f"{name}?offset={offset}")
@@ -426,16 +426,16 @@ def test_a_name_used_again_has_a_new_epoch_and_old_offsets_are_gone(http: Wire) 
     for epoch in (1, 2):
         assert http.delete(name).status == 204
         created = http.put(name, TEXT, "new")
-        assert (created.status, created["stream-next-offset"]) == (201, encode(epoch, 1))
+        assert (created.status, created["stream-next-offset"]) == (201, encode_offset(epoch, 1))
         assert http.get(name, {"If-None-Match": tag}).body == b"new"
-        for offset in (encode(0, 1), encode(0, 2), encode(epoch - 1, 1)):
+        for offset in (encode_offset(0, 1), encode_offset(0, 2), encode_offset(epoch - 1, 1)):
             answer = http.get(f"{name}?offset={offset}")
             assert (answer.status, answer.code) == (410, "offset_gone")
-            assert answer.json["error"]["earliest_offset"] == encode(epoch, 0)
-        assert http.get(f"{name}?offset={encode(0, 0)}").body == b"new"
-        assert http.get(f"{name}?offset={encode(epoch, 0)}").body == b"new"
-        assert http.head(name)["stream-earliest-offset"] == encode(epoch, 0)
-        assert http.get(f"{name}?offset={encode(epoch + 1, 0)}").code == "offset_beyond_tail"
+            assert answer.json["error"]["earliest_offset"] == encode_offset(epoch, 0)
+        assert http.get(f"{name}?offset={encode_offset(0, 0)}").body == b"new"
+        assert http.get(f"{name}?offset={encode_offset(epoch, 0)}").body == b"new"
+        assert http.head(name)["stream-earliest-offset"] == encode_offset(epoch, 0)
+        assert http.get(f"{name}?offset={encode_offset(epoch + 1, 0)}").code == "offset_beyond_tail"
 
 
 def test_names_may_be_any_language(http: Wire) -> None:

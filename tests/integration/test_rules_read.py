@@ -12,8 +12,8 @@ from support.edge import StartEdge
 from support.waiting import Waiting
 from support.wire import Wire, fresh
 from tailrace.common.limits import Limits
-from tailrace.protocol.cursor import INTERVAL_S, ORIGIN_S
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.cursor import CURSOR_INTERVAL_S, CURSOR_ORIGIN_S
+from tailrace.protocol.offsets import encode_offset
 
 JSON, TEXT, BYTES = "application/json", "text/plain", "application/octet-stream"
 IMMUTABLE = "public, max-age=31536000, immutable"
@@ -112,16 +112,16 @@ def test_bodies_and_types(http: Wire) -> None:
 def test_reading_at_and_before_the_tail(http: Wire) -> None:
     name = filled(http, "a", "b")
     whole = http.get(name)
-    assert whole["stream-next-offset"] == whole["stream-end-offset"] == encode(0, 2)
+    assert whole["stream-next-offset"] == whole["stream-end-offset"] == encode_offset(0, 2)
     assert whole["stream-up-to-date"] == "true"
     assert "stream-earliest-offset" not in whole
     assert "stream-cursor" not in whole
-    tail = http.get(f"{name}?offset={encode(0, 2).lower()}")
-    assert (tail.status, tail.body, tail["stream-next-offset"]) == (200, b"", encode(0, 2))
+    tail = http.get(f"{name}?offset={encode_offset(0, 2).lower()}")
+    assert (tail.status, tail.body, tail["stream-next-offset"]) == (200, b"", encode_offset(0, 2))
     assert tail["stream-up-to-date"] == "true"
     assert "etag" in tail
     now = http.get(f"{name}?offset=now")
-    assert (now.status, now.body, now["stream-next-offset"]) == (200, b"", encode(0, 2))
+    assert (now.status, now.body, now["stream-next-offset"]) == (200, b"", encode_offset(0, 2))
     assert (now["stream-up-to-date"], now["cache-control"]) == ("true", "no-store")
     assert "etag" not in now
     http.post(name, stream_closed="true")
@@ -139,8 +139,8 @@ def test_pages_end_on_entries_and_only_the_last_is_up_to_date(start_server: Star
         page = http.get(f"{name}?offset={offset}")
         pages.append(page.body)
         offset = page["stream-next-offset"]
-        assert page["stream-end-offset"] == encode(0, 9)
-        last = offset == encode(0, 9)
+        assert page["stream-end-offset"] == encode_offset(0, 9)
+        last = offset == encode_offset(0, 9)
         assert ("stream-up-to-date" in page) is last
         assert ("stream-closed" in page) is last, "a partial page of a closed stream does not say so"
         assert page["cache-control"] == IMMUTABLE
@@ -160,15 +160,15 @@ def test_a_filtered_page_moves_past_what_it_looked_at(http: Wire) -> None:
         answer = http.get(path)
         assert (answer.body, answer["stream-next-offset"], answer["stream-up-to-date"]) == (
             b"13",
-            encode(0, 4),
+            encode_offset(0, 4),
             "true",
         )
-    assert http.get(f"{name}/pk/a?offset={encode(0, 1)}").body == b"3"
+    assert http.get(f"{name}/pk/a?offset={encode_offset(0, 1)}").body == b"3"
     assert http.get(f"{name}/pk/a?key=b").body == b"13", "the path decides"
     empty = http.get(f"{name}?key=")
     assert (empty.status, empty.code) == (400, "invalid_request"), "nobody means everything by it"
     none = http.get(f"{name}?key=none")
-    assert (none.status, none.body, none["stream-next-offset"]) == (200, b"", encode(0, 4))
+    assert (none.status, none.body, none["stream-next-offset"]) == (200, b"", encode_offset(0, 4))
     for method in ("PUT", "POST", "DELETE"):
         assert http.call(method, f"{name}/pk/a", {"Content-Type": TEXT}, b"x").status in (400, 405)
 
@@ -195,17 +195,17 @@ def test_since(http: Wire) -> None:
         ("0", b"01234"),
     ]:
         answer = http.get(f"{name}?since={since}")
-        assert (answer.body, answer["stream-next-offset"]) == (body, encode(0, 5))
+        assert (answer.body, answer["stream-next-offset"]) == (body, encode_offset(0, 5))
     assert http.get(f"{name}?since=2020-01-01T00:00:03Z&offset=-1").body == b"01234", "offset wins"
     waiting = http.get(f"{name}?since=2021-01-01T00:00:00Z&live=long-poll&timeout_ms=0")
-    assert (waiting.status, waiting["stream-next-offset"]) == (204, encode(0, 5))
+    assert (waiting.status, waiting["stream-next-offset"]) == (204, encode_offset(0, 5))
 
 
 def test_the_answer_says_whether_offset_or_since_was_used(http: Wire) -> None:
     name = filled(http)
     for second in range(3):
         http.post(name, TEXT, str(second), stream_timestamp=f"2020-01-01T00:00:0{second}Z")
-    since, offset = "since=2020-01-01T00:00:01Z", f"offset={encode(0, 2)}"
+    since, offset = "since=2020-01-01T00:00:01Z", f"offset={encode_offset(0, 2)}"
     for live in ("", "&live=long-poll", "&live=true"):
         only = http.get(f"{name}?{since}{live}")
         assert (only.body, only["stream-start"]) == (b"12", "since")
@@ -244,11 +244,17 @@ def test_a_long_poll_answers_at_once_when_there_is_something(http: Wire, mode: s
 def test_a_long_poll_waits_for_the_first_commit(http: Wire) -> None:
     name = filled(http, "old")
     with Waiting(http) as waiting:
-        polls = [waiting.get(f"{name}?offset={offset}&live=long-poll") for offset in ("now", encode(0, 1))]
+        polls = [
+            waiting.get(f"{name}?offset={offset}&live=long-poll") for offset in ("now", encode_offset(0, 1))
+        ]
         http.post(name, TEXT, "new")
         answers = [poll.result() for poll in polls]
     for answer in answers:
-        assert (answer.status, answer.body, answer["stream-next-offset"]) == (200, b"new", encode(0, 2))
+        assert (answer.status, answer.body, answer["stream-next-offset"]) == (
+            200,
+            b"new",
+            encode_offset(0, 2),
+        )
         assert "stream-cursor" in answer
     assert answers[0]["cache-control"] == "no-store"
     assert "etag" not in answers[0]
@@ -261,9 +267,9 @@ def test_a_long_poll_waits_for_the_first_commit(http: Wire) -> None:
 )
 def test_an_idle_long_poll_is_204(http: Wire, wait: str) -> None:
     name = filled(http, "x")
-    answer = http.get(f"{name}?offset={encode(0, 1)}&live=long-poll&{wait}")
+    answer = http.get(f"{name}?offset={encode_offset(0, 1)}&live=long-poll&{wait}")
     assert answer.status == 204
-    assert answer["stream-next-offset"] == answer["stream-end-offset"] == encode(0, 1)
+    assert answer["stream-next-offset"] == answer["stream-end-offset"] == encode_offset(0, 1)
     assert answer["stream-up-to-date"] == "true"
     assert answer["cache-control"] == "no-store"
     assert "stream-cursor" in answer
@@ -273,10 +279,10 @@ def test_an_idle_long_poll_is_204(http: Wire, wait: str) -> None:
 def test_at_a_closed_tail_a_long_poll_does_not_wait(http: Wire) -> None:
     name = filled(http, "x")
     http.post(name, stream_closed="true")
-    for offset in ("now", encode(0, 1)):
+    for offset in ("now", encode_offset(0, 1)):
         answer = http.get(f"{name}?offset={offset}&live=long-poll")
         assert (answer.status, answer["stream-closed"], answer["stream-up-to-date"]) == (204, "true", "true")
-        assert answer["stream-next-offset"] == encode(0, 1)
+        assert answer["stream-next-offset"] == encode_offset(0, 1)
         assert "stream-cursor" not in answer
     final = http.get(f"{name}?offset=-1&live=long-poll")
     assert (final.status, final.body, final["stream-closed"]) == (200, b"x", "true")
@@ -314,14 +320,14 @@ def test_a_wait_on_a_key_passes_over_other_entries(http: Wire) -> None:
         http.post(name, TEXT, "1", stream_key="other")
         http.post(name, TEXT, "2", stream_key="mine")
         answer = poll.result()
-    assert (answer.status, answer.body, answer["stream-next-offset"]) == (200, b"2", encode(0, 3))
-    idle = http.get(f"{name}?offset={encode(0, 3)}&live=long-poll&key=mine&timeout_ms=0")
-    assert (idle.status, idle["stream-next-offset"]) == (204, encode(0, 3))
+    assert (answer.status, answer.body, answer["stream-next-offset"]) == (200, b"2", encode_offset(0, 3))
+    idle = http.get(f"{name}?offset={encode_offset(0, 3)}&live=long-poll&key=mine&timeout_ms=0")
+    assert (idle.status, idle["stream-next-offset"]) == (204, encode_offset(0, 3))
     http.post(name, TEXT, "3", stream_key="other")
-    passed = http.get(f"{name}?offset={encode(0, 3)}&live=long-poll&key=mine&timeout_ms=0")
-    assert (passed.status, passed["stream-next-offset"]) == (204, encode(0, 4))
+    passed = http.get(f"{name}?offset={encode_offset(0, 3)}&live=long-poll&key=mine&timeout_ms=0")
+    assert (passed.status, passed["stream-next-offset"]) == (204, encode_offset(0, 4))
     http.post(name, stream_closed="true")
-    closed = http.get(f"{name}?offset={encode(0, 3)}&live=long-poll&key=mine")
+    closed = http.get(f"{name}?offset={encode_offset(0, 3)}&live=long-poll&key=mine")
     assert (closed.status, closed["stream-closed"]) == (204, "true")
 
 
@@ -386,7 +392,7 @@ def test_cursors(http: Wire) -> None:
     path = f"{name}?offset=-1&live=long-poll"
 
     def interval() -> int:
-        return int(time.time() - ORIGIN_S) // INTERVAL_S
+        return int(time.time() - CURSOR_ORIGIN_S) // CURSOR_INTERVAL_S
 
     for given in ("", "&cursor=", "&cursor=abc", "&cursor=-5", "&cursor=1", "&cursor=1.5", "&cursor=%D9%A1"):
         before, found, after = interval(), int(http.get(path + given)["stream-cursor"]), interval()
@@ -406,17 +412,17 @@ def test_cache_control_of_every_kind_of_answer(http: Wire) -> None:
     http.post(closed, stream_closed="true")
     for path, expected in [
         (opened, "no-cache"),
-        (f"{opened}?offset={encode(0, 1)}", "no-cache"),
+        (f"{opened}?offset={encode_offset(0, 1)}", "no-cache"),
         (closed, IMMUTABLE),
-        (f"{closed}?offset={encode(0, 1)}", IMMUTABLE),
+        (f"{closed}?offset={encode_offset(0, 1)}", IMMUTABLE),
         (f"{opened}?offset=now", "no-store"),
         (f"{closed}?offset=now", "no-store"),
         (f"{opened}?offset=-1&live=long-poll", "public, max-age=20"),
         (f"{closed}?offset=-1&live=long-poll", "public, max-age=20"),
         (f"{opened}?offset=-1&live=true", "no-store"),
         (f"{opened}?offset=-1&live=1", "no-store"),
-        (f"{opened}?offset={encode(0, 1)}&live=long-poll&timeout_ms=0", "no-store"),
-        (f"{closed}?offset={encode(0, 1)}&live=long-poll", "no-store"),
+        (f"{opened}?offset={encode_offset(0, 1)}&live=long-poll&timeout_ms=0", "no-store"),
+        (f"{closed}?offset={encode_offset(0, 1)}&live=long-poll", "no-store"),
         (fresh(), "no-store"),
     ]:
         assert http.get(path)["cache-control"] == expected, path
@@ -445,7 +451,7 @@ def test_a_lifetime_bounds_what_caches_may_keep(http: Wire) -> None:
 
 def test_tags(http: Wire) -> None:
     name = filled(http, "[1]", "[2]", content_type=JSON)
-    start, middle, end = (encode(0, entry) for entry in range(3))
+    start, middle, end = (encode_offset(0, entry) for entry in range(3))
     for query, tag in [
         ("", f'W/"slice:{start}:{end}:key=:fmt=json:filter="'),
         ("?offset=-1", f'W/"slice:{start}:{end}:key=:fmt=json:filter="'),
@@ -466,7 +472,7 @@ def test_if_none_match(http: Wire) -> None:
     for header in (tag, strong, f'"a", {tag}', f'{tag} , W/"b"', "*", f'"x",{strong},"y"'):
         answer = http.get(name, {"If-None-Match": header})
         assert (answer.status, answer.body, answer["etag"]) == (304, b"", tag)
-        assert answer["stream-next-offset"] == encode(0, 1)
+        assert answer["stream-next-offset"] == encode_offset(0, 1)
         assert answer["stream-up-to-date"] == "true"
         assert answer["cache-control"] == "no-cache"
         assert "content-type" not in answer

@@ -20,7 +20,7 @@ from support.s3 import S3Server
 from support.sealing import SEALING_ENV, hot, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 from tailrace.store.bucket import objects_under, range_of
 from tailrace.store.objects import Objects, open_objects
 from tailrace.store.segments import stream_id, stream_prefix
@@ -93,7 +93,7 @@ def test_retention_deletes_segments_and_keeps_what_forks_show(
     assert http.put("a", TEXT, **BOUND).status == 201
     append(http, "a", 1, 4)
     large = {"stream_forked_from": "/v1/stream/a", "stream_retention_bytes": str(10**9)}
-    assert http.put("f", stream_fork_offset=encode(0, 3), **large).status == 201
+    assert http.put("f", stream_fork_offset=encode_offset(0, 3), **large).status == 201
     append(http, "a", 5, 40)
     gone = wait_trimmed(http, server.data_dir, "a", 40)
     kept = {1, 2, 3} | set(range(gone + 1, 41))

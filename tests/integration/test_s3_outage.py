@@ -15,7 +15,7 @@ from support.s3 import S3Server
 from support.sealing import SEALING_ENV, wait_sealed, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 TEXT = "text/plain"
 ENTRY_BYTES = 10_000
@@ -64,7 +64,7 @@ def write_until_refused(port: int, name: str, first: int) -> int:
 def text_of(http: Wire, name: str, last: int) -> bytes:
     body, number = b"", 0
     while number < last:
-        answer = http.get(f"{name}?offset={encode(0, number)}")
+        answer = http.get(f"{name}?offset={encode_offset(0, number)}")
         assert answer.status == 200, answer
         body += answer.body
         number = len(body) // ENTRY_BYTES
@@ -95,7 +95,7 @@ def test_a_long_outage_stops_appends_at_the_bound_and_nothing_is_lost(
     assert server.status("/readyz") == 503
     # What is here is read, what is only there is not, and streams may still go.
     for name, last in zip(names, lasts, strict=True):
-        assert http.get(f"{name}?offset={encode(0, last - 1)}").body == entry(name, last)
+        assert http.get(f"{name}?offset={encode_offset(0, last - 1)}").body == entry(name, last)
         assert http.get(f"{name}?offset=-1").code == "unavailable"
     # A crash in the midst of it changes nothing.
     http.close()
@@ -104,7 +104,7 @@ def test_a_long_outage_stops_appends_at_the_bound_and_nothing_is_lost(
     wait_until(lambda: server.status("/healthz") == 200, "the server back")
     lasts[0] = write_until_refused(server.port, "s0", lasts[0] + 1)  # recovered entries take a little less
     assert (sum(lasts) - WRITERS) * ENTRY_BYTES <= SPOOL_BYTES
-    assert http.get(f"s1?offset={encode(0, 1)}").body.startswith(entry("s1", 2))
+    assert http.get(f"s1?offset={encode_offset(0, 1)}").body.startswith(entry("s1", 2))
     assert http.delete("s3").status == 204
 
     s3.start()

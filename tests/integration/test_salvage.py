@@ -25,7 +25,7 @@ from support.damage import (
 from support.sealing import SEALING_ENV, unsealed_blocks, wait_sealed
 from support.server import ServerProcess
 from support.workers import names_of
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON = {"Content-Type": "application/json"}
 
@@ -99,7 +99,7 @@ def test_a_damaged_record_is_left_out_and_all_others_are_there(tmp_path: Path) -
         assert found == [one for one in map(line, range(20)) if one != line(11)]
         call = Caller(server)
         # Offsets from behind the lost entry may not find another one; those before it are as they were.
-        assert call("GET", f"orders?offset={encode(0, 13)}").status in (400, 410)
+        assert call("GET", f"orders?offset={encode_offset(0, 13)}").status in (400, 410)
         assert call("POST", "orders", b"more\n", headers=TEXT).status == 204
         assert entries_in(server, "orders")[-1] == b"more\n"
 

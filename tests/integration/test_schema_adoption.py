@@ -16,7 +16,7 @@ from support.edge import StartEdge
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
 from support.wire import Connection, fresh, request_bytes
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON = "application/json"
 LINES = {"Accept": "application/x-ndjson"}
@@ -84,9 +84,9 @@ def test_the_first_entry_that_does_not_fit_is_named_and_nothing_is_changed(call:
     refused = adopt(call, name)
     assert (refused.status, refused.code) == (400, "invalid_request")
     error = refused.body["error"]
-    assert error["offset"] == encode(0, 701)
+    assert error["offset"] == encode_offset(0, 701)
     assert error["message"].startswith(
-        f"the entry at offset {encode(0, 701)} does not fit: /id value is not of type"
+        f"the entry at offset {encode_offset(0, 701)} does not fit: /id value is not of type"
     )
     assert call("GET", f"{name}/_schema").raw == before
     assert call("POST", name, [1]).status == 204, "appends are as free as before"
@@ -101,7 +101,7 @@ def test_progress_is_told_line_by_line(call: Caller) -> None:
     assert call("POST", other, [5]).status == 204
     assert lines(call("POST", f"{other}/_schema?adopt=true", UPDATE, headers=LINES))[-1]["error"][
         "offset"
-    ] == encode(0, 2)
+    ] == encode_offset(0, 2)
     refused = call("POST", f"{other}/_schema?adopt=true", {"schema": {"type": 5}}, headers=LINES)
     assert refused.status == 400, "what can be refused before the check has its status"
 
@@ -191,7 +191,7 @@ def test_a_profile_adopts_what_it_would_have_stored(call: Caller) -> None:
     raw = fresh("raw")
     assert call("PUT", raw, [stored[0], EVENT]).status == 201
     refused = adopt(call, raw, profile, "_profile").body["error"]
-    assert refused["offset"] == encode(0, 2)
+    assert refused["offset"] == encode_offset(0, 2)
     assert "/user is not in the form that the evlog profile stores" in refused["message"]
     assert call("GET", f"{raw}/_profile").body["profile"] == {"kind": "generic"}
 
@@ -201,7 +201,7 @@ def test_a_profile_without_a_schema_checks_too(call: Caller) -> None:
     change = {"type": "t", "key": "1", "value": {}, "headers": {"operation": "insert"}}
     assert call("PUT", name, [change, {"type": "t"}]).status == 201
     profile = {"profile": {"kind": "state-protocol"}}
-    assert adopt(call, name, profile, "_profile").body["error"]["offset"] == encode(0, 2)
+    assert adopt(call, name, profile, "_profile").body["error"]["offset"] == encode_offset(0, 2)
     other = fresh("changes")
     assert call("PUT", other, [change]).status == 201
     assert adopt(call, other, profile, "_profile").status == 200

@@ -14,7 +14,7 @@ from support.calls import Caller, eventually
 from support.search_model import RENAMED, search_body
 from support.wire import Answer, Wire, fresh
 from tailrace.protocol.headers import RESPONSE_HEADERS, SEARCH_HEADERS
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON = "application/json"
 A = {
@@ -57,7 +57,7 @@ def test_a_search_by_get_and_by_post_is_the_same_search(http: Wire) -> None:
         body.pop("took_ms")
         body.pop("coverage")
     assert by_get == by_post
-    assert [hit["sort"] for hit in by_post["hits"]] == [[7, encode(0, 3)], [200, encode(0, 2)]]
+    assert [hit["sort"] for hit in by_post["hits"]] == [[7, encode_offset(0, 3)], [200, encode_offset(0, 2)]]
     after = quote(json.dumps(by_post["next_search_after"]))
     rest = http.get(f"{name}/_search?{parameters}&search_after={after}").json
     assert [hit["source"] for hit in rest["hits"]] == [A]
@@ -82,14 +82,22 @@ def test_the_answer_has_every_field_and_its_headers(http: Wire) -> None:
         "hits",
         "next_search_after",
     ]
-    assert (body["stream"], body["snapshot_end_offset"], body["timeout_ms"]) == (name, encode(0, 4), 3000)
+    assert (body["stream"], body["snapshot_end_offset"], body["timeout_ms"]) == (
+        name,
+        encode_offset(0, 4),
+        3000,
+    )
     text, keyword = body["hits"]
-    assert (keyword["source"], keyword["score"], keyword["sort"]) == (C, 1.0, [1.0, None, encode(0, 3)])
-    assert (text["source"], text["offset"]) == (A, encode(0, 1))
+    assert (keyword["source"], keyword["score"], keyword["sort"]) == (
+        C,
+        1.0,
+        [1.0, None, encode_offset(0, 3)],
+    )
+    assert (text["source"], text["offset"]) == (A, encode_offset(0, 1))
     assert text["fields"] == {name: A[name] for name in ("id", "service", "status", "at", "message")}
     coverage = body["coverage"]
     assert (coverage["mode"], coverage["complete"]) == ("complete", True)
-    assert coverage["stream_head_offset"] == coverage["visible_through_offset"] == encode(0, 4)
+    assert coverage["stream_head_offset"] == coverage["visible_through_offset"] == encode_offset(0, 4)
     assert coverage["visible_through_primary_timestamp_max"] == "2026-01-01T00:01:40.000Z"
     assert coverage["oldest_omitted_append_at"] is None
     assert coverage["possible_missing_events_upper_bound"] == 0
@@ -210,7 +218,7 @@ def test_no_time_is_408_with_a_body(start_server: StartServer) -> None:
     assert body["coverage"]["complete"] is False
     assert body["coverage"]["possible_missing_wal_rows"] == 2
     assert body["coverage"]["possible_missing_events_upper_bound"] == 2
-    assert body["coverage"]["visible_through_offset"] == encode(0, 0)
+    assert body["coverage"]["visible_through_offset"] == encode_offset(0, 0)
     assert body["coverage"]["oldest_omitted_append_at"] is not None
     assert body["total"] == {"value": 0, "relation": "gte"}
 

@@ -10,7 +10,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.sealing import SEALING_ENV
 from support.wire import Wire
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 JSON, NAME = "application/json", "__stream_metrics__"
 
@@ -57,7 +57,7 @@ def test_x2_what_is_old_is_dropped(start_server: StartServer) -> None:
 
     def trimmed() -> bool:
         http.post("busy", JSON, "[1]")
-        return http.get(f"{NAME}?offset={encode(0, 0)}").code == "offset_gone"
+        return http.get(f"{NAME}?offset={encode_offset(0, 0)}").code == "offset_gone"
 
     eventually(trimmed, bool)
     # Just then all that there was may have been old; there will be more.

@@ -13,7 +13,7 @@ import pytest
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
@@ -46,7 +46,7 @@ class World:
         self.log = Log(directory, limits, SYSTEM_CLOCK, asyncio.get_running_loop())
         self.log.open()
         self.service = SubscriptionService(
-            self.log, Settings(), SYSTEM_CLOCK, asyncio.get_running_loop(), Telemetry()
+            self.log, Settings(), SYSTEM_CLOCK, asyncio.get_running_loop(), ServerMetrics()
         )
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 from support.calls import eventually
 from support.cli import environment, tailrace
 from support.server import ServerProcess
-from tailrace.http.self_signed import self_signed
+from tailrace.http.self_signed import self_signed_certificate
 
 
 def start(directory: Path, *args: str) -> ServerProcess:
@@ -45,8 +45,8 @@ def fingerprint(cert_file: Path) -> str:
 
 
 def test_a_new_certificate_is_used_after_sighup(tmp_path: Path) -> None:
-    cert, key = self_signed(tmp_path / "old", "localhost")
-    new_cert, new_key = self_signed(tmp_path / "new", "localhost")
+    cert, key = self_signed_certificate(tmp_path / "old", "localhost")
+    new_cert, new_key = self_signed_certificate(tmp_path / "new", "localhost")
     server = start(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key))
     first = presented(server)
     assert first == fingerprint(cert)
@@ -101,17 +101,17 @@ def checked(directory: Path, env: dict[str, str]) -> int:
 
 
 def test_another_host_gets_another_certificate(tmp_path: Path) -> None:
-    first = fingerprint(self_signed(tmp_path, "localhost")[0])
-    assert fingerprint(self_signed(tmp_path, "127.0.0.1")[0]) == first
-    assert fingerprint(self_signed(tmp_path, "dev.test")[0]) != first
+    first = fingerprint(self_signed_certificate(tmp_path, "localhost")[0])
+    assert fingerprint(self_signed_certificate(tmp_path, "127.0.0.1")[0]) == first
+    assert fingerprint(self_signed_certificate(tmp_path, "dev.test")[0]) != first
     (tmp_path / "cert.pem").write_text("damaged")
-    cert, key = self_signed(tmp_path, "dev.test")
+    cert, key = self_signed_certificate(tmp_path, "dev.test")
     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     assert {file.name for file in tmp_path.iterdir()} == {"cert.pem", "key.pem"}
 
 
 def test_a_certificate_is_named_or_made(tmp_path: Path) -> None:
-    cert, key = self_signed(tmp_path, "localhost")
+    cert, key = self_signed_certificate(tmp_path, "localhost")
     both = ["--tls-self-signed", "--tls-cert", str(cert), "--tls-key", str(key)]
     done = tailrace("serve", "--data-dir", str(tmp_path / "data"), *both)
     assert done.code == 2

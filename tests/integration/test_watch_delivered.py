@@ -67,7 +67,7 @@ class Scene:
             partition=partition,
             owner="test",
             generation=self.generation,
-            asOf=offsets.parse_position(self.announced["offset"])[1],
+            asOf=offsets.parse_offset(self.announced["offset"])[1],
             first=first,
             last=last,
             items=[Item(seq, "", "replace", told, {}) for seq, told in sorted(items.items())],

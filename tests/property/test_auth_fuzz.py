@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.edge import EdgeProcess
 from support.server import ServerProcess
 from support.wire import Wire, request_bytes
-from tailrace.auth import Identity, IdentityBook, TokenVerifier, create_token, make_key
+from tailrace.auth import Identity, IdentityStore, TokenVerifier, create_api_key, create_token
 from tailrace.auth.identity_file import IdentityFile
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
@@ -37,8 +37,8 @@ GOOD = create_token(SECRET, sub="ada", scopes=["read"], clock=CLOCK)
 def verifier() -> Iterator[tuple[TokenVerifier, str]]:
     """With an API key, so that both kinds of tokens are tried."""
     with tempfile.TemporaryDirectory() as directory:
-        key, text = make_key(sub="ci", scopes=["read"], clock=CLOCK)
-        IdentityBook(IdentityFile(Path(directory) / "identity.json"), CLOCK).add_key(key)
+        key, text = create_api_key(sub="ci", scopes=["read"], clock=CLOCK)
+        IdentityStore(IdentityFile(Path(directory) / "identity.json"), CLOCK).add_key(key)
         yield TokenVerifier(Settings(auth_jwt_secret=SECRET, data_dir=Path(directory)), CLOCK), text
 
 

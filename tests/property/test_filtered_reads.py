@@ -19,7 +19,7 @@ from support.queries import FILTERS, SEARCH_BODY, Question, payload_of, question
 from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
@@ -119,7 +119,7 @@ class Walk:
             self.log.log,
             self.log.clock,
             self.log.loop,
-            Telemetry(),
+            ServerMetrics(),
             "model",
         )
         filtered = FilteredReads(context, lambda _stream: registry)

@@ -86,7 +86,7 @@ def _cut(unit: str, wrapper: str) -> tuple[int, float]:
     filling = unit * (BODY_BYTES // len(unit.encode()))
     body = wrapper.replace("%s", filling).encode()
     del filling
-    return _measure(partial(json_split.entries, body, 512, len(body)))
+    return _measure(partial(json_split.split_to_block, body, 512, len(body)))
 
 
 def _run(work: Callable[[object], object], text: object) -> None:

@@ -20,7 +20,7 @@ from tailrace.common.limits import Limits
 from tailrace.log.decide import resolve
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.protocol.content_types import DEFAULT, is_json
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE, is_json
 
 JSON, TEXT = "application/json", "text/plain"
 NAMES = ["a", "b", "c/d", "e", "f", "g/h"]
@@ -303,14 +303,18 @@ class LogStates(RuleBasedStateMachine):
             source = None if fork is None else self.model.find(fork[0], self.now_ns)
             content_type = step.content_type
             if initial.payloads and self.model.find(name, self.now_ns) is None:
-                content_type = content_type or (None if source is None else source.content_type) or DEFAULT
+                content_type = (
+                    content_type or (None if source is None else source.content_type) or DEFAULT_CONTENT_TYPE
+                )
             return self.model.create(name, content_type, self.lifetime_of(step), initial, fork, self.now_ns)
         except RefusedError as refusal:
             return str(refusal)
 
     def append_of(self, step: AppendStep, name: str) -> Append:
         found = self.model.streams.get(name)
-        content_type = step.type_as or (found.content_type if found is not None else None) or DEFAULT
+        content_type = (
+            step.type_as or (found.content_type if found is not None else None) or DEFAULT_CONTENT_TYPE
+        )
         held = None if found is None else found.content_type
         payloads = payloads_of(step.count, step.number, content_type, held is None or is_json(held))
         producer = None
@@ -327,7 +331,7 @@ class LogStates(RuleBasedStateMachine):
         if content_type is None and step.fork is not None:
             source = self.model.streams.get(self.source_of(step.fork[0]))
             content_type = None if source is None else source.content_type
-        content_type = content_type or DEFAULT
+        content_type = content_type or DEFAULT_CONTENT_TYPE
         return Append(payloads_of(step.count, step.count, content_type, True), content_type, step.closed)
 
     def fork_of(self, step: CreateStep) -> tuple[str, tuple[int, int] | None, int] | None:
@@ -372,7 +376,10 @@ class LogStates(RuleBasedStateMachine):
             self.check_positions(stream, found)
             self.check_reads(stream, found)
         assert sorted(self.real.registry(), key=repr) == sorted(
-            [(kind, name, closed, last or DEFAULT) for kind, name, closed, last in self.model.events],
+            [
+                (kind, name, closed, last or DEFAULT_CONTENT_TYPE)
+                for kind, name, closed, last in self.model.events
+            ],
             key=repr,
         )
         self.check_listing()

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from tailrace.common.errors import TailraceError
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.machine import Ack, Answer, Step
@@ -36,7 +36,7 @@ class Log:
 
     def tail(self, name: str) -> str | None:
         position = self.streams.get(name)
-        return None if position is None else encode(*position)
+        return None if position is None else encode_offset(*position)
 
 
 class SubscriptionStates(RuleBasedStateMachine):
@@ -102,7 +102,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         epoch = self.log.epochs.get(name, -1) + 1
         self.log.epochs[name] = epoch
         self.log.streams[name] = (epoch, count)
-        cursor = first_cursor(encode(epoch, count), empty=count == 0)
+        cursor = first_cursor(encode_offset(epoch, count), empty=count == 0)
         self.commit(machine.stream_created(self.sub, name, cursor))
         self.settle()
 
@@ -172,7 +172,7 @@ class SubscriptionStates(RuleBasedStateMachine):
         acks: list[Ack] = []
         for path in data.draw(st.lists(st.sampled_from(NAMES), max_size=3)):
             tail = self.log.tail(path)
-            offsets = [tail or BEFORE_ALL, encode(0, data.draw(st.integers(0, 4)))]
+            offsets = [tail or BEFORE_ALL, encode_offset(0, data.draw(st.integers(0, 4)))]
             acks.append(Ack(path, data.draw(st.sampled_from(offsets))))
         self.respond(Answer(wake.generation, wake.generation, wake.id, acks, done), release=False)
 

@@ -13,7 +13,7 @@ from support.server import ServerProcess
 from support.spark_rows import reader_of, rows_of
 from tailrace.auth import create_token
 from tailrace.client import ClientError
-from tailrace.http.self_signed import self_signed
+from tailrace.http.self_signed import self_signed_certificate
 from tailrace.spark.sink import PartitionWriter
 from tailrace.spark.sink_options import write_options
 
@@ -23,7 +23,7 @@ VALUES = pa.record_batch({"value": ['{"n":1}', '{"n":2}']})
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    return self_signed(tmp_path / "tls", "localhost")
+    return self_signed_certificate(tmp_path / "tls", "localhost")
 
 
 @pytest.fixture

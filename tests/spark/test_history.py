@@ -35,7 +35,7 @@ def told(server_rows: list[dict[str, Any]], stream: str) -> Found:
     return [
         (
             row["entry"],
-            offsets.encode(row["epoch"], row["entry"]),
+            offsets.encode_offset(row["epoch"], row["entry"]),
             row["payload"],
             row["key"],
             row["append_time"].timestamp(),

@@ -31,7 +31,7 @@ def expected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "entry": row["entry"],
-            "offset": offsets.encode(row["epoch"], row["entry"]),
+            "offset": offsets.encode_offset(row["epoch"], row["entry"]),
             "value": row["payload"],
             "key": row["key"],
             "timestamp": row["append_time"],
@@ -59,8 +59,8 @@ def test_p9_any_bounds_any_partitioning_each_entry_once(seamed: Filled) -> None:
             seamed.url,
             SLIM,
             stream="ev",
-            startingOffsets=f'{{"ev": "{offsets.encode(0, after)}"}}',
-            endingOffsets=f'{{"ev": "{offsets.encode(0, upto)}"}}',
+            startingOffsets=f'{{"ev": "{offsets.encode_offset(0, after)}"}}',
+            endingOffsets=f'{{"ev": "{offsets.encode_offset(0, upto)}"}}',
             minPartitions=str(parts),
             sealedEntriesMin=sealed_min,
             fetchBytes=fetch,

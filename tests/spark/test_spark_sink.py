@@ -24,7 +24,7 @@ from support.server import ServerProcess
 from support.spark_rows import served
 from support.wire import Wire, fresh
 from tailrace.client import Client
-from tailrace.protocol.offsets import parse_position
+from tailrace.protocol.offsets import parse_offset
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -199,6 +199,6 @@ def _count(server: ServerProcess, stream: str) -> int:
     http = Wire(server.port)
     try:
         head = http.head(stream)
-        return 0 if head.status != 200 else parse_position(head["stream-next-offset"])[1]
+        return 0 if head.status != 200 else parse_offset(head["stream-next-offset"])[1]
     finally:
         http.close()

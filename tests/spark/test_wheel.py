@@ -62,7 +62,7 @@ from tailrace.store.arrow import INT64, integer_scalar, text_scalar
 entries = pa.repeat(integer_scalar(INT64, 7), 2)
 print(offsets_of(entries, entries).to_pylist()[0], text_scalar("ä").as_py(), "pandas" in sys.modules)
 """
-    assert run_alone(script) == f"{offsets.encode(7, 7)} ä False"
+    assert run_alone(script) == f"{offsets.encode_offset(7, 7)} ä False"
 
 
 def test_what_the_package_offers_is_what_it_says() -> None:

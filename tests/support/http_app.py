@@ -13,7 +13,7 @@ import uvloop
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.http import Exchange, HttpServer, Outlet, WebSocketConnection
+from tailrace.http import Exchange, HttpServer, ResponseStream, WebSocketConnection
 
 HOST = b"Host: tailrace.test\r\n"
 WAIT_S = 60
@@ -80,7 +80,7 @@ class TestApp:
 
     def __init__(self) -> None:
         self.held: list[Exchange] = []
-        self.outlets: list[Outlet] = []
+        self.outlets: list[ResponseStream] = []
         self.sockets: list[EchoHandler] = []
         self.seen: list[bytes] = []
         self.gone: list[bytes] = []

@@ -81,10 +81,10 @@ class MemoryStreams:
         return sum(len(body) for _, body in self.entries.get(stream, ()))
 
     def offset(self, stream: str, entry: int) -> str:
-        return offsets.encode(0, entry)
+        return offsets.encode_offset(0, entry)
 
     def resolve(self, stream: str, offset: str) -> int:
-        entry = offsets.parse_position(offset)[1]
+        entry = offsets.parse_offset(offset)[1]
         if entry > len(self.entries.get(stream, ())):
             raise TailraceError("offset_beyond_tail", "the offset is past the end of the stream")
         return entry

@@ -29,7 +29,7 @@ from tailrace.log.reader import Page
 from tailrace.log.records import Append, Recorded, Sealed
 from tailrace.log.transaction import Transaction
 from tailrace.pipeline.kernels.compact import compact
-from tailrace.protocol.content_types import DEFAULT, is_json
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE, is_json
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.store.objects import open_objects
@@ -307,7 +307,9 @@ class LogHarness:
             typed = content_type
             first: AppendRequest | None = None
             if initial.payloads and self.log.find(name) is None:
-                typed = content_type or (None if found is None else found.content_type) or DEFAULT
+                typed = (
+                    content_type or (None if found is None else found.content_type) or DEFAULT_CONTENT_TYPE
+                )
                 initial.content_type = typed
                 first = _request(initial, cut=True)
             request = CreateRequest(

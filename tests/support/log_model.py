@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from tailrace.protocol.content_types import is_json, media_type
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 AHEAD_NS = 300 * 10**9
 Lifetime = tuple[int | None, int | None]  # TTL in seconds, fixed expiry in ns
@@ -54,8 +54,8 @@ class ModelStream:
 
     def offset(self, entry: int) -> str:
         if entry == 0:
-            return encode(self.entries[0].epoch if self.entries else self.epoch, 0)
-        return encode(self.entries[entry - 1].epoch, entry)
+            return encode_offset(self.entries[0].epoch if self.entries else self.epoch, 0)
+        return encode_offset(self.entries[entry - 1].epoch, entry)
 
     def deadline_ns(self) -> int | None:
         ttl_s, expires_ns = self.lifetime

@@ -20,7 +20,7 @@ from support.search_states import FAR_S, SearchStates, actions, queries
 from tailrace.api.context import Context
 from tailrace.api.filtered import FilteredReads
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.key_listing import KeyListing, Lexicons
 from tailrace.log.model import Stream
@@ -116,7 +116,7 @@ class QueryStates(SearchStates):
         self, stream: Stream, view: View, text: str, key: bytes | None, inline: bool
     ) -> list[bytes]:
         real = self.real
-        context = Context(Settings(limits=PAGE), real.log, real.clock, real.loop, Telemetry(), "model")
+        context = Context(Settings(limits=PAGE), real.log, real.clock, real.loop, ServerMetrics(), "model")
         reads = FilteredReads(context, lambda _stream: view.registry)
         reads.library = self.searcher.library
         found: list[bytes] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.sealing import hot, wait_until
 from support.wire import Wire
-from tailrace.protocol.offsets import parse_position
+from tailrace.protocol.offsets import parse_offset
 from tailrace.store.bucket import range_of
 from tailrace.store.segments import stream_id, stream_prefix
 
@@ -34,7 +34,7 @@ def earliest(http: Wire, name: str) -> int:
     """The last entry that is gone."""
     answer = http.head(name)
     assert answer.status == 200
-    return parse_position(answer["stream-earliest-offset"])[1]
+    return parse_offset(answer["stream-earliest-offset"])[1]
 
 
 def folder(data_dir: Path, name: str, incarnation: int = 0) -> Path:

@@ -186,7 +186,7 @@ def examine(call: Caller, collection: str) -> tuple[dict[str, Any], list[Batch]]
     answer = call("POST", f"{BASE}/summaries", {"seconds": 60})
     assert answer.status == 200, answer.raw
     announced, info = answer.body, call("GET", f"{BASE}/collections/{collection}").body
-    upto = offsets.parse_position(announced["offset"])[1]
+    upto = offsets.parse_offset(announced["offset"])[1]
     summaries = fold(json.dumps(one).encode() for one in _entries(call, announced["stream"])[:upto])
     subs = {key: one for key, one in summaries.items() if one.collection == collection}
     matcher = Compiled(SubscriptionSet(subs)).matchers.get(collection)

@@ -24,7 +24,7 @@ from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 from tailrace.watch.befores import Bounds
@@ -98,7 +98,7 @@ class Room:
     def _open(self) -> None:
         harness, limits = self.harness, self.limits
         settings = Settings(limits=limits)
-        self.telemetry = Telemetry()
+        self.telemetry = ServerMetrics()
         self.context = Context(settings, harness.log, harness.clock, harness.loop, self.telemetry, "test")
         self.book = Book(
             harness.log,

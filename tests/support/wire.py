@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.common.errors import CODES
+from tailrace.common.errors import ERROR_STATUS
 
 PATIENCE_S = 90.0
 Headers = dict[str, str] | dict[str, bytes] | dict[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -151,7 +151,7 @@ def check_answer(answer: Answer, method: str) -> None:
         if method != "HEAD":
             body = answer.json
             assert set(body) == {"error"}
-            assert CODES[body["error"]["code"]] == answer.status
+            assert ERROR_STATUS[body["error"]["code"]] == answer.status
             assert body["error"]["message"]
             assert "Traceback" not in body["error"]["message"]
         if answer.status == 405:

@@ -39,10 +39,10 @@ def header(
     return first + length + (mask or b"")
 
 
-def read_all(reader: ws.FrameReader, data: bytes, cuts: list[int] | None = None) -> list[ws.Event]:
+def read_all(reader: ws.FrameReader, data: bytes, cuts: list[int] | None = None) -> list[ws.FrameEvent]:
     """The events of `data`, fed in the pieces that `cuts` make."""
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts or []), len(data)]
-    events: list[ws.Event] = []
+    events: list[ws.FrameEvent] = []
     for start, end in pairwise(edges):
         events += reader.feed(data[start:end])
     return events

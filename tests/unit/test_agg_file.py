@@ -11,7 +11,7 @@ import pytest
 from support.aggregate_model import rollup_view
 from support.companions import Stored, build, plan_of
 from support.queries import payload_of
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.query.aggregate import Groups
 from tailrace.query.aggregate_request import AggregateRequest, bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_spans import states_wanted
@@ -70,7 +70,7 @@ def shown(file: AggFile, asked: AggregateRequest) -> dict[tuple[int, Any], Any]:
 
 
 def instant_ms(text: str) -> int:
-    nanos = parse_instant_ns(text)
+    nanos = parse_rfc3339_ns(text)
     assert nanos is not None
     return nanos // 1_000_000
 

@@ -13,15 +13,15 @@ import jwt
 import pytest
 
 from tailrace.auth import (
-    Grants,
+    GrantStore,
     Identity,
-    IdentityBook,
     IdentityFile,
+    IdentityStore,
     TokenVerifier,
     api_keys,
+    create_api_key,
     create_token,
     identity_file,
-    make_key,
     revocations,
 )
 from tailrace.common.clock import FakeClock
@@ -41,8 +41,8 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def book_at(path: Path, clock: FakeClock) -> IdentityBook:
-    return IdentityBook(IdentityFile(path), clock)
+def book_at(path: Path, clock: FakeClock) -> IdentityStore:
+    return IdentityStore(IdentityFile(path), clock)
 
 
 def verifier(path: Path, clock: FakeClock, **settings: Any) -> TokenVerifier:
@@ -62,7 +62,7 @@ def reason(check: TokenVerifier, token: str) -> str:
 
 
 def test_a_key_is_an_identity_and_its_secret_is_nowhere(path: Path, clock: FakeClock) -> None:
-    key, text = make_key(
+    key, text = create_api_key(
         sub="ci", scopes=["write", "read"], streams=["builds/"], dbs=["app"], actor_id="@(ci/1)", clock=clock
     )
     book_at(path, clock).add_key(key)
@@ -78,7 +78,7 @@ def test_a_key_is_an_identity_and_its_secret_is_nowhere(path: Path, clock: FakeC
 
 
 def test_a_key_that_is_not_quite_the_key(path: Path, clock: FakeClock) -> None:
-    key, text = make_key(sub="ci", scopes=["read"], clock=clock)
+    key, text = create_api_key(sub="ci", scopes=["read"], clock=clock)
     book_at(path, clock).add_key(key)
     check = verifier(path, clock)
     for wrong in (
@@ -112,18 +112,18 @@ def test_a_key_that_is_not_quite_the_key(path: Path, clock: FakeClock) -> None:
 )
 def test_keys_that_nobody_can_have(wrong: dict[str, Any]) -> None:
     with pytest.raises(TailraceError) as caught:
-        make_key(**{"sub": "ci", "scopes": ["read"], **wrong})
+        create_api_key(**{"sub": "ci", "scopes": ["read"], **wrong})
     assert caught.value.code == "invalid_request"
 
 
 def test_keys_expire_and_make_room(path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.auth.book.KEYS_MAX", 1)
+    monkeypatch.setattr("tailrace.auth.book.API_KEYS_MAX", 1)
     book = book_at(path, clock)
-    key, text = make_key(sub="ci", scopes=["read"], lifetime_s=60, clock=clock)
+    key, text = create_api_key(sub="ci", scopes=["read"], lifetime_s=60, clock=clock)
     book.add_key(key)
     check = verifier(path, clock)
     assert check.verify(header(text))
-    other, _ = make_key(sub="other", scopes=["read"], clock=clock)
+    other, _ = create_api_key(sub="other", scopes=["read"], clock=clock)
     with pytest.raises(TailraceError) as caught:
         book.add_key(other)
     assert caught.value.code == "insufficient_storage"
@@ -136,7 +136,7 @@ def test_keys_expire_and_make_room(path: Path, clock: FakeClock, monkeypatch: py
 
 def test_a_revoked_key_is_refused_as_soon_as_the_file_is_read(path: Path, clock: FakeClock) -> None:
     book = book_at(path, clock)
-    key, text = make_key(sub="ci", scopes=["read"], clock=clock)
+    key, text = create_api_key(sub="ci", scopes=["read"], clock=clock)
     book.add_key(key)
     check = verifier(path, clock)
     identity = check.verify(header(text))
@@ -152,7 +152,7 @@ def test_a_revoked_key_is_refused_as_soon_as_the_file_is_read(path: Path, clock:
 
 
 def test_a_key_that_is_changed_by_hand_is_another(path: Path, clock: FakeClock) -> None:
-    key, text = make_key(sub="ci", scopes=["read", "write"], clock=clock)
+    key, text = create_api_key(sub="ci", scopes=["read", "write"], clock=clock)
     book_at(path, clock).add_key(key)
     check = verifier(path, clock)
     identity = check.verify(header(text))
@@ -202,7 +202,7 @@ def test_what_a_token_was_exchanged_for_is_revoked_with_it() -> None:
 @pytest.mark.parametrize("end", ["taken out", "changed", "expired"])
 def test_what_a_key_was_exchanged_for_ends_with_the_key(path: Path, clock: FakeClock, end: str) -> None:
     """Also if nobody revokes anything: whoever refreshes in time would go on for ever."""
-    key, text = make_key(sub="ci", scopes=["read"], lifetime_s=3600, clock=clock)
+    key, text = create_api_key(sub="ci", scopes=["read"], lifetime_s=3600, clock=clock)
     book_at(path, clock).add_key(key)
     check = verifier(path, clock)
     holder = check.verify(header(text))
@@ -221,25 +221,30 @@ def test_what_a_key_was_exchanged_for_ends_with_the_key(path: Path, clock: FakeC
 
 
 def test_revocations_are_forgotten_when_their_tokens_have_expired() -> None:
-    known = revocations.with_token((), "a", 1000, 1010)
+    known = revocations.add_revoked_token((), "a", 1000, 1010)
     assert known[0].until is not None
-    assert known[0].until >= 1000 + revocations.EXCHANGED_S_MAX, "the hub may have made a newer one of it"
-    known = revocations.with_token(known, "b", 1000, None)
-    later = revocations.with_token(known, "c", 10**6, None)
+    assert known[0].until >= 1000 + revocations.EXCHANGED_TOKEN_S_MAX, (
+        "the hub may have made a newer one of it"
+    )
+    known = revocations.add_revoked_token(known, "b", 1000, None)
+    later = revocations.add_revoked_token(known, "c", 10**6, None)
     assert [one.jti for one in later] == ["b", "c"]
-    assert [one.at for one in revocations.with_token(later, "b", 10**6 + 1, None)] == [10**6, 10**6 + 1]
+    assert [one.at for one in revocations.add_revoked_token(later, "b", 10**6 + 1, None)] == [
+        10**6,
+        10**6 + 1,
+    ]
 
 
 def test_revocations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revocations, "REVOKED_MAX", 2)
-    known = revocations.with_token(revocations.with_token((), "a", 1, None), "b", 1, None)
+    known = revocations.add_revoked_token(revocations.add_revoked_token((), "a", 1, None), "b", 1, None)
     with pytest.raises(TailraceError) as caught:
-        revocations.with_token(known, "c", 1, None)
+        revocations.add_revoked_token(known, "c", 1, None)
     assert caught.value.code == "insufficient_storage"
-    assert len(revocations.with_token(known, "b", 2, None)) == 2
-    subjects = revocations.with_subject(revocations.with_subject((), "a", 1), "b", 1)
+    assert len(revocations.add_revoked_token(known, "b", 2, None)) == 2
+    subjects = revocations.add_revoked_subject(revocations.add_revoked_subject((), "a", 1), "b", 1)
     with pytest.raises(TailraceError):
-        revocations.with_subject(subjects, "c", 1)
+        revocations.add_revoked_subject(subjects, "c", 1)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,7 @@ def test_a_file_that_cannot_be_used(path: Path, clock: FakeClock, content: str) 
 
 
 def test_a_file_that_is_too_large(path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity_file, "FILE_BYTES_MAX", 100)
+    monkeypatch.setattr(identity_file, "IDENTITY_FILE_BYTES_MAX", 100)
     with pytest.raises(TailraceError, match="larger than 100 bytes"):
         book_at(path, clock).revoke_subject("a" * 200)
     assert not path.exists()
@@ -291,7 +296,7 @@ def test_a_file_that_is_too_large(path: Path, clock: FakeClock, monkeypatch: pyt
 def test_a_file_without_which_nobody_gets_in_has_to_be_there(path: Path, clock: FakeClock) -> None:
     with pytest.raises(TailraceError, match="tailrace key create"):
         verifier(path, clock, auth_jwt_secret="", auth_keys_file=str(path))
-    key, text = make_key(sub="admin", scopes=["manage"], clock=clock)
+    key, text = create_api_key(sub="admin", scopes=["manage"], clock=clock)
     book_at(path, clock).add_key(key)
     check = verifier(path, clock, auth_jwt_secret="", auth_keys_file=str(path))
     assert check.enabled
@@ -363,7 +368,7 @@ def test_writers_wait_for_each_other(path: Path, clock: FakeClock) -> None:
 
 
 def test_two_keys_of_one_id_are_a_mistake(path: Path, clock: FakeClock) -> None:
-    key, _ = make_key(sub="a", scopes=["read"], clock=clock)
+    key, _ = create_api_key(sub="a", scopes=["read"], clock=clock)
     book_at(path, clock).add_key(key)
     register = json.loads(path.read_text())
     register["keys"] *= 2
@@ -397,7 +402,7 @@ def test_a_grant_ends_with_its_time_and_with_its_giver(path: Path, clock: FakeCl
 
 def test_grants_are_bounded(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tailrace.auth.grants.GRANTS_MAX", 2)
-    grants = Grants(clock)
+    grants = GrantStore(clock)
     job = Identity(sub="job", scopes=frozenset({"system"}))
     tokens = [grants.give(job, 10).encode() for _ in range(3)]
     assert [grants.find(token) is not None for token in tokens] == [False, True, True]
@@ -406,5 +411,5 @@ def test_grants_are_bounded(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_prefix_tells_a_key() -> None:
-    assert api_keys.is_key(b"trk_0")
-    assert not api_keys.is_key(b"eyJhbGciOiJIUzI1NiJ9.e30.x")
+    assert api_keys.is_api_key(b"trk_0")
+    assert not api_keys.is_api_key(b"eyJhbGciOiJIUzI1NiJ9.e30.x")

@@ -10,12 +10,12 @@ from tailrace.auth import (
     Action,
     Identity,
     authorise,
-    covers,
     covers_pattern,
+    covers_stream,
     visible_databases,
     visible_prefixes,
 )
-from tailrace.auth.policy import ON_DATABASE, Access
+from tailrace.auth.policy import DATABASE_ACTIONS, Access
 from tailrace.auth.tokens import SCOPES
 from tailrace.common.errors import TailraceError
 from tailrace.hub.policy import ActorRule, Policy, Rules, TopicRule
@@ -74,7 +74,7 @@ def refusal(who: Identity, action: Action, **names: str) -> str:
 
 def names_for(action: Action) -> dict[str, str]:
     names = {"stream": "orders/1"} if action.access is not Access.NONE else {}
-    if action in ON_DATABASE:
+    if action in DATABASE_ACTIONS:
         names["db"] = "app"
     return names
 
@@ -309,7 +309,7 @@ def test_where_the_rules_are_not_known_only_what_they_may_allow_is_asked_for() -
 
 
 def test_databases() -> None:
-    for action in sorted(ON_DATABASE, key=str):
+    for action in sorted(DATABASE_ACTIONS, key=str):
         scope = sorted(GRANTED_BY[action])[-1]
         assert refusal(identity(scope, dbs=("app", "b")), action, db="app") == ""
         assert refusal(identity(scope, dbs=("app",)), action, db="ap") == "forbidden"
@@ -357,7 +357,7 @@ def test_listing_by_ranges_shows_exactly_what_is_covered(
 ) -> None:
     who = identity("read", streams=claims)
     ranges = visible_prefixes(who, prefix)
-    expected = sorted({name for name in existing if name.startswith(prefix) and covers(who, name)})
+    expected = sorted({name for name in existing if name.startswith(prefix) and covers_stream(who, name)})
     scanned = [name for start in ranges for name in sorted(set(existing)) if name.startswith(start)]
     assert scanned == expected
 
@@ -370,6 +370,6 @@ def test_listing_without_a_claim_is_one_range() -> None:
 def test_a_covered_pattern_matches_covered_names_only(claims: tuple[str, ...], base: str, rest: str) -> None:
     who = identity("read", streams=claims)
     if covers_pattern(who, f"{base}/**"):
-        assert covers(who, base)
+        assert covers_stream(who, base)
     if covers_pattern(who, f"{base}/**") or covers_pattern(who, f"{base}/*/**"):
-        assert covers(who, f"{base}/{rest}")
+        assert covers_stream(who, f"{base}/{rest}")

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt import algorithms
 
-from tailrace.auth import ANONYMOUS, TokenVerifier, bind_check, create_token, inspect_token
+from tailrace.auth import ANONYMOUS, TokenVerifier, check_listen_address, create_token, inspect_token
 from tailrace.auth import verifier as verifier_module
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
@@ -239,13 +239,13 @@ def test_a_cached_token_expires() -> None:
 def test_the_cache_is_bounded_by_count_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     check = verifier()
     headers = [b"Bearer " + hs256({"sub": str(number)}) for number in range(5)]
-    monkeypatch.setattr(verifier_module, "CACHE_TOKENS_MAX", 2)
+    monkeypatch.setattr(verifier_module, "CACHED_TOKENS_MAX", 2)
     first = check.verify(headers[0])
     check.verify(headers[1])
     assert check.verify(headers[0]) is first  # used again, so the other one is the oldest
     check.verify(headers[2])
     assert check.verify(headers[0]) is first
-    monkeypatch.setattr(verifier_module, "CACHE_BYTES_MAX", len(headers[0]) + 1)
+    monkeypatch.setattr(verifier_module, "CACHED_TOKEN_BYTES_MAX", len(headers[0]) + 1)
     check.verify(headers[3])
     assert check.verify(headers[0]) is not first
 
@@ -388,14 +388,14 @@ def test_inspect_token_shows_what_is_wrong() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_auth(host: str) -> None:
     assert Settings().loopback_only, "which is where a server listens unless told otherwise"
-    bind_check(Settings(host=host))
+    check_listen_address(Settings(host=host))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
 def test_beyond_loopback_needs_auth_or_insecure(host: str) -> None:
     with pytest.raises(TailraceError, match="--insecure") as caught:
-        bind_check(Settings(host=host))
+        check_listen_address(Settings(host=host))
     assert caught.value.code == "invalid_request"
-    bind_check(Settings(host=host, insecure=True))
-    bind_check(Settings(host=host, auth_jwt_secret=SECRET))
-    bind_check(Settings(host=host, auth_jwks_url="https://issuer.example/jwks"))
+    check_listen_address(Settings(host=host, insecure=True))
+    check_listen_address(Settings(host=host, auth_jwt_secret=SECRET))
+    check_listen_address(Settings(host=host, auth_jwks_url="https://issuer.example/jwks"))

@@ -11,14 +11,14 @@ from tailrace.cli import spelled_out
 from tailrace.common import auto_tune
 from tailrace.common.limits import MIB, Limits
 from tailrace.common.settings import SettingsError
-from tailrace.common.settings_loading import load, unknown_variables
+from tailrace.common.settings_loading import load_settings, unknown_variable_warnings
 
 
 @pytest.mark.parametrize(
     ("size", "preset"), [("256", 256), ("511", 256), ("512", 512), ("5000", 4096), ("99999", 8192)]
 )
 def test_the_largest_preset_that_fits(tmp_path: Path, size: str, preset: int) -> None:
-    settings = load({"auto_tune": size}, {}, tmp_path)
+    settings = load_settings({"auto_tune": size}, {}, tmp_path)
     limits = settings.limits
     assert settings.auto_tune == size
     assert limits.memory_limit_bytes == preset * MIB
@@ -34,26 +34,28 @@ def test_the_largest_preset_that_fits(tmp_path: Path, size: str, preset: int) ->
 
 
 def test_yes_takes_what_the_machine_has(tmp_path: Path) -> None:
-    settings = load({"auto_tune": "yes"}, {}, tmp_path)
-    assert int(settings.auto_tune) == auto_tune.machine_bytes() // MIB
+    settings = load_settings({"auto_tune": "yes"}, {}, tmp_path)
+    assert int(settings.auto_tune) == auto_tune.available_memory_bytes() // MIB
 
 
 @pytest.mark.parametrize("word", ["", "no", "off", "0"])
 def test_off_changes_nothing(tmp_path: Path, word: str) -> None:
-    assert load({"auto_tune": word}, {}, tmp_path).limits == Limits()
+    assert load_settings({"auto_tune": word}, {}, tmp_path).limits == Limits()
 
 
 @pytest.mark.parametrize("word", ["255", "1", "many", "-5", "1.5"])
 def test_sizes_that_are_none(tmp_path: Path, word: str) -> None:
     with pytest.raises(SettingsError, match="--auto-tune"):
-        load({"auto_tune": word}, {}, tmp_path)
+        load_settings({"auto_tune": word}, {}, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*auto_tune.TUNED, "append_queue_stream_bytes", "search_concurrency"])
+@pytest.mark.parametrize(
+    "name", [*auto_tune.TUNED_SETTINGS_MB, "append_queue_stream_bytes", "search_concurrency"]
+)
 def test_no_tuned_setting_may_be_given_as_well(tmp_path: Path, name: str) -> None:
     variable = f"TAILRACE_{name.upper()}"
     with pytest.raises(SettingsError, match=f"{variable} cannot be combined with --auto-tune"):
-        load({"auto_tune": "512"}, {variable: "12345678"}, tmp_path)
+        load_settings({"auto_tune": "512"}, {variable: "12345678"}, tmp_path)
 
 
 def test_the_flag_may_stand_alone() -> None:
@@ -67,18 +69,18 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/mine\n")
     (tmp_path / "mine").mkdir()
-    assert auto_tune.group_limit_bytes(tmp_path, own) is None
+    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) is None
     (tmp_path / "mine" / "memory.max").write_text("max\n")
-    assert auto_tune.group_limit_bytes(tmp_path, own) is None
+    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) is None
     (tmp_path / "mine" / "memory.max").write_text("536870912\n")
-    assert auto_tune.group_limit_bytes(tmp_path, own) == 512 * MIB
+    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) == 512 * MIB
     own.write_text("4:cpu,memory:/not-mounted\n1:pids:/x\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
-    assert auto_tune.group_limit_bytes(tmp_path, own) == 1024 * MIB
+    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) == 1024 * MIB
 
 
 def test_variables_that_are_no_settings() -> None:
     env = {"TAILRACE_PORT": "1", "TAILRACE_TOKEN": "t", "TAILRACE_WRONG_THING": "", "HOME": "/"}
     env["TAILRACE_PIPELINE_PATH_REWRITE"] = "s3://=s3a://"  # which Spark reads
-    assert unknown_variables(env) == ["TAILRACE_WRONG_THING is no setting"]
+    assert unknown_variable_warnings(env) == ["TAILRACE_WRONG_THING is no setting"]

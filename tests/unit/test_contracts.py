@@ -20,7 +20,7 @@ from tailrace.api.live import Live
 from tailrace.api.live_wires import SseWire
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
@@ -146,7 +146,7 @@ def test_a_follower_is_sent_away_from_an_entry_that_cannot_be_shown(log: LogHarn
     stream = stream_of(log)
     log.call(log.log.describe, stream, "schema", document(RENAME))
     log.settle()
-    context = Context(Settings(), log.log, log.clock, log.loop, Telemetry(__version__), "id")
+    context = Context(Settings(), log.log, log.clock, log.loop, ServerMetrics(__version__), "id")
     live = Live(context)
 
     def follow(after: int) -> Socket:

@@ -13,7 +13,7 @@ from tailrace.edge.cache import Slice
 from tailrace.edge.connection import Reply, UpstreamConnection
 from tailrace.edge.facts import Asking, FactBook
 from tailrace.edge.lifetimes import FOR_EVER, Lifetime, lifetime_of, renewal_due_at
-from tailrace.protocol.offsets import encode
+from tailrace.protocol.offsets import encode_offset
 
 DATE = ("Date", "Thu, 01 Jan 1970 00:01:40 GMT")  # 100 s
 
@@ -85,7 +85,7 @@ def test_what_a_stream_was_is_not_said_of_the_next_one_with_its_name() -> None:
     book = FactBook(lambda _name, _reason: None)
     asking = book.asking("a", 0.0)
     book.note_write("a", b"PUT", 201)
-    book.note_head("a", _reply(("Stream-End-Offset", encode(0, 5))), 1.0, asking)
+    book.note_head("a", _reply(("Stream-End-Offset", encode_offset(0, 5))), 1.0, asking)
     assert book.of("a").lifetime is None
     book.note_head("a", _reply(("Stream-TTL", "60")), 1.0, book.asking("a", 0.5))
     facts = book.of("a")
@@ -99,16 +99,16 @@ def test_what_a_stream_was_is_not_said_of_the_next_one_with_its_name() -> None:
 def test_an_offset_that_is_gone_leaves_what_is_behind_it() -> None:
     dropped: list[str] = []
     book = FactBook(lambda _name, reason: dropped.append(reason))
-    head = _reply(("Stream-Retention-Bytes", "9"), ("Stream-End-Offset", encode(0, 9)))
+    head = _reply(("Stream-Retention-Bytes", "9"), ("Stream-End-Offset", encode_offset(0, 9)))
     facts = book.note_head("a", head, 1.0, Asking(0.5, 0))
-    gone = _reply(("Stream-Earliest-Offset", encode(0, 4)), status=410)
+    gone = _reply(("Stream-Earliest-Offset", encode_offset(0, 4)), status=410)
     book.note_reply("a", gone, 2.0)
-    assert (facts.earliest, dropped) == (encode(0, 4), [])
+    assert (facts.earliest, dropped) == (encode_offset(0, 4), [])
     book.note_reply("a", _reply(status=410), 3.0)
     assert (facts.earliest, dropped) == ("", ["gone"])
 
 
 def test_a_start_that_has_not_moved_is_not_shown() -> None:
     book = FactBook(lambda _name, _reason: None)
-    book.note_reply("a", _reply(("Stream-Earliest-Offset", encode(0, 0))), 1.0)
+    book.note_reply("a", _reply(("Stream-Earliest-Offset", encode_offset(0, 0))), 1.0)
     assert book.of("a").earliest == ""

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.auth import EdgeMark, Vouched
+from tailrace.auth import EdgeSignature, ForwardedClient
 
 KEY = "a key that an edge and its server have in common"
 NOW_S = 1_700_000_000.0
 TARGET = b"/v1/stream/a%20b?offset=-1&key=x"
-WHO = Vouched("0badcafe", "192.0.2.7", "somebody; sig=else, ü")
+WHO = ForwardedClient("0badcafe", "192.0.2.7", "somebody; sig=else, ü")
 
 
 @pytest.fixture
-def mark() -> EdgeMark:
-    return EdgeMark(KEY)
+def mark() -> EdgeSignature:
+    return EdgeSignature(KEY)
 
 
-def test_what_was_signed_is_read_again(mark: EdgeMark) -> None:
+def test_what_was_signed_is_read_again(mark: EdgeSignature) -> None:
     value = mark.make(b"GET", TARGET, WHO, NOW_S)
     assert value.startswith(b"v1;id=0badcafe;t=1700000000;ip=192.0.2.7;sub=")
     for seconds in (-60, 0, 59):
         assert mark.read(value, b"GET", TARGET, NOW_S + seconds) == WHO
-    plain = Vouched("e", "2001:db8::1", "")
+    plain = ForwardedClient("e", "2001:db8::1", "")
     assert mark.read(mark.make(b"PUT", b"/", plain, NOW_S), b"PUT", b"/", NOW_S) == plain
 
 
-def test_nothing_else_is(mark: EdgeMark) -> None:
+def test_nothing_else_is(mark: EdgeSignature) -> None:
     value = mark.make(b"GET", TARGET, WHO, NOW_S)
     assert mark.read(value, b"POST", TARGET, NOW_S) is None
     assert mark.read(value, b"GET", b"/v1/stream/a%20c?offset=-1&key=x", NOW_S) is None
     assert mark.read(value, b"GET", TARGET + b"&more=1", NOW_S) is None
     assert mark.read(value, b"GET", TARGET, NOW_S + 61) is None
     assert mark.read(value, b"GET", TARGET, NOW_S - 61) is None
-    assert EdgeMark(KEY + ".").read(value, b"GET", TARGET, NOW_S) is None
+    assert EdgeSignature(KEY + ".").read(value, b"GET", TARGET, NOW_S) is None
     for position in range(len(value)):
         changed = value[:position] + bytes([value[position] ^ 1]) + value[position + 1 :]
         assert mark.read(changed, b"GET", TARGET, NOW_S) is None, changed
@@ -41,8 +41,8 @@ def test_nothing_else_is(mark: EdgeMark) -> None:
         assert mark.read(rubbish, b"GET", TARGET, NOW_S) is None
 
 
-def test_a_long_name_is_cut(mark: EdgeMark) -> None:
-    long = mark.make(b"GET", b"/", Vouched("e", "::1", "ü" * 5000), NOW_S)
+def test_a_long_name_is_cut(mark: EdgeSignature) -> None:
+    long = mark.make(b"GET", b"/", ForwardedClient("e", "::1", "ü" * 5000), NOW_S)
     found = mark.read(long, b"GET", b"/", NOW_S)
     assert found is not None
     assert found.sub == "ü" * 128

@@ -60,7 +60,7 @@ def test_paths(path: bytes, kind: str, name: str, key: str | None) -> None:
 
 def test_reads_that_are_the_same_have_one_key() -> None:
     target = target_of(b"/v1/stream/a", 1024)
-    position = offsets.encode(0, 7).encode()
+    position = offsets.encode_offset(0, 7).encode()
     spellings = (
         b"offset=" + position,
         b"offset=" + position.lower(),
@@ -121,14 +121,14 @@ def test_a_password_in_an_upstream_is_not_shown(text: str) -> None:
 def test_a_higher_epoch_drops_what_was_known() -> None:
     dropped: list[tuple[str, str]] = []
     book = FactBook(lambda name, reason: dropped.append((name, reason)))
-    book.note_batch("a", offsets.encode(0, 5))
+    book.note_batch("a", offsets.encode_offset(0, 5))
     generation = book.of("a").generation
-    book.note_batch("a", offsets.encode(0, 9))
+    book.note_batch("a", offsets.encode_offset(0, 9))
     assert not dropped
-    book.note_batch("a", offsets.encode(1, 2))
+    book.note_batch("a", offsets.encode_offset(1, 2))
     assert dropped == [("a", "epoch")]
     assert book.of("a").generation == generation + 1
-    assert book.of("a").end == offsets.encode(1, 2)
+    assert book.of("a").end == offsets.encode_offset(1, 2)
 
 
 def test_writes_are_fenced() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.common.errors import CODES, TailraceError
+from tailrace.common.errors import ERROR_STATUS, TailraceError
 from tailrace.hub import message
 from tailrace.hub.errors import HUB_CODES, HubError, encode_error, error_payload, hub_error
 from tailrace.hub.ids import Ids
@@ -291,7 +291,7 @@ def test_ids_are_version_7_unique_and_growing_even_if_the_clock_is_not() -> None
 
 
 def test_every_code_has_a_status_and_typed_forms_have_their_members_first() -> None:
-    assert set(HUB_CODES) <= set(CODES)
+    assert set(HUB_CODES) <= set(ERROR_STATUS)
     error = HubError("rate_limited", "too many", {"retryAfter": 1120, "kind": "send"})
     kind, payload = error_payload(error)
     assert kind == "hub:rate_limited"

@@ -15,7 +15,7 @@ from tailrace.api.context import Context
 from tailrace.api.follower import Follower
 from tailrace.api.live import Live
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim
@@ -60,7 +60,9 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.log = LogHarness(directory, Limits())
         settings = Settings()
-        context = Context(settings, self.log.log, self.log.clock, self.log.loop, Telemetry(__version__), "id")
+        context = Context(
+            settings, self.log.log, self.log.clock, self.log.loop, ServerMetrics(__version__), "id"
+        )
         self.live = Live(context)
         self.log.create("s", TEXT, (None, None), Append([], None), None)
         self.log.settle()

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.api.proxies import Proxies, network_of
 from tailrace.common.settings import SettingsError
-from tailrace.common.settings_loading import load
+from tailrace.common.settings_loading import load_settings
 from tailrace.http.exchange import Exchange
 
 TRUSTED = "10.0.0.0/8, 192.0.2.7, fd00::/8"
@@ -71,5 +71,5 @@ def test_whoever_has_many_addresses_is_counted_once() -> None:
 
 def test_what_is_no_network_is_refused_at_start() -> None:
     with pytest.raises(SettingsError, match="trusted_proxies"):
-        load({"trusted_proxies": "10.0.0.0/8, proxy.example"}, env={})
-    assert load({"trusted_proxies": TRUSTED}, env={}).trusted_proxies == TRUSTED
+        load_settings({"trusted_proxies": "10.0.0.0/8, proxy.example"}, env={})
+    assert load_settings({"trusted_proxies": TRUSTED}, env={}).trusted_proxies == TRUSTED

@@ -17,8 +17,8 @@ import pytest
 from support.http_app import HOST, Site, TestApp, chunked, get, on_loop, post, site, until
 from tailrace.common.limits import Limits
 from tailrace.http import Exchange, HttpServer, relay
-from tailrace.http.handover import Adoption, Handover
-from tailrace.http.relay import Peer, receive
+from tailrace.http.handover import HandoverReceiver, HandoverSender
+from tailrace.http.relay import PeerClient, restore_relayed_request
 from tailrace.workers.front import Front, Inner
 
 UPGRADE = (
@@ -37,7 +37,7 @@ class OwnerApp(TestApp):
     __test__ = False
 
     def handle(self, exchange: Exchange) -> None:
-        receive(exchange)
+        restore_relayed_request(exchange)
         if exchange.path == b"/no-length":
             exchange.respond(200, b"X-Length: none\r\n")
         elif exchange.path == b"/page":
@@ -62,7 +62,7 @@ class DoorApp(TestApp):
 class Pair:
     """A door that clients know, and the owner behind it."""
 
-    def __init__(self, door: Site, owner: TestApp, server: HttpServer, peer: Peer) -> None:
+    def __init__(self, door: Site, owner: TestApp, server: HttpServer, peer: PeerClient) -> None:
         self.door = door
         self.owner = owner
         self.server = server
@@ -77,7 +77,7 @@ async def pair(**limits: int) -> AsyncIterator[Pair]:
     with TemporaryDirectory() as directory:
         path = str(Path(directory) / "owner")
         await server.start_unix(path)
-        peer = Peer(path, loop, 60_000, BODIES_BYTES_MAX)
+        peer = PeerClient(path, loop, 60_000, BODIES_BYTES_MAX)
         app.pass_on = peer.relay
         async with site(app, **limits) as door:
             yield Pair(door, owner, server, peer)
@@ -266,11 +266,11 @@ def test_an_event_source_whose_owner_is_gone_is_left_to_reconnect() -> None:
 def test_a_connection_moves_with_its_request_and_stays() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        app, handover = DoorApp(), Handover()
+        app, handover = DoorApp(), HandoverSender()
         with TemporaryDirectory() as directory:
             path = f"{directory}/door"
             async with site() as owner, site(app) as door:
-                adoption = Adoption(owner.server, path, loop)
+                adoption = HandoverReceiver(owner.server, path, loop)
                 refused: list[bytes] = []
 
                 def move(exchange: Exchange) -> None:
@@ -400,7 +400,7 @@ def test_what_may_wait_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> None:
         async with pair() as both:
             monkeypatch.setattr(relay, "GRACE_S", 0.0)
-            hasty = Peer(both.peer.path, asyncio.get_running_loop(), 1, BODIES_BYTES_MAX)
+            hasty = PeerClient(both.peer.path, asyncio.get_running_loop(), 1, BODIES_BYTES_MAX)
             assert isinstance(both.door.app, DoorApp)
             both.door.app.pass_on = hasty.relay
             refused = await both.door.exchange(post("/hold", b"{}"))

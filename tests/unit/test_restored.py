@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tailrace.common.errors import TailraceError
 from tailrace.log.decide import resolve
 from tailrace.log.model import Stream
-from tailrace.protocol.offsets import parse_position
+from tailrace.protocol.offsets import parse_offset
 from tailrace.store.manifest_model import Deleted, Head, Parent, RecordedLifetime
 from tailrace.store.segments import SegmentInfo
 from tailrace.tier.restored import Source, Sums, earliest_of, raised, restored_head, restored_stream, runs_of
@@ -75,11 +75,11 @@ def test_an_offset_of_a_lost_entry_is_gone_for_good(lives: list[tuple[int, int]]
         stream.epochs, stream.visible = raised(stream.epochs, through), through
     stream.visible += more
     for offset, entry in kept.items():
-        assert resolve(stream, parse_position(offset), 0) == entry
+        assert resolve(stream, parse_offset(offset), 0) == entry
     assert not lost & {stream.offset(entry) for entry in range(stream.visible + 1)}
     for offset in lost:
         with pytest.raises(TailraceError) as refused:
-            resolve(stream, parse_position(offset), 0)
+            resolve(stream, parse_offset(offset), 0)
         assert refused.value.code == "offset_gone"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from support.cli import tailrace
 from tailrace.cli.serve import ESSENTIAL, command, command_for
-from tailrace.common.settings import TABLE
+from tailrace.common.settings import SETTINGS_TABLE
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def _shown(*arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_shows_the_twenty_settings_that_people_need(flag: str) -> None:
-    assert _shown(flag) == {TABLE[name].flag for name in ESSENTIAL}
+    assert _shown(flag) == {SETTINGS_TABLE[name].flag for name in ESSENTIAL}
     assert len(ESSENTIAL) == 20
     assert "--help-all" in tailrace("serve", flag).out
 
 
 def test_help_all_shows_every_setting() -> None:
-    assert _shown("--help-all") == {row.flag for row in TABLE.values()}
+    assert _shown("--help-all") == {row.flag for row in SETTINGS_TABLE.values()}
 
 
 def test_help_fits_a_terminal_of_80_columns() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.common.settings import Settings, listed
+from tailrace.common.settings import Settings, split_list
 from tailrace.watch.sources.config import Secret
 from tailrace.watch.sources.secrets import SecretRules
 
 
 def rules(settings: Settings) -> SecretRules:
-    return SecretRules(listed(settings.source_variables), listed(settings.source_directories))
+    return SecretRules(split_list(settings.source_variables), split_list(settings.source_directories))
 
 
 def allowed(found: SecretRules, secret: Secret) -> bool:

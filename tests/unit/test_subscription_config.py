@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.protocol.patterns import Pattern, literal_prefix
+from tailrace.protocol.patterns import NamePattern, literal_prefix
 from tailrace.subscriptions import config
 from tailrace.subscriptions.config import parse_config, parse_streams
 
@@ -145,7 +145,7 @@ def test_ids() -> None:
     ],
 )
 def test_globs(pattern: str, matching: list[str], other: list[str]) -> None:
-    compiled = Pattern(pattern)
+    compiled = NamePattern(pattern)
     assert [name for name in matching if not compiled.matches(name)] == []
     assert [name for name in other if compiled.matches(name)] == []
 
@@ -164,13 +164,13 @@ def oracle(pattern: str) -> re.Pattern[str]:
 @given(glob, name)
 def test_globs_against_regular_expressions(pattern: str, candidate: str) -> None:
     expected = oracle(pattern).fullmatch(candidate + "/") is not None
-    assert Pattern(pattern).matches(candidate) == expected
+    assert NamePattern(pattern).matches(candidate) == expected
     if expected:
         assert candidate.startswith(literal_prefix(pattern))
 
 
 def test_many_stars_take_no_time() -> None:
-    compiled = Pattern("/".join(["**", "a"] * 100))
+    compiled = NamePattern("/".join(["**", "a"] * 100))
     assert not compiled.matches("/".join(["a"] * 500 + ["b"]))
     assert compiled.matches("/".join(["a"] * 500))
 

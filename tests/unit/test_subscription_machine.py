@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.protocol.offsets import START, encode
+from tailrace.protocol.offsets import START_OFFSET, encode_offset
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.machine import Ack, Answer, Step
@@ -20,7 +20,7 @@ from tailrace.subscriptions.model import (
 
 NOW_MS = 1_767_225_600_000
 TTL_MS = 1000
-T0, T1, T2, T3 = (encode(0, entry) for entry in range(4))
+T0, T1, T2, T3 = (encode_offset(0, entry) for entry in range(4))
 
 
 def config(kind: str = "webhook", pattern: str | None = "events/*", streams: tuple[str, ...] = ()) -> Config:
@@ -102,11 +102,11 @@ def test_a_stream_created_later_is_linked_before_its_content() -> None:
     assert not sub.pending
     apply(sub, machine.stream_created(sub, "events/b", first_cursor(T2, empty=False)))
     sub.observe("events/b", T2)
-    assert sub.links["events/b"].acked == START
+    assert sub.links["events/b"].acked == START_OFFSET
     assert sub.pending == {"events/b": T2}
     assert machine.stream_created(sub, "other", T0) == Step()
     # Told twice, nothing moves.
-    assert machine.stream_created(sub, "events/b", START) == Step()
+    assert machine.stream_created(sub, "events/b", START_OFFSET) == Step()
 
 
 def test_a_named_stream_that_comes_later_keeps_its_name() -> None:
@@ -140,7 +140,7 @@ def test_a_deleted_stream_leaves_or_waits() -> None:
         sub.observe(path, None)
     assert sub.links == {"manual/a": Link(BEFORE_ALL, explicit=True, glob=False)}
     assert not sub.pending
-    again = encode(1, 0)
+    again = encode_offset(1, 0)
     apply(sub, machine.stream_created(sub, "manual/a", again))
     sub.observe("manual/a", again)
     assert not sub.pending

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from tailrace.common.metrics import SECONDS, Distribution
-from tailrace.common.server_metrics import TABLE, Telemetry
+from tailrace.common.metrics import LATENCY_BUCKETS_S, Histogram
+from tailrace.common.server_metrics import SERVER_METRICS, ServerMetrics
 
 
-def _samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def _samples(telemetry: ServerMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(telemetry.render().decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -21,7 +21,7 @@ def _samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...
 
 
 def test_counters_and_gauges_show_what_they_hold() -> None:
-    telemetry = Telemetry("9.9")
+    telemetry = ServerMetrics("9.9")
     telemetry.append_entries.value += 3
     telemetry.requests.add("POST", 204)
     telemetry.requests.add("POST", 204)
@@ -36,7 +36,7 @@ def test_counters_and_gauges_show_what_they_hold() -> None:
 
 
 def test_a_commit_is_seen_in_both_histograms() -> None:
-    telemetry = Telemetry()
+    telemetry = ServerMetrics()
     telemetry.observe_sync(0.0003, 5)
     samples = _samples(telemetry)
     assert samples["tailrace_sync_seconds_count", ()] == 1
@@ -47,7 +47,7 @@ def test_a_commit_is_seen_in_both_histograms() -> None:
 
 @given(st.lists(st.floats(min_value=0, max_value=10)))
 def test_buckets_are_cumulative_and_hold_every_observation(values: list[float]) -> None:
-    distribution = Distribution(SECONDS)
+    distribution = Histogram(LATENCY_BUCKETS_S)
     for value in values:
         distribution.observe(value)
     rows = distribution.cumulative()
@@ -57,5 +57,7 @@ def test_buckets_are_cumulative_and_hold_every_observation(values: list[float]) 
 
 
 def test_every_row_is_exposed_even_before_anything_happened() -> None:
-    text = Telemetry().render().decode()
-    assert [metric.exposed for metric in TABLE.values() if f"# TYPE {metric.exposed} " not in text] == []
+    text = ServerMetrics().render().decode()
+    assert [
+        metric.exposed for metric in SERVER_METRICS.values() if f"# TYPE {metric.exposed} " not in text
+    ] == []

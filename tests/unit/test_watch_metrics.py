@@ -16,7 +16,7 @@ from tailrace.api.watch.session import Session
 from tailrace.api.watch.source_status import SourceStatus
 from tailrace.api.watch.subscribing import subscribe
 from tailrace.api.watch.tally import OTHERS, STAGES, Labels
-from tailrace.common.metrics import Numbers
+from tailrace.common.metrics import LabeledValues
 from tailrace.watch.change import Change
 
 
@@ -33,7 +33,7 @@ def existing(room: Room, name: str) -> Collection:
     return found
 
 
-def counted(numbers: Numbers, labels: Labels) -> dict[tuple[str, ...], float]:
+def counted(numbers: LabeledValues, labels: Labels) -> dict[tuple[str, ...], float]:
     return {tuple(row[2:]): value for row, value in numbers.current() if tuple(row[:2]) == labels}
 
 

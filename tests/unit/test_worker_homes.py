@@ -18,7 +18,7 @@ from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.http import Exchange, HttpServer
-from tailrace.http.relay import Peer
+from tailrace.http.relay import PeerClient
 from tailrace.log import stalls
 from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
@@ -54,7 +54,7 @@ async def homes_of(log: Log, directory: Path) -> AsyncIterator[Homes]:
     loop, path = asyncio.get_running_loop(), str(directory / "other")
     server = HttpServer(SourceApp(), Limits())
     await server.start_unix(path)
-    peer = Peer(path, loop, 10_000, 1024)
+    peer = PeerClient(path, loop, 10_000, 1024)
     yield Homes(log, Circle(0, Placement(2), {1: peer}, {}))
     peer.close()
     await server.close()

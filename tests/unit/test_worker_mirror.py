@@ -15,7 +15,7 @@ from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.http import Exchange, HttpServer
-from tailrace.http.relay import Peer
+from tailrace.http.relay import PeerClient
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.transaction import ignore
@@ -50,7 +50,7 @@ class Room:
         self.log.open()
         self.feed = Feed(self.log, loop, lambda _request, _stream: None)
         self.path = str(directory / "socket")
-        self.peer = Peer(self.path, loop, 10_000, 1024)
+        self.peer = PeerClient(self.path, loop, 10_000, 1024)
         self.heard: list[tuple[str, ...]] = []
         self.wanted: tuple[list[str], list[str]] = ([], [])
         self.mirrors = Mirrors(
@@ -172,7 +172,7 @@ def test_only_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         loop = asyncio.get_running_loop()
         mirrors = Mirrors([], lambda: ([], []), nothing, nothing, nothing)
-        one = Mirror(Peer("nobody", loop, 1, 1), mirrors)
+        one = Mirror(PeerClient("nobody", loop, 1, 1), mirrors)
         told: asyncio.Future[bool] = loop.create_future()
         lines = 20
 

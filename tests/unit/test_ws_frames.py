@@ -19,7 +19,7 @@ def _reader(**options: bool) -> ws.FrameReader:
     return ws.FrameReader(LIMIT, DISCARD, **options)
 
 
-def _events(data: bytes, **options: bool) -> list[ws.Event]:
+def _events(data: bytes, **options: bool) -> list[ws.FrameEvent]:
     return _reader(**options).feed(data)
 
 
@@ -110,7 +110,7 @@ def test_close() -> None:
 def test_a_large_message_is_skipped_in_constant_memory() -> None:
     big = b"0123456789" * 480
     reader = _reader()
-    events: list[ws.Event] = []
+    events: list[ws.FrameEvent] = []
     data = frame(ws.BINARY, big) + frame(ws.TEXT, b"next")
     for byte in data:
         events += reader.feed(bytes((byte,)))
@@ -180,7 +180,7 @@ def test_a_deflate_bomb_stops_at_the_limit() -> None:
     bomb = _deflated(b"\x00" * 1_000_000)
     assert len(bomb) < LIMIT + 100
     reader = _reader(deflate=True)
-    events: list[ws.Event] = []
+    events: list[ws.FrameEvent] = []
     for byte in bomb + _deflated(b"next"):
         events += reader.feed(bytes((byte,)))
         assert reader.buffered_bytes <= LIMIT + ws.HEADER_BYTES_MAX

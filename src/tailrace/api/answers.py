@@ -5,23 +5,23 @@ from __future__ import annotations
 from tailrace.api.proxies import proxies_of
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.http import common_headers
 from tailrace.http.exchange import Exchange
-from tailrace.http.request_log import failures
+from tailrace.http.request_log import failure_log
 from tailrace.log.commit import resting_on
 from tailrace.log.model import Stream
 from tailrace.protocol import refusals
-from tailrace.protocol.content_types import DEFAULT
-from tailrace.protocol.headers import line
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
+from tailrace.protocol.headers import header_line
 
 NO_STORE = refusals.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"
 UP_TO_DATE = b"Stream-Up-To-Date: true\r\n"
 JSON_TYPE = refusals.JSON_TYPE
 
-error = refusals.error_answer
-add_phase = common_headers.add_phase
+error = refusals.error_response
+add_phase = common_headers.add_timing_phase
 
 
 def next_offset(offset: str) -> bytes:
@@ -34,11 +34,11 @@ def end_offset(offset: str) -> bytes:
 
 def earliest(stream: Stream) -> bytes:
     """Where reading can begin, once that is no longer the start."""
-    return line("Stream-Earliest-Offset", stream.offset(stream.earliest)) if stream.earliest else b""
+    return header_line("Stream-Earliest-Offset", stream.offset(stream.earliest)) if stream.earliest else b""
 
 
 def content_type(stream: Stream) -> bytes:
-    return line("Content-Type", stream.content_type or DEFAULT)
+    return header_line("Content-Type", stream.content_type or DEFAULT_CONTENT_TYPE)
 
 
 def lifetime(stream: Stream) -> bytes:
@@ -46,14 +46,14 @@ def lifetime(stream: Stream) -> bytes:
     set_to = stream.lifetime
     lines = b""
     if set_to.ttl_s is not None:
-        lines += line("Stream-TTL", str(set_to.ttl_s))
+        lines += header_line("Stream-TTL", str(set_to.ttl_s))
     deadline_ns = stream.deadline_ns()
     if deadline_ns is not None:
-        lines += line("Stream-Expires-At", format_instant(deadline_ns))
+        lines += header_line("Stream-Expires-At", format_rfc3339(deadline_ns))
     if set_to.retention_s is not None:
-        lines += line("Stream-Retention", str(set_to.retention_s))
+        lines += header_line("Stream-Retention", str(set_to.retention_s))
     if set_to.retention_bytes is not None:
-        lines += line("Stream-Retention-Bytes", str(set_to.retention_bytes))
+        lines += header_line("Stream-Retention-Bytes", str(set_to.retention_bytes))
     return lines
 
 
@@ -66,7 +66,7 @@ def refusal_of(exchange: Exchange | None, refusal: TailraceError) -> tuple[int, 
     if exchange is not None:
         exchange.name()
         if refusal.status >= 500:
-            failures.tell(exchange, refusal)
+            failure_log.tell(exchange, refusal)
     return error(refusal)
 
 

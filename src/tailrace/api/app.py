@@ -38,11 +38,11 @@ from tailrace.api.touch import TouchRoutes
 from tailrace.api.vouched import Vouching
 from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.api.watch.service import WatchService
-from tailrace.auth import ANONYMOUS, Grants, Identity, TokenVerifier
+from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
 from tailrace.http.common_headers import CommonHeaders
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import Origins
+from tailrace.http.origins import AllowedOrigins
 from tailrace.protocol import headers, names
 
 logger = logging.getLogger("tailrace.api")
@@ -62,7 +62,7 @@ class TailraceApp:
     """Routes requests. `__ds` first, then sub-resources, then the stream itself."""
 
     def __init__(
-        self, context: Context, verifier: TokenVerifier | None, grants: Grants | None = None
+        self, context: Context, verifier: TokenVerifier | None, grants: GrantStore | None = None
     ) -> None:
         self._context = context
         self._verifier = verifier
@@ -109,7 +109,7 @@ class TailraceApp:
         self._append = self._streams.append
         self._timing = settings.server_timing
         total = "total" if self._timing else None
-        self.common_headers = CommonHeaders(settings.resource_policy, Origins(settings), total)
+        self.common_headers = CommonHeaders(settings.resource_policy, AllowedOrigins(settings), total)
         self.fixed_headers = self.common_headers.fixed
 
     # -- what net asks for -------------------------------------------------------------------------------
@@ -220,20 +220,20 @@ class TailraceApp:
         self.control(exchange, rest, self.identify)
 
     def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        decoded = names.decode(raw)
+        decoded = names.decode_name(raw)
         if method == b"PUT":
             self._streams.create(exchange, identity, decoded)
             return
         name, slash, key = raw.rpartition(b"/pk/")
         if slash and b"/" not in key:
-            self._by_key(exchange, identity, method, names.decode(name), names.decode(key))
+            self._by_key(exchange, identity, method, names.decode_name(name), names.decode_name(key))
             return
-        if decoded is None or not names.is_valid(decoded, self._context.limits.name_bytes):
+        if decoded is None or not names.is_valid_name(decoded, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name")
-        if names.is_sub_resource(decoded):
+        if names.is_sub_resource_name(decoded):
             self._sub_resource(exchange, identity, method, decoded)
             return
-        if len(exchange.path) <= PATH_BYTES_CACHED and not names.is_system(decoded):
+        if len(exchange.path) <= PATH_BYTES_CACHED and not names.is_system_name(decoded):
             if len(self._names) >= NAMES_CACHED:
                 self._names.clear()
             self._names[exchange.path] = decoded
@@ -265,7 +265,7 @@ class TailraceApp:
         elif method == b"PUT":
             self._streams.create(exchange, identity, name)
         elif method == b"DELETE":
-            if names.is_system(name):
+            if names.is_system_name(name):
                 raise read_only()
             self._streams.delete(exchange, identity, name)
         else:
@@ -277,7 +277,7 @@ class TailraceApp:
         """`/pk/{key}`: the key is one segment of the raw path and may hold anything, an encoded slash too."""
         if method not in (b"GET", b"HEAD"):
             raise not_allowed("GET, HEAD, OPTIONS")
-        if name is None or not key or not names.is_valid(name, self._context.limits.name_bytes):
+        if name is None or not key or not names.is_valid_name(name, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name, or no entry this key")
         self.reads.read(exchange, identity, name, key)
 

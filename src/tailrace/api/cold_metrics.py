@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tailrace.api.companion_files import CompanionFiles
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.store.cold import ColdReader
 from tailrace.tier.seal import Sealing
 
 
 def connect_cold(
-    telemetry: Telemetry, sealing: Sealing, cold: ColdReader, companions: CompanionFiles
+    telemetry: ServerMetrics, sealing: Sealing, cold: ColdReader, companions: CompanionFiles
 ) -> None:
     readers = (cold.parts, companions.parts, companions.lexicons)
 

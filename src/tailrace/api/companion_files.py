@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.log import Log
 from tailrace.query.families.keys import KeyLibrary
 from tailrace.query.families.library import Library
@@ -42,7 +42,7 @@ class CompanionFiles:
         self.keys = KeyLibrary(self.library)
         log.reader.history.keys = self.keys
 
-    def connect(self, app: TailraceApp, telemetry: Telemetry) -> None:
+    def connect(self, app: TailraceApp, telemetry: ServerMetrics) -> None:
         """Tells everybody who answers queries, and the metrics."""
         app.search.searcher.library = self.library
         app.filtered.library = self.library

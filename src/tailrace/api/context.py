@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tailrace.common.clock import Clock
 from tailrace.common.limits import Limits
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.log import Log
 
@@ -19,7 +19,7 @@ class Context(NamedTuple):
     log: Log
     clock: Clock
     loop: asyncio.AbstractEventLoop
-    telemetry: Telemetry
+    telemetry: ServerMetrics
     deployment: str  # made with the data directory; tells two servers apart
 
     @property

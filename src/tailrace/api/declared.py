@@ -18,14 +18,14 @@ from tailrace.api.guard import PROFILE
 from tailrace.api.profile import profile_changes
 from tailrace.api.schema import document_of, prepare
 from tailrace.common.errors import TailraceError
-from tailrace.common.settings import Setting, SettingsError, parse
-from tailrace.common.timestamps import parse_window_s
+from tailrace.common.settings import Setting, SettingsError, parse_setting
+from tailrace.common.timestamps import parse_duration_s
 from tailrace.log.decide import CreateRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Lifetime, Stream
 from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
 from tailrace.protocol.content_types import is_json
-from tailrace.protocol.names import check_creatable
+from tailrace.protocol.names import check_creatable_name
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.update import decide_update
 
@@ -50,7 +50,7 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def lifetime(self) -> Lifetime:
         bytes_max = self.retention_bytes
         if isinstance(bytes_max, str):
-            bytes_max = int(parse(_BYTES, bytes_max))
+            bytes_max = int(parse_setting(_BYTES, bytes_max))
         return Lifetime(_window_s(self.ttl, "ttl"), None, _window_s(self.retention, "retention"), bytes_max)
 
     def wanted_profile(self) -> Profile:
@@ -120,7 +120,7 @@ class DeclaredStreams:
         return len(streams)
 
     async def _make(self, name: str, declared: Declared) -> None:
-        check_creatable(name, self._name_bytes)
+        check_creatable_name(name, self._name_bytes)
         profile, update = declared.wanted_profile(), declared.registry_update(self._file.parent)
         content_type = declared.content_type
         if (profile is not GENERIC or update) and content_type is not None and not is_json(content_type):
@@ -171,7 +171,7 @@ class DeclaredStreams:
 
 
 def _window_s(value: str | int | None, what: str) -> int | None:
-    return None if value is None else parse_window_s(str(value), what)
+    return None if value is None else parse_duration_s(str(value), what)
 
 
 def _equal(one: object, other: object) -> bool:

@@ -12,7 +12,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.history import Missing
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.protocol.headers import line
+from tailrace.protocol.headers import header_line
 from tailrace.query.families.library import Library
 from tailrace.query.families.narrowing import Narrowing
 from tailrace.query.filtering import Filter, Sieve
@@ -150,7 +150,7 @@ class FilteredReads:
         if not sieve.scan_limit_reached:
             return b""
         return (
-            line("Stream-Filter-Scan-Limit-Reached", "true")
-            + line("Stream-Filter-Scan-Limit-Bytes", str(self._limits.filter_scan_bytes))
-            + line("Stream-Filter-Scanned-Bytes", str(scanned_before + sieve.scanned_bytes))
+            header_line("Stream-Filter-Scan-Limit-Reached", "true")
+            + header_line("Stream-Filter-Scan-Limit-Bytes", str(self._limits.filter_scan_bytes))
+            + header_line("Stream-Filter-Scanned-Bytes", str(scanned_before + sieve.scanned_bytes))
         )

@@ -13,11 +13,19 @@ import xxhash
 
 from tailrace.api import answers
 from tailrace.api.context import Context
-from tailrace.auth import Action, Identity, Register, RevokedMarks, TokenVerifier, authorise, make_key
+from tailrace.auth import (
+    Action,
+    Identity,
+    IdentityRecords,
+    RevokedHashes,
+    TokenVerifier,
+    authorise,
+    create_api_key,
+)
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import names
-from tailrace.protocol.etag import none_match
+from tailrace.protocol.etag import if_none_match
 
 logger = logging.getLogger("tailrace.auth")
 
@@ -59,7 +67,7 @@ class IdentityRoutes:
         self._verifier = verifier
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_change: Callable[[], None] = _nothing
-        self._marks = (0, *_written(RevokedMarks()))  # the version of the book, tag and bytes
+        self._marks = (0, *_written(RevokedHashes()))  # the version of the book, tag and bytes
 
     def handles(self, path: bytes) -> bool:
         return path in (KEYS, REVOCATIONS, REVOKED) or path.startswith(KEYS + b"/")
@@ -92,7 +100,7 @@ class IdentityRoutes:
 
     def _make_key(self, exchange: Exchange, identity: Identity) -> None:
         asked = _read(exchange, NewKey)
-        key, text = make_key(
+        key, text = create_api_key(
             sub=asked.sub,
             scopes=asked.scopes,
             streams=asked.streams,
@@ -110,7 +118,7 @@ class IdentityRoutes:
         self._run(exchange, lambda: book.add_key(key), answer)
 
     def _remove_key(self, exchange: Exchange, identity: Identity, raw_id: bytes) -> None:
-        key_id = names.decode(raw_id) or ""
+        key_id = names.decode_name(raw_id) or ""
         book = self._known.book
 
         def answer(_: None) -> tuple[int, None]:
@@ -122,7 +130,7 @@ class IdentityRoutes:
     # -- revocations -----------------------------------------------------------------------------------
 
     def _show_revocations(self, exchange: Exchange) -> None:
-        def answer(found: Register) -> tuple[int, Json]:
+        def answer(found: IdentityRecords) -> tuple[int, Json]:
             listed = sorted((*found.tokens, *found.subjects), key=lambda one: one.at, reverse=True)
             shown = [msgspec.to_builtins(one) for one in listed[:SHOWN_MAX]]
             return 200, {"total": len(listed), "revocations": shown}
@@ -151,7 +159,7 @@ class IdentityRoutes:
         _, tag, body = self._marks
         head = b"Cache-Control: private, no-cache\r\nETag: %b\r\n" % tag.encode()
         known = exchange.headers.get(b"if-none-match")
-        if known is not None and none_match(known.decode("latin-1"), tag):
+        if known is not None and if_none_match(known.decode("latin-1"), tag):
             exchange.respond(304, head)
         else:
             exchange.respond(200, answers.JSON_TYPE + head, body)
@@ -218,7 +226,7 @@ def _read(exchange: Exchange, form: type[T]) -> T:
         raise TailraceError("invalid_request", f"the request cannot be understood: {error}") from None
 
 
-def _written(marks: RevokedMarks) -> tuple[str, bytes]:
+def _written(marks: RevokedHashes) -> tuple[str, bytes]:
     """Tag and bytes: the same in every process that has read the same file."""
     body = orjson.dumps({"tokens": sorted(marks.tokens), "subjects": dict(sorted(marks.subjects.items()))})
     return f'"{xxhash.xxh3_128_hexdigest(body)}"', body

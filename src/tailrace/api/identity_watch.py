@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace.api.app import TailraceApp
 from tailrace.auth import TokenVerifier
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 
 logger = logging.getLogger("tailrace.auth")
 
@@ -35,7 +35,7 @@ class IdentityWatch:
             self._timer = None
         self._verifier.close()
 
-    def connect(self, telemetry: Telemetry) -> None:
+    def connect(self, telemetry: ServerMetrics) -> None:
         book = self._verifier.book
         telemetry.api_keys.read = lambda: len(book.keys)
         telemetry.revocations.read = lambda: len(book.revocations)

@@ -12,12 +12,12 @@ from tailrace.api.inspection.documents import observability_of, profile_kind_of
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.protocol.content_types import DEFAULT
-from tailrace.protocol.headers import line
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
+from tailrace.protocol.headers import header_line
 from tailrace.protocol.query_params import parse_query
 
 
@@ -60,7 +60,7 @@ def page_limit(query: dict[str, str], limits: Limits) -> int:
 def next_page(path: str, limit: int, after: str, **kept: str) -> bytes:
     """The header that says where a listing goes on."""
     following = {"limit": str(limit), "after": after, **kept}
-    return line("Link", f'<{path}?{urlencode(following)}>; rel="next"')
+    return header_line("Link", f'<{path}?{urlencode(following)}>; rel="next"')
 
 
 def list_action(query: dict[str, str]) -> Action:
@@ -73,11 +73,11 @@ def describe(stream: Stream) -> dict[str, object]:
     deadline_ns = stream.deadline_ns()
     return {
         "name": stream.name,
-        "content_type": stream.content_type or DEFAULT,
+        "content_type": stream.content_type or DEFAULT_CONTENT_TYPE,
         "profile": profile_kind_of(stream),
         **observability_of(stream),
-        "created_at": format_instant(stream.created_ns),
-        "expires_at": None if deadline_ns is None else format_instant(deadline_ns),
+        "created_at": format_rfc3339(stream.created_ns),
+        "expires_at": None if deadline_ns is None else format_rfc3339(deadline_ns),
         "ttl_seconds": stream.lifetime.ttl_s,
         "closed": stream.visible_closed,
         "epoch": stream.epoch,

@@ -21,17 +21,17 @@ from tailrace.api.contracts import Contracts
 from tailrace.api.follower import Follower, payload_of
 from tailrace.api.live_wires import SseWire, Wire, WsWire
 from tailrace.api.read_request import ReadRequest
-from tailrace.auth import Action, Identity, is_hub, may
+from tailrace.auth import Action, Identity, is_allowed, is_hub_stream
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.live_transport import WsReader
-from tailrace.http.origins import Origins
+from tailrace.http.live_transport import LiveWebSocketHandler
+from tailrace.http.origins import AllowedOrigins
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
-from tailrace.protocol.sse import EVENT_STREAM
+from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 
 TICK_S = 1.0
 # Of one page for a follower that catches up.
@@ -50,7 +50,7 @@ class Live:
         self._log = context.log
         self._limits = context.limits
         self.loop = context.loop
-        self._origins = Origins(context.settings)
+        self._origins = AllowedOrigins(context.settings)
         self.unsent_bytes_max = context.limits.live_unsent_bytes
         self.contracts = Contracts(context.limits.key_bytes)
         self._followers: set[Follower] = set()
@@ -98,7 +98,7 @@ class Live:
         rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
         follower = self._open(request, rotation_s, identity)
         text = is_text(stream.content_type)
-        head = EVENT_STREAM
+        head = EVENT_STREAM_HEADERS
         if not text:
             head += b"Stream-SSE-Data-Encoding: base64\r\n"
         head += answers.earliest(stream) + request.start_line
@@ -117,7 +117,9 @@ class Live:
         wire = WsWire(is_text(request.stream.content_type))
         try:
             wire.attach(
-                exchange.upgrade_websocket(WsReader(follower), request.start_line, message_bytes=1024)
+                exchange.upgrade_websocket(
+                    LiveWebSocketHandler(follower), request.start_line, message_bytes=1024
+                )
             )
         except TailraceError:
             follower.gone()
@@ -158,7 +160,7 @@ class Live:
         """Sends away whoever follows a stream of the hub that its rules let them read no more."""
         for follower in tuple(self._followers):
             name = follower.stream.name
-            if is_hub(name) and not may(follower.identity, Action.READ_STREAM, stream=name):
+            if is_hub_stream(name) and not is_allowed(follower.identity, Action.READ_STREAM, stream=name):
                 follower.finish(1008)
 
     def _tick(self) -> None:

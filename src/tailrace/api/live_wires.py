@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from tailrace.http import live_transport
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.http.wire import chunk
 from tailrace.protocol import sse
 from tailrace.protocol.websocket_frames import encode_text
 
 
-class Wire(live_transport.Wire, Protocol):
+class Wire(live_transport.LiveTransport, Protocol):
     """How a follower's events reach its client."""
 
     def encode(
@@ -19,10 +19,10 @@ class Wire(live_transport.Wire, Protocol):
     ) -> bytes: ...
 
 
-class SseWire(live_transport.SseWire):
+class SseWire(live_transport.SseTransport):
     __slots__ = ("_text",)
 
-    def __init__(self, outlet: Outlet, text: bool) -> None:
+    def __init__(self, outlet: ResponseStream, text: bool) -> None:
         super().__init__(outlet, "sse-text" if text else "sse-base64")
         self._text = text
 
@@ -36,7 +36,7 @@ class SseWire(live_transport.SseWire):
         return chunk(event + control)
 
 
-class WsWire(live_transport.WsWire):
+class WsWire(live_transport.WebSocketTransport):
     __slots__ = ("_text",)
 
     def __init__(self, text: bool) -> None:
@@ -46,7 +46,7 @@ class WsWire(live_transport.WsWire):
     def encode(
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
     ) -> bytes:
-        control = encode_text(sse.ws_control(offset, cursor, up_to_date, closed))
+        control = encode_text(sse.websocket_control(offset, cursor, up_to_date, closed))
         if payload is None:
             return control
-        return encode_text(sse.ws_data(payload, self._text)) + control
+        return encode_text(sse.websocket_data(payload, self._text)) + control

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import apsw
 
-from tailrace.common.allocator import give_back
-from tailrace.common.auto_tune import group_limit_bytes
+from tailrace.common.allocator import trim_malloc
+from tailrace.common.auto_tune import cgroup_memory_limit_bytes
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
@@ -60,7 +60,7 @@ def mapped_file_bytes() -> int:
 
 def limit_of(limits: Limits) -> int:
     """Where pressure begins; 0 if there is no limit."""
-    return limits.memory_limit_bytes or int((group_limit_bytes() or 0) * 0.9)
+    return limits.memory_limit_bytes or int((cgroup_memory_limit_bytes() or 0) * 0.9)
 
 
 class MemoryGuard:
@@ -73,7 +73,7 @@ class MemoryGuard:
         loop: asyncio.AbstractEventLoop,
         limit_bytes: int,
         read: Callable[[], int] = resident_bytes,
-        give: Callable[[], None] = give_back,
+        give: Callable[[], None] = trim_malloc,
     ) -> None:
         self._log = log
         self._clock = clock

@@ -19,7 +19,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 from tailrace.log.commit import Committer
-from tailrace.protocol.names import RESERVED_LAST
+from tailrace.protocol.names import RESERVED_LAST_SEGMENTS
 
 logger = logging.getLogger("tailrace.requests")
 
@@ -133,7 +133,7 @@ def route_of(path: str) -> str:
     """The path without what clients name: few values, however many streams there are."""
     if path.startswith(STREAM):
         last = path.rpartition("/")[2]
-        return f"{STREAM}{{name}}/{last}" if last in RESERVED_LAST else f"{STREAM}{{name}}"
+        return f"{STREAM}{{name}}/{last}" if last in RESERVED_LAST_SEGMENTS else f"{STREAM}{{name}}"
     segments = path.strip("/").split("/")
     if len(segments) <= 1:
         return f"/{segments[0]}" if segments[0] in _PAGES else "/..."

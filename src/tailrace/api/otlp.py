@@ -26,8 +26,8 @@ from tailrace.profiles.otel.otlp_json import read_json
 from tailrace.profiles.otel.otlp_protobuf import read_protobuf
 from tailrace.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
 from tailrace.protocol.content_types import media_type
-from tailrace.protocol.headers import line
-from tailrace.protocol.names import check_creatable
+from tailrace.protocol.headers import header_line
+from tailrace.protocol.names import check_creatable_name
 from tailrace.schema.record import dump_record
 from tailrace.schema.registry import read_registry
 
@@ -129,7 +129,7 @@ class OtlpRoutes:
 
     def _create(self, name: str) -> None:
         if self._log.find(name) is None:
-            check_creatable(name, self._context.limits.name_bytes)
+            check_creatable_name(name, self._context.limits.name_bytes)
             self._log.create(CreateRequest(name, JSON), _ignore, None)
         stream = self._log.existing(name)
         profile = parse_profile({"kind": "otel-traces"})
@@ -175,7 +175,7 @@ class OtlpRoutes:
             answers.refuse(exchange, TailraceError("internal", "the export failed"))
             raise
         else:
-            kind = answers.JSON_TYPE if media == JSON else line("Content-Type", PROTOBUF)
+            kind = answers.JSON_TYPE if media == JSON else header_line("Content-Type", PROTOBUF)
             head = kind + answers.NO_STORE + answers.next_offset(offset)
             exchange.respond(200, head, export.answer(media))
         finally:

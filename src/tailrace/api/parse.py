@@ -12,8 +12,8 @@ from tailrace.common.limits import Limits
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Lifetime
 from tailrace.protocol import offsets
-from tailrace.protocol.content_types import is_valid
-from tailrace.protocol.names import decode as decode_name
+from tailrace.protocol.content_types import is_valid_content_type
+from tailrace.protocol.names import decode_name
 
 INTEGER_MAX = 2**53 - 1
 _INTEGER = re.compile(rb"[0-9]{1,16}")
@@ -73,7 +73,7 @@ def parse_type(raw: bytes) -> str:
         text = raw.decode()
     except UnicodeDecodeError:
         raise bad_header("Content-Type", "is not text") from None
-    if not is_valid(text):
+    if not is_valid_content_type(text):
         raise bad_header("Content-Type", "is not a media type")
     return text
 
@@ -152,16 +152,16 @@ def lifetime(exchange: Exchange) -> Lifetime:
     raw_ttl, raw_expires = headers.get(b"stream-ttl"), headers.get(b"stream-expires-at")
     if raw_ttl is not None and raw_expires is not None:
         raise TailraceError("conflicting_expiry", "Stream-TTL and Stream-Expires-At exclude each other")
-    ttl_s = None if raw_ttl is None else timestamps.parse_window_s(raw_ttl.decode("latin-1"), "Stream-TTL")
+    ttl_s = None if raw_ttl is None else timestamps.parse_duration_s(raw_ttl.decode("latin-1"), "Stream-TTL")
     expires_ns: int | None = None
     if raw_expires is not None:
-        expires_ns = timestamps.parse_instant_ns(raw_expires.decode("latin-1"))
+        expires_ns = timestamps.parse_rfc3339_ns(raw_expires.decode("latin-1"))
         if expires_ns is None:
             raise bad_header("Stream-Expires-At", "is not an RFC 3339 instant")
     raw_retention, raw_bytes = headers.get(b"stream-retention"), headers.get(b"stream-retention-bytes")
     retention_s: int | None = None
     if raw_retention is not None:
-        retention_s = timestamps.parse_window_s(raw_retention.decode("latin-1"), "Stream-Retention")
+        retention_s = timestamps.parse_duration_s(raw_retention.decode("latin-1"), "Stream-Retention")
     if raw_bytes is not None and not _COUNT.fullmatch(raw_bytes):
         raise bad_header("Stream-Retention-Bytes", "must be a whole number of bytes")
     return Lifetime(ttl_s, expires_ns, retention_s, None if raw_bytes is None else int(raw_bytes))
@@ -192,5 +192,5 @@ def fork(exchange: Exchange) -> ForkHeaders:
     if raw_offset is not None:
         text = raw_offset.decode("latin-1")
         if text != "now":  # else the tail, as if no offset were given
-            position = (0, 0) if text == "-1" else offsets.parse_position(text)
+            position = (0, 0) if text == "-1" else offsets.parse_offset(text)
     return ForkHeaders(source, position, 0 if raw_sub is None else int(raw_sub))

@@ -212,8 +212,8 @@ class PipelineChild:
         """
         os.setsid()
         niceness = self._context.settings.pipeline_nice
-        turns.step_back(niceness)
-        turns.leave_the_disk_to_others()
+        turns.lower_cpu_priority(niceness)
+        turns.set_idle_io_priority()
         with contextlib.suppress(OSError):  # no such kernel: then niceness is enough
             AUTOGROUP.write_text(str(niceness))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from tailrace.api.pipeline_state import STATES
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.model import Stream
 from tailrace.log.outbox import is_indexed
 from tailrace.log.records import Op, Published, Sealed
@@ -21,7 +21,7 @@ REMEMBERED_MAX: Final = 65_536
 class SealTiming:
     """How long segments wait for their companions. Those from before the start are not counted."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: ServerMetrics) -> None:
         self._telemetry = telemetry
         self._sealed: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
 
@@ -39,7 +39,7 @@ class SealTiming:
                     self._telemetry.pipeline_seal_to_published_seconds.observe(waited_s)
 
 
-def connect_pipeline(telemetry: Telemetry, routes: PipelineRoutes) -> None:
+def connect_pipeline(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
     state, publishing = routes.state, routes.publishing
 
     def outcomes() -> Iterable[tuple[list[str], float]]:

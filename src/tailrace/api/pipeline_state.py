@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from tailrace.api.context import Context
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.tier.publishing import Publishing
 from tailrace.tier.work import Work
 
@@ -183,5 +183,5 @@ class PipelineState:
                 "quarantined": self.given_up,
             },
             "rss_bytes": "0" if beat is None else beat.rss_bytes[:32],
-            "last_publish_at": format_instant(published.last_ns) if published.last_ns else None,
+            "last_publish_at": format_rfc3339(published.last_ns) if published.last_ns else None,
         }

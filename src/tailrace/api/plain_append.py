@@ -71,7 +71,7 @@ class PlainAppend:
             if not self._json:
                 log.append_plain(stream, body, None, _acknowledge, exchange)
                 return
-            joined, lengths = json_split.entries(body, self._json_depth, self._entries_max)
+            joined, lengths = json_split.split_to_block(body, self._json_depth, self._entries_max)
             if len(lengths) == 1:
                 log.append_plain(stream, joined, None, _acknowledge, exchange)
             elif lengths:

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from tailrace.common.settings import networks_of
+from tailrace.common.settings import parse_networks
 from tailrace.http.exchange import Exchange
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -20,7 +20,7 @@ class Proxies:
     """The setting `trusted_proxies`. Headers are looked at only when somebody wants to know."""
 
     def __init__(self, trusted: str) -> None:
-        self._networks = networks_of(trusted)
+        self._networks = parse_networks(trusted)
 
     def address_of(self, exchange: Exchange) -> str:
         """Of the client, without its port: the last one in X-Forwarded-For that is no proxy of ours."""

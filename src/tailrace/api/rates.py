@@ -11,7 +11,7 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.http.exchange import Exchange
-from tailrace.http.relay import ALONE
+from tailrace.http.relay import ALONE_HEADER
 from tailrace.http.server import HttpServer
 from tailrace.hub.buckets import Buckets, Rate
 
@@ -70,7 +70,7 @@ class IdentityRates:
         """A part of this server does not, nor a part of a request that another worker counted."""
         if identity.vouched_by.startswith("grant "):
             return False
-        return ALONE not in exchange.headers or exchange.connection.server is not self.inside
+        return ALONE_HEADER not in exchange.headers or exchange.connection.server is not self.inside
 
     def _name(self, identity: Identity, exchange: Exchange) -> str:
         """Whoever has no name is known by the token, and whoever has no token by the address."""

@@ -14,7 +14,7 @@ from tailrace.api.long_poll import LongPoll
 from tailrace.api.parse import at_most
 from tailrace.api.read_request import ReadRequest
 from tailrace.api.row_pages import ROWS_BYTES_MAX, ROWS_TYPE, RowPages
-from tailrace.auth import Action, Identity, authorise, bad_token, is_hub
+from tailrace.auth import Action, Identity, authorise, invalid_token_error, is_hub_stream
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
@@ -24,10 +24,10 @@ from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
 from tailrace.protocol import offsets
 from tailrace.protocol.cursor import next_cursor
-from tailrace.protocol.etag import none_match, slice_tag
-from tailrace.protocol.headers import line
+from tailrace.protocol.etag import if_none_match, slice_etag
+from tailrace.protocol.headers import header_line
 from tailrace.protocol.query_params import (
-    Start,
+    ReadStart,
     live_mode,
     parse_query,
     read_start,
@@ -136,7 +136,7 @@ class ReadRoutes:
             start_line=given.header,
         )
 
-    def _start(self, stream: Stream, given: Start, mode: str) -> tuple[int, bool]:
+    def _start(self, stream: Stream, given: ReadStart, mode: str) -> tuple[int, bool]:
         offset = given.offset
         if offset is None:
             if given.since is not None:
@@ -148,7 +148,7 @@ class ReadRoutes:
             return 0, False
         if offset == "now":
             return stream.visible, True
-        return resolve(stream, offsets.parse_position(offset), stream.earliest), False
+        return resolve(stream, offsets.parse_offset(offset), stream.earliest), False
 
     def _wait_ms(self, query: dict[str, str]) -> int:
         limits = self._limits
@@ -320,7 +320,7 @@ class ReadRoutes:
         following = stream.offset(page.next_entry)
         at_tail = page.next_entry >= stream.visible
         closed = at_tail and stream.visible_closed
-        tag = slice_tag(
+        tag = slice_etag(
             stream.offset(request.start),
             following,
             request.key,
@@ -343,7 +343,9 @@ class ReadRoutes:
                 else self._max_age(stream, 20, False)
             )
             if not closed:
-                head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
+                head += header_line(
+                    "Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9)
+                )
         elif mark or (at_tail and not closed):
             head += b"Cache-Control: no-cache\r\n"
         else:
@@ -351,7 +353,7 @@ class ReadRoutes:
         if not request.at_now:
             head += b"ETag: %b\r\n" % tag.encode()
         wanted = None if request.mode else exchange.headers.get(b"if-none-match")
-        if wanted is not None and none_match(wanted.decode("latin-1"), tag):
+        if wanted is not None and if_none_match(wanted.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
         if (served := self._log.reader.served) is not None and page.count:
@@ -404,13 +406,13 @@ class ReadRoutes:
         """Answers those who wait and have lost their right, and counts them."""
         lost = [poll for poll in self._waiting() if not stands(poll.identity)]
         for poll in lost:
-            poll.refuse(bad_token("the token was revoked"))
+            poll.refuse(invalid_token_error("the token was revoked"))
         return len(lost)
 
     def recheck_hub(self) -> None:
         """The same for those who wait at a stream of the hub that its rules let them read no more."""
         for poll in self._waiting():
-            if is_hub(poll.stream.name):
+            if is_hub_stream(poll.stream.name):
                 try:
                     authorise(poll.identity, Action.READ_STREAM, stream=poll.stream.name)
                 except TailraceError as refusal:
@@ -435,7 +437,9 @@ class ReadRoutes:
         if at_tail and stream.visible_closed:
             head += answers.CLOSED
         else:
-            head += line("Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9))
+            head += header_line(
+                "Stream-Cursor", next_cursor(request.cursor, self._context.clock.now_ns() / 1e9)
+            )
             head += wait_limit_lines(parse_query(exchange.query), self._limits.long_poll_max_ms)
         exchange.respond(204, head)
 

@@ -6,19 +6,19 @@ from tailrace.api.proxies import Proxies
 from tailrace.api.vouched import Vouching
 from tailrace.http import request_log
 from tailrace.http.exchange import Exchange
-from tailrace.http.request_log import Choice, Fields, failures
+from tailrace.http.request_log import LogFields, RequestLogMode, failure_log
 
-__all__ = ["answered", "configure", "failures"]
+__all__ = ["answered", "configure", "failure_log"]
 
 
 _vouching = Vouching("")
 
 
-def configure(choice: Choice, edge_key: str = "") -> None:
+def configure(choice: RequestLogMode, edge_key: str = "") -> None:
     """`edge_key` is what edges sign their word about clients with; without it they are not believed."""
     global _vouching
     _vouching = Vouching(edge_key)
-    request_log.configure(choice, _client)
+    request_log.configure_request_log(choice, _client)
 
 
 def trust(proxies: Proxies) -> None:
@@ -29,10 +29,10 @@ def trust(proxies: Proxies) -> None:
 def answered(exchange: Exchange, status: int, seconds: float) -> None:
     """A line of the log of all requests. Failures have theirs already, with the reason."""
     if status < 500:
-        request_log.answered(exchange, status, seconds)
+        request_log.log_request(exchange, status, seconds)
 
 
-def _client(exchange: Exchange) -> Fields:
+def _client(exchange: Exchange) -> LogFields:
     vouched = _vouching.client_of(exchange)
     if vouched is not None:
         return {"client": vouched.ip, "sub": vouched.sub, "edge": vouched.edge_id}

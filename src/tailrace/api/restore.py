@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tailrace.common.clock import SYSTEM_CLOCK
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.store.directory import DataDirectory
 
@@ -33,7 +33,7 @@ async def restore(settings: Settings, directory: DataDirectory, stop: asyncio.Ev
     return None
 
 
-def count(restored: Restored, telemetry: Telemetry) -> None:
+def count(restored: Restored, telemetry: ServerMetrics) -> None:
     telemetry.bootstraps.value += 1
     telemetry.bootstrap_seconds.value = restored.seconds
     telemetry.bootstrap_problems.value = restored.problems_count

@@ -19,7 +19,7 @@ from tailrace.api.context import Context
 from tailrace.api.contracts import cut
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.log.decide import AppendRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Stream
@@ -149,7 +149,7 @@ class Answer:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._outlet: Outlet | None = None
+        self._outlet: ResponseStream | None = None
         self._told_s = 0.0
         self.streamed = b"application/x-ndjson" in exchange.headers.get(b"accept", b"")
 

@@ -23,7 +23,7 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.scattered import ScatteredReader
 from tailrace.log.segment_list import read_segments
-from tailrace.protocol.headers import SEARCH_HEADERS, exposed, line
+from tailrace.protocol.headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.query.chunk_process import ChunkProcess
 from tailrace.query.context_fields import with_context_fields
 from tailrace.query.execute import Searcher
@@ -182,8 +182,8 @@ class SearchRoutes:
                 return
             answers.refuse(exchange, TailraceError("internal", "the search failed"))
             raise
-        head = answers.JSON_TYPE + answers.NO_STORE + exposed(SEARCH_HEADERS)
-        head += b"".join(line(name, value) for name, value in headers_of(body))
+        head = answers.JSON_TYPE + answers.NO_STORE + expose_headers_line(SEARCH_HEADERS)
+        head += b"".join(header_line(name, value) for name, value in headers_of(body))
         exchange.respond(status, head, orjson.dumps(body))
 
     async def search(

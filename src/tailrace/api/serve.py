@@ -41,14 +41,14 @@ from tailrace.api.stream_metrics.sources import series_book
 from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.api.watch.service import WatchService
-from tailrace.auth import Grants, Identity, TokenVerifier
+from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.common import file_descriptors, private_files, turns
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import configure
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.logging_setup import configure_logging
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
-from tailrace.common.settings_loading import CONFIG_NAME, unknown_variables
+from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warnings
 from tailrace.http.app import App
 from tailrace.http.server import HttpServer
 from tailrace.http.tls import Certificate
@@ -72,12 +72,12 @@ SWITCH_INTERVAL_S = 0.0005
 
 def run(settings: Settings) -> int:
     """`tailrace serve`: the exit code of a server's whole life."""
-    private_files.close_process()
-    configure(settings.log_level, settings.log_format)
+    private_files.restrict_umask()
+    configure_logging(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
-    for told in unknown_variables(os.environ):
+    for told in unknown_variable_warnings(os.environ):
         logger.warning(told)
-    turns.ask_for(settings.processor_turn_us)
+    turns.set_time_slice(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
     gc.freeze()
@@ -133,12 +133,12 @@ class Server:
         own_suffix: str = "",
     ) -> None:
         self._settings = settings
-        self.telemetry = Telemetry(__version__)
+        self.telemetry = ServerMetrics(__version__)
         self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self.context = context
         request_log.trust(proxies_of(settings.trusted_proxies))
-        self._grants = Grants(SYSTEM_CLOCK)
+        self._grants = GrantStore(SYSTEM_CLOCK)
         self._verifier: TokenVerifier | None = None
         if settings.auth_configured:
             self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants)
@@ -210,7 +210,7 @@ class Server:
         if self._identities is not None:
             self._identities.start()
         await self.start_services()
-        limits = file_descriptors.fitted(settings.limits)
+        limits = file_descriptors.fit_connection_limit(settings.limits)
         self._http = HttpServer(self.front(), limits, on_drain=self.app.end_live)
         if self._verifier is not None:
             self._http.admit_body = self.app.knows
@@ -392,9 +392,9 @@ def certificate_of(settings: Settings) -> Certificate | None:
         return Certificate(settings.tls_cert, settings.tls_key)
     if not settings.tls_self_signed:
         return None
-    from tailrace.http.self_signed import self_signed
+    from tailrace.http.self_signed import self_signed_certificate
 
-    return Certificate(*self_signed(settings.data_dir / "tls", settings.host))
+    return Certificate(*self_signed_certificate(settings.data_dir / "tls", settings.host))
 
 
 def own_url(host: str, port: int, tls: bool) -> str:

@@ -16,7 +16,7 @@ from tailrace.api.guard import PROFILE, Guard
 from tailrace.api.plain_append import PlainAppend
 from tailrace.api.profile import TOUCH
 from tailrace.api.waiting_appends import WaitingAppends
-from tailrace.auth import ANONYMOUS, Action, Identity, authorise, may
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.commit_path import NoRoomError
@@ -26,9 +26,9 @@ from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
-from tailrace.protocol.content_types import DEFAULT, is_json
-from tailrace.protocol.headers import line
-from tailrace.protocol.names import check_creatable, is_system
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE, is_json
+from tailrace.protocol.headers import header_line
+from tailrace.protocol.names import check_creatable_name, is_system_name
 from tailrace.schema.registry import forked, read_registry
 
 # An append with none of these is nothing but a body: most are.
@@ -138,7 +138,9 @@ class StreamRoutes:
     def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
         """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
         if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
-            joined, lengths = json_split.entries(body, self._limits.json_depth, self._limits.append_entries)
+            joined, lengths = json_split.split_to_block(
+                body, self._limits.json_depth, self._limits.append_entries
+            )
             if not lengths:
                 if stream is None:
                     return AppendRequest(b"", None)
@@ -155,12 +157,12 @@ class StreamRoutes:
             self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), lack)
 
     def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
-        if raw_name is not None and is_system(raw_name) and self._log.find(raw_name) is not None:
+        if raw_name is not None and is_system_name(raw_name) and self._log.find(raw_name) is not None:
             # Whoever may not look at it is not told that it is there: to them the name is reserved.
-            if may(identity, Action.READ_STREAM, stream=raw_name):
+            if is_allowed(identity, Action.READ_STREAM, stream=raw_name):
                 raise read_only()
         parse.check_once(exchange)
-        name = check_creatable(raw_name, self._limits.name_bytes)
+        name = check_creatable_name(raw_name, self._limits.name_bytes)
         fork = parse.fork(exchange)
         authorise(identity, Action.WRITE_STREAM, stream=name, source=fork.source)
         parse.check_encoding(exchange)
@@ -172,7 +174,7 @@ class StreamRoutes:
             source = None if fork.source is None else self._log.find(fork.source)
             inherited = None if source is None else source.content_type
             if self._log.find(name) is None:
-                content_type = content_type or inherited or DEFAULT
+                content_type = content_type or inherited or DEFAULT_CONTENT_TYPE
                 initial = self._with_body(exchange.body, content_type, None)
                 initial.key = parse.stream_key(exchange, self._limits)
                 initial.hint_ns = parse.stream_timestamp_ns(exchange)
@@ -248,7 +250,7 @@ class StreamRoutes:
             exchange.respond(200, head + answers.NO_STORE)
             return
         location = answers.base_url(exchange, self._context.settings) + exchange.path.decode("latin-1")
-        exchange.respond(201, head + line("Location", location) + answers.NO_STORE)
+        exchange.respond(201, head + header_line("Location", location) + answers.NO_STORE)
 
     # -- HEAD, DELETE ----------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class StreamRoutes:
         stream = self._log.readable(name)
         tail = stream.offset(stream.visible)
         head = answers.content_type(stream) + answers.next_offset(tail) + answers.end_offset(tail)
-        head += line("Stream-Earliest-Offset", stream.offset(stream.earliest))
+        head += header_line("Stream-Earliest-Offset", stream.offset(stream.earliest))
         if stream.visible_closed:
             head += answers.CLOSED
         exchange.respond(200, head + answers.lifetime(stream) + answers.NO_STORE)

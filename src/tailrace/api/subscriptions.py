@@ -85,7 +85,7 @@ class SubscriptionRoutes:
         segments = rest.split(b"/")
         if len(segments) < 3 or segments[:2] != [b"", b"subscriptions"]:
             raise TailraceError("not_found", "there is nothing at this path")
-        subscription_id = names.decode(segments[2])
+        subscription_id = names.decode_name(segments[2])
         if subscription_id is None:
             raise invalid("a subscription id is valid UTF-8")
         check_id(subscription_id)
@@ -181,7 +181,7 @@ class SubscriptionRoutes:
         self, exchange: Exchange, subscription_id: str, raw: bytes, identify: Identify
     ) -> None:
         agent = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
-        path = names.decode(raw)
+        path = names.decode_name(raw)
         if path is None:
             raise invalid("a stream name is valid UTF-8")
         self._service.remove_stream(agent, path, _answer_empty(exchange))
@@ -259,7 +259,7 @@ def authorise_all(
 def _normalise(offset: str) -> str:
     """The offset as the server writes it; empty if it is none, which the decision then refuses."""
     try:
-        return offsets.encode(*offsets.parse_position(offset))
+        return offsets.encode_offset(*offsets.parse_offset(offset))
     except TailraceError:
         return ""
 

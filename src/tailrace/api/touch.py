@@ -13,7 +13,7 @@ from tailrace.api.guard import PROFILE
 from tailrace.api.profile import TOUCH
 from tailrace.api.schema import parse
 from tailrace.api.touch_feed import Feed
-from tailrace.auth import Action, Identity, authorise, bad_token
+from tailrace.auth import Action, Identity, authorise, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
@@ -114,7 +114,7 @@ class TouchRoutes:
             leave = exchange.on_gone
             if leave is not None:
                 leave()
-            answers.refuse(exchange, bad_token("the token was revoked"))
+            answers.refuse(exchange, invalid_token_error("the token was revoked"))
         return len(lost)
 
     # -- feeds -----------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.api.proxies import Proxies
-from tailrace.auth import EdgeMark, Vouched
-from tailrace.auth.edge_signature import HEADER
+from tailrace.auth import EdgeSignature, ForwardedClient
+from tailrace.auth.edge_signature import EDGE_HEADER
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.http.exchange import Exchange
 
@@ -17,13 +17,13 @@ class Vouching:
     """Believes edges that have the key, proxies that are trusted, and nobody else."""
 
     def __init__(self, key: str, clock: Clock = SYSTEM_CLOCK, proxies: Proxies = NO_PROXIES) -> None:
-        self._mark = EdgeMark(key) if key else None
+        self._mark = EdgeSignature(key) if key else None
         self.proxies = proxies
         self._clock = clock
 
-    def client_of(self, exchange: Exchange) -> Vouched | None:
+    def client_of(self, exchange: Exchange) -> ForwardedClient | None:
         """Looked at only when somebody wants to know: most requests are never asked about."""
-        value = exchange.headers.get(HEADER)
+        value = exchange.headers.get(EDGE_HEADER)
         if self._mark is None or value is None:
             return None
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")

@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-from tailrace.auth.api_keys import ApiKey, make_key
-from tailrace.auth.bind import bind_check
-from tailrace.auth.book import IdentityBook
-from tailrace.auth.edge_signature import EdgeMark, Vouched
-from tailrace.auth.grants import Grants
-from tailrace.auth.identity_file import IdentityFile, Register
+from tailrace.auth.api_keys import ApiKey, create_api_key
+from tailrace.auth.bind import check_listen_address
+from tailrace.auth.book import IdentityStore
+from tailrace.auth.edge_signature import EdgeSignature, ForwardedClient
+from tailrace.auth.grants import GrantStore
+from tailrace.auth.identity_file import IdentityFile, IdentityRecords
 from tailrace.auth.issue import TokenReport, create_token, inspect_token
 from tailrace.auth.policy import (
     Action,
     authorise,
-    covers,
     covers_pattern,
-    is_hub,
-    may,
+    covers_stream,
+    is_allowed,
+    is_hub_stream,
     visible_databases,
     visible_prefixes,
 )
-from tailrace.auth.revocations import RevokedMarks
-from tailrace.auth.tokens import ANONYMOUS, Identity, bad_token, stands_for_another
+from tailrace.auth.revocations import RevokedHashes
+from tailrace.auth.tokens import ANONYMOUS, Identity, invalid_token_error, is_exchanged_token
 from tailrace.auth.verifier import TokenVerifier
 
 __all__ = [
     "ANONYMOUS",
     "Action",
     "ApiKey",
-    "EdgeMark",
-    "Grants",
+    "EdgeSignature",
+    "GrantStore",
     "Identity",
-    "IdentityBook",
+    "IdentityStore",
     "IdentityFile",
-    "Register",
-    "RevokedMarks",
+    "IdentityRecords",
+    "RevokedHashes",
     "TokenReport",
     "TokenVerifier",
-    "Vouched",
+    "ForwardedClient",
     "authorise",
-    "bad_token",
-    "bind_check",
-    "covers",
+    "invalid_token_error",
+    "check_listen_address",
+    "covers_stream",
     "covers_pattern",
     "create_token",
     "inspect_token",
-    "is_hub",
-    "make_key",
-    "may",
-    "stands_for_another",
+    "is_hub_stream",
+    "create_api_key",
+    "is_allowed",
+    "is_exchanged_token",
     "visible_databases",
     "visible_prefixes",
 ]

@@ -14,20 +14,20 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from tailrace.auth.tokens import SCOPES, TIME_S_MAX, Identity, bare_address
+from tailrace.auth.tokens import SCOPES, TIME_S_MAX, Identity, strip_address_brackets
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 
-PREFIX: Final = "trk_"
-KEYS_MAX: Final = 10_000
-LISTED_MAX: Final = 100  # prefixes, or databases, of one key
+API_KEY_PREFIX: Final = "trk_"
+API_KEYS_MAX: Final = 10_000
+KEY_PREFIXES_MAX: Final = 100  # prefixes, or databases, of one key
 _ID_BYTES: Final = 8
 _SECRET_BYTES: Final = 32
 # `system` is issued by the server only.
-GRANTABLE: Final = SCOPES - {"system"}
+GRANTABLE_SCOPES: Final = SCOPES - {"system"}
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-Names = Annotated[list[Name], msgspec.Meta(max_length=LISTED_MAX)]
+Names = Annotated[list[Name], msgspec.Meta(max_length=KEY_PREFIXES_MAX)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, le=int(TIME_S_MAX))]
 
 
@@ -51,10 +51,10 @@ class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
 
     @property
     def token_id(self) -> str:
-        return PREFIX + self.id
+        return API_KEY_PREFIX + self.id
 
     def proves(self, secret: bytes) -> bool:
-        return hmac.compare_digest(hash_of(secret), self.hash)
+        return hmac.compare_digest(hash_secret(secret), self.hash)
 
     def identity(self) -> Identity:
         """Who comes with this key. Rules that look at claims see what a token would say."""
@@ -63,10 +63,10 @@ class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         said |= {name: value for name, value in optional.items() if value is not None}
         return Identity(
             sub=self.sub,
-            scopes=frozenset(self.scopes) & GRANTABLE,
+            scopes=frozenset(self.scopes) & GRANTABLE_SCOPES,
             streams=None if self.streams is None else tuple(self.streams),
             dbs=None if self.databases is None else tuple(self.databases),
-            actor_id=bare_address(self.actor_id or self.sub),
+            actor_id=strip_address_brackets(self.actor_id or self.sub),
             expires_at=None if self.expires_at is None else float(self.expires_at),
             claims=msgspec.json.encode(said),
             token_id=self.token_id,
@@ -81,7 +81,7 @@ class ApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         return found
 
 
-def make_key(
+def create_api_key(
     *,
     sub: str,
     scopes: Sequence[str],
@@ -92,7 +92,7 @@ def make_key(
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[ApiKey, str]:
     """A new key: what is kept of it, and the text that is shown this once."""
-    wrong = sorted(set(scopes) - GRANTABLE)
+    wrong = sorted(set(scopes) - GRANTABLE_SCOPES)
     if wrong or not scopes:
         told = f"a key cannot have the scope {wrong[0]!r}" if wrong else "a key needs a scope"
         raise TailraceError("invalid_request", f"{told}: read, write or manage")
@@ -102,7 +102,7 @@ def make_key(
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)
     made = {
         "id": key_id,
-        "hash": hash_of(secret.encode()),
+        "hash": hash_secret(secret.encode()),
         "sub": sub,
         "scopes": sorted(set(scopes)),
         "createdAt": now_s,
@@ -115,18 +115,18 @@ def make_key(
         key = msgspec.convert(made, ApiKey)
     except msgspec.ValidationError as error:
         raise TailraceError("invalid_request", f"such a key cannot be made: {error}") from None
-    return key, f"{PREFIX}{key_id}_{secret}"
+    return key, f"{API_KEY_PREFIX}{key_id}_{secret}"
 
 
-def is_key(token: bytes) -> bool:
-    return token.startswith(PREFIX.encode())
+def is_api_key(token: bytes) -> bool:
+    return token.startswith(API_KEY_PREFIX.encode())
 
 
-def split_key(token: bytes) -> tuple[str, bytes]:
+def split_api_key(token: bytes) -> tuple[str, bytes]:
     """Id and secret of what looks like a key."""
-    key_id, _, secret = token[len(PREFIX) :].partition(b"_")
+    key_id, _, secret = token[len(API_KEY_PREFIX) :].partition(b"_")
     return key_id.decode("latin-1"), secret
 
 
-def hash_of(secret: bytes) -> str:
+def hash_secret(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()

@@ -6,7 +6,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 
 
-def bind_check(settings: Settings) -> None:
+def check_listen_address(settings: Settings) -> None:
     """Refuses to listen beyond this machine without authentication, unless that is asked for by name."""
     if settings.loopback_only or settings.auth_configured or settings.insecure:
         return

@@ -9,29 +9,29 @@ from typing import Final
 
 import msgspec
 
-from tailrace.auth.api_keys import KEYS_MAX, PREFIX, ApiKey
-from tailrace.auth.identity_file import IdentityFile, Register, Stamp
-from tailrace.auth.revocations import Revocations, RevokedMarks, with_subject, with_token
+from tailrace.auth.api_keys import API_KEY_PREFIX, API_KEYS_MAX, ApiKey
+from tailrace.auth.identity_file import FileStamp, IdentityFile, IdentityRecords
+from tailrace.auth.revocations import Revocations, RevokedHashes, add_revoked_subject, add_revoked_token
 from tailrace.auth.tokens import LEEWAY_S, Identity
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 
 logger = logging.getLogger("tailrace.auth")
 
-_NEVER: Final[Stamp] = (-1, -1, -1)
+_NEVER_READ: Final[FileStamp] = (-1, -1, -1)
 
 
-class IdentityBook:
+class IdentityStore:
     """Asking is the event loop's; changing blocks and is for a thread, or for a command."""
 
     def __init__(self, file: IdentityFile, clock: Clock = SYSTEM_CLOCK) -> None:
         self._file = file
         self._clock = clock
-        self._stamp: Stamp | None = _NEVER
+        self._stamp: FileStamp | None = _NEVER_READ
         self._keys: dict[str, ApiKey] = {}
         self._ends_s: dict[str, float] = {}  # of each key, by its mark
         self.revocations = Revocations()
-        self._followed: dict[str, RevokedMarks] = {}
+        self._followed: dict[str, RevokedHashes] = {}
         self.version = 0
 
     # -- asking ----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class IdentityBook:
             return True
         return any(marks.concern(identity) for marks in self._followed.values())
 
-    def follow(self, source: str, marks: RevokedMarks) -> bool:
+    def follow(self, source: str, marks: RevokedHashes) -> bool:
         """Takes over what another server has revoked; True if that is something else than before."""
         if self._followed.get(source) == marks:
             return False
@@ -102,7 +102,7 @@ class IdentityBook:
         self._adopt(self._file.read())
         self._stamp = stamp
 
-    def _adopt(self, register: Register) -> None:
+    def _adopt(self, register: IdentityRecords) -> None:
         self._keys = {key.id: key for key in register.keys}
         self._ends_s = {key.mark: inf if key.expires_at is None else key.expires_at for key in register.keys}
         self.revocations = Revocations(register.tokens, register.subjects)
@@ -110,7 +110,7 @@ class IdentityBook:
 
     # -- changing --------------------------------------------------------------------------------------
 
-    def listed(self) -> Register:
+    def listed(self) -> IdentityRecords:
         """What is on disk now."""
         try:
             return self._file.read()
@@ -118,41 +118,45 @@ class IdentityBook:
             raise TailraceError("unavailable", f"identities {self._file.path}: {error}") from None
 
     def add_key(self, key: ApiKey) -> None:
-        def edit(register: Register) -> Register:
+        def edit(register: IdentityRecords) -> IdentityRecords:
             now_s = self._now_s()
             kept = [one for one in register.keys if one.expires_at is None or one.expires_at > now_s]
-            if len(kept) >= KEYS_MAX:
-                raise TailraceError("insufficient_storage", f"there are {KEYS_MAX} keys already")
-            return _replaced(register, keys=(*kept, key))
+            if len(kept) >= API_KEYS_MAX:
+                raise TailraceError("insufficient_storage", f"there are {API_KEYS_MAX} keys already")
+            return _replace_fields(register, keys=(*kept, key))
 
         self._change(edit)
 
     def remove_key(self, key_id: str) -> None:
-        def edit(register: Register) -> Register:
+        def edit(register: IdentityRecords) -> IdentityRecords:
             kept = tuple(key for key in register.keys if key.id != key_id)
             if len(kept) == len(register.keys):
                 raise TailraceError("not_found", "there is no such key")
             # Also what it was exchanged for is good no more.
             now_s = self._now_s()
-            return _replaced(
-                register, keys=kept, tokens=with_token(register.tokens, PREFIX + key_id, now_s, now_s)
+            return _replace_fields(
+                register,
+                keys=kept,
+                tokens=add_revoked_token(register.tokens, API_KEY_PREFIX + key_id, now_s, now_s),
             )
 
         self._change(edit)
 
     def revoke_token(self, jti: str, expires_s: int | None) -> None:
         self._change(
-            lambda register: _replaced(
-                register, tokens=with_token(register.tokens, jti, self._now_s(), expires_s)
+            lambda register: _replace_fields(
+                register, tokens=add_revoked_token(register.tokens, jti, self._now_s(), expires_s)
             )
         )
 
     def revoke_subject(self, sub: str) -> None:
         self._change(
-            lambda register: _replaced(register, subjects=with_subject(register.subjects, sub, self._now_s()))
+            lambda register: _replace_fields(
+                register, subjects=add_revoked_subject(register.subjects, sub, self._now_s())
+            )
         )
 
-    def _change(self, edit: Callable[[Register], Register]) -> None:
+    def _change(self, edit: Callable[[IdentityRecords], IdentityRecords]) -> None:
         if (self._keys or self.revocations) and self._file.stamp() is None:
             # A new one with this change alone would bring back what the old one had revoked.
             raise TailraceError("unavailable", f"{self._file.path} is gone: put it back")
@@ -162,5 +166,5 @@ class IdentityBook:
         return self._clock.now_ns() // 1_000_000_000
 
 
-def _replaced(register: Register, **changes: object) -> Register:
+def _replace_fields(register: IdentityRecords, **changes: object) -> IdentityRecords:
     return msgspec.structs.replace(register, **changes)

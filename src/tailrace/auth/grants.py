@@ -12,7 +12,7 @@ import msgspec
 from tailrace.auth.tokens import LEEWAY_S, Identity
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 
-PREFIX: Final = "trg_"
+GRANT_PREFIX: Final = "trg_"
 GRANTS_MAX: Final = 1000
 
 
@@ -21,7 +21,7 @@ class Grant(NamedTuple):
     giver: Identity | None  # on whose behalf; what ends their right ends this one
 
 
-class Grants:
+class GrantStore:
     """Owned by the event loop. There are grants also where nobody else needs a token."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -31,21 +31,23 @@ class Grants:
     def give(self, identity: Identity, seconds: float, giver: Identity | None = None) -> str:
         """A token for so long, and no longer than the one it was asked for with."""
         now_s = self._now_s()
-        self._grants = {mark: one for mark, one in self._grants.items() if _is_good(one.identity, now_s)}
+        self._grants = {
+            mark: one for mark, one in self._grants.items() if _is_valid_grant(one.identity, now_s)
+        }
         while len(self._grants) >= GRANTS_MAX:
             del self._grants[next(iter(self._grants))]
         until = now_s + seconds
         if giver is not None and giver.expires_at is not None:
             until = min(until, giver.expires_at)
-        token = PREFIX + secrets.token_urlsafe(32)
-        mark = _mark(token.encode())
+        token = GRANT_PREFIX + secrets.token_urlsafe(32)
+        mark = _grant_hash(token.encode())
         granted = msgspec.structs.replace(identity, expires_at=until, vouched_by=f"grant {mark}")
         self._grants[mark] = Grant(granted, giver)
         return token
 
     def find(self, token: bytes) -> Identity | None:
-        found = self._grants.get(_mark(token))
-        return None if found is None or not _is_good(found.identity, self._now_s()) else found.identity
+        found = self._grants.get(_grant_hash(token))
+        return None if found is None or not _is_valid_grant(found.identity, self._now_s()) else found.identity
 
     def has(self, mark: str) -> bool:
         return mark in self._grants
@@ -60,10 +62,10 @@ class Grants:
         return self._clock.now_ns() / 1e9
 
 
-def _is_good(identity: Identity, now_s: float) -> bool:
+def _is_valid_grant(identity: Identity, now_s: float) -> bool:
     return identity.expires_at is not None and now_s < identity.expires_at + LEEWAY_S
 
 
-def _mark(token: bytes) -> str:
+def _grant_hash(token: bytes) -> str:
     """Tokens are looked up by their hash: how long that takes says nothing about them."""
     return hashlib.sha256(token).hexdigest()

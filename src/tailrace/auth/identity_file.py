@@ -17,26 +17,26 @@ from typing import Annotated, Final
 
 import msgspec
 
-from tailrace.auth.api_keys import KEYS_MAX, ApiKey
+from tailrace.auth.api_keys import API_KEYS_MAX, ApiKey
 from tailrace.auth.revocations import REVOKED_MAX, RevokedSubject, RevokedToken
 from tailrace.common.errors import TailraceError
 
-NAME: Final = "identity.json"
-FILE_BYTES_MAX: Final = 32 * 1024 * 1024
+IDENTITY_FILE_NAME: Final = "identity.json"
+IDENTITY_FILE_BYTES_MAX: Final = 32 * 1024 * 1024
 
-Stamp = tuple[int, int, int]
+FileStamp = tuple[int, int, int]
 
 
-class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IdentityRecords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole content."""
 
     version: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
-    keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=KEYS_MAX)] = ()
+    keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=API_KEYS_MAX)] = ()
     tokens: Annotated[tuple[RevokedToken, ...], msgspec.Meta(max_length=REVOKED_MAX)] = ()
     subjects: Annotated[tuple[RevokedSubject, ...], msgspec.Meta(max_length=REVOKED_MAX)] = ()
 
 
-_decode = msgspec.json.Decoder(Register).decode
+_decode_records = msgspec.json.Decoder(IdentityRecords).decode
 
 
 class IdentityFile:
@@ -45,7 +45,7 @@ class IdentityFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def stamp(self) -> Stamp | None:
+    def stamp(self) -> FileStamp | None:
         """Another one after every change; None while there is no file."""
         try:
             found = self.path.stat()
@@ -53,24 +53,24 @@ class IdentityFile:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
 
-    def read(self) -> Register:
+    def read(self) -> IdentityRecords:
         """What the file says; nothing if there is none. OSError or ValueError if it cannot be used."""
         try:
             with self.path.open("rb") as opened:
-                content = opened.read(FILE_BYTES_MAX + 1)
+                content = opened.read(IDENTITY_FILE_BYTES_MAX + 1)
         except FileNotFoundError:
-            return Register()
-        if len(content) > FILE_BYTES_MAX:
-            raise ValueError(f"larger than {FILE_BYTES_MAX} bytes")
+            return IdentityRecords()
+        if len(content) > IDENTITY_FILE_BYTES_MAX:
+            raise ValueError(f"larger than {IDENTITY_FILE_BYTES_MAX} bytes")
         try:
-            found = _decode(content)
+            found = _decode_records(content)
         except msgspec.DecodeError as error:
             raise ValueError(str(error)) from None
         if len({key.id for key in found.keys}) < len(found.keys):
             raise ValueError("two keys have the same id")
         return found
 
-    def change(self, edit: Callable[[Register], Register]) -> Register:
+    def change(self, edit: Callable[[IdentityRecords], IdentityRecords]) -> IdentityRecords:
         """One change by one writer at a time, on disk when this returns. Blocks: not for the event loop."""
         try:
             with self._locked():
@@ -94,8 +94,8 @@ class IdentityFile:
             os.close(fd)
 
     def _replace(self, content: bytes) -> None:
-        if len(content) > FILE_BYTES_MAX:
-            raise ValueError(f"it would be larger than {FILE_BYTES_MAX} bytes")
+        if len(content) > IDENTITY_FILE_BYTES_MAX:
+            raise ValueError(f"it would be larger than {IDENTITY_FILE_BYTES_MAX} bytes")
         temporary = self.path.with_name(self.path.name + ".tmp")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

@@ -14,16 +14,16 @@ from tailrace.auth.tokens import (
     SCOPES,
     Identity,
     check_secret,
-    databases_of,
     parse_bearer,
     read_claims,
     read_header,
-    scopes_of,
+    token_databases,
+    token_scopes,
 )
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 
-LIFETIME_S_DEFAULT: Final = 3600
+TOKEN_LIFETIME_S_DEFAULT: Final = 3600
 
 
 def create_token(
@@ -34,7 +34,7 @@ def create_token(
     streams: Sequence[str] | None = None,
     dbs: Sequence[str] | None = None,
     actor_id: str | None = None,
-    lifetime_s: int | None = LIFETIME_S_DEFAULT,
+    lifetime_s: int | None = TOKEN_LIFETIME_S_DEFAULT,
     issuer: str = "",
     audience: str = "",
     clock: Clock = SYSTEM_CLOCK,
@@ -102,9 +102,9 @@ def inspect_token(token: str, *, clock: Clock = SYSTEM_CLOCK) -> TokenReport:
     else:
         identity = Identity(
             sub=claims.sub,
-            scopes=scopes_of(claims),
+            scopes=token_scopes(claims),
             streams=None if claims.streams is msgspec.UNSET else tuple(claims.streams),
-            dbs=databases_of(claims),
+            dbs=token_databases(claims),
         )
         if claims.exp is not msgspec.UNSET:
             expires_in_s = claims.exp - now_s

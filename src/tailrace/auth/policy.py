@@ -11,13 +11,13 @@ import enum
 from collections.abc import Iterable
 from typing import Final, NoReturn
 
-from tailrace.auth.tokens import Identity, token_needed
+from tailrace.auth.tokens import Identity, token_required_error
 from tailrace.common.errors import TailraceError
 
 READ_ONLY_METHODS: Final = "GET, HEAD, OPTIONS"
 
 # System streams that hold data from before read rules were applied, or secrets of operation.
-PRIVILEGED: Final = ("__changes__/", "__deliveries__/", "__subs__/", "__sources__/", "__audit__")
+PRIVILEGED_STREAMS: Final = ("__changes__/", "__deliveries__/", "__subs__/", "__sources__/", "__audit__")
 
 
 class Access(enum.Enum):
@@ -78,9 +78,9 @@ class Action(enum.Enum):
 
 
 # What somebody without a token may do with streams that are for everybody.
-FOR_EVERYBODY: Final = frozenset({Action.PUBLIC, Action.READ_STREAM, Action.QUERY_STREAM})
+PUBLIC_ACTIONS: Final = frozenset({Action.PUBLIC, Action.READ_STREAM, Action.QUERY_STREAM})
 
-ON_DATABASE: Final = frozenset(
+DATABASE_ACTIONS: Final = frozenset(
     {
         Action.READ_DATABASE,
         Action.WRITE_DATABASE,
@@ -116,7 +116,7 @@ def authorise(
     _authorise(identity, action, stream, source, db, pattern)
 
 
-def may(identity: Identity, action: Action, *, stream: str) -> bool:
+def is_allowed(identity: Identity, action: Action, *, stream: str) -> bool:
     """The same as a question."""
     try:
         authorise(identity, action, stream=stream)
@@ -129,10 +129,10 @@ def _authorise_public(identity: Identity, action: Action, stream: str | None, so
     """Somebody without a token is asked for one wherever the settings do not let everybody in."""
     if action is Action.PUBLIC:
         return
-    if action not in FOR_EVERYBODY or stream is None or source is not None:
-        raise token_needed()
-    if is_reserved(stream) or not covers(identity, stream):
-        raise token_needed()
+    if action not in PUBLIC_ACTIONS or stream is None or source is not None:
+        raise token_required_error()
+    if is_reserved_stream(stream) or not covers_stream(identity, stream):
+        raise token_required_error()
 
 
 def _authorise(
@@ -143,21 +143,21 @@ def _authorise(
     db: str | None,
     pattern: str | None,
 ) -> None:
-    if stream is not None and action.access in _WRITING and is_reserved(stream):
+    if stream is not None and action.access in _WRITE_ACCESS and is_reserved_stream(stream):
         _check_reserved_write(identity, action, stream)
     elif action.scopes and not (action.scopes & identity.scopes):
         _forbid(f"this needs the scope {action.asked}", scope=action.asked)
     elif stream is not None:
-        if action.access in _WRITING:
-            if not covers(identity, stream):
+        if action.access in _WRITE_ACCESS:
+            if not covers_stream(identity, stream):
                 _forbid("the token does not cover this stream")
         else:
             _check_read(identity, stream)
     if source is not None:
-        if not identity.scopes & _READ:
+        if not identity.scopes & _READ_SCOPES:
             _forbid("forking needs the scope read on the source", scope="read")
         _check_read(identity, source)
-    if action in _ALL_STREAMS and identity.streams is not None:
+    if action in _ALL_STREAMS_ACTIONS and identity.streams is not None:
         _forbid("this needs a token for all streams", scope="manage")
     if action is Action.FOLLOW_REVOCATIONS and identity.streams is not None:
         if "manage" not in identity.scopes:
@@ -166,27 +166,27 @@ def _authorise(
         _forbid("this needs a token for all databases", scope="manage")
     if pattern is not None and not covers_pattern(identity, pattern):
         _forbid("the token does not cover the whole pattern")
-    if action in ON_DATABASE:
+    if action in DATABASE_ACTIONS:
         assert db is not None, f"{action} names a database"
         _check_database(identity, db)
 
 
 # Whoever makes keys could make one for every stream, and whoever publishes does so for all of them.
-_ALL_STREAMS: Final = frozenset({Action.MANAGE_IDENTITIES, Action.PIPELINE})
-_WRITING: Final = frozenset({Access.WRITE, Access.MANAGE})
-_READ: Final = frozenset({"read", "manage"})
+_ALL_STREAMS_ACTIONS: Final = frozenset({Action.MANAGE_IDENTITIES, Action.PIPELINE})
+_WRITE_ACCESS: Final = frozenset({Access.WRITE, Access.MANAGE})
+_READ_SCOPES: Final = frozenset({"read", "manage"})
 
 
-def is_reserved(name: str) -> bool:
+def is_reserved_stream(name: str) -> bool:
     """Owned by the server or the hub, with rules of their own that no `streams` claim changes."""
     return name.startswith(("__", "hub/")) or name == "hub"
 
 
-def is_hub(name: str) -> bool:
+def is_hub_stream(name: str) -> bool:
     return name.startswith("hub/") or name == "hub"
 
 
-def covers(identity: Identity, name: str) -> bool:
+def covers_stream(identity: Identity, name: str) -> bool:
     """Whether the `streams` claim covers a name.
 
     A claim is a prefix of the name as text: `orders/` covers `orders/7` and neither `orders` nor
@@ -230,16 +230,16 @@ def visible_databases(identity: Identity, names: Iterable[str]) -> list[str]:
 
 def _check_read(identity: Identity, name: str) -> None:
     if name.startswith("__"):
-        if "system" in identity.scopes and identity.streams is not None and covers(identity, name):
+        if "system" in identity.scopes and identity.streams is not None and covers_stream(identity, name):
             return  # a job looks at what it was let write
         manages = "manage" in identity.scopes
-        if name.startswith(PRIVILEGED) and not manages:
+        if name.startswith(PRIVILEGED_STREAMS) and not manages:
             _forbid("this system stream needs the scope manage", scope="manage")
         if not manages and (identity.streams is not None or "read" not in identity.scopes):
             _forbid("system streams need the scope manage, or read for all streams", scope="manage")
-    elif is_reserved(name):
+    elif is_reserved_stream(name):
         _check_hub_read(identity, name)
-    elif not covers(identity, name):
+    elif not covers_stream(identity, name):
         _forbid("the token does not cover this stream")
 
 
@@ -250,12 +250,12 @@ def _check_hub_read(identity: Identity, name: str) -> None:
     if identity.hub is not None:
         allowed = identity.hub.may_read(identity, name)
     else:
-        allowed = _may_be_let_read(identity, name)
+        allowed = _may_read_hub_stream(identity, name)
     if not allowed or "system" in identity.scopes:
         _forbid("the hub's policy does not let this identity read here")
 
 
-def _may_be_let_read(identity: Identity, name: str) -> bool:
+def _may_read_hub_stream(identity: Identity, name: str) -> bool:
     """Where the hub's rules are not known: what they may allow. The server that is asked next knows them."""
     own = identity.actor_id
     mailbox = f"hub/mbox/{own}"
@@ -265,7 +265,7 @@ def _may_be_let_read(identity: Identity, name: str) -> bool:
 
 def _check_reserved_write(identity: Identity, action: Action, name: str) -> None:
     appends = action in (Action.WRITE_STREAM, Action.INGEST_TRACES)
-    if appends and name.startswith("__") and "system" in identity.scopes and covers(identity, name):
+    if appends and name.startswith("__") and "system" in identity.scopes and covers_stream(identity, name):
         return
     raise TailraceError(
         "read_only_stream",

@@ -22,7 +22,7 @@ TIME_S_MAX: Final = 1e12
 JWS: Final = PyJWS(algorithms=["HS256", *sorted(jwks.ALGORITHMS)])
 
 
-class HubReads(Protocol):
+class HubReadPolicy(Protocol):
     """The hub's rules, as far as streams under `hub/` are read past the hub."""
 
     def may_read(self, identity: Identity, name: str) -> bool: ...
@@ -44,7 +44,7 @@ class Identity(msgspec.Struct, frozen=True):
     issued_at: float | None = None
     vouched_by: str = ""  # the shared secret, public key, API key or grant behind it; "" is nobody
     public: bool = False  # came without a token, to read what everybody may read
-    hub: HubReads | None = None  # None where the hub's rules are not known, as at an edge
+    hub: HubReadPolicy | None = None  # None where the hub's rules are not known, as at an edge
 
     @property
     def until_s(self) -> float | None:
@@ -78,7 +78,7 @@ class Claims(msgspec.Struct, frozen=True):
 _decode_claims = msgspec.json.Decoder(Claims).decode
 
 
-def token_needed() -> TailraceError:
+def token_required_error() -> TailraceError:
     """401 for a request that came without a token."""
     return TailraceError(
         "unauthorized",
@@ -87,11 +87,11 @@ def token_needed() -> TailraceError:
     )
 
 
-def refuse(reason: str) -> NoReturn:
-    raise bad_token(reason)
+def reject_token(reason: str) -> NoReturn:
+    raise invalid_token_error(reason)
 
 
-def bad_token(reason: str) -> TailraceError:
+def invalid_token_error(reason: str) -> TailraceError:
     """401 for a token that was given and is not good. The reason never quotes the token."""
     return TailraceError(
         "unauthorized",
@@ -120,9 +120,9 @@ def parse_bearer(authorization: bytes) -> bytes:
     scheme, _, token = authorization.partition(b" ")
     token = token.strip(b" ")
     if scheme.lower() != b"bearer" or not token:
-        refuse("the Authorization header is not of the form 'Bearer <token>'")
+        reject_token("the Authorization header is not of the form 'Bearer <token>'")
     if len(token) > TOKEN_BYTES_MAX:
-        refuse(f"the token is longer than {TOKEN_BYTES_MAX} bytes")
+        reject_token(f"the token is longer than {TOKEN_BYTES_MAX} bytes")
     return token
 
 
@@ -131,23 +131,23 @@ def read_header(token: bytes) -> dict[str, Any]:
     try:
         return JWS.get_unverified_header(token)
     except (PyJWTError, ValueError, TypeError):
-        refuse("the token is not a JWT")
+        reject_token("the token is not a JWT")
 
 
 def read_claims(payload: bytes) -> Claims:
     try:
         claims = _decode_claims(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        refuse("a claim of the token is malformed")
+        reject_token("a claim of the token is malformed")
     times = [moment for moment in (claims.exp, claims.nbf, claims.iat) if moment is not msgspec.UNSET]
     prefixes = [] if claims.streams is msgspec.UNSET else claims.streams
     # An empty prefix would cover everything, which is what leaving the claim out says.
     if not all(abs(moment) < TIME_S_MAX for moment in times) or not all(prefixes):
-        refuse("a claim of the token is malformed")
+        reject_token("a claim of the token is malformed")
     return claims
 
 
-def stands_for_another(authorization: bytes) -> bool:
+def is_exchanged_token(authorization: bytes) -> bool:
     """Whether a token says, unchecked, that it was made for somebody who came with a key of their own.
 
     What that key is worth, a server tells that knows it.
@@ -159,13 +159,13 @@ def stands_for_another(authorization: bytes) -> bool:
         return False
 
 
-def scopes_of(claims: Claims) -> frozenset[str]:
+def token_scopes(claims: Claims) -> frozenset[str]:
     """Our scopes among the token's; identity providers add words of their own, which grant nothing here."""
     words = claims.scope.split(" ") if isinstance(claims.scope, str) else claims.scope
     return frozenset(words) & SCOPES
 
 
-def databases_of(claims: Claims) -> tuple[str, ...] | None:
+def token_databases(claims: Claims) -> tuple[str, ...] | None:
     """`db`, or one of its two synonyms; a token that names several must mean all of them."""
     named = [claim for claim in (claims.db, claims.databases, claims.database) if claim is not msgspec.UNSET]
     if not named:
@@ -175,6 +175,6 @@ def databases_of(claims: Claims) -> tuple[str, ...] | None:
     return tuple(allowed)
 
 
-def bare_address(address: str) -> str:
+def strip_address_brackets(address: str) -> str:
     """`@(a/b)` and `a/b` are the same hub address."""
     return address[2:-1] if address.startswith("@(") and address.endswith(")") else address

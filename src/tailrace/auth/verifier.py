@@ -16,38 +16,40 @@ import msgspec
 from jwt.exceptions import PyJWTError
 
 from tailrace.auth import api_keys, grants, jwks
-from tailrace.auth.book import IdentityBook
-from tailrace.auth.grants import Grants
-from tailrace.auth.identity_file import NAME, IdentityFile
+from tailrace.auth.book import IdentityStore
+from tailrace.auth.grants import GrantStore
+from tailrace.auth.identity_file import IDENTITY_FILE_NAME, IdentityFile
 from tailrace.auth.tokens import (
     ANONYMOUS,
     JWS,
     LEEWAY_S,
-    HubReads,
+    HubReadPolicy,
     Identity,
-    bad_token,
-    bare_address,
     check_secret,
-    databases_of,
+    invalid_token_error,
     parse_bearer,
     read_claims,
     read_header,
-    refuse,
-    scopes_of,
-    token_needed,
+    reject_token,
+    strip_address_brackets,
+    token_databases,
+    token_required_error,
+    token_scopes,
 )
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 
-CACHE_TOKENS_MAX: Final = 10_000
-CACHE_BYTES_MAX: Final = 8 * 1024 * 1024
+CACHED_TOKENS_MAX: Final = 10_000
+CACHED_TOKEN_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
 class TokenVerifier:
     """Turns an Authorization header into an identity. Owned by the event loop; never waits."""
 
-    def __init__(self, settings: Settings, clock: Clock = SYSTEM_CLOCK, given: Grants | None = None) -> None:
+    def __init__(
+        self, settings: Settings, clock: Clock = SYSTEM_CLOCK, given: GrantStore | None = None
+    ) -> None:
         self._clock = clock
         self._issuer = settings.auth_issuer
         self._audience = settings.auth_audience
@@ -56,11 +58,13 @@ class TokenVerifier:
             check_secret(settings.auth_jwt_secret)
         # Another one for another secret; whoever sees it learns no more than from a token.
         self._secret_mark = hmac.digest(self._secret, b"vouched by", "sha256")[:16].hex()
-        self._ring = _key_ring(settings, clock)
-        self.grants = Grants(clock) if given is None else given
-        self.book = IdentityBook(IdentityFile(identity_path(settings)), clock)
+        self._ring = _open_key_ring(settings, clock)
+        self.grants = GrantStore(clock) if given is None else given
+        self.book = IdentityStore(IdentityFile(identity_path(settings)), clock)
         self._public = _public_reader(settings)
-        self.hub: HubReads | None = None  # what identities are judged by when they read streams of the hub
+        self.hub: HubReadPolicy | None = (
+            None  # what identities are judged by when they read streams of the hub
+        )
         self._verified: OrderedDict[bytes, Identity] = OrderedDict()
         self._verified_bytes = 0
         self._verified_versions = (0, 0)
@@ -93,7 +97,7 @@ class TokenVerifier:
         if authorization is None:
             if self._public is not None:
                 return self._public
-            raise token_needed()
+            raise token_required_error()
         seen_ring, seen_book = self._verified_versions
         ring = self._ring
         if self.book.version != seen_book or (ring is not None and ring.version != seen_ring):
@@ -103,13 +107,13 @@ class TokenVerifier:
         if identity is not None:
             if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
                 self._forget(authorization)
-                refuse("the token has expired")
+                reject_token("the token has expired")
             self._verified.move_to_end(authorization)
             return identity
         token = parse_bearer(authorization)
-        if token.startswith(grants.PREFIX.encode()):
+        if token.startswith(grants.GRANT_PREFIX.encode()):
             return self._granted(token)
-        identity = self._key_holder(token) if api_keys.is_key(token) else self._check(token)
+        identity = self._key_holder(token) if api_keys.is_api_key(token) else self._check(token)
         self.check_stands(identity)
         identity = msgspec.structs.replace(identity, hub=self.hub)
         self._remember(authorization, identity)
@@ -130,7 +134,7 @@ class TokenVerifier:
 
     def check_stands(self, identity: Identity) -> None:
         if not self.stands(identity):
-            refuse("the token was revoked")
+            reject_token("the token was revoked")
 
     # -- changes ---------------------------------------------------------------------------------------
 
@@ -160,28 +164,28 @@ class TokenVerifier:
     def _granted(self, token: bytes) -> Identity:
         found = self.grants.find(token)
         if found is None:
-            refuse("the token has expired, or was taken back")
+            reject_token("the token has expired, or was taken back")
         return found
 
     def _key_holder(self, token: bytes) -> Identity:
-        key_id, secret = api_keys.split_key(token)
+        key_id, secret = api_keys.split_api_key(token)
         key = self.book.find(key_id)
         if key is None and self.book.refresh():
             key = self.book.find(key_id)  # made since the last look at the file
         if key is None or not key.proves(secret):
-            refuse("there is no such API key")
+            reject_token("there is no such API key")
         identity = key.identity()
         if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
-            refuse("the API key has expired")
+            reject_token("the API key has expired")
         return identity
 
     def _check(self, token: bytes) -> Identity:
         header = read_header(token)
         algorithm, key_id = header.get("alg"), header.get("kid")
         if not isinstance(algorithm, str) or not (key_id is None or isinstance(key_id, str)):
-            refuse("the token header is malformed")
+            reject_token("the token header is malformed")
         if "crit" in header:
-            refuse("the token needs an extension that this server does not know")
+            reject_token("the token needs an extension that this server does not know")
         key: Any
         if algorithm == "HS256" and self._secret:
             key, vouched_by = self._secret, f"secret {self._secret_mark}"
@@ -189,11 +193,11 @@ class TokenVerifier:
             bound = self._find_key(self._ring, algorithm, key_id)
             key, vouched_by = bound.key, f"jwks {bound.mark}"
         else:
-            refuse("the token is signed with an algorithm that this server does not accept")
+            reject_token("the token is signed with an algorithm that this server does not accept")
         try:
             payload: bytes = JWS.decode_complete(token, key, algorithms=[algorithm])["payload"]
         except (PyJWTError, ValueError, TypeError):
-            refuse("the token signature is not valid")
+            reject_token("the token signature is not valid")
         return self._identity(payload, vouched_by)
 
     def _find_key(self, ring: jwks.KeyRing, algorithm: str, key_id: str | None) -> jwks.BoundKey:
@@ -203,23 +207,23 @@ class TokenVerifier:
         if ring.ask_refresh() or not ring.loaded:
             # Not known to be bad: the issuer may have changed its keys. Clients come back after a 503.
             raise TailraceError("unavailable", "the keys that tokens are checked with are being fetched")
-        raise bad_token("the token is signed with an unknown key")
+        raise invalid_token_error("the token is signed with an unknown key")
 
     def _identity(self, payload: bytes, vouched_by: str) -> Identity:
         claims = read_claims(payload)
         now_s = self._now_s()
         if claims.exp is not msgspec.UNSET and now_s >= claims.exp + LEEWAY_S:
-            refuse("the token has expired")
+            reject_token("the token has expired")
         if claims.nbf is not msgspec.UNSET and now_s < claims.nbf - LEEWAY_S:
-            refuse("the token is not valid yet")
+            reject_token("the token is not valid yet")
         if claims.iat is not msgspec.UNSET and now_s < claims.iat - LEEWAY_S:
-            refuse("the token was issued in the future")
+            reject_token("the token was issued in the future")
         if self._issuer and claims.iss != self._issuer:
-            refuse("the token is from another issuer")
+            reject_token("the token is from another issuer")
         audience = [claims.aud] if isinstance(claims.aud, str) else claims.aud
         if self._audience and self._audience not in audience:
-            refuse("the token is for another audience")
-        scopes = scopes_of(claims)
+            reject_token("the token is for another audience")
+        scopes = token_scopes(claims)
         if not vouched_by.startswith("secret "):
             # `system` is issued by the server only; an identity provider cannot hand it out.
             scopes -= {"system"}
@@ -230,8 +234,8 @@ class TokenVerifier:
             sub=claims.sub,
             scopes=scopes,
             streams=None if claims.streams is msgspec.UNSET else tuple(claims.streams),
-            dbs=databases_of(claims),
-            actor_id=bare_address(actor_id),
+            dbs=token_databases(claims),
+            actor_id=strip_address_brackets(actor_id),
             expires_at=None if claims.exp is msgspec.UNSET else float(claims.exp),
             claims=payload,
             token_id=claims.jti,
@@ -243,7 +247,7 @@ class TokenVerifier:
     def _remember(self, authorization: bytes, identity: Identity) -> None:
         self._verified[authorization] = identity
         self._verified_bytes += len(authorization)
-        while len(self._verified) > CACHE_TOKENS_MAX or self._verified_bytes > CACHE_BYTES_MAX:
+        while len(self._verified) > CACHED_TOKENS_MAX or self._verified_bytes > CACHED_TOKEN_BYTES_MAX:
             oldest, _ = self._verified.popitem(last=False)
             self._verified_bytes -= len(oldest)
 
@@ -259,7 +263,9 @@ class TokenVerifier:
 
 def identity_path(settings: Settings) -> Path:
     """Where API keys and revocations are kept."""
-    return Path(settings.auth_keys_file) if settings.auth_keys_file else settings.data_dir / NAME
+    return (
+        Path(settings.auth_keys_file) if settings.auth_keys_file else settings.data_dir / IDENTITY_FILE_NAME
+    )
 
 
 def _public_reader(settings: Settings) -> Identity | None:
@@ -270,7 +276,7 @@ def _public_reader(settings: Settings) -> Identity | None:
     return Identity(sub="", scopes=frozenset({"read"}), streams=prefixes, dbs=(), public=True)
 
 
-def _key_ring(settings: Settings, clock: Clock) -> jwks.KeyRing | None:
+def _open_key_ring(settings: Settings, clock: Clock) -> jwks.KeyRing | None:
     path, url = settings.auth_jwks_file, settings.auth_jwks_url
     if path and url:
         raise TailraceError(

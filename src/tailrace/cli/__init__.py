@@ -12,7 +12,7 @@ from tailrace.common import ending
 
 def main() -> None:
     """Run the command line of this process and end it."""
-    ending.run(partial(command, sys.argv[1:]))
+    ending.run_and_exit(partial(command, sys.argv[1:]))
 
 
 def command(argv: Sequence[str]) -> int:

@@ -48,10 +48,10 @@ class Bucket:
     )
 
     def settings(self) -> Settings:
-        from tailrace.common.settings_loading import load
+        from tailrace.common.settings_loading import load_settings
 
         given = {"object_store": self.object_store, "data_dir": self.data_dir}
-        return load({name: value for name, value in given.items() if value is not None})
+        return load_settings({name: value for name, value in given.items() if value is not None})
 
 
 DEFAULT: Final = Bucket()

@@ -12,7 +12,7 @@ from msgspec import Struct
 from tailrace.cli.failures import REFUSED
 from tailrace.cli.session import put_json
 from tailrace.common.settings import Settings, SettingsError
-from tailrace.common.settings_loading import load
+from tailrace.common.settings_loading import load_settings
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -74,7 +74,7 @@ def examine(flags: dict[str, str]) -> Iterator[Finding]:
     yield _python()
     yield _packages()
     try:
-        settings = load(flags)
+        settings = load_settings(flags)
     except SettingsError as error:
         yield Finding("settings", "fail", str(error))
         return
@@ -120,11 +120,11 @@ def _packages() -> Finding:
 
 
 def _exposure(settings: Settings) -> Finding:
-    from tailrace.auth import bind_check
+    from tailrace.auth import check_listen_address
     from tailrace.common.errors import TailraceError
 
     try:
-        bind_check(settings)
+        check_listen_address(settings)
     except TailraceError as error:
         return Finding("exposure", "fail", error.message)
     if settings.auth_configured:
@@ -222,7 +222,7 @@ def _files(settings: Settings) -> Finding:
     from tailrace.common import file_descriptors
 
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted, fits = settings.limits.connections, file_descriptors.connections_within(hard)
+    wanted, fits = settings.limits.connections, file_descriptors.connections_allowed(hard)
     if fits < wanted:
         detail = f"at most {hard:,}: room for {fits:,} of {wanted:,} `connections`; raise ulimit -n"
         return Finding("open files", "warn", detail)

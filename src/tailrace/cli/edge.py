@@ -7,8 +7,8 @@ import inspect
 from cyclopts import App, Group
 
 from tailrace.cli.serve import parameter_of
-from tailrace.common.settings import TABLE, Setting
-from tailrace.common.settings_loading import load
+from tailrace.common.settings import SETTINGS_TABLE, Setting
+from tailrace.common.settings_loading import load_settings
 
 _HELP = """Hold the clients of a server, and keep running until SIGTERM or Ctrl-C.
 
@@ -59,7 +59,7 @@ COMMON = (
 
 
 def _edge(**flags: str | bool | None) -> int:
-    settings = load({name: value for name, value in flags.items() if value is not None})
+    settings = load_settings({name: value for name, value in flags.items() if value is not None})
     from tailrace.edge.serve import run
 
     return run(settings)
@@ -71,7 +71,7 @@ def _flag(setting: Setting) -> str:
 
 def _build() -> App:
     settings, limits = Group("Settings", sort_key=1), Group("Limits", sort_key=2)
-    rows = [row for row in TABLE.values() if row.name.startswith(PREFIX) or row.name in COMMON]
+    rows = [row for row in SETTINGS_TABLE.values() if row.name.startswith(PREFIX) or row.name in COMMON]
     parameters = [parameter_of(row, limits if row.limit else settings, _flag(row)) for row in rows]
     # The command line reads a function's signature, so the table is given to it as one.
     _edge.__signature__ = inspect.Signature(parameters)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, Final
 
-from tailrace.common.ending import INTERRUPTED
+from tailrace.common.ending import EXIT_INTERRUPTED
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -23,7 +23,7 @@ EXIT_CODES: Final[dict[int, str]] = {
     USAGE: "wrong usage, or a setting, file or object store that cannot be read",
     PARTIAL: "a partial answer: a search did not examine everything, or a comparison found differences",
     UNREACHABLE: "no server answers",
-    INTERRUPTED: "interrupted by Ctrl-C",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C",
 }
 
 # What the client calls it when no answer came.

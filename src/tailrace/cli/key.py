@@ -15,7 +15,7 @@ from tailrace.cli.session import DEFAULT, Session, put_json, tell_none
 from tailrace.cli.tables import Column, show
 
 if TYPE_CHECKING:
-    from tailrace.auth import IdentityBook
+    from tailrace.auth import IdentityStore
 
 _HELP: Final = """Create, list and revoke API keys.
 
@@ -64,9 +64,9 @@ def create(
     """Make a key and print it. Keep it: nobody can show it again."""
     lasts_s = lifetime_s(expires)
     if file is not None:
-        from tailrace.auth import make_key
+        from tailrace.auth import create_api_key
 
-        key, text = make_key(
+        key, text = create_api_key(
             sub=sub, scopes=scope, streams=streams, dbs=db, actor_id=actor_id, lifetime_s=lasts_s
         )
         book_of(file).add_key(key)
@@ -128,13 +128,13 @@ def revoke(
         print(f"revoked {bare_id}")
 
 
-def book_of(file: Path) -> IdentityBook:
-    from tailrace.auth import IdentityBook, IdentityFile
+def book_of(file: Path) -> IdentityStore:
+    from tailrace.auth import IdentityFile, IdentityStore
 
-    return IdentityBook(IdentityFile(file))
+    return IdentityStore(IdentityFile(file))
 
 
-def existing_book_of(file: Path) -> IdentityBook:
+def existing_book_of(file: Path) -> IdentityStore:
     """To revoke something: a file that nobody reads would keep nobody out."""
     if not file.exists():
         raise UsageError(f"there is no file {file}: nothing was revoked")

@@ -154,15 +154,17 @@ def _run(
     *,
     supervised: Orders | None = None,
 ) -> int:
-    from tailrace.common.logging_setup import configure
+    from tailrace.common.logging_setup import configure_logging
     from tailrace.pipeline import jvm
     from tailrace.pipeline import owner as owners
     from tailrace.pipeline.run import Pipeline, UnfinishedError
 
     if options.once:
         need_server(Session(url=endpoint))  # one that goes on may be there before its server is
-    private_files.close_process()
-    configure(*(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format)))
+    private_files.restrict_umask()
+    configure_logging(
+        *(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format))
+    )
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
     owner = owners.Owner(endpoint, token)
     pipeline = Pipeline(owner, options, _progress(owner))

@@ -57,9 +57,9 @@ def span_ms(text: str, flag: str) -> int:
 
 
 def _setting(text: str, flag: str, unit: str) -> int:
-    from tailrace.common.settings import Setting, SettingsError, parse
+    from tailrace.common.settings import Setting, SettingsError, parse_setting
 
     try:
-        return int(parse(Setting(name=flag, kind="int", default=0, help="", unit=unit), text))
+        return int(parse_setting(Setting(name=flag, kind="int", default=0, help="", unit=unit), text))
     except SettingsError as error:
         raise UsageError(f"{flag}: {error}") from None

@@ -93,11 +93,11 @@ def _limited(pages: Iterable[Page], limit: int, *, whole: bool) -> Iterator[Page
 
 def entries_before(offset: str, count: int, earliest: str | None = None) -> str:
     """The offset so many entries before another one, and not before the earliest."""
-    from tailrace.protocol.offsets import encode, parse_position
+    from tailrace.protocol.offsets import encode_offset, parse_offset
 
-    epoch, entry = parse_position(offset)
-    first = 0 if earliest is None else parse_position(earliest)[1]
-    return encode(epoch, max(entry - count, first))
+    epoch, entry = parse_offset(offset)
+    first = 0 if earliest is None else parse_offset(earliest)[1]
+    return encode_offset(epoch, max(entry - count, first))
 
 
 def show(page: Page, *, as_json: bool) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import App, Group, Parameter
 
-from tailrace.common.settings import TABLE, Setting
-from tailrace.common.settings_loading import load
+from tailrace.common.settings import SETTINGS_TABLE, Setting
+from tailrace.common.settings_loading import load_settings
 
 _HELP = """Start a server and keep it running until SIGTERM or Ctrl-C, which finish what is under way first.
 
@@ -59,10 +59,10 @@ ESSENTIAL = (
 
 
 def _serve(flags: Mapping[str, str | bool | None]) -> int:
-    settings = load({name: value for name, value in flags.items() if value is not None})
-    from tailrace.auth import bind_check
+    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    from tailrace.auth import check_listen_address
 
-    bind_check(settings)
+    check_listen_address(settings)
     from tailrace.workers.layout import FILE, chosen_workers
 
     settings = msgspec.structs.replace(settings, workers=chosen_workers(settings))
@@ -97,8 +97,8 @@ def command_for(arguments: Sequence[str]) -> App:
     """
     named = {word.partition("=")[0] for word in arguments if word.startswith("-")}
     if named & {"--help", "-h"}:
-        return _declared(TABLE[name] for name in ESSENTIAL)
-    rows = [row for row in TABLE.values() if row.flag in named]
+        return _declared(SETTINGS_TABLE[name] for name in ESSENTIAL)
+    rows = [row for row in SETTINGS_TABLE.values() if row.flag in named]
     return _declared(rows) if len(rows) == len(named) else command
 
 
@@ -122,4 +122,4 @@ def _declared(rows: Iterable[Setting]) -> App:
     return app
 
 
-command = _declared(TABLE.values())
+command = _declared(SETTINGS_TABLE.values())

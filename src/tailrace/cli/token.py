@@ -54,9 +54,9 @@ def create(
     from tailrace.auth import create_token
 
     if config:
-        from tailrace.common.settings_loading import load
+        from tailrace.common.settings_loading import load_settings
 
-        settings = load({"config": config})
+        settings = load_settings({"config": config})
         secret = secret or settings.auth_jwt_secret
         issuer, audience = issuer or settings.auth_issuer, audience or settings.auth_audience
     if not secret:

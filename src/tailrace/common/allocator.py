@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-ARENAS_MAX: Final = 2
+MALLOC_ARENAS_MAX: Final = 2
 _M_ARENA_MAX: Final = -8
 
 
-def bound_arenas() -> None:
+def limit_malloc_arenas() -> None:
     """To be called before there are many threads.
 
     By default every thread gets an arena of its own, eight for each core, and what one thread frees is of no
@@ -20,10 +20,10 @@ def bound_arenas() -> None:
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_M_ARENA_MAX, ARENAS_MAX)
+        set_option(_M_ARENA_MAX, MALLOC_ARENAS_MAX)
 
 
-def give_back() -> None:
+def trim_malloc() -> None:
     """Memory that was freed goes back to the system: whole pages, wherever they lie."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -11,7 +11,7 @@ from tailrace.common.limits import MIB
 PRESETS_MB: Final = (256, 512, 1024, 2048, 4096, 8192)
 
 # Setting to its values in MiB, one for each preset.
-TUNED: Final[dict[str, tuple[int, ...]]] = {
+TUNED_SETTINGS_MB: Final[dict[str, tuple[int, ...]]] = {
     "tail_memory_max_bytes": (32, 64, 128, 256, 512, 1024),
     "tail_index_max_bytes": (32, 64, 128, 256, 512, 1024),
     "sqlite_cache_bytes": (16, 32, 64, 128, 256, 512),
@@ -22,11 +22,11 @@ TUNED: Final[dict[str, tuple[int, ...]]] = {
     "pipeline_heap": (512, 512, 1024, 1024, 2048, 4096),  # a process of its own, beside the preset
     "memory_limit_bytes": PRESETS_MB,
 }
-SEARCHES: Final = (1, 2, 4, 8, 16, 32)  # at once, and never more than two for each core
-BODIES: Final = (10, 16, 32, 64, 64, 64)  # MiB of one append
+TUNED_SEARCH_CONCURRENCY: Final = (1, 2, 4, 8, 16, 32)  # at once, and never more than two for each core
+TUNED_BODY_MB: Final = (10, 16, 32, 64, 64, 64)  # MiB of one append
 _OFF: Final = frozenset({"", "no", "off", "false", "0"})
 _ON: Final = frozenset({"yes", "on", "true"})
-_ROOT: Final = Path("/sys/fs/cgroup")
+_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def requested_mb(text: str) -> int | None:
@@ -35,13 +35,13 @@ def requested_mb(text: str) -> int | None:
     if word in _OFF:
         return None
     if word in _ON:
-        return machine_bytes() // MIB
+        return available_memory_bytes() // MIB
     if not word.isascii() or not word.isdigit():
         raise ValueError(f"{text!r} is neither a size in MB nor yes or no")
     return int(word)
 
 
-def preset_mb(size_mb: int) -> int:
+def largest_preset_mb(size_mb: int) -> int:
     """The largest preset that fits."""
     fitting = [preset for preset in PRESETS_MB if preset <= size_mb]
     if not fitting:
@@ -49,26 +49,26 @@ def preset_mb(size_mb: int) -> int:
     return fitting[-1]
 
 
-def tuned(preset: int, append_body_bytes: int | None = None) -> dict[str, int]:
+def tuned_settings(preset: int, append_body_bytes: int | None = None) -> dict[str, int]:
     """The settings of a preset; the largest body is one of them unless it was chosen."""
     column = PRESETS_MB.index(preset)
-    values = {name: sizes[column] * MIB for name, sizes in TUNED.items()}
+    values = {name: sizes[column] * MIB for name, sizes in TUNED_SETTINGS_MB.items()}
     # One stream may take a quarter of the queue, and always one body of the largest size.
-    values["search_concurrency"] = min(SEARCHES[column], 2 * (os.cpu_count() or 1))
+    values["search_concurrency"] = min(TUNED_SEARCH_CONCURRENCY[column], 2 * (os.cpu_count() or 1))
     if append_body_bytes is None:
-        append_body_bytes = values["append_body_bytes"] = BODIES[column] * MIB
+        append_body_bytes = values["append_body_bytes"] = TUNED_BODY_MB[column] * MIB
     values["append_queue_stream_bytes"] = max(values["append_queue_max_bytes"] // 4, append_body_bytes)
     return values
 
 
-def machine_bytes() -> int:
+def available_memory_bytes() -> int:
     """The memory this process may use: the control group's limit, else all there is."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = group_limit_bytes()
+    limit = cgroup_memory_limit_bytes()
     return physical if limit is None else min(limit, physical)
 
 
-def group_limit_bytes(root: Path = _ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+def cgroup_memory_limit_bytes(root: Path = _CGROUP_ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
     """The memory limit of the control group, either version; None if there is none."""
     try:
         lines = own.read_text().splitlines()

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-INTERRUPTED: Final = 130
+EXIT_INTERRUPTED: Final = 130
 
 
-def run(program: Callable[[], int]) -> None:
+def run_and_exit(program: Callable[[], int]) -> None:
     """Run a whole program and end this process with the exit code that it gives."""
     code = 1  # a bug, unless the program says otherwise
 
@@ -31,7 +31,7 @@ def run(program: Callable[[], int]) -> None:
     try:
         code = program()
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = EXIT_INTERRUPTED
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         raise

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import orjson
 
-CODES: dict[str, int] = {
+ERROR_STATUS: dict[str, int] = {
     # 400: the request cannot be understood or breaks a rule of the protocol.
     "invalid_request": 400,
     "invalid_header": 400,
@@ -136,7 +136,7 @@ class TailraceError(Exception):
         retry_after_s: int | None = None,
         **extra: object,
     ) -> None:
-        assert code in CODES, f"unknown error code {code!r}"
+        assert code in ERROR_STATUS, f"unknown error code {code!r}"
         super().__init__(message)
         self.code = code
         self.message = message
@@ -146,7 +146,7 @@ class TailraceError(Exception):
 
     @property
     def status(self) -> int:
-        return CODES[self.code]
+        return ERROR_STATUS[self.code]
 
     def body(self) -> bytes:
         """The JSON body every error has, whatever the route."""

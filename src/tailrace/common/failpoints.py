@@ -65,7 +65,7 @@ _left = int(_count or 1)
 _server = 0  # the process that goes down as well
 
 
-def in_child() -> None:
+def mark_child_process() -> None:
     """Called by a process that the server started, before it does anything."""
     global _server
     _server = os.getppid()

@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import orjson
 
-_SECRET: Final = ("authorization", "cookie", "password", "secret", "token")
+_SECRET_WORDS: Final = ("authorization", "cookie", "password", "secret", "token")
 _EVENT_WIDTH: Final = 30
 _COLOURS: Final = {"critical": "31;1", "error": "31", "warning": "33", "info": "32", "debug": "34"}
 
-_common: dict[str, object] = {}  # on every line of this process
+_common_fields: dict[str, object] = {}  # on every line of this process
 
 
-def configure(level: str, form: str) -> None:
+def configure_logging(level: str, form: str) -> None:
     """Send what we log, and what libraries warn of, to standard error in one form.
 
     Below a warning libraries tell what they were given: URLs, for one, in which there may be a password.
@@ -24,24 +24,24 @@ def configure(level: str, form: str) -> None:
     severity = logging.getLevelNamesMapping()[level.upper()]
     as_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
     root = logging.getLogger()
-    root.handlers[:] = [_Lines(as_json=as_json)]
+    root.handlers[:] = [_LineHandler(as_json=as_json)]
     root.setLevel(max(severity, logging.WARNING))
     logging.getLogger("tailrace").setLevel(severity)
 
 
-def add_to_all(**fields: object) -> None:
+def add_common_fields(**fields: object) -> None:
     """Fields that every line of this process has from now on."""
-    _common.update(fields)
+    _common_fields.update(fields)
 
 
-def hide_secrets(event: dict[str, object]) -> None:
+def redact_secrets(event: dict[str, object]) -> None:
     """Replace the value of every field whose name says that it is secret."""
     for name in event:
-        if any(word in name.lower() for word in _SECRET):
+        if any(word in name.lower() for word in _SECRET_WORDS):
             event[name] = "(hidden)"
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     """Writes what is logged the standard way; `extra={"fields": ...}` are fields of the line."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -59,8 +59,8 @@ class _Lines(logging.Handler):
 
     def _line(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = getattr(record, "fields", {})
-        event: dict[str, object] = {"logger": record.name, **_common, **fields}
-        hide_secrets(event)
+        event: dict[str, object] = {"logger": record.name, **_common_fields, **fields}
+        redact_secrets(event)
         moment = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
         level, told = record.levelname.lower(), record.getMessage()
         # Plain: a traceback that prints local variables prints whatever clients sent.

@@ -16,10 +16,10 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
-Kind = Literal["counter", "gauge", "histogram"]
-Read = Callable[[], float]
+MetricKind = Literal["counter", "gauge", "histogram"]
+ReadValue = Callable[[], float]
 
-SECONDS: Final = (
+LATENCY_BUCKETS_S: Final = (
     0.0001,
     0.00025,
     0.0005,
@@ -38,11 +38,11 @@ SECONDS: Final = (
 )
 
 
-class Metric(Struct, frozen=True, kw_only=True):
+class MetricDefinition(Struct, frozen=True, kw_only=True):
     """One row of the table."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -53,32 +53,32 @@ class Metric(Struct, frozen=True, kw_only=True):
         return f"tailrace_{self.name}_total" if self.kind == "counter" else f"tailrace_{self.name}"
 
 
-def counter(name: str, text: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="counter", help=text, labels=labels)
+def counter(name: str, text: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="counter", help=text, labels=labels)
 
 
-def gauge(name: str, text: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="gauge", help=text, labels=labels)
+def gauge(name: str, text: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="gauge", help=text, labels=labels)
 
 
-def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
-    return Metric(name=name, kind="histogram", help=text, labels=labels, buckets=buckets)
+def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="histogram", help=text, labels=labels, buckets=buckets)
 
 
-class Number:
+class MetricValue:
     """A counter or a gauge without labels: add to `value`, or set `read` once and leave it alone."""
 
     __slots__ = ("read", "value")
 
     def __init__(self) -> None:
         self.value: float = 0
-        self.read: Read | None = None
+        self.read: ReadValue | None = None
 
     def current(self) -> float:
         return self.value if self.read is None else self.read()
 
 
-class Numbers:
+class LabeledValues:
     """Counters or gauges with labels. Label values must come from fixed sets, never from a client."""
 
     __slots__ = ("each", "reads", "values")
@@ -87,7 +87,7 @@ class Numbers:
         # Where somebody else counts anyway: gives all rows when asked.
         self.each: Callable[[], Iterable[tuple[list[str], float]]] | None = None
         self.values: defaultdict[tuple[object, ...], float] = defaultdict(float)
-        self.reads: dict[tuple[object, ...], Read] = {}
+        self.reads: dict[tuple[object, ...], ReadValue] = {}
 
     def add(self, *labels: object) -> None:
         self.values[labels] += 1
@@ -101,7 +101,7 @@ class Numbers:
             yield from self.each()
 
 
-class Distribution:
+class Histogram:
     """A histogram with fixed bounds."""
 
     __slots__ = ("bounds", "counts", "total")
@@ -124,17 +124,17 @@ class Distribution:
         return rows
 
 
-class Distributions:
+class LabeledHistograms:
     """A histogram with labels: one whose values are of a fixed set, or those of whoever counts it."""
 
     __slots__ = ("bounds", "by_label", "each")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.by_label: dict[str, Distribution] = {}
-        self.each: Callable[[], Iterable[tuple[list[str], Distribution]]] | None = None
+        self.by_label: dict[str, Histogram] = {}
+        self.each: Callable[[], Iterable[tuple[list[str], Histogram]]] | None = None
 
-    def current(self) -> Iterable[tuple[list[str], Distribution]]:
+    def current(self) -> Iterable[tuple[list[str], Histogram]]:
         for label, inner in list(self.by_label.items()):
             yield [label], inner
         if self.each is not None:
@@ -143,11 +143,11 @@ class Distributions:
     def observe(self, value: float, label: str) -> None:
         found = self.by_label.get(label)
         if found is None:
-            found = self.by_label[label] = Distribution(self.bounds)
+            found = self.by_label[label] = Histogram(self.bounds)
         found.observe(value)
 
 
-def render(held: object, table: dict[str, Metric]) -> bytes:
+def render_prometheus(held: object, table: dict[str, MetricDefinition]) -> bytes:
     """The numbers of a table in Prometheus' text, with the process's own (memory, CPU, open files)."""
     # Imported at the first scrape: a server that nobody scrapes does not wait for it when it starts.
     from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -159,7 +159,7 @@ def render(held: object, table: dict[str, Metric]) -> bytes:
 
 
 class _Collector:
-    def __init__(self, held: object, table: dict[str, Metric]) -> None:
+    def __init__(self, held: object, table: dict[str, MetricDefinition]) -> None:
         self._held = held
         self._table = table
 
@@ -169,12 +169,12 @@ class _Collector:
         for metric in self._table.values():
             held = getattr(self._held, metric.name)
             name = f"tailrace_{metric.name}"
-            if isinstance(held, Distribution):
+            if isinstance(held, Histogram):
                 family = HistogramMetricFamily(name, metric.help)
                 family.add_metric([], held.cumulative(), held.total)
                 yield family
                 continue
-            if isinstance(held, Distributions):
+            if isinstance(held, LabeledHistograms):
                 family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
                 for labels, inner in held.current():
                     family.add_metric(labels, inner.cumulative(), inner.total)
@@ -182,10 +182,10 @@ class _Collector:
                 continue
             shape = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = shape(name, metric.help, labels=metric.labels)
-            if isinstance(held, Numbers):
+            if isinstance(held, LabeledValues):
                 for labels, value in held.current():
                     family.add_metric(labels, value)
             else:
-                assert isinstance(held, Number)
+                assert isinstance(held, MetricValue)
                 family.add_metric([], held.current())
             yield family

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.common.metrics import (
-    SECONDS,
-    Distribution,
-    Distributions,
-    Metric,
-    Number,
-    Numbers,
+    LATENCY_BUCKETS_S,
+    Histogram,
+    LabeledHistograms,
+    LabeledValues,
+    MetricDefinition,
+    MetricValue,
     counter,
     gauge,
     histogram,
-    render,
+    render_prometheus,
 )
 
-MATCH_SECONDS: Final = (
+MATCH_BUCKETS_S: Final = (
     0.00001,
     0.000025,
     0.00005,
@@ -31,12 +31,12 @@ MATCH_SECONDS: Final = (
     0.05,
     0.25,
 )
-JOB_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+JOB_BUCKETS_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+BATCH_SIZE_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
-_COLLECTION: Final = ("database", "collection")  # `*` for all that have no labels of their own
+_COLLECTION_LABELS: Final = ("database", "collection")  # `*` for all that have no labels of their own
 
-TABLE: Final[dict[str, Metric]] = {
+SERVER_METRICS: Final[dict[str, MetricDefinition]] = {
     metric.name: metric
     for metric in (
         gauge("info", "Always 1; the label is the server's version.", "version"),
@@ -67,8 +67,8 @@ TABLE: Final[dict[str, Metric]] = {
         gauge("append_waiting_requests", "Appends that wait for room in the log."),
         gauge("append_waiting_bytes", "Bodies of these appends."),
         counter("append_waits", "Appends that had to wait for room in the log."),
-        histogram("commit_records", "Journal records that shared one sync.", SIZES),
-        histogram("sync_seconds", "Time of one write and sync of the journal.", SECONDS),
+        histogram("commit_records", "Journal records that shared one sync.", BATCH_SIZE_BUCKETS),
+        histogram("sync_seconds", "Time of one write and sync of the journal.", LATENCY_BUCKETS_S),
         counter("journal_failures", "Writes or syncs of the journal that failed."),
         # State.
         gauge("streams", "Streams that exist."),
@@ -113,11 +113,11 @@ TABLE: Final[dict[str, Metric]] = {
         counter("pipeline_publish", "Publications, by job and what became of them.", "job", "outcome"),
         counter("pipeline_rows", "Entries that companions or joined segments were published for.", "job"),
         counter("compacted_segments", "Segments that became part of larger ones."),
-        histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_SECONDS, "family"),
+        histogram("pipeline_segment_seconds", "Time to build a companion.", JOB_BUCKETS_S, "family"),
         histogram(
             "pipeline_seal_to_published_seconds",
             "Time from a segment's record to the publication of its companions.",
-            JOB_SECONDS,
+            JOB_BUCKETS_S,
         ),
         gauge("pipeline_rss_bytes", "Memory of the whole pipeline, as it says."),
         gauge("pipeline_quarantined_segments", "Segments of which no companions can be built."),
@@ -138,58 +138,71 @@ TABLE: Final[dict[str, Metric]] = {
         counter(
             "watch_changes",
             "Changes of documents that were looked at, by what happened; by partition if that is set.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
             "op",
             "partition",
         ),
         gauge(
             "watch_match_lag_changes",
             "Changes that are durable and not looked at yet; by partition if that is set.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
             "partition",
         ),
         gauge(
             "watch_partition_state",
             "1 for the state that it is in, of others how many are; by partition if that is set.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
             "state",
             "partition",
         ),
-        gauge("watch_generation", "Generation, of all others together the highest.", *_COLLECTION),
-        counter("watch_match_candidates", "Predicates that the index found for changes.", *_COLLECTION),
-        counter("watch_match_hits", "Predicates that matched.", *_COLLECTION),
+        gauge("watch_generation", "Generation, of all others together the highest.", *_COLLECTION_LABELS),
+        counter(
+            "watch_match_candidates", "Predicates that the index found for changes.", *_COLLECTION_LABELS
+        ),
+        counter("watch_match_hits", "Predicates that matched.", *_COLLECTION_LABELS),
         gauge(
-            "watch_match_hit_ratio", "Share of the candidates that matched, since the start.", *_COLLECTION
+            "watch_match_hit_ratio",
+            "Share of the candidates that matched, since the start.",
+            *_COLLECTION_LABELS,
         ),
         histogram(
-            "watch_match_latency_seconds", "Time to find whom a change concerns.", MATCH_SECONDS, *_COLLECTION
+            "watch_match_latency_seconds",
+            "Time to find whom a change concerns.",
+            MATCH_BUCKETS_S,
+            *_COLLECTION_LABELS,
         ),
-        counter("watch_match_fallback", "Predicates that the library evaluated.", *_COLLECTION),
+        counter("watch_match_fallback", "Predicates that the library evaluated.", *_COLLECTION_LABELS),
         counter("watch_match_slow", "Changes that took longer than a millisecond to match."),
         gauge(
             "watch_index_predicates",
             "Different predicates that are watched, by what finds them.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
             "kind",
         ),
-        gauge("watch_scan_list_predicates", "Those of them that no index can help with.", *_COLLECTION),
+        gauge(
+            "watch_scan_list_predicates", "Those of them that no index can help with.", *_COLLECTION_LABELS
+        ),
         counter(
             "watch_dedup_dropped",
             "What came twice and was left out, by where that was seen.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
             "stage",
         ),
         gauge(
             "watch_bloom_fp_ratio",
             "Answers of the Bloom filter that should be no and were not, when a job made it last.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
         ),
-        counter("watch_bloom_rebuilds", "Bloom filters that jobs have made and published.", *_COLLECTION),
+        counter(
+            "watch_bloom_rebuilds", "Bloom filters that jobs have made and published.", *_COLLECTION_LABELS
+        ),
         gauge("watch_connections", "Realtime connections, by transport.", "transport"),
         gauge("watch_subscriptions", "Subscriptions of realtime connections.", "state", "priority"),
         counter("watch_deliveries", "Events sent, by what happened to the document.", "op"),
         histogram(
-            "watch_delivery_latency_seconds", "Time from a commit to the write to the sockets.", SECONDS
+            "watch_delivery_latency_seconds",
+            "Time from a commit to the write to the sockets.",
+            LATENCY_BUCKETS_S,
         ),
         gauge("watch_outbound_bytes", "Unsent bytes of realtime connections, a second ago."),
         gauge("watch_watermark_level", "Share of what may be unsent to all of them together."),
@@ -201,7 +214,7 @@ TABLE: Final[dict[str, Metric]] = {
         counter("watch_resync_required", "Subscriptions that had to be made again, by reason.", "reason"),
         counter("watch_resume", "Resumes, by result and by where they read.", "result", "path"),
         counter("watch_snapshots", "Snapshots begun."),
-        histogram("watch_snapshot_seconds", "Time from the request of a snapshot to its end.", JOB_SECONDS),
+        histogram("watch_snapshot_seconds", "Time from the request of a snapshot to its end.", JOB_BUCKETS_S),
         counter("watch_snapshot_documents", "Documents sent in snapshots."),
         gauge("watch_replication_connections", "Connections of replicating clients."),
         counter("watch_pull", "Pages that replicating clients have pulled."),
@@ -223,12 +236,12 @@ TABLE: Final[dict[str, Metric]] = {
         gauge(
             "watch_source_lag_seconds",
             "Age of the newest change that was read while there is more, of its source.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
         ),
         gauge(
             "watch_source_lag_changes",
             "Changes that its source has and that are not written down yet; of databases, at least.",
-            *_COLLECTION,
+            *_COLLECTION_LABELS,
         ),
         gauge("watch_source_retained_bytes", "Log that a database keeps for us, the most of all sources."),
         # The hub.
@@ -253,180 +266,182 @@ TABLE: Final[dict[str, Metric]] = {
         histogram(
             "hub_relay_seconds",
             "From a message of a socket to everything that it brings about, one of 16.",
-            SECONDS,
+            LATENCY_BUCKETS_S,
         ),
-        histogram("hub_commit_wait_seconds", "From an entry of the hub to its being durable.", SECONDS),
-        histogram("hub_broadcast_seconds", "From a broadcast to its last delivery.", SECONDS),
+        histogram(
+            "hub_commit_wait_seconds", "From an entry of the hub to its being durable.", LATENCY_BUCKETS_S
+        ),
+        histogram("hub_broadcast_seconds", "From a broadcast to its last delivery.", LATENCY_BUCKETS_S),
     )
 }
 
 
-class Telemetry:
+class ServerMetrics:
     """The numbers of one server; every attribute is a row of the table."""
 
     def __init__(self, version: str = "") -> None:
-        self.info = Numbers()
-        self.ready = Number()
-        self.requests = Numbers()
-        self.refused = Numbers()
-        self.malformed_requests = Number()
-        self.received_bytes = Number()
-        self.sent_bytes = Number()
-        self.connections = Number()
-        self.relayed_requests = Number()
-        self.moved_connections = Number()
-        self.connections_max, self.connections_refused = Number(), Number()
-        self.live_connections = Numbers()
-        self.live_demoted = Number()
-        self.spark_reads = Number()
-        self.api_keys = Number()
-        self.revocations = Number()
-        self.connections_revoked = Number()
-        self.identity_limited = Number()
-        self.append_entries = Number()
-        self.append_bytes = Number()
-        self.append_queue_bytes = Number()
-        self.commit_records = Distribution(TABLE["commit_records"].buckets)
-        self.sync_seconds = Distribution(TABLE["sync_seconds"].buckets)
-        self.journal_failures = Number()
-        self.streams = Number()
-        self.streams_loaded = Number()
-        self.append_waiting_requests, self.append_waiting_bytes = Number(), Number()
-        self.append_waits = Number()
-        self.tail_memory_bytes = Number()
-        self.journal_bytes = Number()
-        self.checkpoint_lag_bytes = Number()
-        self.checkpoints = Number()
-        self.disk_free_bytes = Number()
-        self.trace_spans = Numbers()
-        self.hot_bytes = Number()
-        self.hot_free_bytes = Number()
-        self.unsealed_bytes = Number()
-        self.spooled_bytes = Number()
-        self.seal_queue = Number()
-        self.sealed_segments = Number()
-        self.sealed_bytes = Number()
-        self.seal_failures = Number()
-        self.seal_conflicts = Number()
-        self.trimmed_entries = Number()
-        self.trimmed_segments = Number()
-        self.trimmed_bytes = Number()
-        self.sweeps = Number()
-        self.swept_objects = Number()
-        self.swept_orphans = Number()
-        self.swept_orphan_bytes = Number()
-        self.swept_tombstones = Number()
-        self.object_store_ok = Number()
-        self.object_requests = Numbers()
-        self.object_sent_bytes = Number()
-        self.object_received_bytes = Number()
-        self.cold_cache_bytes = Number()
-        self.cold_reads = Numbers()
-        self.cold_failures = Number()
-        self.bootstraps = Number()
-        self.bootstrap_seconds = Number()
-        self.bootstrap_restored = Numbers()
-        self.bootstrap_problems = Number()
-        self.subscriptions = Number()
-        self.webhook_deliveries = Numbers()
+        self.info = LabeledValues()
+        self.ready = MetricValue()
+        self.requests = LabeledValues()
+        self.refused = LabeledValues()
+        self.malformed_requests = MetricValue()
+        self.received_bytes = MetricValue()
+        self.sent_bytes = MetricValue()
+        self.connections = MetricValue()
+        self.relayed_requests = MetricValue()
+        self.moved_connections = MetricValue()
+        self.connections_max, self.connections_refused = MetricValue(), MetricValue()
+        self.live_connections = LabeledValues()
+        self.live_demoted = MetricValue()
+        self.spark_reads = MetricValue()
+        self.api_keys = MetricValue()
+        self.revocations = MetricValue()
+        self.connections_revoked = MetricValue()
+        self.identity_limited = MetricValue()
+        self.append_entries = MetricValue()
+        self.append_bytes = MetricValue()
+        self.append_queue_bytes = MetricValue()
+        self.commit_records = Histogram(SERVER_METRICS["commit_records"].buckets)
+        self.sync_seconds = Histogram(SERVER_METRICS["sync_seconds"].buckets)
+        self.journal_failures = MetricValue()
+        self.streams = MetricValue()
+        self.streams_loaded = MetricValue()
+        self.append_waiting_requests, self.append_waiting_bytes = MetricValue(), MetricValue()
+        self.append_waits = MetricValue()
+        self.tail_memory_bytes = MetricValue()
+        self.journal_bytes = MetricValue()
+        self.checkpoint_lag_bytes = MetricValue()
+        self.checkpoints = MetricValue()
+        self.disk_free_bytes = MetricValue()
+        self.trace_spans = LabeledValues()
+        self.hot_bytes = MetricValue()
+        self.hot_free_bytes = MetricValue()
+        self.unsealed_bytes = MetricValue()
+        self.spooled_bytes = MetricValue()
+        self.seal_queue = MetricValue()
+        self.sealed_segments = MetricValue()
+        self.sealed_bytes = MetricValue()
+        self.seal_failures = MetricValue()
+        self.seal_conflicts = MetricValue()
+        self.trimmed_entries = MetricValue()
+        self.trimmed_segments = MetricValue()
+        self.trimmed_bytes = MetricValue()
+        self.sweeps = MetricValue()
+        self.swept_objects = MetricValue()
+        self.swept_orphans = MetricValue()
+        self.swept_orphan_bytes = MetricValue()
+        self.swept_tombstones = MetricValue()
+        self.object_store_ok = MetricValue()
+        self.object_requests = LabeledValues()
+        self.object_sent_bytes = MetricValue()
+        self.object_received_bytes = MetricValue()
+        self.cold_cache_bytes = MetricValue()
+        self.cold_reads = LabeledValues()
+        self.cold_failures = MetricValue()
+        self.bootstraps = MetricValue()
+        self.bootstrap_seconds = MetricValue()
+        self.bootstrap_restored = LabeledValues()
+        self.bootstrap_problems = MetricValue()
+        self.subscriptions = MetricValue()
+        self.webhook_deliveries = LabeledValues()
         self._count_companions()
         self._count_hub()
         self._count_watch()
-        assert vars(self).keys() == TABLE.keys(), "the class and the table differ"
+        assert vars(self).keys() == SERVER_METRICS.keys(), "the class and the table differ"
         self.info.values[(version,)] = 1
 
     def _count_companions(self) -> None:
         """Whoever builds companions, and whoever reads them."""
-        self.pipeline_state = Numbers()
-        self.pipeline_restarts = Number()
-        self.pipeline_backlog_segments = Number()
-        self.pipeline_backlog_oldest_seconds = Number()
-        self.pipeline_publish = Numbers()
-        self.pipeline_rows = Numbers()
-        self.compacted_segments = Number()
-        self.pipeline_segment_seconds = Distributions(JOB_SECONDS)
-        self.pipeline_seal_to_published_seconds = Distribution(JOB_SECONDS)
-        self.pipeline_rss_bytes = Number()
-        self.pipeline_quarantined_segments = Number()
-        self.companion_cache_bytes = Number()
-        self.lexicon_cache_bytes = Number()
-        self.companion_opened_bytes = Number()
-        self.companion_opens = Number()
-        self.companion_unusable = Number()
+        self.pipeline_state = LabeledValues()
+        self.pipeline_restarts = MetricValue()
+        self.pipeline_backlog_segments = MetricValue()
+        self.pipeline_backlog_oldest_seconds = MetricValue()
+        self.pipeline_publish = LabeledValues()
+        self.pipeline_rows = LabeledValues()
+        self.compacted_segments = MetricValue()
+        self.pipeline_segment_seconds = LabeledHistograms(JOB_BUCKETS_S)
+        self.pipeline_seal_to_published_seconds = Histogram(JOB_BUCKETS_S)
+        self.pipeline_rss_bytes = MetricValue()
+        self.pipeline_quarantined_segments = MetricValue()
+        self.companion_cache_bytes = MetricValue()
+        self.lexicon_cache_bytes = MetricValue()
+        self.companion_opened_bytes = MetricValue()
+        self.companion_opens = MetricValue()
+        self.companion_unusable = MetricValue()
 
     def _count_watch(self) -> None:
         """Documents and live queries."""
-        self.watch_changes = Numbers()
-        self.watch_match_lag_changes = Numbers()
-        self.watch_partition_state = Numbers()
-        self.watch_generation = Numbers()
-        self.watch_match_candidates = Numbers()
-        self.watch_match_hits = Numbers()
-        self.watch_match_hit_ratio = Numbers()
-        self.watch_match_latency_seconds = Distributions(MATCH_SECONDS)
-        self.watch_match_fallback = Numbers()
-        self.watch_match_slow = Number()
-        self.watch_index_predicates = Numbers()
-        self.watch_scan_list_predicates = Numbers()
-        self.watch_dedup_dropped = Numbers()
-        self.watch_bloom_fp_ratio = Numbers()
-        self.watch_bloom_rebuilds = Numbers()
-        self.watch_connections = Numbers()
-        self.watch_subscriptions = Numbers()
-        self.watch_deliveries = Numbers()
-        self.watch_push_rows = Numbers()
-        self.watch_delivery_latency_seconds = Distribution(SECONDS)
-        self.watch_outbound_bytes = Number()
-        self.watch_watermark_level = Number()
-        self.watch_demotions = Number()
-        self.watch_delivered_batches = Numbers()
-        self.watch_delivered_skipped = Number()
-        self.watch_resync_required = Numbers()
-        self.watch_resume = Numbers()
-        self.watch_snapshots = Number()
-        self.watch_snapshot_seconds = Distribution(JOB_SECONDS)
-        self.watch_snapshot_documents = Number()
-        self.watch_replication_connections = Number()
-        self.watch_pull = Number()
-        self.watch_conflicts = Number()
-        self.watch_resync = Number()
-        self.watch_auth_failures = Numbers()
-        self.watch_slo_burn = Numbers()
-        self.watch_audit_dropped = Number()
-        self.watch_purged_tombstones = Number()
-        self.watch_published_views = Number()
-        self.watch_sources = Numbers()
-        self.watch_source_changes = Numbers()
-        self.watch_source_repeats = Number()
-        self.watch_source_restarts = Number()
-        self.watch_source_gaps = Number()
-        self.watch_source_lag_seconds = Numbers()
-        self.watch_source_lag_changes = Numbers()
-        self.watch_source_retained_bytes = Number()
+        self.watch_changes = LabeledValues()
+        self.watch_match_lag_changes = LabeledValues()
+        self.watch_partition_state = LabeledValues()
+        self.watch_generation = LabeledValues()
+        self.watch_match_candidates = LabeledValues()
+        self.watch_match_hits = LabeledValues()
+        self.watch_match_hit_ratio = LabeledValues()
+        self.watch_match_latency_seconds = LabeledHistograms(MATCH_BUCKETS_S)
+        self.watch_match_fallback = LabeledValues()
+        self.watch_match_slow = MetricValue()
+        self.watch_index_predicates = LabeledValues()
+        self.watch_scan_list_predicates = LabeledValues()
+        self.watch_dedup_dropped = LabeledValues()
+        self.watch_bloom_fp_ratio = LabeledValues()
+        self.watch_bloom_rebuilds = LabeledValues()
+        self.watch_connections = LabeledValues()
+        self.watch_subscriptions = LabeledValues()
+        self.watch_deliveries = LabeledValues()
+        self.watch_push_rows = LabeledValues()
+        self.watch_delivery_latency_seconds = Histogram(LATENCY_BUCKETS_S)
+        self.watch_outbound_bytes = MetricValue()
+        self.watch_watermark_level = MetricValue()
+        self.watch_demotions = MetricValue()
+        self.watch_delivered_batches = LabeledValues()
+        self.watch_delivered_skipped = MetricValue()
+        self.watch_resync_required = LabeledValues()
+        self.watch_resume = LabeledValues()
+        self.watch_snapshots = MetricValue()
+        self.watch_snapshot_seconds = Histogram(JOB_BUCKETS_S)
+        self.watch_snapshot_documents = MetricValue()
+        self.watch_replication_connections = MetricValue()
+        self.watch_pull = MetricValue()
+        self.watch_conflicts = MetricValue()
+        self.watch_resync = MetricValue()
+        self.watch_auth_failures = LabeledValues()
+        self.watch_slo_burn = LabeledValues()
+        self.watch_audit_dropped = MetricValue()
+        self.watch_purged_tombstones = MetricValue()
+        self.watch_published_views = MetricValue()
+        self.watch_sources = LabeledValues()
+        self.watch_source_changes = LabeledValues()
+        self.watch_source_repeats = MetricValue()
+        self.watch_source_restarts = MetricValue()
+        self.watch_source_gaps = MetricValue()
+        self.watch_source_lag_seconds = LabeledValues()
+        self.watch_source_lag_changes = LabeledValues()
+        self.watch_source_retained_bytes = MetricValue()
 
     def _count_hub(self) -> None:
         """Actors and their messages."""
-        self.hub_sessions = Number()
-        self.hub_detached_sessions = Number()
-        self.hub_actors = Numbers()
-        self.hub_registry_fill_ratio = Number()
-        self.hub_messages = Numbers()
-        self.hub_deliveries = Numbers()
-        self.hub_errors = Numbers()
-        self.hub_dead_letters = Numbers()
-        self.hub_dropped = Number()
-        self.hub_duplicates = Numbers()
-        self.hub_from_rewritten = Number()
-        self.hub_rate_limited = Numbers()
-        self.hub_pauses = Number()
-        self.hub_queue_messages = Number()
-        self.hub_queue_bytes = Number()
-        self.hub_mailbox_lag = Number()
-        self.hub_asks_open = Number()
-        self.hub_ws_closes = Numbers()
-        self.hub_relay_seconds = Distribution(SECONDS)
-        self.hub_commit_wait_seconds = Distribution(SECONDS)
-        self.hub_broadcast_seconds = Distribution(SECONDS)
+        self.hub_sessions = MetricValue()
+        self.hub_detached_sessions = MetricValue()
+        self.hub_actors = LabeledValues()
+        self.hub_registry_fill_ratio = MetricValue()
+        self.hub_messages = LabeledValues()
+        self.hub_deliveries = LabeledValues()
+        self.hub_errors = LabeledValues()
+        self.hub_dead_letters = LabeledValues()
+        self.hub_dropped = MetricValue()
+        self.hub_duplicates = LabeledValues()
+        self.hub_from_rewritten = MetricValue()
+        self.hub_rate_limited = LabeledValues()
+        self.hub_pauses = MetricValue()
+        self.hub_queue_messages = MetricValue()
+        self.hub_queue_bytes = MetricValue()
+        self.hub_mailbox_lag = MetricValue()
+        self.hub_asks_open = MetricValue()
+        self.hub_ws_closes = LabeledValues()
+        self.hub_relay_seconds = Histogram(LATENCY_BUCKETS_S)
+        self.hub_commit_wait_seconds = Histogram(LATENCY_BUCKETS_S)
+        self.hub_broadcast_seconds = Histogram(LATENCY_BUCKETS_S)
 
     def observe_sync(self, seconds: float, records: int) -> None:
         """One commit: how long it took and how many records shared it."""
@@ -435,4 +450,4 @@ class Telemetry:
 
     def render(self) -> bytes:
         """The text of ``/metrics``."""
-        return render(self, TABLE)
+        return render_prometheus(self, SERVER_METRICS)

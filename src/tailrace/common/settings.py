@@ -329,7 +329,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def auth_public_prefixes(self) -> tuple[str, ...]:
         """Streams that begin with one of these are read without a token."""
-        return listed(self.auth_public_streams)
+        return split_list(self.auth_public_streams)
 
     @property
     def loopback_only(self) -> bool:
@@ -357,12 +357,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return int(moment.timestamp() * 1000)
 
 
-def networks_of(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+def parse_networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
     """Addresses and networks, separated by commas. ValueError if one of them is neither."""
-    return tuple(ipaddress.ip_network(one, strict=False) for one in listed(text))
+    return tuple(ipaddress.ip_network(one, strict=False) for one in split_list(text))
 
 
-def listed(text: str) -> tuple[str, ...]:
+def split_list(text: str) -> tuple[str, ...]:
     """What a setting names, separated by commas."""
     return tuple(one.strip() for one in text.split(",") if one.strip())
 
@@ -404,7 +404,7 @@ PRESETS: Final[dict[str, dict[str, int]]] = {
 }
 
 
-def _row(field: msgspec.structs.FieldInfo, *, limit: bool) -> Setting:
+def _setting_of_field(field: msgspec.structs.FieldInfo, *, limit: bool) -> Setting:
     base, *metas = get_args(field.type)
     described = {"help": "", "unit": "", "secret": False}
     for meta in cast("list[Meta]", metas):
@@ -419,15 +419,19 @@ def _row(field: msgspec.structs.FieldInfo, *, limit: bool) -> Setting:
     )
 
 
-def _table() -> dict[str, Setting]:
-    own = [_row(field, limit=False) for field in msgspec.structs.fields(Settings) if field.name != "limits"]
-    bounds = [_row(field, limit=True) for field in msgspec.structs.fields(Limits)]
+def _build_table() -> dict[str, Setting]:
+    own = [
+        _setting_of_field(field, limit=False)
+        for field in msgspec.structs.fields(Settings)
+        if field.name != "limits"
+    ]
+    bounds = [_setting_of_field(field, limit=True) for field in msgspec.structs.fields(Limits)]
     table = {setting.name: setting for setting in own + bounds}
     assert len(table) == len(own) + len(bounds), "a setting and a limit share a name"
     return table
 
 
-TABLE: Final[dict[str, Setting]] = _table()
+SETTINGS_TABLE: Final[dict[str, Setting]] = _build_table()
 
 _QUANTITY: Final = re.compile(r"(\d[\d_]*)\s*([A-Za-z]*)")
 _FACTORS: Final[dict[str, dict[str, int]]] = {
@@ -446,7 +450,7 @@ _BOOLS: Final = {
 }
 
 
-def parse(setting: Setting, text: str) -> int | str | bool:
+def parse_setting(setting: Setting, text: str) -> int | str | bool:
     """Turn what a person wrote (``64MiB``, ``30s``, ``yes``) into the setting's value."""
     if setting.kind == "bool":
         if (value := _BOOLS.get(text.strip().lower())) is None:
@@ -463,10 +467,10 @@ def parse(setting: Setting, text: str) -> int | str | bool:
     return int(match[1]) * factor
 
 
-def describe(settings: Settings) -> list[dict[str, object]]:
+def describe_settings(settings: Settings) -> list[dict[str, object]]:
     """Every setting with its value, for ``/v1/server/_details``. Secrets stay hidden."""
     rows: list[dict[str, object]] = []
-    for setting in TABLE.values():
+    for setting in SETTINGS_TABLE.values():
         raw = getattr(settings.limits if setting.limit else settings, setting.name)
         value: object = str(raw) if isinstance(raw, Path) else raw
         row: dict[str, object] = {"name": setting.name, "value": value, "default": setting.default}

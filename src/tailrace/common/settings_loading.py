@@ -16,11 +16,19 @@ from msgspec import Struct
 
 from tailrace.common import auto_tune
 from tailrace.common.limits import Limits
-from tailrace.common.settings import ENV_PREFIX, PRESETS, TABLE, Settings, SettingsError, networks_of, parse
+from tailrace.common.settings import (
+    ENV_PREFIX,
+    PRESETS,
+    SETTINGS_TABLE,
+    Settings,
+    SettingsError,
+    parse_networks,
+    parse_setting,
+)
 
 CONFIG_NAME: Final = "tailrace.toml"
 # Variables that are read by others: the command line, the failpoints and Spark.
-OTHER_VARIABLES: Final = frozenset(
+NON_SETTING_VARIABLES: Final = frozenset(
     {
         "TAILRACE_URL",
         "TAILRACE_ENDPOINT",
@@ -31,10 +39,10 @@ OTHER_VARIABLES: Final = frozenset(
 )
 OVERLAY_PREFIX: Final = "TAILRACE_SEARCH_WAL_OVERLAY_"
 
-Chosen = dict[str, tuple[object, str]]  # by name: the value, and who says so
+ChosenValues = dict[str, tuple[object, str]]  # by name: the value, and who says so
 
 
-def load(
+def load_settings(
     flags: Mapping[str, object] | None = None,
     env: Mapping[str, str] | None = None,
     directory: Path | None = None,
@@ -47,28 +55,28 @@ def load(
     layers = [_from_env(os.environ if env is None else env), _from_flags(flags or {})]
     config = next((value for layer in reversed(layers) if (value := layer.get("config"))), ("", ""))[0]
     layers.insert(0, _from_file(str(config), directory or Path()))
-    chosen: Chosen = {}
+    chosen: ChosenValues = {}
     for layer in layers:
         chosen.update(layer)
     _auto_tune(chosen)
     preset = str(chosen.get("preset", ("default", ""))[0])
     for name, value in PRESETS.get(preset, {}).items():
         chosen.setdefault(name, (value, f"preset {preset}"))
-    _fit_defaults(chosen)
+    _lower_dependent_defaults(chosen)
     settings = _build(chosen)
-    _check(settings)
+    _check_combinations(settings)
     return settings
 
 
-def _fit_defaults(chosen: Chosen) -> None:
+def _lower_dependent_defaults(chosen: ChosenValues) -> None:
     """Defaults that have to be smaller than another setting follow it when that is chosen smaller."""
     for name, bound in (("append_body_bytes", "append_queue_stream_bytes"), ("append_wait_ms", "request_ms")):
         value, source = chosen.get(bound, (None, ""))
-        if name not in chosen and isinstance(value, int) and 0 < value < int(TABLE[name].default):
+        if name not in chosen and isinstance(value, int) and 0 < value < int(SETTINGS_TABLE[name].default):
             chosen[name] = (value, source)
 
 
-def _auto_tune(chosen: Chosen) -> None:
+def _auto_tune(chosen: ChosenValues) -> None:
     """Puts the tuned settings among those that were chosen, if that was asked for."""
     text, source = chosen.get("auto_tune", ("", ""))
     try:
@@ -76,20 +84,22 @@ def _auto_tune(chosen: Chosen) -> None:
         if size_mb is None:
             chosen.pop("auto_tune", None)
             return
-        preset = auto_tune.preset_mb(size_mb)
+        preset = auto_tune.largest_preset_mb(size_mb)
     except ValueError as error:
         raise SettingsError(f"{source}: {error}") from None
     body_bytes = int(str(chosen["append_body_bytes"][0])) if "append_body_bytes" in chosen else None
-    for name, value in auto_tune.tuned(preset, body_bytes).items():
+    for name, value in auto_tune.tuned_settings(preset, body_bytes).items():
         if name in chosen:
-            raise SettingsError(f"{chosen[name][1]} cannot be combined with {TABLE['auto_tune'].flag}")
+            raise SettingsError(
+                f"{chosen[name][1]} cannot be combined with {SETTINGS_TABLE['auto_tune'].flag}"
+            )
         chosen[name] = (value, source)
     chosen["auto_tune"] = (str(size_mb), source)
 
 
-def unknown_variables(env: Mapping[str, str]) -> list[str]:
+def unknown_variable_warnings(env: Mapping[str, str]) -> list[str]:
     """What to tell somebody about variables that look like settings and are none."""
-    known = {setting.env for setting in TABLE.values()} | OTHER_VARIABLES
+    known = {setting.env for setting in SETTINGS_TABLE.values()} | NON_SETTING_VARIABLES
     told: list[str] = []
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in known:
@@ -102,30 +112,30 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
     return told
 
 
-def _from_env(env: Mapping[str, str]) -> Chosen:
-    found: Chosen = {}
-    for setting in TABLE.values():
+def _from_env(env: Mapping[str, str]) -> ChosenValues:
+    found: ChosenValues = {}
+    for setting in SETTINGS_TABLE.values():
         if (text := env.get(setting.env)) is None:
             continue
         try:
-            found[setting.name] = (parse(setting, text), setting.env)
+            found[setting.name] = (parse_setting(setting, text), setting.env)
         except SettingsError as error:
             raise SettingsError(f"{setting.env}: {error}") from None
     return found
 
 
-def _from_flags(flags: Mapping[str, object]) -> Chosen:
-    found: Chosen = {}
+def _from_flags(flags: Mapping[str, object]) -> ChosenValues:
+    found: ChosenValues = {}
     for name, value in flags.items():
-        setting = TABLE[name]
+        setting = SETTINGS_TABLE[name]
         try:
-            found[name] = (parse(setting, value) if isinstance(value, str) else value, setting.flag)
+            found[name] = (parse_setting(setting, value) if isinstance(value, str) else value, setting.flag)
         except SettingsError as error:
             raise SettingsError(f"{setting.flag}: {error}") from None
     return found
 
 
-def _from_file(config: str, directory: Path) -> Chosen:
+def _from_file(config: str, directory: Path) -> ChosenValues:
     path = Path(config) if config else directory / CONFIG_NAME
     if not config and not path.is_file():
         return {}
@@ -135,33 +145,35 @@ def _from_file(config: str, directory: Path) -> Chosen:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"settings file {path}: {error}") from None
-    found: Chosen = {}
+    found: ChosenValues = {}
     for name, value in document.items():
-        setting = TABLE.get(name)
+        setting = SETTINGS_TABLE.get(name)
         if setting is None or name == "config":
             raise SettingsError(f"settings file {path}: unknown setting {name!r}")
         source = f"{name} in {path}"
         try:
-            parsed = parse(setting, value) if isinstance(value, str) and setting.kind == "int" else value
+            parsed = (
+                parse_setting(setting, value) if isinstance(value, str) and setting.kind == "int" else value
+            )
         except SettingsError as error:
             raise SettingsError(f"{source}: {error}") from None
         found[name] = (parsed, source)
     return found
 
 
-def _build(chosen: Chosen) -> Settings:
+def _build(chosen: ChosenValues) -> Settings:
     own: dict[str, object] = {}
     bounds: dict[str, object] = {}
     for name, (value, source) in chosen.items():
-        shape: type[Struct] = Limits if TABLE[name].limit else Settings
+        shape: type[Struct] = Limits if SETTINGS_TABLE[name].limit else Settings
         # Each one alone first, so that the message can name the flag, variable or line it came from.
         try:
             msgspec.convert({name: value}, shape, dec_hook=_to_path)
         except msgspec.ValidationError as error:
-            allowed = TABLE[name].choices
+            allowed = SETTINGS_TABLE[name].choices
             reason = f"use one of {', '.join(allowed)}" if allowed else str(error).split(" - at `")[0]
             raise SettingsError(f"{source}: {reason}") from None
-        (bounds if TABLE[name].limit else own)[name] = value
+        (bounds if SETTINGS_TABLE[name].limit else own)[name] = value
     limits = msgspec.convert(bounds, Limits)
     return msgspec.structs.replace(msgspec.convert(own, Settings, dec_hook=_to_path), limits=limits)
 
@@ -172,7 +184,7 @@ def _to_path(kind: type, value: object) -> object:
     raise ValueError("Expected a path")
 
 
-def _check(settings: Settings) -> None:
+def _check_combinations(settings: Settings) -> None:
     """Refuse settings that are fine alone and wrong together."""
     limits = settings.limits
     ordered = (
@@ -203,7 +215,7 @@ def _check(settings: Settings) -> None:
     except ValueError:
         raise SettingsError("webhook_keys_since is not an instant such as 2026-01-31T12:00:00Z") from None
     try:
-        networks_of(settings.trusted_proxies)
+        parse_networks(settings.trusted_proxies)
     except ValueError as error:
         raise SettingsError(f"trusted_proxies: {error}") from None
     if settings.edge_signing_key and len(settings.edge_signing_key.encode()) < 32:

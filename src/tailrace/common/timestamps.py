@@ -7,48 +7,48 @@ from datetime import UTC, datetime, timedelta
 
 from tailrace.common.errors import TailraceError
 
-_WINDOW = re.compile(r"(0|[1-9][0-9]*)([smhd]?)")
-_WAIT = re.compile(r"([0-9]{1,12})(ms|s|m|h)?")
-_INSTANT = re.compile(
+_DURATION = re.compile(r"(0|[1-9][0-9]*)([smhd]?)")
+_TIMEOUT = re.compile(r"([0-9]{1,12})(ms|s|m|h)?")
+_RFC3339 = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2}:[0-9]{2})"
     r"(?:\.([0-9]{1,9}))?([Zz]|[+-][0-9]{2}:[0-9]{2})"
 )
 _NANOS = re.compile(r"[0-9]{1,19}")
-_WINDOW_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_WAIT_UNIT_MS = {None: 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
+_DURATION_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIMEOUT_UNIT_MS = {None: 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-WINDOW_S_MAX = 2**53 - 1
-_WINDOW_DIGITS_MAX = len(str(WINDOW_S_MAX))
+DURATION_S_MAX = 2**53 - 1
+_DURATION_DIGITS_MAX = len(str(DURATION_S_MAX))
 # Instants are kept in 64 bits. What lies beyond (the year 2262) is as far away as can be said.
-INSTANT_NS_MAX = 2**63 - 1
+TIMESTAMP_NS_MAX = 2**63 - 1
 
 
-def parse_window_s(text: str, header: str) -> int:
+def parse_duration_s(text: str, header: str) -> int:
     """A lifetime in whole seconds: `3600`, `90s`, `5m`, `1h`, `7d`; no signs, fractions or leading zeros."""
-    match = _WINDOW.fullmatch(text)
+    match = _DURATION.fullmatch(text)
     if not match:
         raise TailraceError(
             "invalid_header", f"{header} must be whole seconds or <n>s, m, h or d", header=header
         )
-    too_long = len(match[1]) > _WINDOW_DIGITS_MAX
-    window_s = 0 if too_long else int(match[1]) * _WINDOW_UNIT_S[match[2]]
-    if too_long or window_s > WINDOW_S_MAX:
-        message = f"{header} is too large: at most {WINDOW_S_MAX} seconds"
+    too_long = len(match[1]) > _DURATION_DIGITS_MAX
+    window_s = 0 if too_long else int(match[1]) * _DURATION_UNIT_S[match[2]]
+    if too_long or window_s > DURATION_S_MAX:
+        message = f"{header} is too large: at most {DURATION_S_MAX} seconds"
         raise TailraceError("invalid_header", message, header=header)
     return window_s
 
 
-def parse_wait_ms(text: str) -> int:
+def parse_timeout_ms(text: str) -> int:
     """A long-poll wait: `<n>ms|s|m|h`, or a bare integer of seconds."""
-    match = _WAIT.fullmatch(text)
+    match = _TIMEOUT.fullmatch(text)
     if not match:
         raise TailraceError("invalid_timeout", "timeout must be <n>ms, s, m or h, or whole seconds")
-    return int(match[1]) * _WAIT_UNIT_MS[match[2]]
+    return int(match[1]) * _TIMEOUT_UNIT_MS[match[2]]
 
 
-def parse_instant_ns(text: str) -> int | None:
+def parse_rfc3339_ns(text: str) -> int | None:
     """RFC 3339 with any zone and up to nanoseconds, as Unix nanoseconds; None if it is not one."""
-    match = _INSTANT.fullmatch(text)
+    match = _RFC3339.fullmatch(text)
     if not match:
         return None
     zone = "+00:00" if match[4] in "Zz" else match[4]
@@ -58,7 +58,7 @@ def parse_instant_ns(text: str) -> int | None:
         return None
     whole_s = (moment - _EPOCH) // timedelta(seconds=1)
     instant_ns = whole_s * 1_000_000_000 + int((match[3] or "0").ljust(9, "0"))
-    return max(-INSTANT_NS_MAX, min(instant_ns, INSTANT_NS_MAX))
+    return max(-TIMESTAMP_NS_MAX, min(instant_ns, TIMESTAMP_NS_MAX))
 
 
 def parse_timestamp_ns(text: str) -> int | None:
@@ -66,12 +66,12 @@ def parse_timestamp_ns(text: str) -> int | None:
     if _NANOS.fullmatch(text):
         value = int(text)
         return value if value < 2**63 else None
-    return parse_instant_ns(text)
+    return parse_rfc3339_ns(text)
 
 
-def format_instant(ns: int) -> str:
+def format_rfc3339(ns: int) -> str:
     """RFC 3339 in UTC with milliseconds, the way every instant leaves the server."""
-    if ns >= INSTANT_NS_MAX:
+    if ns >= TIMESTAMP_NS_MAX:
         return "9999-12-31T23:59:59.999Z"
     seconds, rest = divmod(ns, 1_000_000_000)
     moment = _EPOCH + timedelta(seconds=seconds)

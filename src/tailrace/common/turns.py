@@ -19,16 +19,16 @@ from typing import Final
 # By machine; the C library has no functions for these.
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
-_OF_A_PROCESS: Final = 1
-_WHEN_NOBODY_ELSE: Final = 3 << 13  # a class of its own, in which there are no levels
+_IOPRIO_WHO_PROCESS: Final = 1
+_IOPRIO_CLASS_IDLE: Final = 3 << 13  # a class of its own, in which there are no levels
 # size, policy, flags, niceness, priority, length of a turn in ns, and two for deadlines
-_ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
-_AS_THE_SYSTEM_DOES_US: Final = 0
+_SCHED_ATTR: Final = struct.Struct("=IIQiIQQQ")
+_DEFAULT_SLICE_US: Final = 0
 # Of processes that a server cannot do without for long: a tenth of a core that it wants all of.
 HELPER_NICENESS: Final = 10
 
 
-def ask_for(turn_us: int) -> None:
+def set_time_slice(turn_us: int) -> None:
     """Holds for this thread, and for the threads and processes that it begins afterwards.
 
     Whoever was started under another policy than the usual one keeps it: somebody has thought about it.
@@ -36,23 +36,23 @@ def ask_for(turn_us: int) -> None:
     if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    wanted = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, niceness, 0, turn_us * 1000, 0, 0)
-    _ask_the_kernel(_SCHED_SETATTR, 0, wanted, 0)
+    wanted = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, niceness, 0, turn_us * 1000, 0, 0)
+    _syscall(_SCHED_SETATTR, 0, wanted, 0)
 
 
-def step_back(niceness: int = HELPER_NICENESS) -> None:
+def lower_cpu_priority(niceness: int = HELPER_NICENESS) -> None:
     """In a helper: what the server asked for is not for it, and the server comes first."""
     os.nice(niceness)
-    ask_for(_AS_THE_SYSTEM_DOES_US)
+    set_time_slice(_DEFAULT_SLICE_US)
 
 
-def leave_the_disk_to_others() -> None:
+def set_idle_io_priority() -> None:
     """In a helper whose work can wait: read and write when nobody else does, where disks have such turns."""
     if sys.platform == "linux":
-        _ask_the_kernel(_IOPRIO_SET, _OF_A_PROCESS, 0, _WHEN_NOBODY_ELSE)
+        _syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE)
 
 
-def _ask_the_kernel(numbers: Mapping[str, int], *arguments: int | bytes) -> None:
+def _syscall(numbers: Mapping[str, int], *arguments: int | bytes) -> None:
     """One that knows no such thing says so, and that is all."""
     number = numbers.get(platform.machine())
     if number is not None:

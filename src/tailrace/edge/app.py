@@ -30,9 +30,9 @@ from tailrace.edge.upstreams import Upstream
 from tailrace.http import request_log
 from tailrace.http.common_headers import CommonHeaders
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import Origins
+from tailrace.http.origins import AllowedOrigins
 from tailrace.protocol import headers
-from tailrace.protocol.etag import none_match
+from tailrace.protocol.etag import if_none_match
 from tailrace.protocol.query_params import live_mode, parse_query
 
 logger = logging.getLogger("tailrace.edge")
@@ -78,7 +78,7 @@ class EdgeApp:
         # Before it goes on, so that the server's log has the same id.
         self._names_all = settings.request_ids or self._logs_all
         total = "edge-total" if settings.server_timing else None
-        self._origins = Origins(settings)
+        self._origins = AllowedOrigins(settings)
         self.common_headers = CommonHeaders(settings.resource_policy, self._origins, total)
         self.fixed_headers = self.common_headers.fixed
 
@@ -118,7 +118,7 @@ class EdgeApp:
         seconds = time.monotonic() - exchange.started
         found = _CACHE.search(head)
         more = {"cache": found[1].decode()} if found is not None else {}
-        request_log.answered(exchange, status, seconds, **more)
+        request_log.log_request(exchange, status, seconds, **more)
 
     # -- what is passed on or shared
 
@@ -271,9 +271,9 @@ class EdgeApp:
         if found.end:
             # At an open tail the slice's own end is what it was asked for.
             end = found.end if found.up_to_date else max(found.end, facts.end)
-            head += headers.line("Stream-End-Offset", end)
+            head += headers.header_line("Stream-End-Offset", end)
         if earliest := max(found.earliest, facts.earliest):
-            head += headers.line("Stream-Earliest-Offset", earliest)
+            head += headers.header_line("Stream-Earliest-Offset", earliest)
         if outcome == "HIT":
             age_s = max(0, int(self._context.loop.time() - found.stored_at))
             head += b"Age: %d\r\n" % age_s
@@ -281,7 +281,7 @@ class EdgeApp:
         if may_be_packed(found):
             head += VARY
         wanted = exchange.headers.get(b"if-none-match")
-        if wanted is not None and found.tag and none_match(wanted.decode("latin-1"), found.tag):
+        if wanted is not None and found.tag and if_none_match(wanted.decode("latin-1"), found.tag):
             self._context.telemetry.edge_requests.add("read", outcome, 304)
             exchange.respond(304, head)
             return
@@ -289,7 +289,7 @@ class EdgeApp:
             body = await self._packer.pack(found)
             head += ENCODED
         self._context.telemetry.edge_requests.add("read", outcome, 200)
-        exchange.respond(200, headers.line("Content-Type", found.content_type) + head, body)
+        exchange.respond(200, headers.header_line("Content-Type", found.content_type) + head, body)
 
     def _count(self, reply: Reply) -> None:
         self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)

@@ -30,15 +30,15 @@ def target_of(path: bytes, name_bytes_max: int) -> Target:
     stream, slash, raw_key = raw.rpartition(b"/pk/")
     key: str | None = None
     if slash and b"/" not in raw_key:
-        raw, key = stream, names.decode(raw_key)
+        raw, key = stream, names.decode_name(raw_key)
         if not key:
             return Target("other")
-    name = names.decode(raw)
-    if name is None or not names.is_valid(name, name_bytes_max):
+    name = names.decode_name(raw)
+    if name is None or not names.is_valid_name(name, name_bytes_max):
         return Target("other")
     if name.startswith(("__", "hub/")) or name == "hub":
         return Target("reserved", name, key)
-    if key is None and names.is_sub_resource(name):
+    if key is None and names.is_sub_resource_name(name):
         return Target("resource", owner_of(name))
     return Target("stream", name, key)
 
@@ -47,7 +47,10 @@ def owner_of(path: str) -> str:
     """The stream that a sub-resource belongs to."""
     segments = path.split("/")
     for index in range(1, len(segments)):
-        if segments[index] in names.RESERVED_LAST or segments[index] in names.RESERVED_INNER:
+        if (
+            segments[index] in names.RESERVED_LAST_SEGMENTS
+            or segments[index] in names.RESERVED_INNER_SEGMENTS
+        ):
             return "/".join(segments[:index])
     return path
 
@@ -87,7 +90,7 @@ def reading_of(target: Target, raw_query: bytes, headers: Mapping[bytes, bytes])
     start = read_start(query, mode, headers)
     given = start.offset
     if given is not None and given not in ("-1", "now"):
-        given = offsets.encode(*offsets.parse_position(given))
+        given = offsets.encode_offset(*offsets.parse_offset(given))
     fmt = query.get("format", "")
     filter_text = query.get("filter")
     if fmt not in ("", "json", "raw") or (given is None and (mode or "since" in query)):

@@ -76,7 +76,7 @@ class Batch:
         found = self._data.get(form)
         if found is None:
             if form == "ws":
-                found = encode_text(sse.ws_data(payload, self.text))
+                found = encode_text(sse.websocket_data(payload, self.text))
             else:
                 made = sse.text_event if self.text else sse.base64_event
                 found = chunk(made(payload, self.next))
@@ -87,7 +87,7 @@ class Batch:
 def encode_control(form: str, offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
     """A control by itself."""
     if form == "ws":
-        return encode_text(sse.ws_control(offset, cursor, up_to_date, closed))
+        return encode_text(sse.websocket_control(offset, cursor, up_to_date, closed))
     return chunk(sse.control_event(offset, cursor, up_to_date, closed))
 
 

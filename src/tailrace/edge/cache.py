@@ -10,7 +10,7 @@ from tailrace.edge.connection import Reply
 from tailrace.edge.headers import response_lines, unnamed
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.protocol.content_types import is_json
-from tailrace.protocol.etag import slice_start
+from tailrace.protocol.etag import slice_etag_start
 
 ENTRY_OVERHEAD_BYTES = 1024
 
@@ -53,7 +53,7 @@ class Slice:
         self.content_type = found.get(b"content-type", "")
         self.cache_control = found.get(b"cache-control", "")
         self.tag = found.get(b"etag", "")
-        self.start = slice_start(self.tag)
+        self.start = slice_etag_start(self.tag)
         self.next = found.get(b"stream-next-offset", "")
         self.end = found.get(b"stream-end-offset", "")
         self.earliest = found.get(b"stream-earliest-offset", "")

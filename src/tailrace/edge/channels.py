@@ -192,4 +192,4 @@ class Channels:
 
 
 def _epoch_of(offset: str) -> int:
-    return offsets.parse_position(offset)[0]
+    return offsets.parse_offset(offset)[0]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 
-from tailrace.auth import EdgeMark, Vouched
+from tailrace.auth import EdgeSignature, ForwardedClient
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
@@ -16,10 +16,10 @@ from tailrace.edge.headers import cache_line, id_line, own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
-from tailrace.http.common_headers import add_phase, add_theirs
+from tailrace.http.common_headers import add_timing_phase, add_upstream_timing
 from tailrace.http.exchange import Exchange
-from tailrace.http.request_log import failures
-from tailrace.protocol.refusals import error_answer
+from tailrace.http.request_log import failure_log
+from tailrace.protocol.refusals import error_response
 
 logger = logging.getLogger("tailrace.edge")
 
@@ -45,7 +45,7 @@ class EdgeContext:
         self.loop = asyncio.get_running_loop()
         # What the edge does on its own account it does with this, but only where it checks clients itself.
         self.own_token = token if settings.auth_configured else None
-        self._mark = EdgeMark(settings.edge_signing_key) if settings.edge_signing_key else None
+        self._mark = EdgeSignature(settings.edge_signing_key) if settings.edge_signing_key else None
         self._timing = settings.server_timing
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -88,12 +88,12 @@ class EdgeContext:
     def refusal(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         """A no of the edge itself; the request can be asked about by its id, as on a server."""
         self.telemetry.edge_refused.add(error.code)
-        status, head, body = error_answer(error)
+        status, head, body = error_response(error)
         if exchange is None:
             return status, head, body
         exchange.name()
         if status >= 500:
-            failures.tell(exchange, error)
+            failure_log.tell(exchange, error)
             exchange.on_answer = None  # that was its line
         if exchange.method in (b"GET", b"HEAD"):
             head += cache_line("BYPASS")
@@ -118,7 +118,7 @@ class EdgeContext:
         if self._mark is None:
             return b""
         sub = "" if caller.identity is None else caller.identity.sub
-        vouched = Vouched(self.edge_id.decode(), caller.ip, sub)
+        vouched = ForwardedClient(self.edge_id.decode(), caller.ip, sub)
         return b"tailrace-edge: %b\r\n" % self._mark.make(method, target, vouched, self.now_s())
 
     # -- Server-Timing
@@ -126,15 +126,15 @@ class EdgeContext:
     def note(self, exchange: Exchange, phase: str, seconds: float) -> None:
         """How long a part of the request took here."""
         if self._timing:
-            add_phase(exchange, phase, seconds)
+            add_timing_phase(exchange, phase, seconds)
 
     def note_upstream(self, exchange: Exchange, seconds: float, queued_s: float, theirs: bytes) -> None:
         """How long the upstream took, its queue apart, and what it says itself."""
         if self._timing:
             queued_s = min(queued_s, seconds)
-            add_phase(exchange, "edge-queue", queued_s)
-            add_phase(exchange, "edge-upstream", seconds - queued_s)
-            add_theirs(exchange, theirs.decode("latin-1"))
+            add_timing_phase(exchange, "edge-queue", queued_s)
+            add_timing_phase(exchange, "edge-upstream", seconds - queued_s)
+            add_upstream_timing(exchange, theirs.decode("latin-1"))
 
     async def stop(self) -> None:
         for task in tuple(self._tasks):

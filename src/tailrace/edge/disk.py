@@ -150,8 +150,8 @@ def lock_directory(directory: Path) -> BinaryIO:
     """One edge per directory."""
     try:
         _check_own(directory)
-        private_files.make_directory(directory)
-        held = private_files.open_lock(directory / LOCK)
+        private_files.make_private_directory(directory)
+        held = private_files.open_lock_file(directory / LOCK)
     except OSError as error:
         raise TailraceError("unavailable", f"cannot use the cache directory {directory}: {error}") from None
     try:
@@ -164,7 +164,7 @@ def lock_directory(directory: Path) -> BinaryIO:
 
 def _check_own(directory: Path) -> None:
     """Refuses a directory that cannot be closed to other users, or that is used for something else too."""
-    if not directory.exists() or not (status := directory.stat()).st_mode & private_files.OTHERS:
+    if not directory.exists() or not (status := directory.stat()).st_mode & private_files.OTHER_USERS_MODE:
         return
     reason = ""
     if os.geteuid() not in (ROOT, status.st_uid):
@@ -189,13 +189,13 @@ def _scan(directory: Path) -> list[tuple[str, int]]:
     for folder in directory.iterdir():
         if len(folder.name) != 2 or not folder.is_dir():
             continue
-        private_files.close(folder, private_files.DIRECTORY_MODE)
+        private_files.restrict_to_owner(folder, private_files.DIRECTORY_MODE)
         for entry in os.scandir(folder):
             if len(entry.name) != 64:
                 Path(entry.path).unlink(missing_ok=True)
                 continue
             status = entry.stat()
-            if status.st_mode & private_files.OTHERS:
+            if status.st_mode & private_files.OTHER_USERS_MODE:
                 Path(entry.path).chmod(private_files.FILE_MODE)
             found.append((status.st_mtime, entry.name, status.st_size))
     return [(name, size) for _, name, size in sorted(found)]
@@ -207,7 +207,7 @@ def write_slice(path: Path, head: bytes, body: bytes) -> int:
     data = LAYOUT.pack(MAGIC, len(head), len(body), crc32c(rest)) + rest
     unfinished = path.with_suffix(f".{time.monotonic_ns()}")
     try:
-        with private_files.create(unfinished) as file:
+        with private_files.create_private_file(unfinished) as file:
             file.write(data)
         unfinished.replace(path)
     except OSError:

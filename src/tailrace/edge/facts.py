@@ -184,7 +184,7 @@ class FactBook:
     def _note_end(self, name: str, facts: Facts, end: str) -> None:
         if end == facts.end:
             return
-        epoch = offsets.parse_position(end)[0]
+        epoch = offsets.parse_offset(end)[0]
         if facts.epoch >= 0 and epoch > facts.epoch:
             confirmed_at = facts.confirmed_at
             self.drop(name, "epoch")
@@ -195,5 +195,5 @@ class FactBook:
 
 def _note_earliest(facts: Facts, earliest: str) -> None:
     """HEAD names it always: as long as nothing was trimmed it is the start."""
-    if earliest > facts.earliest and offsets.parse_position(earliest)[1] > 0:
+    if earliest > facts.earliest and offsets.parse_offset(earliest)[1] > 0:
         facts.earliest = earliest

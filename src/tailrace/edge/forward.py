@@ -21,9 +21,9 @@ from tailrace.edge.headers import (
 from tailrace.edge.tunnel import tunnel
 from tailrace.edge.upstreams import Upstream
 from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import Outlet
-from tailrace.http.streaming_request import BodyLostError, IncomingExchange, Intake
-from tailrace.http.wire import BODILESS
+from tailrace.http.outlet import ResponseStream
+from tailrace.http.streaming_request import BodyLostError, BodyStream, StreamingExchange
+from tailrace.http.wire import BODILESS_STATUSES
 
 READS = frozenset((b"GET", b"HEAD"))
 # Answers up to this size go out in one piece.
@@ -116,7 +116,7 @@ class Forwarder:
         """Gives the client an upstream's answer, as fast as it takes it."""
         head = response_lines(reply.fields, cache_line(cache) if cache else b"")
         length = reply.length
-        if exchange.is_head or reply.status in BODILESS:
+        if exchange.is_head or reply.status in BODILESS_STATUSES:
             exchange.respond(reply.status, head)
             reply.abandon()
         elif length is not None and length <= WHOLE_BYTES_MAX:
@@ -155,7 +155,7 @@ class Forwarder:
 class Drain:
     """Waits until a client has taken what was written to it, or is gone."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: ResponseStream) -> None:
         self._event = asyncio.Event()
         outlet.on_drain = self._event.set
         self._outlet = outlet
@@ -176,9 +176,9 @@ def unavailable(lost: UpstreamLostError, method: bytes) -> TailraceError:
     return TailraceError("unavailable", "the upstream does not answer")
 
 
-def intake_of(exchange: Exchange) -> Intake | None:
+def intake_of(exchange: Exchange) -> BodyStream | None:
     """The body, if it was not all here when the request was."""
-    return exchange.intake if isinstance(exchange, IncomingExchange) else None
+    return exchange.intake if isinstance(exchange, StreamingExchange) else None
 
 
 def check_once(exchange: Exchange) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tailrace.auth import Action, Identity, TokenVerifier, authorise, bad_token, stands_for_another
+from tailrace.auth import Action, Identity, TokenVerifier, authorise, invalid_token_error, is_exchanged_token
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.edge.token import EdgeToken
@@ -115,9 +115,9 @@ class Gate:
     def check_still(self, caller: Caller, now_s: float) -> None:
         """Refuses a client that was let in and has waited, if what it came with is good no more."""
         if caller.until_s is not None and now_s >= caller.until_s:
-            raise bad_token("the token has expired")
+            raise invalid_token_error("the token has expired")
         if not self.stands(caller):
-            raise bad_token("the token was revoked")
+            raise invalid_token_error("the token was revoked")
 
     def start(self) -> None:
         if self.verifier is not None:
@@ -130,4 +130,4 @@ class Gate:
 
 def is_opaque(authorization: bytes) -> bool:
     """Whether only the owner can tell what this is worth: no signed token, or one for a key."""
-    return authorization.count(b".") != 2 or stands_for_another(authorization)
+    return authorization.count(b".") != 2 or is_exchanged_token(authorization)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tailrace.http.exchange import Exchange
-from tailrace.http.streaming_request import Intake
+from tailrace.http.streaming_request import BodyStream
 from tailrace.protocol import headers
 
 # They belong to one connection, not to the message.
@@ -51,7 +51,7 @@ RESPONSE_OWN = frozenset(
         b"server-timing",
     )
 )
-EXPOSED = headers.exposed(headers.RESPONSE_HEADERS).partition(b": ")[2].strip()
+EXPOSED = headers.expose_headers_line(headers.RESPONSE_HEADERS).partition(b": ")[2].strip()
 
 
 def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgrade: bool = False) -> bytes:
@@ -91,7 +91,7 @@ def request_head(exchange: Exchange, lines: bytes, framing: bytes) -> bytes:
     return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (exchange.method, whole_target(exchange), lines, framing)
 
 
-def framing_of(intake: Intake) -> bytes:
+def framing_of(intake: BodyStream) -> bytes:
     if intake.length is None:
         return b"transfer-encoding: chunked\r\n"
     return b"content-length: %d\r\n" % intake.length

@@ -22,9 +22,9 @@ from tailrace.edge.gate import Caller
 from tailrace.edge.headers import cache_line
 from tailrace.edge.upstreams import Upstream
 from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.protocol.query_params import live_mode, parse_query
-from tailrace.protocol.sse import EVENT_STREAM, KEEP_ALIVE
+from tailrace.protocol.sse import EVENT_STREAM_HEADERS, KEEP_ALIVE
 
 TICK_S = 0.5
 # How long a browser waits before it reconnects, chosen at random for each: they do not all come at once.
@@ -55,7 +55,7 @@ class HeldStreams:
         self._book = book
         # Forwarded event streams that an upstream has answered with 200, the most recent last.
         self._answered: OrderedDict[bytes, None] = OrderedDict()
-        self._held: dict[Outlet, Held] = {}
+        self._held: dict[ResponseStream, Held] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def note_answered(self, exchange: Exchange) -> None:
@@ -82,7 +82,7 @@ class HeldStreams:
             find_upstream().doubt()  # only a health check that begins from now on says that it is back
         except TailraceError:
             pass  # no upstream is usable
-        outlet = exchange.open_stream(200, EVENT_STREAM + cache_line("BYPASS"))
+        outlet = exchange.open_stream(200, EVENT_STREAM_HEADERS + cache_line("BYPASS"))
         context.telemetry.edge_requests.add("sse", "BYPASS", 200)
         if outlet.closed:
             return
@@ -112,11 +112,11 @@ class HeldStreams:
         if self._held:
             self._timer = self._context.loop.call_later(TICK_S, self._tick)
 
-    def _end(self, outlet: Outlet) -> None:
+    def _end(self, outlet: ResponseStream) -> None:
         self._forget(outlet)
         outlet.end()
 
-    def _forget(self, outlet: Outlet) -> None:
+    def _forget(self, outlet: ResponseStream) -> None:
         if self._held.pop(outlet, None) is not None:
             self._clients["held"] -= 1
 

@@ -6,7 +6,7 @@ from email.utils import parsedate_to_datetime
 from math import inf
 from typing import NamedTuple
 
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.edge.connection import Reply
 
 # Of a stream that ends sooner without reads nothing is kept: there would be no time to renew it.
@@ -40,7 +40,7 @@ def lifetime_of(reply: Reply, sent_at: float) -> Lifetime:
 
 def _left_s(expires: str, date: bytes) -> float:
     """The time to an instant of the owner's clock, rounded down; none if it cannot be told."""
-    instant_ns = parse_instant_ns(expires)
+    instant_ns = parse_rfc3339_ns(expires)
     try:
         owner_s = parsedate_to_datetime(date.decode("latin-1")).timestamp()
     except ValueError:

@@ -18,10 +18,10 @@ from tailrace.edge.headers import cache_line
 from tailrace.edge.reader import LiveReader
 from tailrace.edge.slices import Slices
 from tailrace.http.exchange import Exchange
-from tailrace.http.live_transport import SseWire, WsReader, WsWire
+from tailrace.http.live_transport import LiveWebSocketHandler, SseTransport, WebSocketTransport
 from tailrace.protocol import offsets
-from tailrace.protocol.headers import line
-from tailrace.protocol.sse import EVENT_STREAM
+from tailrace.protocol.headers import header_line
+from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 
 TICK_S = 1.0
 # At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only
@@ -79,9 +79,11 @@ class Live:
     def _open_wire(self, exchange: Exchange, reader: LiveReader, more: bytes) -> None:
         channel = reader.channel
         if reader.mode == "ws":
-            wire = WsWire("ws")
+            wire = WebSocketTransport("ws")
             try:
-                wire.attach(exchange.upgrade_websocket(WsReader(reader), more, message_bytes=1024))
+                wire.attach(
+                    exchange.upgrade_websocket(LiveWebSocketHandler(reader), more, message_bytes=1024)
+                )
             except TailraceError:
                 reader.gone()
                 raise
@@ -89,13 +91,13 @@ class Live:
         else:
             rotation_s = self.context.limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311
             reader.rotate_at = self.context.loop.time() + rotation_s
-            head = EVENT_STREAM
+            head = EVENT_STREAM_HEADERS
             if not channel.text:
                 head += b"Stream-SSE-Data-Encoding: base64\r\n"
-            if channel.earliest and offsets.parse_position(channel.earliest)[1]:
-                head += line("Stream-Earliest-Offset", channel.earliest)
+            if channel.earliest and offsets.parse_offset(channel.earliest)[1]:
+                head += header_line("Stream-Earliest-Offset", channel.earliest)
             outlet = exchange.open_stream(200, head + more)
-            reader.wire = SseWire(outlet, "sse")
+            reader.wire = SseTransport(outlet, "sse")
             outlet.on_gone = reader.gone
             outlet.on_drain = reader.on_drain
             if outlet.closed:

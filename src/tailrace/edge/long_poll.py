@@ -24,7 +24,7 @@ from tailrace.edge.headers import cache_line, response_lines, unnamed
 from tailrace.edge.slices import OF_ONE
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.cursor import next_cursor
-from tailrace.protocol.headers import line
+from tailrace.protocol.headers import header_line
 from tailrace.protocol.query_params import wait_limit_lines, wait_ms
 from tailrace.protocol.refusals import NO_STORE
 
@@ -172,9 +172,9 @@ class LongPolls:
 
     def _idle(self, exchange: Exchange, reading: Reading, channel: Channel, outcome: str) -> None:
         """The time is up. Up to date is only who has all there is, as far as that is known."""
-        head = line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
+        head = header_line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
         head += reading.start_line
-        head += line("Stream-End-Offset", max(channel.end, reading.offset))
+        head += header_line("Stream-End-Offset", max(channel.end, reading.offset))
         head += wait_limit_lines(reading.query, self._context.limits.long_poll_max_ms)
         if channel.connected and channel.end <= reading.offset:
             head += b"Stream-Up-To-Date: true\r\n"
@@ -182,7 +182,7 @@ class LongPolls:
         exchange.respond(204, head + cache_line(outcome))
 
     def _cursor(self, reading: Reading) -> bytes:
-        return line("Stream-Cursor", next_cursor(reading.cursor, self._context.now_s()))
+        return header_line("Stream-Cursor", next_cursor(reading.cursor, self._context.now_s()))
 
 
 def _is_closed(answer: Answer) -> bool:

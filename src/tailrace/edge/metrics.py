@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from tailrace.common.metrics import SECONDS, Distribution, Metric, Number, Numbers, render
+from tailrace.common.metrics import (
+    LATENCY_BUCKETS_S,
+    Histogram,
+    LabeledValues,
+    MetricDefinition,
+    MetricValue,
+    render_prometheus,
+)
 
 
-def _row(name: str, kind: Literal["counter", "gauge"], text: str, labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"edge_{name}", kind=kind, help=text, labels=labels)
+def _row(
+    name: str, kind: Literal["counter", "gauge"], text: str, labels: tuple[str, ...] = ()
+) -> MetricDefinition:
+    return MetricDefinition(name=f"edge_{name}", kind=kind, help=text, labels=labels)
 
 
-TABLE: Final[dict[str, Metric]] = {
+TABLE: Final[dict[str, MetricDefinition]] = {
     metric.name: metric
     for metric in (
         _row("info", "gauge", "Always 1; the label is the edge's version.", ("version",)),
@@ -37,11 +46,11 @@ TABLE: Final[dict[str, Metric]] = {
         _row("encodings", "counter", "Wire forms made of batches: one per form, however many take it."),
         _row("fanout_bytes", "counter", "Bytes of batches handed to live readers, by mode.", ("mode",)),
         _row("join", "counter", "Live readers that joined a channel, by how they got there.", ("path",)),
-        Metric(
+        MetricDefinition(
             name="edge_delivery_seconds",
             kind="histogram",
             help="Time from a batch's arrival to its write to the last reader.",
-            buckets=SECONDS,
+            buckets=LATENCY_BUCKETS_S,
         ),
         _row("cache_bytes", "gauge", "Slices kept, by where.", ("tier",)),
         _row("cache_evictions", "counter", "Slices that made room for others, by where.", ("tier",)),
@@ -80,41 +89,41 @@ class EdgeTelemetry:
     """The numbers of one edge; every attribute is a row of the table."""
 
     def __init__(self, version: str = "") -> None:
-        self.edge_info = Numbers()
+        self.edge_info = LabeledValues()
         self.edge_info.reads[(version,)] = lambda: 1.0
-        self.edge_ready = Number()
-        self.edge_requests = Numbers()
-        self.edge_refused = Numbers()
-        self.edge_connections = Number()
-        self.edge_connections_max = Number()
-        self.edge_connections_refused = Number()
-        self.edge_received_bytes = Number()
-        self.edge_sent_bytes = Number()
-        self.edge_body_bytes = Number()
-        self.edge_clients = Numbers()
-        self.edge_channels = Number()
-        self.edge_private_sockets = Number()
-        self.edge_ring_bytes = Number()
-        self.edge_batches = Number()
-        self.edge_encodings = Number()
-        self.edge_fanout_bytes = Numbers()
-        self.edge_join = Numbers()
-        self.edge_delivery_seconds = Distribution(TABLE["edge_delivery_seconds"].buckets)
-        self.edge_cache_bytes = Numbers()
-        self.edge_cache_evictions = Numbers()
-        self.edge_cache_invalidations = Numbers()
-        self.edge_coalesced = Number()
-        self.edge_recent_hits = Number()
-        self.edge_revalidated = Number()
-        self.edge_ttl_renewals = Numbers()
-        self.edge_reconnects = Numbers()
-        self.edge_following = Numbers()
-        self.edge_token_refused = Number()
-        self.edge_upstream_healthy = Numbers()
-        self.edge_upstream_requests = Numbers()
-        self.edge_detached = Number()
-        self.edge_overload = Numbers()
+        self.edge_ready = MetricValue()
+        self.edge_requests = LabeledValues()
+        self.edge_refused = LabeledValues()
+        self.edge_connections = MetricValue()
+        self.edge_connections_max = MetricValue()
+        self.edge_connections_refused = MetricValue()
+        self.edge_received_bytes = MetricValue()
+        self.edge_sent_bytes = MetricValue()
+        self.edge_body_bytes = MetricValue()
+        self.edge_clients = LabeledValues()
+        self.edge_channels = MetricValue()
+        self.edge_private_sockets = MetricValue()
+        self.edge_ring_bytes = MetricValue()
+        self.edge_batches = MetricValue()
+        self.edge_encodings = MetricValue()
+        self.edge_fanout_bytes = LabeledValues()
+        self.edge_join = LabeledValues()
+        self.edge_delivery_seconds = Histogram(TABLE["edge_delivery_seconds"].buckets)
+        self.edge_cache_bytes = LabeledValues()
+        self.edge_cache_evictions = LabeledValues()
+        self.edge_cache_invalidations = LabeledValues()
+        self.edge_coalesced = MetricValue()
+        self.edge_recent_hits = MetricValue()
+        self.edge_revalidated = MetricValue()
+        self.edge_ttl_renewals = LabeledValues()
+        self.edge_reconnects = LabeledValues()
+        self.edge_following = LabeledValues()
+        self.edge_token_refused = MetricValue()
+        self.edge_upstream_healthy = LabeledValues()
+        self.edge_upstream_requests = LabeledValues()
+        self.edge_detached = MetricValue()
+        self.edge_overload = LabeledValues()
 
     def render(self) -> bytes:
         """The text of `/metrics`."""
-        return render(self, TABLE)
+        return render_prometheus(self, TABLE)

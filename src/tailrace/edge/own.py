@@ -10,7 +10,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.headers import cache_line
 from tailrace.http.exchange import Exchange
-from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_answer
+from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_response
 
 HEALTH = (b"/healthz", b"/health")
 PATHS = (*HEALTH, b"/readyz", b"/metrics")
@@ -70,7 +70,7 @@ class EdgeMetricsApp:
         self._own.answer(exchange, _everybody)
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
-        return error_answer(error)
+        return error_response(error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
         return self.fixed_headers or b""

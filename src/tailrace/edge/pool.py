@@ -9,7 +9,7 @@ from collections import deque
 from tailrace.common.errors import TailraceError
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
 from tailrace.edge.origin import Origin
-from tailrace.http.streaming_request import Intake
+from tailrace.http.streaming_request import BodyStream
 from tailrace.http.wire import LAST_CHUNK, chunk
 
 # A kept connection that was silent longer is not trusted with a request: its other end may be closing it.
@@ -56,7 +56,7 @@ class Pool:
         reply.queued_s = queued_s
         return reply
 
-    async def ask_while_coming(self, head: bytes, body: Intake, *, head_only: bool = False) -> Reply:
+    async def ask_while_coming(self, head: bytes, body: BodyStream, *, head_only: bool = False) -> Reply:
         """Sends a request whose body is still coming, as fast as the upstream takes it.
 
         An upstream that answers before the end gets no more of it. Raises `BodyLostError` if there is no end.
@@ -81,7 +81,7 @@ class Pool:
         reply.queued_s = queued_s
         return reply
 
-    async def _pass_on(self, connection: UpstreamConnection, body: Intake) -> bool:
+    async def _pass_on(self, connection: UpstreamConnection, body: BodyStream) -> bool:
         """The next piece of a body that is still coming; true if it was the last."""
         piece = await body.piece()
         if body.length is None:

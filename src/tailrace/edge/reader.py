@@ -19,7 +19,7 @@ from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.feed import RefusedError, is_passing
 from tailrace.edge.gate import Caller
-from tailrace.http.live_transport import Wire
+from tailrace.http.live_transport import LiveTransport
 from tailrace.protocol.content_types import is_text
 from tailrace.protocol.cursor import next_cursor
 
@@ -81,7 +81,7 @@ class LiveReader:
         self.authorization = caller.authorization
         self.until_s = caller.until_s
         self.mode = reading.mode
-        self.wire: Wire | None = None
+        self.wire: LiveTransport | None = None
         self.last = offset
         # Nothing for this reader lies between here and `last`: it is given what begins here just as well.
         self._bare_from = offset
@@ -308,7 +308,7 @@ class LiveReader:
             self._behind = True
             self._context.telemetry.edge_detached.value += 1
 
-    def _send_next(self, wire: Wire, channel: Channel) -> None:
+    def _send_next(self, wire: LiveTransport, channel: Channel) -> None:
         batch = channel.batch(self._number)
         assert self._bare_from <= batch.start <= self.last < batch.next
         if batch.cursor_number > self._floor:

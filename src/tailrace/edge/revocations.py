@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tailrace.auth import IdentityBook, RevokedMarks
+from tailrace.auth import IdentityStore, RevokedHashes
 from tailrace.common.errors import TailraceError
 from tailrace.edge.connection import UpstreamLostError
 from tailrace.edge.context import EdgeContext
@@ -29,13 +29,13 @@ REFUSED_LOOKS = 5
 FIRST_S = 2.0
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
 
-_decode = msgspec.json.Decoder(RevokedMarks).decode
+_decode = msgspec.json.Decoder(RevokedHashes).decode
 
 
 class Revoked:
     """Asks all upstreams. What one of them has revoked counts for all that is read here."""
 
-    def __init__(self, context: EdgeContext, book: IdentityBook, on_change: Callable[[], None]) -> None:
+    def __init__(self, context: EdgeContext, book: IdentityStore, on_change: Callable[[], None]) -> None:
         self._context = context
         self._on_change = on_change
         self._followed = [Followed(context, upstream, book) for upstream in context.upstreams.all]
@@ -76,7 +76,7 @@ class Revoked:
 class Followed:
     """The revocations of one upstream."""
 
-    def __init__(self, context: EdgeContext, upstream: Upstream, book: IdentityBook) -> None:
+    def __init__(self, context: EdgeContext, upstream: Upstream, book: IdentityStore) -> None:
         self._context = context
         self._upstream = upstream
         self._book = book

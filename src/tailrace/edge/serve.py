@@ -16,13 +16,13 @@ import msgspec
 import uvloop
 
 from tailrace import __version__
-from tailrace.auth import bind_check
+from tailrace.auth import check_listen_address
 from tailrace.common import file_descriptors, private_files, turns
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import configure
+from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings, SettingsError
-from tailrace.common.settings_loading import unknown_variables
+from tailrace.common.settings_loading import unknown_variable_warnings
 from tailrace.edge.app import EdgeApp
 from tailrace.edge.cache import MemoryCache
 from tailrace.edge.channel import GOING_AWAY, GONE
@@ -45,7 +45,7 @@ from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
 from tailrace.http import request_log
 from tailrace.http.server import HttpServer
-from tailrace.http.streaming_request import IntakeServer
+from tailrace.http.streaming_request import StreamingServer
 from tailrace.http.tls import Certificate
 
 logger = logging.getLogger("tailrace.edge")
@@ -58,14 +58,14 @@ IDENTITIES_S = 1.0
 def run(settings: Settings) -> int:
     """`tailrace edge`: the exit code of an edge's whole life."""
     settings = listening(settings)
-    bind_check(settings)
-    private_files.close_process()
-    configure(settings.log_level, settings.log_format)
-    request_log.configure(settings.log_requests)
-    for told in unknown_variables(os.environ):
+    check_listen_address(settings)
+    private_files.restrict_umask()
+    configure_logging(settings.log_level, settings.log_format)
+    request_log.configure_request_log(settings.log_requests)
+    for told in unknown_variable_warnings(os.environ):
         logger.warning(told)
-    turns.ask_for(settings.processor_turn_us)
-    settings = msgspec.structs.replace(settings, limits=file_descriptors.fitted_edge(settings.limits))
+    turns.set_time_slice(settings.processor_turn_us)
+    settings = msgspec.structs.replace(settings, limits=file_descriptors.fit_edge_limits(settings.limits))
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     try:
@@ -147,7 +147,7 @@ class Edge:
             context, self.gate, self.book, self.slices, self.live, self.long_polls, self.held, self._on_write
         )
         self.upstreams.deployments.on_change = self._on_other_server
-        self._http: IntakeServer | None = None
+        self._http: StreamingServer | None = None
         self._metrics: HttpServer | None = None
         self._certificate: Certificate | None = None
         self.url = ""
@@ -161,7 +161,7 @@ class Edge:
             self._look_at_token()
             await self.revoked.start()
             self.context.spawn(self._watch_identities())
-        self._http = http = IntakeServer(self.app, settings.limits, on_drain=self.app.end_live)
+        self._http = http = StreamingServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
         if settings.tls_cert:
             self._certificate = Certificate(settings.tls_cert, settings.tls_key)
@@ -249,7 +249,7 @@ class Edge:
         if operation == "delete":
             self.context.spawn(self.channels.recheck(name))
 
-    def _connect_telemetry(self, http: IntakeServer) -> None:
+    def _connect_telemetry(self, http: StreamingServer) -> None:
         telemetry = self.telemetry
         telemetry.edge_ready.read = lambda: float(self.upstreams.ready and not self.app.own.stopping)
         telemetry.edge_connections.read = lambda: http.connections_open

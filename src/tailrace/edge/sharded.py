@@ -17,7 +17,7 @@ from tailrace.edge.headers import cache_line, request_bytes, request_lines, resp
 from tailrace.edge.upstreams import Upstream
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import names
-from tailrace.protocol.headers import line
+from tailrace.protocol.headers import header_line
 from tailrace.protocol.query_params import parse_query
 from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
@@ -46,7 +46,7 @@ class Shards:
             raise TailraceError("not_found", "this is not served by an edge with sharded upstreams")
         raw = exchange.headers.get(b"stream-forked-from")
         if exchange.method == b"PUT" and raw is not None:
-            source = names.decode(raw.removeprefix(b"/v1/stream/"))
+            source = names.decode_name(raw.removeprefix(b"/v1/stream/"))
             if source and self._upstreams.of(source) is not self._upstreams.of(target.name):
                 raise TailraceError("invalid_fork", "the source of the fork lives on another server")
 
@@ -95,7 +95,7 @@ class Shards:
         if more and page:
             following = {"limit": str(limit), "after": str(page[-1][key])}
             following.update({name: query[name] for name in ("prefix", "system") if name in query})
-            head += line("Link", f'<{exchange.path.decode()}?{urlencode(following)}>; rel="next"')
+            head += header_line("Link", f'<{exchange.path.decode()}?{urlencode(following)}>; rel="next"')
         exchange.respond(200, head, orjson.dumps(page))
 
     async def _ask(self, upstream: Upstream, request: bytes) -> Answer:

@@ -19,7 +19,7 @@ from tailrace.edge.recent import Recent, RecentReads
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
 from tailrace.edge.upstreams import Upstream
-from tailrace.protocol.etag import slice_format
+from tailrace.protocol.etag import slice_etag_format
 
 # Refusals of whoever asked, which say nothing to others who wait for the same answer.
 OF_ONE = (401, 403, 429)
@@ -117,7 +117,7 @@ class Slices:
                 return None
             if found is not None:
                 self._memory.put(key, found)
-        if found is None or (asked != key and slice_format(found.tag) != JSON):
+        if found is None or (asked != key and slice_etag_format(found.tag) != JSON):
             return None
         return self._if_good(key, found, facts)
 

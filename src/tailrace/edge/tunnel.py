@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.edge.connection import Reply, UpstreamConnection
 from tailrace.edge.headers import RESPONSE_OWN, cache_line
 from tailrace.http.exchange import Exchange
-from tailrace.http.request_id import HEADER
+from tailrace.http.request_id import REQUEST_ID_HEADER
 from tailrace.http.tunnel import TunnelEnd
 from tailrace.http.wire import status_line
 
@@ -46,4 +46,4 @@ def tunnel(exchange: Exchange, reply: Reply, connection: UpstreamConnection) -> 
 
 
 def _passes(name: bytes) -> bool:
-    return name not in RESPONSE_OWN and name != HEADER and not name.startswith(b"access-control-")
+    return name not in RESPONSE_OWN and name != REQUEST_ID_HEADER and not name.startswith(b"access-control-")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tailrace.http.app import App
 from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.http.server import HttpServer
 from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
 from tailrace.http.wire import chunk
@@ -18,7 +18,7 @@ __all__ = [
     "App",
     "Exchange",
     "HttpServer",
-    "Outlet",
+    "ResponseStream",
     "WebSocketConnection",
     "WebSocketHandler",
     "chunk",

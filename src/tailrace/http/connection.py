@@ -17,18 +17,18 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import MODE_CLOSE, MODE_CONTINUE, Exchange
-from tailrace.http.request_body import ReceivingConnection
+from tailrace.http.request_body import RequestBodyConnection
 from tailrace.http.request_head import (
-    KNOWN_HEAD_BYTES_MAX,
-    ODD_HEADERS,
-    KnownHead,
+    CACHED_HEAD_BYTES_MAX,
+    CONNECTION_HEADERS,
+    CachedHead,
+    add_repeated_header,
     check_head_size,
-    examine_head,
     head_too_large,
-    is_plain,
-    note_repeat,
+    is_plain_request,
+    validate_head,
 )
-from tailrace.http.response_connection import PIPELINE_MAX, logger
+from tailrace.http.response_connection import PIPELINED_REQUESTS_MAX, logger
 from tailrace.http.wire import CONTINUE
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 SLASH = 0x2F
 LETTER_P = 0x50
 # One request in eight is remembered: enough for those that repeat, cheap for those that do not.
-LEARN_MASK = 7
+CACHE_HEADS_MASK = 7
 QUESTION_MARK = 0x3F
 
 
-def _ignore(data: bytes | memoryview) -> None:
+def _ignore_data(data: bytes | memoryview) -> None:
     """Takes the bytes of a connection that is done with reading."""
 
 
-def _http09() -> TailraceError:
+def _http09_error() -> TailraceError:
     return TailraceError("invalid_request", "HTTP/0.9 is not supported; use HTTP/1.1")
 
 
@@ -55,7 +55,7 @@ def _http09() -> TailraceError:
 _NO_PARSER = HttpRequestParser(object())
 
 
-class HttpConnection(ReceivingConnection):
+class HttpConnection(RequestBodyConnection):
     """The protocol object of one client connection. Only `net` touches it."""
 
     __slots__ = (
@@ -120,7 +120,7 @@ class HttpConnection(ReceivingConnection):
                 self._on_partial(size)
             elif at_rest and not self._begun:
                 server.heads_parsed += 1
-                if not server.heads_parsed & LEARN_MASK:
+                if not server.heads_parsed & CACHE_HEADS_MASK:
                     self._learn(data)
         except HttpParserUpgrade as upgrade:
             self._leave_parser(data[cast("int", upgrade.args[0]) :])
@@ -155,14 +155,16 @@ class HttpConnection(ReceivingConnection):
     def _learn(self, data: bytes) -> None:
         """Remembers the head of a plain append that came in one piece."""
         exchange, self._latest = self._latest, None
-        if exchange is not None and exchange.method == b"POST" and is_plain(exchange):
+        if exchange is not None and exchange.method == b"POST" and is_plain_request(exchange):
             split = data.find(b"\r\n\r\n") + 4
             size = len(exchange.body)
-            if split <= KNOWN_HEAD_BYTES_MAX and split + size == len(data):
+            if split <= CACHED_HEAD_BYTES_MAX and split + size == len(data):
                 handle = self.server.app.handler_for(exchange)
                 self.server.learn(
                     data[:split],
-                    KnownHead(exchange.method, exchange.path, exchange.query, exchange.headers, size, handle),
+                    CachedHead(
+                        exchange.method, exchange.path, exchange.query, exchange.headers, size, handle
+                    ),
                 )
 
     def eof_received(self) -> bool:
@@ -188,7 +190,7 @@ class HttpConnection(ReceivingConnection):
         self._ended = True
         self._stop_parsing()
         self._parser = _NO_PARSER
-        self._direct = _ignore
+        self._direct = _ignore_data
         self._latest = None
         self.server.forget(self)
         for waiting in self._queue:
@@ -225,7 +227,7 @@ class HttpConnection(ReceivingConnection):
         if name not in headers:
             headers[name] = value.rstrip()
         elif self._incoming is not None and not self._head_done:
-            note_repeat(self._incoming, name, value.rstrip())
+            add_repeated_header(self._incoming, name, value.rstrip())
 
     def on_headers_complete(self) -> None:
         exchange = self._incoming
@@ -252,7 +254,7 @@ class HttpConnection(ReceivingConnection):
             or exchange.repeated is not None
             or method == b"HEAD"
             or url[0] != SLASH
-            or not ODD_HEADERS.isdisjoint(headers)
+            or not CONNECTION_HEADERS.isdisjoint(headers)
         ):
             self._examine(exchange, keep_alive)
         length = headers.get(b"content-length")
@@ -290,7 +292,7 @@ class HttpConnection(ReceivingConnection):
         else:
             self._queue.append(exchange)
             self.backlog = True
-            if len(self._queue) >= PIPELINE_MAX:
+            if len(self._queue) >= PIPELINED_REQUESTS_MAX:
                 self._update_reading()
 
     # --- reading, uncommon cases
@@ -301,7 +303,7 @@ class HttpConnection(ReceivingConnection):
         step = self.server.slice_bytes
         position = 0
         while position < len(data):
-            if self._holding or len(self._queue) >= PIPELINE_MAX:
+            if self._holding or len(self._queue) >= PIPELINED_REQUESTS_MAX:
                 self._hold(data[position:])
                 return
             piece = view[position : position + step]
@@ -346,7 +348,7 @@ class HttpConnection(ReceivingConnection):
             self._feed_slices(rest)
 
     def _stop_parsing(self) -> None:
-        self._feed = _ignore
+        self._feed = _ignore_data
         self._holding = False
         self._held = b""
         self._incoming = None
@@ -368,7 +370,7 @@ class HttpConnection(ReceivingConnection):
                 self.refuse(head_too_large(limit))
                 return
             if self._parser.get_http_version() == "0.9":
-                self.refuse(_http09())
+                self.refuse(_http09_error())
                 return
         else:
             try:
@@ -394,7 +396,7 @@ class HttpConnection(ReceivingConnection):
     def _examine(self, exchange: Exchange, keep_alive: bool) -> None:
         # The trailers of a chunked body come through on_header too; they must not reach the headers.
         self._headers = {}
-        examine_head(exchange, self._parser, keep_alive, self.server.hosts_known)
+        validate_head(exchange, self._parser, keep_alive, self.server.hosts_known)
         if exchange.mode & MODE_CLOSE:
             self._last_request = True
         if exchange.mode & MODE_CONTINUE:
@@ -427,7 +429,7 @@ class HttpConnection(ReceivingConnection):
             logger.error("reading a request failed", exc_info=cause)
             self.refuse(TailraceError("internal", "internal error"))
         elif self._parser.get_http_version() == "0.9":
-            self.refuse(_http09())
+            self.refuse(_http09_error())
         else:
             self.refuse(TailraceError("invalid_request", f"malformed HTTP request: {error}"))
 

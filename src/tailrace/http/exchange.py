@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tailrace.http.request_id import LINE_START, new_id
-from tailrace.http.wire import BODILESS, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
+from tailrace.http.request_id import REQUEST_ID_LINE_START, new_request_id
+from tailrace.http.wire import BODILESS_STATUSES, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
 
 if TYPE_CHECKING:
     from tailrace.http.connection import HttpConnection
-    from tailrace.http.outlet import Outlet
+    from tailrace.http.outlet import ResponseStream
     from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
 
 # Answers to one read that are written together; they are small, so this bounds their bytes too.
 CORKED_MAX = 16
 
 # Exposed to browsers on those answers only that have it: all others are spared the line.
-REQUEST_ID_LINES = LINE_START + b"%b\r\nAccess-Control-Expose-Headers: X-Request-Id\r\n"
+REQUEST_ID_LINES = REQUEST_ID_LINE_START + b"%b\r\nAccess-Control-Expose-Headers: X-Request-Id\r\n"
 
 # Bits of `Exchange.mode`. Zero is the common case: HTTP/1.1, kept alive, not HEAD.
 MODE_CLOSE = 1
-MODE_LEGACY = 2  # HTTP/1.0
+MODE_HTTP_1_0 = 2  # HTTP/1.0
 MODE_HEAD = 4
 MODE_UPGRADE = 8  # the client asked to leave HTTP
 MODE_CONTINUE = 16  # the client waits for 100 Continue before it sends the body
-MODE_NOTED = 32  # the answer carries an id, or somebody wants to hear of it
-MODE_ASKED = 64  # the application was asked whether to wait for the body
+MODE_OBSERVED = 32  # the answer carries an id, or somebody wants to hear of it
+MODE_ADMISSION_CHECKED = 64  # the application was asked whether to wait for the body
 
-OnAnswer = Callable[["Exchange", int, bytes], None]
+OnResponse = Callable[["Exchange", int, bytes], None]
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -62,7 +62,7 @@ class Exchange(msgspec.Struct, eq=False):
     # Names the request in its answer and in the log. Most have none: nobody will ask about them.
     request_id: bytes = b""
     # Told the status and the head lines when the answer begins; set by `watch_answer`.
-    on_answer: OnAnswer | None = None
+    on_answer: OnResponse | None = None
 
     @property
     def peer(self) -> str:
@@ -97,7 +97,7 @@ class Exchange(msgspec.Struct, eq=False):
             connection.answer_unusual(self, status, head, body)
             return
         size = len(body)
-        if status in BODILESS:
+        if status in BODILESS_STATUSES:
             end = CRLF
             body = b""
         else:
@@ -167,14 +167,14 @@ class Exchange(msgspec.Struct, eq=False):
 
     def name(self) -> str:
         """The id of this request, made now if its client gave none; the answer will carry it."""
-        self.request_id = self.request_id or new_id()
-        self.mode |= MODE_NOTED
+        self.request_id = self.request_id or new_request_id()
+        self.mode |= MODE_OBSERVED
         return self.request_id.decode("ascii")
 
-    def watch_answer(self, on_answer: OnAnswer) -> None:
+    def watch_answer(self, on_answer: OnResponse) -> None:
         """Have `on_answer` called once the answer begins. Not if the client leaves first."""
         self.on_answer = on_answer
-        self.mode |= MODE_NOTED
+        self.mode |= MODE_OBSERVED
 
     def note_answer(self, status: int, head: bytes) -> bytes:
         """For net: the answer begins. The head lines that it gets by that."""
@@ -183,7 +183,7 @@ class Exchange(msgspec.Struct, eq=False):
             told(self, status, head)
         return REQUEST_ID_LINES % self.request_id if self.request_id else b""
 
-    def open_stream(self, status: int, head: bytes, length: int | None = None) -> Outlet:
+    def open_stream(self, status: int, head: bytes, length: int | None = None) -> ResponseStream:
         """Begin a streamed answer, of `length` bytes if that is known; all of them then have to be written.
 
         After the client is gone the outlet is closed from the start.
@@ -219,9 +219,9 @@ class Exchange(msgspec.Struct, eq=False):
 
         Limits not given are those of the server. `subprotocol` is the one chosen, if any.
         """
-        from tailrace.http.websocket import upgrade
+        from tailrace.http.websocket import upgrade_to_websocket
 
-        return upgrade(
+        return upgrade_to_websocket(
             self,
             handler,
             head,

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tailrace.http.connection import HttpConnection
-from tailrace.http.exchange import MODE_ASKED, MODE_UPGRADE, Exchange
-from tailrace.http.relay import request_bytes
+from tailrace.http.exchange import MODE_ADMISSION_CHECKED, MODE_UPGRADE, Exchange
+from tailrace.http.relay import encode_request
 
 if TYPE_CHECKING:
     from tailrace.http.server import HttpServer
 
 # A request that is larger goes on over the relay, whose socket takes any size.
 REQUEST_BYTES_MAX: Final = 64 * 1024
-TAKEN_PER_TURN: Final = 64
+ACCEPTED_PER_TURN: Final = 64
 
 
-class Handover:
+class HandoverSender:
     """The giving side."""
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Handover:
             connection.scheme != b"http"
             or not connection.is_all(exchange)
             or connection.unsent_bytes
-            or exchange.mode & ~(MODE_UPGRADE | MODE_ASKED)
+            or exchange.mode & ~(MODE_UPGRADE | MODE_ADMISSION_CHECKED)
             or exchange.repeated is not None
             or len(exchange.body) > REQUEST_BYTES_MAX // 2
         ):
             return False
-        request = request_bytes(exchange)
+        request = encode_request(exchange)
         client: socket.socket | None = connection.transport.get_extra_info("socket")
         if client is None or len(request) > REQUEST_BYTES_MAX:
             return False
@@ -66,7 +66,7 @@ class Handover:
         self._socket.close()
 
 
-class Adoption:
+class HandoverReceiver:
     """The taking side: what arrives is a connection of the listener like any other."""
 
     def __init__(self, http: HttpServer, path: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -83,7 +83,7 @@ class Adoption:
         self._socket.close()
 
     def _on_readable(self) -> None:
-        for _ in range(TAKEN_PER_TURN):
+        for _ in range(ACCEPTED_PER_TURN):
             try:
                 request, descriptors, _, _ = socket.recv_fds(self._socket, 2 * REQUEST_BYTES_MAX, 1)
             except OSError:
@@ -98,18 +98,20 @@ class Adoption:
         except OSError:
             os.close(descriptor)
             return
-        task = self._loop.create_task(self._connect(lambda: AdoptedConnection(self._http, request), client))
+        task = self._loop.create_task(
+            self._connect(lambda: HandedOverConnection(self._http, request), client)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, factory: Callable[[], AdoptedConnection], client: socket.socket) -> None:
+    async def _connect(self, factory: Callable[[], HandedOverConnection], client: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(factory, client)
         except OSError:
             client.close()
 
 
-class AdoptedConnection(HttpConnection):
+class HandedOverConnection(HttpConnection):
     """A connection whose first request came before it did."""
 
     __slots__ = ("_first",)

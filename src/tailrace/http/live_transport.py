@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol import sse
 
 
-class Wire(Protocol):
+class LiveTransport(Protocol):
     """The way to one client. Readers whose wires have one form are sent the same bytes."""
 
     form: str
@@ -28,12 +28,12 @@ class Wire(Protocol):
     def unsent_bytes(self) -> int: ...
 
 
-class SseWire:
+class SseTransport:
     """An event stream."""
 
     __slots__ = ("_outlet", "form", "offer")
 
-    def __init__(self, outlet: Outlet, form: str) -> None:
+    def __init__(self, outlet: ResponseStream, form: str) -> None:
         self._outlet = outlet
         self.offer = outlet.offer_raw
         self.form = form
@@ -52,7 +52,7 @@ class SseWire:
         return self._outlet.unsent_bytes
 
 
-class WsWire:
+class WebSocketTransport:
     """WebSocket messages; the connection sends its own pings."""
 
     __slots__ = ("_connection", "form")
@@ -86,19 +86,19 @@ class WsWire:
         return 0 if self._connection is None else self._connection.unsent_bytes
 
 
-class Reader(Protocol):
+class LiveReader(Protocol):
     """Who wants to know about a WebSocket."""
 
     def on_drain(self) -> None: ...
     def gone(self) -> None: ...
 
 
-class WsReader:
+class LiveWebSocketHandler:
     """What the WebSocket layer calls; clients have nothing to say here."""
 
     __slots__ = ("_reader",)
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: LiveReader) -> None:
         self._reader = reader
 
     def on_message(self, data: bytes, is_text: bool) -> None:

@@ -10,13 +10,13 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tailrace.common.errors import TailraceError
-from tailrace.common.settings import Settings, listed
+from tailrace.common.settings import Settings, split_list
 from tailrace.http.exchange import Exchange
 
 LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
-class Origins:
+class AllowedOrigins:
     """`*` allows every origin, a list those in it. Programs that are not browsers name none.
 
     With a list, a WebSocket may also be opened by the server's own pages. Where only this machine can reach
@@ -25,7 +25,7 @@ class Origins:
     """
 
     def __init__(self, settings: Settings) -> None:
-        named = frozenset(listed(settings.cors_origins))
+        named = frozenset(split_list(settings.cors_origins))
         self._named = None if "*" in named else named
         self._loopback_only = settings.loopback_only
 

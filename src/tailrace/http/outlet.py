@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tailrace.http.wire import LAST_CHUNK, chunk, unchunk
 
 if TYPE_CHECKING:
-    from tailrace.http.response_connection import AnsweringConnection
+    from tailrace.http.response_connection import ResponseConnection
 
 
-class Outlet:
+class ResponseStream:
     """The writing end of a streamed answer.
 
     Nothing is buffered here: the writer looks at `unsent_bytes`, holds back when it is too much, and goes
@@ -20,7 +20,7 @@ class Outlet:
 
     __slots__ = ("_connection", "_plain", "closed", "on_drain", "on_gone")
 
-    def __init__(self, connection: AnsweringConnection, *, plain: bool) -> None:
+    def __init__(self, connection: ResponseConnection, *, plain: bool) -> None:
         self._connection = connection
         self._plain = plain
         self.closed = False

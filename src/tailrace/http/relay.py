@@ -17,78 +17,85 @@ from typing import Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, Exchange
-from tailrace.http.outlet import Outlet
+from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_HTTP_1_0, Exchange
+from tailrace.http.outlet import ResponseStream
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
-from tailrace.http.tunnel import dig
+from tailrace.http.tunnel import open_tunnel
 from tailrace.http.wire import CONNECTION_CLOSE
 
 logger = logging.getLogger("tailrace.http")
 
 # Connections to one process that are kept for the next request.
-IDLE_MAX = 256
+IDLE_CONNECTIONS_MAX = 256
 # An answer that is wanted whole.
-ANSWER_BYTES_MAX = 64 * 1024 * 1024
+RESPONSE_BYTES_MAX = 64 * 1024 * 1024
 # How much longer than its owner a request is waited for: the owner gives up first, and says so.
 GRACE_S = 10.0
 
 # What the other process is told about the client. Clients that send these are not listened to.
-PEER, SCHEME, REPEATED = b"tailrace-peer", b"tailrace-scheme", b"tailrace-repeated"
-HOPS, ALONE = b"tailrace-hops", b"tailrace-alone"
-OURS = frozenset((PEER, SCHEME, REPEATED, HOPS, ALONE))
-_EVENT_STREAM = b"text/event-stream"  # what a browser's EventSource accepts, and nothing else
-_HARMLESS = (b"GET", b"HEAD", b"OPTIONS")  # done or not, nothing changed
-_REPLACED = OURS | {b"content-length", b"transfer-encoding", b"expect"}
+PEER_HEADER, SCHEME_HEADER, REPEATED_HEADER = b"tailrace-peer", b"tailrace-scheme", b"tailrace-repeated"
+HOPS_HEADER, ALONE_HEADER = b"tailrace-hops", b"tailrace-alone"
+RELAY_HEADERS = frozenset((PEER_HEADER, SCHEME_HEADER, REPEATED_HEADER, HOPS_HEADER, ALONE_HEADER))
+_EVENT_STREAM_TYPE = b"text/event-stream"  # what a browser's EventSource accepts, and nothing else
+_SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")  # done or not, nothing changed
+_REPLACED_HEADERS = RELAY_HEADERS | {b"content-length", b"transfer-encoding", b"expect"}
 
 
-def request_bytes(exchange: Exchange, more: bytes = b"") -> bytes:
+def encode_request(exchange: Exchange, more: bytes = b"") -> bytes:
     """The request as its client sent it, but for framing and what only we may say; `more` are head lines."""
     target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
     headers = exchange.headers
-    version = 0 if exchange.mode & MODE_LEGACY else 1
+    version = 0 if exchange.mode & MODE_HTTP_1_0 else 1
     parts = [b"%b %b HTTP/1.%d\r\n" % (exchange.method, target, version)]
-    parts += [b"%b: %b\r\n" % line for line in headers.items() if line[0] not in _REPLACED]
+    parts += [b"%b: %b\r\n" % line for line in headers.items() if line[0] not in _REPLACED_HEADERS]
     if exchange.body or b"content-length" in headers or b"transfer-encoding" in headers:
         parts.append(b"content-length: %d\r\n" % len(exchange.body))
     parts += [more, b"\r\n", exchange.body]
     return b"".join(parts)
 
 
-def relayed_bytes(exchange: Exchange, hops: int) -> bytes:
+def encode_relayed_request(exchange: Exchange, hops: int) -> bytes:
     """The request as it goes on. What it says about its connection holds for ours as well."""
     peer = exchange.peer.encode("latin-1", "replace")
-    more = b"%b: %b\r\n%b: %b\r\n%b: %d\r\n" % (PEER, peer, SCHEME, exchange.scheme, HOPS, hops)
+    more = b"%b: %b\r\n%b: %b\r\n%b: %d\r\n" % (
+        PEER_HEADER,
+        peer,
+        SCHEME_HEADER,
+        exchange.scheme,
+        HOPS_HEADER,
+        hops,
+    )
     if exchange.repeated is not None:
-        more += b"%b: %b\r\n" % (REPEATED, b",".join(sorted(exchange.repeated)))
-    return request_bytes(exchange, more)
+        more += b"%b: %b\r\n" % (REPEATED_HEADER, b",".join(sorted(exchange.repeated)))
+    return encode_request(exchange, more)
 
 
-def receive(exchange: Exchange) -> int:
+def restore_relayed_request(exchange: Exchange) -> int:
     """On the other side: the request gets back what its connection cannot say. How often it went on."""
     headers, connection = exchange.headers, exchange.connection
-    connection.peer = headers.get(PEER, b"").decode("latin-1")
-    connection.scheme = headers.get(SCHEME, b"http")
-    if REPEATED in headers:
-        exchange.repeated = frozenset(headers[REPEATED].split(b","))
-    return int(headers.get(HOPS, b"0"))
+    connection.peer = headers.get(PEER_HEADER, b"").decode("latin-1")
+    connection.scheme = headers.get(SCHEME_HEADER, b"http")
+    if REPEATED_HEADER in headers:
+        exchange.repeated = frozenset(headers[REPEATED_HEADER].split(b","))
+    return int(headers.get(HOPS_HEADER, b"0"))
 
 
-def lost() -> TailraceError:
+def peer_unavailable_error() -> TailraceError:
     return TailraceError("unavailable", "the worker that owns this does not answer")
 
 
-class Sink(Protocol):
+class ResponseReceiver(Protocol):
     """Whoever waits for an answer."""
 
-    def on_begin(self, upstream: Upstream) -> None: ...
-    def on_bytes(self, upstream: Upstream, data: bytes) -> None: ...
+    def on_begin(self, upstream: PeerConnection) -> None: ...
+    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None: ...
     def on_body(self, piece: bytes) -> None: ...
-    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None: ...
-    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None: ...
+    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None: ...
+    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None: ...
     def on_lost(self) -> None: ...
 
 
-class Peer:
+class PeerClient:
     """Another process, by its socket: idle connections are kept, new ones made when there is none."""
 
     def __init__(
@@ -99,7 +106,7 @@ class Peer:
         self._wait_s = request_ms / 1000 + GRACE_S
         self._body_bytes_max = body_bytes_max
         self.body_bytes = 0  # of requests that are not answered yet
-        self._idle: deque[Upstream] = deque()
+        self._idle: deque[PeerConnection] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self.relayed = 0
         self.lost = 0
@@ -107,29 +114,29 @@ class Peer:
     def relay(self, exchange: Exchange, hops: int = 1, waits_s: float = 0.0) -> None:
         """Has the request answered by the other process, which may first wait so long for something."""
         self.relayed += 1
-        relay = Relay(exchange, self, may_wait=waits_s > 0)
+        relay = RelayedRequest(exchange, self, may_wait=waits_s > 0)
         if exchange.body and self.body_bytes + len(exchange.body) > self._body_bytes_max:
             relay.refuse(TailraceError("overloaded", "too much waits for the worker that owns this"))
             return
         relay.hold()
         exchange.set_deadline(self._loop.time() + self._wait_s + waits_s, relay.on_deadline)
-        self.send(relayed_bytes(exchange, hops), relay, is_head=exchange.mode & MODE_HEAD != 0)
+        self.send(encode_relayed_request(exchange, hops), relay, is_head=exchange.mode & MODE_HEAD != 0)
 
     async def ask(
         self, method: str, target: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> tuple[int, bytes]:
         """Status and body of one request of our own. Raises `unavailable` if there is no answer."""
-        asked = Asked(self._loop)
-        self.send(request_of(method, target, body, headers), asked)
+        asked = BufferedResponse(self._loop)
+        self.send(build_request(method, target, body, headers), asked)
         try:
             async with asyncio.timeout(self._wait_s):
                 return await asked.answer
         except TimeoutError:
-            raise lost() from None
+            raise peer_unavailable_error() from None
         finally:
             asked.let_go()
 
-    def send(self, request: bytes, sink: Sink, *, is_head: bool = False) -> None:
+    def send(self, request: bytes, sink: ResponseReceiver, *, is_head: bool = False) -> None:
         while self._idle:
             upstream = self._idle.pop()
             if not upstream.transport.is_closing():
@@ -139,17 +146,17 @@ class Peer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, request: bytes, sink: Sink, is_head: bool) -> None:
+    async def _connect(self, request: bytes, sink: ResponseReceiver, is_head: bool) -> None:
         try:
-            _, upstream = await self._loop.create_unix_connection(lambda: Upstream(self), self.path)
+            _, upstream = await self._loop.create_unix_connection(lambda: PeerConnection(self), self.path)
         except OSError:
             self.lost += 1
             sink.on_lost()
             return
         upstream.begin(request, sink, is_head)
 
-    def keep(self, upstream: Upstream) -> None:
-        if len(self._idle) < IDLE_MAX:
+    def keep(self, upstream: PeerConnection) -> None:
+        if len(self._idle) < IDLE_CONNECTIONS_MAX:
             self._idle.append(upstream)
         else:
             upstream.transport.close()
@@ -162,29 +169,29 @@ class Peer:
             task.cancel()
 
 
-def request_of(method: str, target: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+def build_request(method: str, target: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
     lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     head = f"{method} {target} HTTP/1.1\r\nhost: worker\r\ncontent-length: {len(body)}\r\n".encode()
     return b"".join((head, lines, b"\r\n", body))
 
 
-class Upstream(asyncio.Protocol):
+class PeerConnection(asyncio.Protocol):
     """One connection to another process. It carries one request at a time."""
 
     __slots__ = ("_head", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "done", "transport")
 
     transport: asyncio.Transport
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: PeerClient) -> None:
         self._peer = peer
         self._parser = HttpResponseParser(self)
-        self._sink: Sink | None = None
+        self._sink: ResponseReceiver | None = None
         self._is_head = False
         self._head = b""
         self._keep_alive = False
         self.done = False  # the answer is here to its end
 
-    def begin(self, request: bytes, sink: Sink, is_head: bool) -> None:
+    def begin(self, request: bytes, sink: ResponseReceiver, is_head: bool) -> None:
         self._sink, self._is_head, self.done = sink, is_head, False
         sink.on_begin(self)
         if is_head:
@@ -264,17 +271,17 @@ class Upstream(asyncio.Protocol):
         self.done = True
 
 
-class Relay:
+class RelayedRequest:
     """One request of a client that another process answers."""
 
     __slots__ = ("_exchange", "_held_bytes", "_outlet", "_peer", "_upstream")
 
-    def __init__(self, exchange: Exchange, peer: Peer, *, may_wait: bool) -> None:
+    def __init__(self, exchange: Exchange, peer: PeerClient, *, may_wait: bool) -> None:
         self._exchange = exchange
         self._peer = peer
         self._held_bytes = 0
-        self._outlet: Outlet | None = None
-        self._upstream: Upstream | None = None
+        self._outlet: ResponseStream | None = None
+        self._upstream: PeerConnection | None = None
         if may_wait or b"live=" in exchange.query:
             # It may wait for long, and for nobody. Others are answered soon, even a client that half-closed.
             exchange.on_gone = self._on_gone
@@ -288,30 +295,30 @@ class Relay:
         self._peer.body_bytes -= self._held_bytes
         self._held_bytes = 0
 
-    def on_begin(self, upstream: Upstream) -> None:
+    def on_begin(self, upstream: PeerConnection) -> None:
         self._upstream = upstream
         if self._exchange.answered:
             upstream.abort()
 
-    def on_bytes(self, upstream: Upstream, data: bytes) -> None:
+    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
         outlet = self._outlet
         if outlet is None:
             self._release()
-            outlet = self._outlet = _open(self._exchange, upstream.status)
+            outlet = self._outlet = _open_response(self._exchange, upstream.status)
             if outlet.closed:
                 upstream.abort()
                 return
             outlet.on_gone = self._on_gone
             outlet.on_drain = self._on_drain
         outlet.write(data)
-        if outlet.unsent_bytes > _high_bytes(self._exchange) and not upstream.done:
+        if outlet.unsent_bytes > _high_water_bytes(self._exchange) and not upstream.done:
             # Never a connection that is free from here on: the answer to its next request would not be read.
             upstream.transport.pause_reading()
 
     def on_body(self, piece: bytes) -> None:
         """The bytes went out as they came."""
 
-    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
+    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
         exchange = self._exchange
         self._release()
         if exchange.answered:
@@ -320,9 +327,9 @@ class Relay:
         exchange.answered = True
         exchange.on_gone = None
         exchange.connection.write(head + rest)
-        dig(exchange.connection, upstream.transport)
+        open_tunnel(exchange.connection, upstream.transport)
 
-    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
         if not keep_alive:
             self._exchange.mode |= MODE_CLOSE
         if self._outlet is not None:
@@ -334,17 +341,17 @@ class Relay:
         if outlet is None:
             if exchange.answered:
                 return
-            if exchange.headers.get(b"accept") == _EVENT_STREAM:
+            if exchange.headers.get(b"accept") == _EVENT_STREAM_TYPE:
                 # A browser's EventSource gives up for good on 503, and reconnects after a broken connection.
                 exchange.connection.transport.abort()
-            elif self._upstream is None or exchange.method in _HARMLESS:
-                self.refuse(lost())
+            elif self._upstream is None or exchange.method in _SAFE_METHODS:
+                self.refuse(peer_unavailable_error())
             else:
                 # It may have been done. Whoever had asked that process itself would be left like this, too.
                 exchange.connection.transport.abort()
         elif outlet.closed:
             return
-        elif exchange.mode & MODE_LEGACY:
+        elif exchange.mode & MODE_HTTP_1_0:
             exchange.mode |= MODE_CLOSE  # without framing the end of the connection is the end of the answer
             outlet.end()
         else:
@@ -368,7 +375,7 @@ class Relay:
             upstream.transport.resume_reading()
 
 
-class Asked:
+class BufferedResponse:
     """An answer that is wanted whole."""
 
     __slots__ = ("_bytes", "_pieces", "_upstream", "answer")
@@ -376,7 +383,7 @@ class Asked:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pieces: list[bytes] = []
         self._bytes = 0
-        self._upstream: Upstream | None = None
+        self._upstream: PeerConnection | None = None
         self.answer: asyncio.Future[tuple[int, bytes]] = loop.create_future()
 
     def let_go(self) -> None:
@@ -384,24 +391,24 @@ class Asked:
         if self._upstream is not None:
             self._upstream.abort()
 
-    def on_begin(self, upstream: Upstream) -> None:
+    def on_begin(self, upstream: PeerConnection) -> None:
         self._upstream = upstream
         if self.answer.done():
             upstream.abort()
 
-    def on_bytes(self, upstream: Upstream, data: bytes) -> None:
-        if self.answer.done() or self._bytes > ANSWER_BYTES_MAX:
+    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
+        if self.answer.done() or self._bytes > RESPONSE_BYTES_MAX:
             upstream.abort()
 
     def on_body(self, piece: bytes) -> None:
         self._pieces.append(piece)
         self._bytes += len(piece)
 
-    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
+    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
         upstream.abort()
         self.on_lost()
 
-    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
         self._upstream = None  # it may carry the request of somebody else by now
         if not self.answer.done():
             self.answer.set_result((upstream.status, b"".join(self._pieces)))
@@ -409,10 +416,10 @@ class Asked:
     def on_lost(self) -> None:
         self._upstream = None
         if not self.answer.done():
-            self.answer.set_exception(lost())
+            self.answer.set_exception(peer_unavailable_error())
 
 
-class Followed:
+class LineStreamReceiver:
     """An answer without end, by lines."""
 
     __slots__ = ("_on_line", "_on_lost", "_rest", "upstream")
@@ -421,12 +428,12 @@ class Followed:
         self._on_line = on_line
         self._on_lost = on_lost
         self._rest = b""
-        self.upstream: Upstream | None = None
+        self.upstream: PeerConnection | None = None
 
-    def on_begin(self, upstream: Upstream) -> None:
+    def on_begin(self, upstream: PeerConnection) -> None:
         self.upstream = upstream
 
-    def on_bytes(self, upstream: Upstream, data: bytes) -> None:
+    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             self._on_line(line)
@@ -434,11 +441,11 @@ class Followed:
     def on_body(self, piece: bytes) -> None:
         self._rest += piece
 
-    def on_upgrade(self, upstream: Upstream, head: bytes, rest: bytes) -> None:
+    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
         upstream.abort()
         self._on_lost()
 
-    def on_end(self, upstream: Upstream, *, keep_alive: bool) -> None:
+    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
         self.upstream = None  # it may carry the request of somebody else by now
         self._on_lost()
 
@@ -446,10 +453,10 @@ class Followed:
         self._on_lost()
 
 
-def _open(exchange: Exchange, status: int) -> Outlet:
+def _open_response(exchange: Exchange, status: int) -> ResponseStream:
     """An outlet for an answer that comes with its head and framing. It is counted where its client is."""
     connection = exchange.connection
-    outlet = Outlet(connection, plain=True)
+    outlet = ResponseStream(connection, plain=True)
     if exchange.answered:
         outlet.closed = True
         return outlet
@@ -463,6 +470,6 @@ def _open(exchange: Exchange, status: int) -> Outlet:
     return outlet
 
 
-def _high_bytes(exchange: Exchange) -> int:
+def _high_water_bytes(exchange: Exchange) -> int:
     """Above it the client's transport says when it has gone down."""
     return min(WRITE_HIGH_WATER_BYTES, exchange.connection.server.limits.live_unsent_bytes)

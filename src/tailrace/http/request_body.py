@@ -11,21 +11,21 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_ASKED
-from tailrace.http.response_connection import AnsweringConnection
+from tailrace.http.exchange import MODE_ADMISSION_CHECKED
+from tailrace.http.response_connection import ResponseConnection
 
 if TYPE_CHECKING:
     from tailrace.http.server import HttpServer
 
 # Clients that are not known share this part of the memory for bodies that are not all there.
-STRANGERS_PART = 16
+UNKNOWN_CLIENTS_FRACTION = 16
 # Beyond the budget: the first bytes of bodies that wait for their share, as this part of it.
-BEGUN_PART = 8
+PARTIAL_BODIES_FRACTION = 8
 # Of a Content-Length; Python converts no more than 4300 digits to a number.
-LENGTH_DIGITS_MAX = 18
+CONTENT_LENGTH_DIGITS_MAX = 18
 
 
-class ReceivingConnection(AnsweringConnection):
+class RequestBodyConnection(ResponseConnection):
     """A connection, as far as it holds bodies that are not all there. Most bodies come whole."""
 
     __slots__ = ("_body", "_body_counted", "_body_share", "_body_waits_until", "_stranger")
@@ -44,8 +44,8 @@ class ReceivingConnection(AnsweringConnection):
 
     def _check_declared(self, length: bytes) -> None:
         """A Content-Length. The parser has checked that it is digits; any number of them may be zeros."""
-        if len(length) > LENGTH_DIGITS_MAX:
-            message = f"Content-Length has more than {LENGTH_DIGITS_MAX} digits"
+        if len(length) > CONTENT_LENGTH_DIGITS_MAX:
+            message = f"Content-Length has more than {CONTENT_LENGTH_DIGITS_MAX} digits"
             raise TailraceError("invalid_header", message, header="content-length")
         self._check_length(int(length))
 
@@ -68,9 +68,9 @@ class ReceivingConnection(AnsweringConnection):
         server = self.server
         bound = server.limits.append_queue_max_bytes
         if self._stranger:
-            full = server.stranger_bytes_held > bound // STRANGERS_PART
+            full = server.stranger_bytes_held > bound // UNKNOWN_CLIENTS_FRACTION
         else:
-            full = server.body_bytes_held > bound + bound // BEGUN_PART
+            full = server.body_bytes_held > bound + bound // PARTIAL_BODIES_FRACTION
         if full:
             raise self._too_many()
 
@@ -133,9 +133,9 @@ class ReceivingConnection(AnsweringConnection):
     def _ask_for_admission(self) -> None:
         """Once for each request whose body is still coming: nobody holds memory whom nobody knows."""
         admit, exchange = self.server.admit_body, self._incoming
-        if admit is None or exchange is None or exchange.mode & MODE_ASKED:
+        if admit is None or exchange is None or exchange.mode & MODE_ADMISSION_CHECKED:
             return
-        exchange.mode |= MODE_ASKED
+        exchange.mode |= MODE_ADMISSION_CHECKED
         stranger = not admit(exchange)
         if stranger is not self._stranger:
             counted = self._body_counted

@@ -17,24 +17,24 @@ from tailrace.http.exchange import (
     MODE_CLOSE,
     MODE_CONTINUE,
     MODE_HEAD,
-    MODE_LEGACY,
-    MODE_NOTED,
+    MODE_HTTP_1_0,
+    MODE_OBSERVED,
     MODE_UPGRADE,
     Exchange,
 )
-from tailrace.http.request_id import HEADER as REQUEST_ID
-from tailrace.http.request_id import taken_id
+from tailrace.http.request_id import REQUEST_ID_HEADER as REQUEST_ID
+from tailrace.http.request_id import request_id_from_client
 
 if TYPE_CHECKING:
     from httptools import HttpRequestParser
 
 # Headers that change how the connection behaves, or what its answers carry.
-ODD_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade", REQUEST_ID))
+CONNECTION_HEADERS = frozenset((b"connection", b"expect", b"transfer-encoding", b"upgrade", REQUEST_ID))
 # Heads that are kept in memory; a head of an append is a few hundred bytes.
-KNOWN_HEAD_BYTES_MAX = 2048
-KNOWN_HEADS_MAX = 1024
+CACHED_HEAD_BYTES_MAX = 2048
+CACHED_HEADS_MAX = 1024
 # Hosts seen to be well formed; bounded, because clients choose them.
-HOSTS_KNOWN_MAX = 1024
+CACHED_HOSTS_MAX = 1024
 REPEATS_MAX = 100
 
 _HOST = re.compile(
@@ -42,7 +42,7 @@ _HOST = re.compile(
 )
 
 
-class KnownHead(NamedTuple):
+class CachedHead(NamedTuple):
     """What the parser made of a head; shared by all requests that repeat it, so nobody changes it."""
 
     method: bytes
@@ -53,7 +53,7 @@ class KnownHead(NamedTuple):
     handle: Callable[[Exchange], None]
 
 
-def is_plain(exchange: Exchange) -> bool:
+def is_plain_request(exchange: Exchange) -> bool:
     """A request that does nothing to its connection and has its length in its head."""
     headers = exchange.headers
     return (
@@ -76,18 +76,18 @@ def head_too_large(limit_bytes: int) -> TailraceError:
     return TailraceError("invalid_request", message, limit_bytes=limit_bytes)
 
 
-def note_repeat(exchange: Exchange, name: bytes, value: bytes) -> None:
+def add_repeated_header(exchange: Exchange, name: bytes, value: bytes) -> None:
     """Join the values of a repeated header, and remember that it was repeated."""
     repeated = exchange.repeated or frozenset()
     joined = exchange.headers[name] + b", " + value
     # Joining is quadratic in the number of repeats, so there is a bound on the work, not only on the bytes.
     if joined.count(b",") > REPEATS_MAX:
-        raise TailraceError("invalid_header", "a header is repeated too often", header=_text(name))
+        raise TailraceError("invalid_header", "a header is repeated too often", header=_header_text(name))
     exchange.headers[name] = joined
     exchange.repeated = repeated | {name}
 
 
-def examine_head(
+def validate_head(
     exchange: Exchange, parser: HttpRequestParser, keep_alive: bool, hosts: set[bytes | None]
 ) -> None:
     """Set the exchange's mode, or raise the refusal this head deserves."""
@@ -95,11 +95,11 @@ def examine_head(
     if version not in ("1.1", "1.0"):
         raise TailraceError("invalid_request", f"HTTP/{version} is not supported; use HTTP/1.1")
     legacy = version == "1.0"
-    mode = (MODE_LEGACY if legacy else 0) | (0 if keep_alive else MODE_CLOSE)
+    mode = (MODE_HTTP_1_0 if legacy else 0) | (0 if keep_alive else MODE_CLOSE)
     request_id = exchange.headers.get(REQUEST_ID)
     if request_id is not None:
-        exchange.request_id = taken_id(request_id)
-        mode |= MODE_NOTED
+        exchange.request_id = request_id_from_client(request_id)
+        mode |= MODE_OBSERVED
     if exchange.method == b"HEAD":
         mode |= MODE_HEAD
     elif exchange.method == b"CONNECT":
@@ -144,7 +144,7 @@ def _check_host(exchange: Exchange, *, legacy: bool, hosts: set[bytes | None]) -
         return
     if not _HOST.fullmatch(host):
         raise TailraceError("invalid_header", "malformed Host header", header="host")
-    if len(hosts) < HOSTS_KNOWN_MAX:
+    if len(hosts) < CACHED_HOSTS_MAX:
         hosts.add(host)
 
 
@@ -165,5 +165,5 @@ def _adopt_absolute_target(exchange: Exchange) -> None:
     exchange.path = url.path or b"/"
 
 
-def _text(name: bytes) -> str:
+def _header_text(name: bytes) -> str:
     return name.decode("latin-1")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.requests")
 
-Choice = Literal["off", "failures", "all"]
-Fields = dict[str, object]
+RequestLogMode = Literal["off", "failures", "all"]
+LogFields = dict[str, object]
 
 PATH_BYTES_LOGGED: Final = 512
 # A server in trouble refuses everybody: the log says so, and does not fill the disk with it.
@@ -48,28 +48,30 @@ class FailureLog:
         logger.warning("request failed", extra={"fields": fields})
 
 
-def _nothing(_: Exchange) -> Fields:
+def _no_extra_fields(_: Exchange) -> LogFields:
     return {}
 
 
-failures: Final = FailureLog()
-_more: Callable[[Exchange], Fields] = _nothing
+failure_log: Final = FailureLog()
+_extra_fields: Callable[[Exchange], LogFields] = _no_extra_fields
 
 
-def configure(choice: Choice, more: Callable[[Exchange], Fields] = _nothing) -> None:
+def configure_request_log(
+    choice: RequestLogMode, more: Callable[[Exchange], LogFields] = _no_extra_fields
+) -> None:
     """`more` is what else is known of a request, for its line."""
-    global _more
+    global _extra_fields
     logger.setLevel(_LEVELS[choice])
-    _more = more
+    _extra_fields = more
 
 
-def answered(exchange: Exchange, status: int, seconds: float, **more: object) -> None:
+def log_request(exchange: Exchange, status: int, seconds: float, **more: object) -> None:
     """A line of the log of all requests."""
     fields = {**_fields(exchange, status), "ms": round(seconds * 1000, 3), **more}
     logger.info("request", extra={"fields": fields})
 
 
-def _fields(exchange: Exchange, status: int) -> Fields:
+def _fields(exchange: Exchange, status: int) -> LogFields:
     """Never the query, the headers or the body: they may hold what is nobody's business."""
     return {
         "request_id": exchange.name(),
@@ -77,5 +79,5 @@ def _fields(exchange: Exchange, status: int) -> Fields:
         "path": exchange.path[:PATH_BYTES_LOGGED].decode("latin-1"),
         "status": status,
         "peer": exchange.peer,
-        **_more(exchange),
+        **_extra_fields(exchange),
     }

@@ -14,11 +14,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_LEGACY, MODE_NOTED, Exchange
-from tailrace.http.outlet import Outlet
-from tailrace.http.request_id import without_id
+from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_HTTP_1_0, MODE_OBSERVED, Exchange
+from tailrace.http.outlet import ResponseStream
+from tailrace.http.request_id import strip_request_id
 from tailrace.http.wire import (
-    BODILESS,
+    BODILESS_STATUSES,
     CHUNKED,
     CONNECTION_CLOSE,
     CONNECTION_KEEP_ALIVE,
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.http")
 
 # Requests of one connection that may wait parsed; beyond it the socket is not read.
-PIPELINE_MAX = 16
+PIPELINED_REQUESTS_MAX = 16
 # How long a refused client may go on sending before it is cut off: closing at once would reset the
 # connection and often destroy the refusal on its way.
 LINGER_S = 2.0
 # A body may take `body_idle_ms` plus the time it needs at this rate, so that dripping cannot go on forever.
-BODY_RATE_MIN = 512
+BODY_BYTES_PER_S_MIN = 512
 PATH_BYTES_LOGGED = 512
 
 
-class AnsweringConnection(asyncio.Protocol):
+class ResponseConnection(asyncio.Protocol):
     """Everything of an HTTP connection except how requests are read."""
 
     __slots__ = (
@@ -81,7 +81,7 @@ class AnsweringConnection(asyncio.Protocol):
         self.scheme = b"http"
         # The exchange the application is working on, and its stream if it opened one.
         self.current: Exchange | None = None
-        self.outlet: Outlet | None = None
+        self.outlet: ResponseStream | None = None
         # True when something waits for the current answer: `advance` has work to do.
         self.backlog = False
         # While a read is being handled: the answers to it so far. uvloop makes a system call of every write,
@@ -139,7 +139,7 @@ class AnsweringConnection(asyncio.Protocol):
             self._write_paused
             or self._holding
             or self._refusal is not None
-            or len(self._queue) >= PIPELINE_MAX
+            or len(self._queue) >= PIPELINED_REQUESTS_MAX
         )
         if wanted is self._reading or self.transport.is_closing():
             return
@@ -183,12 +183,12 @@ class AnsweringConnection(asyncio.Protocol):
         persistence = b""
         if closing:
             persistence = CONNECTION_CLOSE
-        elif exchange is not None and exchange.mode & MODE_LEGACY:
+        elif exchange is not None and exchange.mode & MODE_HTTP_1_0:
             persistence = CONNECTION_KEEP_ALIVE
-        if exchange is not None and exchange.mode & MODE_NOTED:
+        if exchange is not None and exchange.mode & MODE_OBSERVED:
             noted = exchange.note_answer(status, head)
             if noted:
-                head = without_id(head) + noted
+                head = strip_request_id(head) + noted
         return server.start_of_answer(status, exchange) + head + persistence
 
     def answer_unusual(
@@ -199,7 +199,7 @@ class AnsweringConnection(asyncio.Protocol):
         parts = (body,) if isinstance(body, bytes) else body
         size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
         start = self._head(exchange, status, head, closing=closing)
-        if status in BODILESS:
+        if status in BODILESS_STATUSES:
             self.write(start + CRLF)
         elif exchange.mode & MODE_HEAD:
             # A HEAD answer may leave the length out, and must not claim 0 for a body it does not know.
@@ -217,9 +217,11 @@ class AnsweringConnection(asyncio.Protocol):
                 return
         self._finish(closing=closing)
 
-    def open_outlet(self, exchange: Exchange, status: int, head: bytes, length: int | None = None) -> Outlet:
-        legacy = exchange.mode & MODE_LEGACY != 0 and length is None
-        outlet = Outlet(self, plain=legacy or length is not None)
+    def open_outlet(
+        self, exchange: Exchange, status: int, head: bytes, length: int | None = None
+    ) -> ResponseStream:
+        legacy = exchange.mode & MODE_HTTP_1_0 != 0 and length is None
+        outlet = ResponseStream(self, plain=legacy or length is not None)
         if exchange.answered:
             outlet.closed = True
             return outlet
@@ -407,7 +409,7 @@ class AnsweringConnection(asyncio.Protocol):
         elif self._incoming is not None:
             if self._head_done:
                 quiet = limits.body_idle_ms / 1000
-                received = self._incoming.started + self._body_seen / BODY_RATE_MIN
+                received = self._incoming.started + self._body_seen / BODY_BYTES_PER_S_MIN
                 deadline = quiet + min(server.now, received)
             else:
                 deadline = self._head_deadline

@@ -16,18 +16,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-LIFE: Final = timedelta(days=90)
-RENEWED: Final = timedelta(days=14)  # so long before it ends, at the next start
+CERTIFICATE_LIFETIME: Final = timedelta(days=90)
+RENEW_BEFORE: Final = timedelta(days=14)  # so long before it ends, at the next start
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 
 
-def self_signed(directory: Path, host: str) -> tuple[Path, Path]:
+def self_signed_certificate(directory: Path, host: str) -> tuple[Path, Path]:
     """The files of a certificate and its key, made if they are not there, too old or for another host."""
     cert_file, key_file = directory / "cert.pem", directory / "key.pem"
-    wanted = alternatives(host)
+    wanted = subject_alternative_names(host)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _held(directory):
-        if not key_file.is_file() or not _is_good(cert_file, wanted):
+    with _directory_lock(directory):
+        if not key_file.is_file() or not _is_usable(cert_file, wanted):
             key = ec.generate_private_key(ec.SECP256R1())
             encoded = key.private_bytes(
                 serialization.Encoding.PEM,
@@ -40,7 +40,7 @@ def self_signed(directory: Path, host: str) -> tuple[Path, Path]:
 
 
 @contextmanager
-def _held(directory: Path) -> Generator[None]:
+def _directory_lock(directory: Path) -> Generator[None]:
     """Several processes of one server make one certificate."""
     fd = os.open(directory, os.O_RDONLY)
     try:
@@ -50,7 +50,7 @@ def _held(directory: Path) -> Generator[None]:
         os.close(fd)
 
 
-def alternatives(host: str) -> list[x509.GeneralName]:
+def subject_alternative_names(host: str) -> list[x509.GeneralName]:
     """The names and addresses under which this machine is reached from itself, and the one listened on."""
     return [_general_name(name) for name in dict.fromkeys((*LOCAL, host)) if name not in ("0.0.0.0", "::")]  # noqa: S104
 
@@ -62,13 +62,13 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def _is_good(cert_file: Path, wanted: list[x509.GeneralName]) -> bool:
+def _is_usable(cert_file: Path, wanted: list[x509.GeneralName]) -> bool:
     try:
         found = x509.load_pem_x509_certificate(cert_file.read_bytes())
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, x509.ExtensionNotFound):
         return False
-    return list(names) == wanted and found.not_valid_after_utc - datetime.now(UTC) > RENEWED
+    return list(names) == wanted and found.not_valid_after_utc - datetime.now(UTC) > RENEW_BEFORE
 
 
 def _certificate(key: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName]) -> x509.Certificate:
@@ -81,7 +81,7 @@ def _certificate(key: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName])
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))  # clocks of clients may be behind
-        .not_valid_after(now + LIFE)
+        .not_valid_after(now + CERTIFICATE_LIFETIME)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(key, hashes.SHA256())
     )

@@ -11,13 +11,13 @@ from typing import Protocol
 
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
-from tailrace.common.file_descriptors import accept_backlog, refused_at_once
+from tailrace.common.file_descriptors import accept_backlog, refused_connections_max
 from tailrace.common.limits import Limits
 from tailrace.http.app import App
 from tailrace.http.connection import HttpConnection
 from tailrace.http.exchange import Exchange
-from tailrace.http.request_body import ReceivingConnection
-from tailrace.http.request_head import KNOWN_HEADS_MAX, KnownHead
+from tailrace.http.request_body import RequestBodyConnection
+from tailrace.http.request_head import CACHED_HEADS_MAX, CachedHead
 from tailrace.http.wire import date_line, status_line
 
 # One coarse timer serves every deadline of every connection.
@@ -27,7 +27,7 @@ SLICE_BYTES_MAX = 64 * 1024
 WRITE_HIGH_WATER_BYTES = 256 * 1024
 
 
-class Swept(Protocol):
+class SweptConnection(Protocol):
     """Anything the sweeper looks after."""
 
     deadline: float
@@ -38,7 +38,7 @@ class Swept(Protocol):
     def transport(self) -> asyncio.Transport: ...
 
 
-class Flushed(Protocol):
+class BufferedConnection(Protocol):
     """A connection that gathers the writes of one turn of the loop."""
 
     def flush(self) -> None: ...
@@ -73,7 +73,9 @@ class HttpServer:
         self.connections_total = 0
         self.connections_refused = 0
         self.body_bytes_held = 0  # of bodies that are not all there
-        self.bodies_waiting: deque[ReceivingConnection] = deque()  # connections whose bodies wait for memory
+        self.bodies_waiting: deque[RequestBodyConnection] = (
+            deque()
+        )  # connections whose bodies wait for memory
         self.body_shares = 0  # bodies that are in memory, or will be, as a whole
         self._sharing_out = False
         self.stranger_bytes_held = 0  # the same, of clients that are not known
@@ -81,7 +83,7 @@ class HttpServer:
         self.fixed_headers = app.fixed_headers or b""
         self.varying_headers = app.common_headers if app.fixed_headers is None else None
         self.status_heads: dict[int, bytes] = {}
-        self.heads_known: dict[bytes, KnownHead] = {}
+        self.heads_known: dict[bytes, CachedHead] = {}
         self.heads_parsed = 0  # because they were not known; of these one in a few is learnt
         self.hosts_known: set[bytes | None] = set()
         self.body_bytes_max = limits.append_body_bytes
@@ -91,15 +93,15 @@ class HttpServer:
         self.now = self.loop.time()
         self.idle_deadline = self.now + limits.idle_ms / 1000
         # Connections over the limit are answered with a refusal up to this number, and dropped beyond it.
-        self._dropped_from = limits.connections + refused_at_once(limits.connections)
+        self._dropped_from = limits.connections + refused_connections_max(limits.connections)
         self._backlog = accept_backlog(limits.connections)
         self._clock = clock
         self._date = b""
         self._date_s = 0
-        self._swept: set[Swept] = set()
+        self._swept: set[SweptConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._listeners: list[asyncio.Server] = []
-        self._unflushed: list[Flushed] = []
+        self._unflushed: list[BufferedConnection] = []
         self._emptied: asyncio.Event = asyncio.Event()
         self._emptied.set()
 
@@ -207,9 +209,9 @@ class HttpServer:
                 else TailraceError("unavailable", "the server is stopping")
             )
 
-    def learn(self, head: bytes, known: KnownHead) -> None:
+    def learn(self, head: bytes, known: CachedHead) -> None:
         """Remembers what the parser made of a head."""
-        if len(self.heads_known) >= KNOWN_HEADS_MAX:
+        if len(self.heads_known) >= CACHED_HEADS_MAX:
             self.heads_known.clear()
         self.heads_known[head] = known
 
@@ -249,7 +251,7 @@ class HttpServer:
                 waiting[0].take_share()
             waiting.popleft()
 
-    def watch(self, swept: Swept) -> None:
+    def watch(self, swept: SweptConnection) -> None:
         """Have the sweeper look after `swept` until `forget`."""
         self._swept.add(swept)
         self._emptied.clear()
@@ -257,12 +259,12 @@ class HttpServer:
             self._set_time(self.loop.time())
             self._sweep_timer = self.loop.call_later(SWEEP_S, self._on_timer)
 
-    def forget(self, swept: Swept) -> None:
+    def forget(self, swept: SweptConnection) -> None:
         self._swept.discard(swept)
         if not self._swept:
             self._emptied.set()
 
-    def flush_later(self, connection: Flushed) -> None:
+    def flush_later(self, connection: BufferedConnection) -> None:
         """Have `connection.flush` called at the end of this turn of the loop."""
         if not self._unflushed:
             self.loop.call_soon(self._flush)

@@ -15,20 +15,20 @@ from math import inf
 from tailrace.common.errors import TailraceError
 from tailrace.http.connection import HttpConnection
 from tailrace.http.exchange import MODE_CLOSE, Exchange
-from tailrace.http.response_connection import BODY_RATE_MIN
+from tailrace.http.response_connection import BODY_BYTES_PER_S_MIN
 from tailrace.http.server import HttpServer
 
 # A body of which this much is here is not waited for any longer.
-BEGUN_BYTES = 64 * 1024
+STREAMED_BODY_BYTES_MIN = 64 * 1024
 # Held for an application that does not take it, before the client is stopped.
-HELD_BYTES_MAX = 256 * 1024
+BUFFERED_BODY_BYTES_MAX = 256 * 1024
 
 
 class BodyLostError(Exception):
     """The body will not come to its end; the client was told why, or is gone."""
 
 
-class Intake:
+class BodyStream:
     """A body that is still coming."""
 
     __slots__ = ("_held", "_held_bytes", "_on_taken", "_waiter", "ended", "length", "lost", "received")
@@ -45,7 +45,7 @@ class Intake:
 
     @property
     def is_full(self) -> bool:
-        return self._held_bytes > HELD_BYTES_MAX
+        return self._held_bytes > BUFFERED_BODY_BYTES_MAX
 
     async def piece(self) -> bytes:
         """What has come since; nothing at the end, or when `wake` was called. Raises `BodyLostError`."""
@@ -87,20 +87,20 @@ class Intake:
         return dropped
 
 
-class IncomingExchange(Exchange, eq=False):
+class StreamingExchange(Exchange, eq=False):
     """A request that may be here before its body is."""
 
-    intake: Intake | None = None
+    intake: BodyStream | None = None
 
 
-class IntakeConnection(HttpConnection):
+class StreamingConnection(HttpConnection):
     """A connection that hands long requests over as soon as they have begun."""
 
     __slots__ = ("_closes", "_heard_at", "_intake", "_stopped_at", "_stopped_s")
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server)
-        self._intake: Intake | None = None  # of the current request, until its body is here
+        self._intake: BodyStream | None = None  # of the current request, until its body is here
         self._closes = 0  # whether that request asked for the end of the connection
         self._heard_at = 0.0  # when more of the body came, in the coarse time of the server
         self._stopped_at = 0.0
@@ -111,7 +111,7 @@ class IntakeConnection(HttpConnection):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if type(self._incoming) is Exchange:
-            self._incoming = IncomingExchange(self, self._headers)
+            self._incoming = StreamingExchange(self, self._headers)
 
     def on_body(self, piece: bytes) -> None:
         intake = self._intake
@@ -145,7 +145,7 @@ class IntakeConnection(HttpConnection):
         if self._intake is not None:
             self._heard_at = self.server.now
             self.rearm()
-        elif self._head_done and self._received_bytes() >= BEGUN_BYTES:
+        elif self._head_done and self._received_bytes() >= STREAMED_BODY_BYTES_MIN:
             self._begin()
 
     def _ask_for_share(self) -> None:
@@ -154,12 +154,12 @@ class IntakeConnection(HttpConnection):
     def _begin(self) -> None:
         """The request is handed over without the rest of its body, if it is its turn."""
         exchange = self._incoming
-        if not isinstance(exchange, IncomingExchange) or self.current is not None or self._queue:
+        if not isinstance(exchange, StreamingExchange) or self.current is not None or self._queue:
             return
         if self._write_paused or self._ended or self._refusal is not None:
             return
         length = exchange.headers.get(b"content-length")
-        intake = exchange.intake = Intake(None if length is None else int(length), self._on_taken)
+        intake = exchange.intake = BodyStream(None if length is None else int(length), self._on_taken)
         body = bytes(self._body or b"")
         self._drop_body()
         self._intake = intake
@@ -249,12 +249,12 @@ class IntakeConnection(HttpConnection):
         intake, exchange = self._intake, self._incoming
         if intake is None or exchange is None or not self._reading:
             return inf
-        needed_s = intake.received / BODY_RATE_MIN + self._stopped_s
+        needed_s = intake.received / BODY_BYTES_PER_S_MIN + self._stopped_s
         return min(self._heard_at, exchange.started + needed_s) + self.server.limits.body_idle_ms / 1000
 
 
-class IntakeServer(HttpServer):
+class StreamingServer(HttpServer):
     """A listener whose application takes bodies as they come."""
 
     def _connection(self) -> HttpConnection:
-        return IntakeConnection(self)
+        return StreamingConnection(self)

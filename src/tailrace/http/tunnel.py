@@ -57,7 +57,7 @@ class TunnelEnd(asyncio.Protocol):
         """Whoever answers says goodbye, and its end is ours."""
 
 
-def dig(connection: HttpConnection, far: asyncio.Transport) -> None:
+def open_tunnel(connection: HttpConnection, far: asyncio.Transport) -> None:
     """From now on the client and the other process talk without us."""
     server = connection.server
     near_end, far_end = TunnelEnd(connection.transport, server), TunnelEnd(far)

@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_NOTED
+from tailrace.http.exchange import MODE_OBSERVED
 from tailrace.http.wire import status_line
 from tailrace.protocol.websocket_frames import (
     BINARY,
@@ -24,7 +24,7 @@ from tailrace.protocol.websocket_frames import (
     TEXT,
     TEXT_HEADS,
     TOO_LARGE,
-    Event,
+    FrameEvent,
     FrameReader,
     deflate,
     encode_close,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tailrace.http.exchange import Exchange
     from tailrace.http.server import HttpServer
 
-__all__ = ["WebSocketConnection", "WebSocketHandler", "encode_text", "upgrade"]
+__all__ = ["WebSocketConnection", "WebSocketHandler", "encode_text", "upgrade_to_websocket"]
 
 logger = logging.getLogger("tailrace.http")
 
@@ -288,7 +288,7 @@ class WebSocketConnection(asyncio.Protocol):
             self._frame_began = server.now
             self.deadline = min(self.deadline, server.now + FRAME_S)
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, event: FrameEvent) -> None:
         kind, payload, number = event
         if kind in (TEXT, BINARY):
             if not self._closing:
@@ -400,7 +400,7 @@ class WebSocketConnection(asyncio.Protocol):
 # --- the handshake
 
 
-def upgrade(
+def upgrade_to_websocket(
     exchange: Exchange,
     handler: WebSocketHandler,
     head: bytes = b"",
@@ -436,7 +436,7 @@ def upgrade(
         accept,
         b"\r\n",
         server.app.common_headers(exchange),
-        exchange.note_answer(101, head) if exchange.mode & MODE_NOTED else b"",
+        exchange.note_answer(101, head) if exchange.mode & MODE_OBSERVED else b"",
         b"Sec-WebSocket-Protocol: %b\r\n" % subprotocol if subprotocol else b"",
         _DEFLATE_ANSWER if deflate else b"",
         head,
@@ -478,12 +478,12 @@ def _offers_deflate(offers: bytes) -> bool:
     """True if one of the client's offers can be met with our single set of parameters."""
     for offer in offers.lower().split(b","):
         name, *parameters = (part.strip() for part in offer.split(b";"))
-        if name == b"permessage-deflate" and all(_can_meet(parameter) for parameter in parameters):
+        if name == b"permessage-deflate" and all(_supports_parameter(parameter) for parameter in parameters):
             return True
     return False
 
 
-def _can_meet(parameter: bytes) -> bool:
+def _supports_parameter(parameter: bytes) -> bool:
     name, _, value = (part.strip() for part in parameter.partition(b"="))
     if name in (b"client_no_context_takeover", b"server_no_context_takeover"):
         return value == b""

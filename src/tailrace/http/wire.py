@@ -26,7 +26,7 @@ CONNECTION_KEEP_ALIVE = b"Connection: keep-alive\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 
 # Answers with these codes never have a body, nor a length.
-BODILESS = frozenset((204, 304))
+BODILESS_STATUSES = frozenset((204, 304))
 
 
 def length_end(size: int) -> bytes:

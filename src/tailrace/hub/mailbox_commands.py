@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from tailrace.common.errors import TailraceError
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.hub import copies
 from tailrace.hub.address import mailbox_stream, parse_address, topic_stream
 from tailrace.hub.boxes import (
@@ -173,7 +173,7 @@ def _answer(
                 continue
             message = entry.message
         offset = streams.offset(stream, number)
-        messages.append({"offset": offset, "appendTime": format_instant(time_ns), "message": message})
+        messages.append({"offset": offset, "appendTime": format_rfc3339(time_ns), "message": message})
     payload = {
         "actorAddress": f"@({path})",
         "stream": stream,

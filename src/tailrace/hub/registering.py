@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.hub import mailbox_commands
 from tailrace.hub.address import mailbox_stream, parse_address
 from tailrace.hub.effects import Append, Settled
@@ -36,7 +36,7 @@ def event(found: Registration, operation: str, reason: str, now_ms: int) -> byte
     """A change of the registry as its log has it."""
     headers = {
         "operation": operation,
-        "timestamp": format_instant(now_ms * 1_000_000),
+        "timestamp": format_rfc3339(now_ms * 1_000_000),
         "reason": reason,
     }
     message: dict[str, Any] = {"type": "actor", "key": found.address}

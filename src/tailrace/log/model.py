@@ -224,11 +224,11 @@ class Stream:
         """The offset of the position after `entry`."""
         epochs = self.epochs
         if len(epochs) == 1 or entry >= epochs[-1][1]:
-            return offsets.encode(epochs[-1][0], entry)
+            return offsets.encode_offset(epochs[-1][0], entry)
         for epoch, first in reversed(epochs):
             if entry >= first:
-                return offsets.encode(epoch, entry)
-        return offsets.encode(epochs[0][0], entry)
+                return offsets.encode_offset(epoch, entry)
+        return offsets.encode_offset(epochs[0][0], entry)
 
     def deadline_ns(self) -> int | None:
         """When the stream ends, if nothing renews it."""

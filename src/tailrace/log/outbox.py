@@ -13,7 +13,7 @@ from typing import Final
 import orjson
 
 from tailrace.common.limits import Limits
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.records import Published
 from tailrace.store.companions import PlanEntry
@@ -47,7 +47,7 @@ def inserted(stream: Stream, segments: Sequence[SegmentInfo], generation: int, n
         _message(
             "segment",
             f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}",
-            {"operation": "insert", "timestamp": format_instant(now_ns)},
+            {"operation": "insert", "timestamp": format_rfc3339(now_ns)},
             {
                 "stream": stream.name,
                 "stream_id": folder,
@@ -69,7 +69,7 @@ def inserted(stream: Stream, segments: Sequence[SegmentInfo], generation: int, n
 def dropped(stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns: int) -> list[bytes]:
     """Segments that the stream shows no more: `retention` or `deleted`."""
     folder = stream_id(stream.name, stream.incarnation)
-    headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": reason}
+    headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": reason}
     return [
         _message("segment", f"{folder}/{info.epoch:010}-{info.first:020}-{info.last:020}", headers)
         for info in segments
@@ -79,7 +79,7 @@ def dropped(stream: Stream, segments: Iterable[SegmentInfo], reason: str, now_ns
 def compacted(stream: Stream, epoch: int, ranges: Iterable[tuple[int, int]], now_ns: int) -> list[bytes]:
     """Segments that have become part of a larger one."""
     folder = stream_id(stream.name, stream.incarnation)
-    headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": "compacted"}
+    headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": "compacted"}
     return [
         _message("segment", f"{folder}/{epoch:010}-{first:020}-{last:020}", headers) for first, last in ranges
     ]
@@ -87,20 +87,20 @@ def compacted(stream: Stream, epoch: int, ranges: Iterable[tuple[int, int]], now
 
 def planned(stream: Stream, plan: PlanEntry, now_ns: int) -> bytes:
     value = {"stream": stream.name, "generation": plan.generation, "hash": plan.hash}
-    headers = {"operation": "update", "timestamp": format_instant(now_ns)}
+    headers = {"operation": "update", "timestamp": format_rfc3339(now_ns)}
     return _message("plan", stream_id(stream.name, stream.incarnation), headers, value)
 
 
 def unplanned(stream: Stream, reason: str, now_ns: int) -> bytes:
     """The stream is gone, and with it everything that was said about it."""
-    headers = {"operation": "delete", "timestamp": format_instant(now_ns), "reason": reason}
+    headers = {"operation": "delete", "timestamp": format_rfc3339(now_ns), "reason": reason}
     return _message("plan", stream_id(stream.name, stream.incarnation), headers)
 
 
 def published(stream: Stream, op: Published) -> list[bytes]:
     """One event for each range that got companions."""
     folder = stream_id(stream.name, stream.incarnation)
-    headers = {"operation": "insert", "timestamp": format_instant(op.at_ns)}
+    headers = {"operation": "insert", "timestamp": format_rfc3339(op.at_ns)}
     ranges: dict[tuple[int, int, str], list[str]] = {}
     for one in op.added:
         families = ranges.setdefault((one.first, one.last, one.plan_hash), [])

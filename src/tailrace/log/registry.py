@@ -5,9 +5,9 @@ from __future__ import annotations
 import orjson
 
 from tailrace.common.limits import Limits
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
-from tailrace.protocol.content_types import DEFAULT
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
 
 NAME = "__registry__"
 
@@ -45,7 +45,7 @@ def present(stream: Stream, now_ns: int) -> bytes:
 def _value(stream: Stream, closed: bool) -> dict[str, object]:
     return {
         "path": stream.name,
-        "contentType": stream.content_type or DEFAULT,
+        "contentType": stream.content_type or DEFAULT_CONTENT_TYPE,
         "createdAt": stream.created_ns // 1_000_000,
         "closed": closed,
     }
@@ -54,7 +54,7 @@ def _value(stream: Stream, closed: bool) -> dict[str, object]:
 def _message(
     name: str, operation: str, now_ns: int, value: dict[str, object] | None = None, reason: str | None = None
 ) -> bytes:
-    headers = {"operation": operation, "timestamp": format_instant(now_ns)}
+    headers = {"operation": operation, "timestamp": format_rfc3339(now_ns)}
     if reason is not None:
         headers["reason"] = reason
     message: dict[str, object] = {"type": "stream", "key": name}

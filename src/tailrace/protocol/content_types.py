@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-DEFAULT = "application/octet-stream"
-JSON = "application/json"
-BYTES_MAX = 256
+DEFAULT_CONTENT_TYPE = "application/octet-stream"
+JSON_MEDIA_TYPE = "application/json"
+CONTENT_TYPE_BYTES_MAX = 256
 
 
 @lru_cache(maxsize=1024)
@@ -17,7 +17,7 @@ def media_type(content_type: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_json(content_type: str | None) -> bool:
-    return content_type is not None and media_type(content_type) == JSON
+    return content_type is not None and media_type(content_type) == JSON_MEDIA_TYPE
 
 
 @lru_cache(maxsize=1024)
@@ -26,12 +26,12 @@ def is_text(content_type: str | None) -> bool:
     if content_type is None:
         return False
     media = media_type(content_type)
-    return media == JSON or media.startswith("text/")
+    return media == JSON_MEDIA_TYPE or media.startswith("text/")
 
 
-def is_valid(content_type: str) -> bool:
+def is_valid_content_type(content_type: str) -> bool:
     """A type, a slash, a subtype, and nothing that could break a header line."""
-    if len(content_type) > BYTES_MAX or not content_type.isprintable():
+    if len(content_type) > CONTENT_TYPE_BYTES_MAX or not content_type.isprintable():
         return False
     kind, slash, sub = media_type(content_type).partition("/")
     return bool(kind and slash and sub)

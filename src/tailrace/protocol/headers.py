@@ -40,7 +40,7 @@ RESPONSE_HEADERS: tuple[str, ...] = (
 )
 
 # On the answer to a long-poll whose wait was shortened, and exposed there only.
-WAIT_LIMIT = "Stream-Wait-Limit-Ms"
+WAIT_LIMIT_HEADER = "Stream-Wait-Limit-Ms"
 
 # On answers to searches only, and so exposed there only: every other answer is spared the length of them.
 SEARCH_HEADERS: tuple[str, ...] = (
@@ -96,32 +96,36 @@ REQUEST_HEADERS: tuple[str, ...] = (
     "Producer-Seq",
 )
 
-METHODS = "GET, POST, PUT, PATCH, DELETE, HEAD, OPTIONS"
+ALLOWED_METHODS = "GET, POST, PUT, PATCH, DELETE, HEAD, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 86_400
 
 
-def exposed(names: tuple[str, ...]) -> bytes:
+def expose_headers_line(names: tuple[str, ...]) -> bytes:
     """The line that lets browsers read these. It may be there more than once: browsers join them."""
-    return line("Access-Control-Expose-Headers", ", ".join(names))
+    return header_line("Access-Control-Expose-Headers", ", ".join(names))
 
 
-def line(name: str, value: str) -> bytes:
+def header_line(name: str, value: str) -> bytes:
     """One header line, CRLF included. Values beyond ASCII travel as UTF-8."""
     assert not {"\r", "\n"} & set(value), f"line break in header {name}"
     return f"{name}: {value}\r\n".encode()
 
 
-def common_lines(resource_policy: str, origin: str | None) -> bytes:
+def common_header_lines(resource_policy: str, origin: str | None) -> bytes:
     """On every response, errors and preflights included; `origin` is None where it depends on the request."""
-    lines = line("X-Content-Type-Options", "nosniff")
-    lines += line("Cross-Origin-Resource-Policy", resource_policy)
-    lines += exposed(RESPONSE_HEADERS)
-    return lines + (line("Vary", "Origin") if origin is None else line("Access-Control-Allow-Origin", origin))
+    lines = header_line("X-Content-Type-Options", "nosniff")
+    lines += header_line("Cross-Origin-Resource-Policy", resource_policy)
+    lines += expose_headers_line(RESPONSE_HEADERS)
+    return lines + (
+        header_line("Vary", "Origin")
+        if origin is None
+        else header_line("Access-Control-Allow-Origin", origin)
+    )
 
 
 def preflight_lines() -> bytes:
     return (
-        line("Access-Control-Allow-Methods", METHODS)
-        + line("Access-Control-Allow-Headers", ", ".join(REQUEST_HEADERS))
-        + line("Access-Control-Max-Age", str(PREFLIGHT_MAX_AGE_S))
+        header_line("Access-Control-Allow-Methods", ALLOWED_METHODS)
+        + header_line("Access-Control-Allow-Headers", ", ".join(REQUEST_HEADERS))
+        + header_line("Access-Control-Max-Age", str(PREFLIGHT_MAX_AGE_S))
     )

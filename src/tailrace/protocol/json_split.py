@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 _VALUE = msgspec.json.Decoder(msgspec.Raw)
 _SPACE = b" \t\n\r"
-_GAP = re.compile(rb"[ \t\n\r,]*")
+_SEPARATOR = re.compile(rb"[ \t\n\r,]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 # A large body is looked at in blocks of this size.
 _BLOCK_BYTES = 256 * 1024
@@ -32,33 +32,33 @@ _BLOCK_BYTES = 256 * 1024
 _ELEMENT_BYTES_MIN = 16
 
 
-def entries(body: bytes, depth_max: int, entries_max: int) -> tuple[bytes, Sequence[int]]:
+def split_to_block(body: bytes, depth_max: int, entries_max: int) -> tuple[bytes, Sequence[int]]:
     """The entries of one JSON text as one block body (joined by commas) and their lengths."""
     if len(body) > _BLOCK_BYTES and body.count(b",") * _ELEMENT_BYTES_MIN > len(body):
         text = body.strip(_SPACE)
         if text[:1] == b"[":
             return _join_pieces(text, depth_max, entries_max)
-    found = split(body, depth_max)
+    found = split_entries(body, depth_max)
     if len(found) == 1:
         entry = bytes(found[0])
         return entry, (len(entry),)
     if len(found) > entries_max:
         raise _too_many(entries_max)
-    return join(found)
+    return join_entries(found)
 
 
-def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
+def split_entries(body: bytes, depth_max: int) -> list[msgspec.Raw]:
     """The entries of one JSON text: an array loses one level, any other value is one entry.
 
     msgspec checks the grammar while it cuts, but not UTF-8 inside strings, nor depth; those are ours.
     """
     try:
         try:
-            found = _cut(body)
+            found = _split_grammar(body)
         except msgspec.DecodeError:
             if b"\\u" not in body:
                 raise
-            found = _cut_past_surrogates(body)
+            found = _split_past_surrogates(body)
         if not body.isascii():
             _check_utf8(found)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -71,7 +71,7 @@ def split(body: bytes, depth_max: int) -> list[msgspec.Raw]:
     return found
 
 
-def join(found: list[msgspec.Raw]) -> tuple[bytes, Sequence[int]]:
+def join_entries(found: list[msgspec.Raw]) -> tuple[bytes, Sequence[int]]:
     """The entries as one block body (joined by commas) and their lengths."""
     parts = cast("list[bytes]", found)  # Raw offers its bytes through the buffer protocol
     return b",".join(parts), [len(part) for part in parts]
@@ -89,14 +89,14 @@ def _is_deeper(entry: bytes, depth_max: int) -> bool:
     return entry.count(b"[") + entry.count(b"{") > depth_max and _depth(entry) > depth_max
 
 
-def _cut(body: bytes) -> list[msgspec.Raw]:
+def _split_grammar(body: bytes) -> list[msgspec.Raw]:
     text = body.lstrip(_SPACE)
     if text[:1] == b"[":
         return _ELEMENTS.decode(text)
     return [_VALUE.decode(text.rstrip(_SPACE))]
 
 
-def _cut_past_surrogates(body: bytes) -> list[msgspec.Raw]:
+def _split_past_surrogates(body: bytes) -> list[msgspec.Raw]:
     """Half a surrogate pair, escaped, is legal JSON, and what JavaScript writes; msgspec refuses it.
 
     So the grammar is checked, and the cuts are found, on a copy with plain escapes of the same length.
@@ -104,8 +104,8 @@ def _cut_past_surrogates(body: bytes) -> list[msgspec.Raw]:
     found: list[msgspec.Raw] = []
     text = body.lstrip(_SPACE)
     position = len(body) - len(text) + (1 if text[:1] == b"[" else 0)
-    for copy in _cut(_without_surrogates(body)):
-        gap = _GAP.match(body, position)
+    for copy in _split_grammar(_without_surrogates(body)):
+        gap = _SEPARATOR.match(body, position)
         start = position if gap is None else gap.end()
         position = start + len(copy)
         found.append(msgspec.Raw(body[start:position]))
@@ -135,7 +135,7 @@ def _join_pieces(text: bytes, depth_max: int, entries_max: int) -> tuple[bytes, 
     lengths = array("I")
     start = 1
     for end in (*_commas(text), len(text) - 1):
-        joined, more = join(split(b"[%b]" % text[start:end], depth_max))
+        joined, more = join_entries(split_entries(b"[%b]" % text[start:end], depth_max))
         if not more or text[-1:] != b"]":
             raise TailraceError("invalid_json", f"body is not valid JSON: no value before byte {end}")
         bodies.append(joined)

@@ -6,13 +6,13 @@ from urllib.parse import unquote_to_bytes
 
 from tailrace.common.errors import TailraceError
 
-RESERVED_LAST = frozenset(
+RESERVED_LAST_SEGMENTS = frozenset(
     {"_schema", "_profile", "_search", "_aggregate", "_routing_keys", "_index_status", "_details", "_otlp"}
 )
-RESERVED_INNER = frozenset({"pk", "touch", "_otlp"})
+RESERVED_INNER_SEGMENTS = frozenset({"pk", "touch", "_otlp"})
 
 
-def decode(raw: bytes) -> str | None:
+def decode_name(raw: bytes) -> str | None:
     """A name from its percent-encoded path; None if the bytes are not UTF-8. `%2F` is a slash."""
     try:
         if b"%" not in raw:
@@ -22,36 +22,38 @@ def decode(raw: bytes) -> str | None:
         return None
 
 
-def is_valid(name: str, bytes_max: int) -> bool:
-    if not name or len(name.encode()) > bytes_max or not _printable(name):
+def is_valid_name(name: str, bytes_max: int) -> bool:
+    if not name or len(name.encode()) > bytes_max or not _is_printable(name):
         return False
     return all(segment not in ("", ".", "..") for segment in name.split("/"))
 
 
-def is_system(name: str) -> bool:
+def is_system_name(name: str) -> bool:
     """Owned by the server: readable under its own rules, written only by the server."""
     return name.startswith("__")
 
 
-def is_sub_resource(name: str) -> bool:
+def is_sub_resource_name(name: str) -> bool:
     """Whether the path belongs to something of a stream rather than to a stream."""
     segments = name.split("/")
-    return segments[-1] in RESERVED_LAST or any(segment in RESERVED_INNER for segment in segments[1:-1])
+    return segments[-1] in RESERVED_LAST_SEGMENTS or any(
+        segment in RESERVED_INNER_SEGMENTS for segment in segments[1:-1]
+    )
 
 
-def check_creatable(name: str | None, bytes_max: int) -> str:
+def check_creatable_name(name: str | None, bytes_max: int) -> str:
     """Refuses names no stream may have, so that none is created that could not be reached."""
-    if name is None or not is_valid(name, bytes_max):
+    if name is None or not is_valid_name(name, bytes_max):
         raise TailraceError(
             "invalid_name",
             f"a stream name is 1 to {bytes_max} bytes of UTF-8 without control characters and without "
             "empty, '.' or '..' segments",
         )
     first = name.partition("/")[0]
-    if first.startswith("__") or first == "hub" or is_sub_resource(name):
+    if first.startswith("__") or first == "hub" or is_sub_resource_name(name):
         raise TailraceError("reserved_name", f"the name {name!r} is reserved")
     return name
 
 
-def _printable(name: str) -> bool:
+def _is_printable(name: str) -> bool:
     return not any(char < " " or "\x7f" <= char <= "\x9f" for char in name)

@@ -12,7 +12,7 @@ from tailrace.common.errors import TailraceError
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 EPOCH_MAX = 2**32 - 1
 ENTRY_MAX = 2**64 - 1
-START = "0" * 26
+START_OFFSET = "0" * 26
 
 # Two digits at a time: 13 look-ups instead of 26 on the acknowledgement path.
 _PAIRS = [a + b for a in ALPHABET for b in ALPHABET]
@@ -23,7 +23,7 @@ _BASE32 = re.compile(r"[0-7][0-9A-HJKMNP-TV-Za-hjkmnp-tv-z]{25}")
 _DECIMAL = re.compile(r"([0-9]{16})_([0-9]{16})")
 
 
-def encode(epoch: int, entry: int) -> str:
+def encode_offset(epoch: int, entry: int) -> str:
     """The offset of the position after `entry`."""
     if epoch == 0 and entry < 1 << 28:
         # The common case: only six digits can differ from zero. Measured 3x the general one.
@@ -41,10 +41,10 @@ def next_offset_line(epoch: int, entry: int) -> bytes:
             _ASCII_PAIRS[entry >> 8 & 1023],
             _ASCII_PAIRS[(entry & 255) << 2],
         )
-    return b"Stream-Next-Offset: %b\r\n" % encode(epoch, entry).encode("ascii")
+    return b"Stream-Next-Offset: %b\r\n" % encode_offset(epoch, entry).encode("ascii")
 
 
-def parse_position(text: str) -> tuple[int, int]:
+def parse_offset(text: str) -> tuple[int, int]:
     """An explicit offset as `(epoch, entry)`; everything else, `-1` and `now` included, is refused."""
     if _BASE32.fullmatch(text):
         value = 0

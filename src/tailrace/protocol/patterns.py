@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pattern:
+class NamePattern:
     """A compiled glob over segments: `*` is exactly one, `**` zero or more, everything else is literal."""
 
     __slots__ = ("_segments", "prefix", "text")
@@ -17,7 +17,7 @@ class Pattern:
         """Whether the glob covers the name. Streams of the server are linked by name or not at all."""
         if not name.startswith(self.prefix) or name.startswith(("__", "hub/")):
             return False
-        return _match(self._segments, name.split("/"))
+        return _match_segments(self._segments, name.split("/"))
 
 
 def literal_prefix(pattern: str) -> str:
@@ -33,7 +33,7 @@ def literal_prefix(pattern: str) -> str:
     return pattern
 
 
-def _match(pattern: list[str], name: list[str]) -> bool:
+def _match_segments(pattern: list[str], name: list[str]) -> bool:
     """Greedy, with one point to come back to: the latest `**` can make up for all earlier ones."""
     at = seen = 0
     star = retry = -1

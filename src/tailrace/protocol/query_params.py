@@ -10,10 +10,10 @@ from urllib.parse import unquote_to_bytes
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
-from tailrace.protocol.headers import WAIT_LIMIT, exposed, line
+from tailrace.protocol.headers import WAIT_LIMIT_HEADER, expose_headers_line, header_line
 
 QUERY_BYTES_CACHED = 512
-SINGLE = frozenset(
+SINGLE_VALUED_PARAMS = frozenset(
     {
         "offset",
         "live",
@@ -45,10 +45,10 @@ LIVE_MODES = {
 
 def parse_query(raw: bytes) -> dict[str, str]:
     """Query parameters; the result is shared and must not be changed. Unknown ones are kept and ignored."""
-    return parse_known_query(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse(raw)
+    return parse_query_cached(raw) if len(raw) <= QUERY_BYTES_CACHED else _parse_params(raw)
 
 
-def _parse(raw: bytes) -> dict[str, str]:
+def _parse_params(raw: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in raw.split(b"&"):
         if not item:
@@ -59,7 +59,7 @@ def _parse(raw: bytes) -> dict[str, str]:
             text = unquote_to_bytes(value.replace(b"+", b" ")).decode()
         except UnicodeDecodeError:
             raise TailraceError("invalid_request", "the query string is not valid UTF-8") from None
-        if key in found and key in SINGLE:
+        if key in found and key in SINGLE_VALUED_PARAMS:
             raise TailraceError(
                 "invalid_offset" if key == "offset" else "invalid_request", f"{key} is given more than once"
             )
@@ -67,7 +67,7 @@ def _parse(raw: bytes) -> dict[str, str]:
     return found
 
 
-parse_known_query = lru_cache(maxsize=4096)(_parse)
+parse_query_cached = lru_cache(maxsize=4096)(_parse_params)
 
 
 def live_mode(query: dict[str, str]) -> str:
@@ -78,7 +78,7 @@ def live_mode(query: dict[str, str]) -> str:
     return mode
 
 
-class Start(NamedTuple):
+class ReadStart(NamedTuple):
     """Where a read starts, as the request says it."""
 
     offset: str | None  # None if the request names none
@@ -86,7 +86,7 @@ class Start(NamedTuple):
     header: bytes  # the line that tells what decided, where the request names more than an offset
 
 
-def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes]) -> Start:
+def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes]) -> ReadStart:
     """`Last-Event-ID` decides on an event stream, then `offset`, then `since`.
 
     A browser's `EventSource` reconnects with the URL that it was opened with, so the id of the last event
@@ -97,13 +97,13 @@ def read_start(query: dict[str, str], mode: str, headers: Mapping[bytes, bytes])
     given = headers.get(b"last-event-id") if mode == "sse" else None
     if given:
         try:
-            resumed = offsets.encode(*offsets.parse_position(given.decode("latin-1")))
-            return Start(resumed, since, line("Stream-Start", "last-event-id"))
+            resumed = offsets.encode_offset(*offsets.parse_offset(given.decode("latin-1")))
+            return ReadStart(resumed, since, header_line("Stream-Start", "last-event-id"))
         except TailraceError:
             pass
     elif since is None:
-        return Start(offset, None, b"")
-    return Start(offset, since, line("Stream-Start", "since" if offset is None else "offset"))
+        return ReadStart(offset, None, b"")
+    return ReadStart(offset, since, header_line("Stream-Start", "since" if offset is None else "offset"))
 
 
 def routing_key(query: dict[str, str], path_key: str | None) -> str:
@@ -119,23 +119,23 @@ def routing_key(query: dict[str, str], path_key: str | None) -> str:
 
 def wait_ms(query: dict[str, str], default_ms: int, max_ms: int) -> int:
     """How long a long-poll waits: `timeout_ms`, else `timeout`, cut down to what is allowed."""
-    asked_ms = _asked_wait_ms(query)
+    asked_ms = _requested_wait_ms(query)
     return min(default_ms if asked_ms is None else asked_ms, max_ms)
 
 
 def wait_limit_lines(query: dict[str, str], max_ms: int) -> bytes:
     """For the answer to a long-poll that waited in vain: the longest wait, if the client asked for more."""
-    asked_ms = _asked_wait_ms(query)
+    asked_ms = _requested_wait_ms(query)
     if asked_ms is None or asked_ms <= max_ms:
         return b""
-    return line(WAIT_LIMIT, str(max_ms)) + exposed((WAIT_LIMIT,))
+    return header_line(WAIT_LIMIT_HEADER, str(max_ms)) + expose_headers_line((WAIT_LIMIT_HEADER,))
 
 
-def _asked_wait_ms(query: dict[str, str]) -> int | None:
+def _requested_wait_ms(query: dict[str, str]) -> int | None:
     if (exact := query.get("timeout_ms")) is not None:
         if not exact.isascii() or not exact.isdigit() or len(exact) > 12:
             raise TailraceError("invalid_timeout", "timeout_ms must be whole milliseconds")
         return int(exact)
     if (text := query.get("timeout")) is not None:
-        return timestamps.parse_wait_ms(text)
+        return timestamps.parse_timeout_ms(text)
     return None

@@ -14,7 +14,9 @@ import re
 import orjson
 
 # The header lines that every event stream begins with.
-EVENT_STREAM = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+EVENT_STREAM_HEADERS = (
+    b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+)
 KEEP_ALIVE = b": keep-alive\n\n"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
@@ -46,7 +48,7 @@ def control_event(next_offset: str, cursor: str, up_to_date: bool, closed: bool)
     return f"event: control\ndata:{{{fields}}}\nid: {next_offset}\n\n".encode()
 
 
-def ws_data(payload: bytes, text: bool) -> bytes:
+def websocket_data(payload: bytes, text: bool) -> bytes:
     """A data message of `live=ws`; bytes that are not text travel as base64."""
     if text:
         try:
@@ -56,7 +58,7 @@ def ws_data(payload: bytes, text: bool) -> bytes:
     return orjson.dumps({"type": "data", "payload": base64.b64encode(payload).decode(), "encoding": "base64"})
 
 
-def ws_control(next_offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
+def websocket_control(next_offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
     message: dict[str, object] = {
         "type": "control",
         "streamNextOffset": next_offset,

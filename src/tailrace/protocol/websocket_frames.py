@@ -31,7 +31,7 @@ MESSAGE_TOO_BIG: Final = 1009
 # TEXT, BINARY, PING, PONG: the payload, 0. CLOSE: the reason in UTF-8, the code (1005 if there was none).
 # TOO_LARGE: the first bytes of a skipped message, its size so far. FAIL: why, the code to close
 # with; it is the last.
-Event = tuple[int, bytes, int]
+FrameEvent = tuple[int, bytes, int]
 
 # How much of a skipped message is kept for its reader to recognise it by.
 SKIPPED_PREFIX_BYTES = 4096
@@ -79,13 +79,13 @@ def text_head(size: int) -> bytes:
     """What comes before the payload of a text message as a server sends it."""
     head = TEXT_HEADS.get(size)
     if head is None:
-        head = _head(_FIN | TEXT, size)
+        head = _frame_head(_FIN | TEXT, size)
         if len(TEXT_HEADS) < _HEADS_MAX:
             TEXT_HEADS[size] = head
     return head
 
 
-def _head(first: int, size: int) -> bytes:
+def _frame_head(first: int, size: int) -> bytes:
     if size < 126:
         return bytes((first, size))
     if size < 65536:
@@ -94,7 +94,7 @@ def _head(first: int, size: int) -> bytes:
 
 
 def encode_frame(opcode: int, payload: bytes, *, fin: bool = True, compressed: bool = False) -> bytes:
-    return _head(opcode | (_FIN if fin else 0) | (_RSV1 if compressed else 0), len(payload)) + payload
+    return _frame_head(opcode | (_FIN if fin else 0) | (_RSV1 if compressed else 0), len(payload)) + payload
 
 
 def encode_text(payload: bytes) -> bytes:
@@ -191,12 +191,12 @@ class FrameReader:
         """True if a frame is begun and not finished."""
         return self._frame_opcode >= 0 or self._header != b""
 
-    def feed(self, data: bytes) -> list[Event]:
+    def feed(self, data: bytes) -> list[FrameEvent]:
         """The events that `data` completes. After CLOSE or FAIL nothing more is read."""
-        events: list[Event] = []
+        events: list[FrameEvent] = []
         try:
             between = not (self._header or self._message_opcode or self._done) and self._frame_opcode < 0
-            read = _whole_texts(data, self._message_bytes, events) if between else 0
+            read = _read_whole_texts(data, self._message_bytes, events) if between else 0
             if read < len(data) or not between:
                 self._read(data[read:] if read else data, events)
         except _FrameError as failure:
@@ -206,7 +206,7 @@ class FrameReader:
             self._forget()
         return events
 
-    def _read(self, data: bytes, events: list[Event]) -> None:
+    def _read(self, data: bytes, events: list[FrameEvent]) -> None:
         position = 0
         if self._header:
             data = self._header + data
@@ -271,7 +271,7 @@ class FrameReader:
         elif self._message_opcode != 0:
             raise _FrameError(PROTOCOL_ERROR, "a new message inside a fragmented one")
 
-    def _check_size(self, first: int, size: int, events: list[Event]) -> None:
+    def _check_size(self, first: int, size: int, events: list[FrameEvent]) -> None:
         """End the connection for a message that is too large even to skip, as soon as its size is known."""
         if first & 0x0F >= CLOSE:
             return
@@ -282,7 +282,7 @@ class FrameReader:
             events.append((FAIL, b"message too large", MESSAGE_TOO_BIG))
             self._done = True
 
-    def _begin_frame(self, first: int, size: int, mask: bytes, events: list[Event]) -> None:
+    def _begin_frame(self, first: int, size: int, mask: bytes, events: list[FrameEvent]) -> None:
         self._check_size(first, size, events)
         if self._done:
             return
@@ -312,7 +312,7 @@ class FrameReader:
         self._parts_bytes = 0
         self._checker = None
 
-    def _read_payload(self, data: bytes, position: int, events: list[Event]) -> int:
+    def _read_payload(self, data: bytes, position: int, events: list[FrameEvent]) -> int:
         """Take what `data` has of the current frame's payload; the new position."""
         piece = data[position : position + self._frame_left]
         position += len(piece)
@@ -363,7 +363,7 @@ class FrameReader:
         if self._parts_bytes > self._message_bytes:
             self._skip()
 
-    def _end_data(self, payload: bytes, events: list[Event]) -> None:
+    def _end_data(self, payload: bytes, events: list[FrameEvent]) -> None:
         if self._skipped_bytes >= 0:
             if self._fin:
                 events.append((TOO_LARGE, self._prefix, self._skipped_bytes))
@@ -403,7 +403,7 @@ class FrameReader:
         except UnicodeDecodeError:
             raise _FrameError(INVALID_DATA, "text is not UTF-8") from None
 
-    def _end_control(self, opcode: int, payload: bytes, events: list[Event]) -> None:
+    def _end_control(self, opcode: int, payload: bytes, events: list[FrameEvent]) -> None:
         if opcode != CLOSE:
             events.append((opcode, payload, 0))
             return
@@ -433,7 +433,7 @@ class FrameReader:
         self._payload = None
 
 
-def _whole_texts(data: bytes, bytes_max: int, events: list[Event]) -> int:
+def _read_whole_texts(data: bytes, bytes_max: int, events: list[FrameEvent]) -> int:
     """Takes text messages of one frame that are all there, as most are; where it has to be read on from."""
     position, end, mask_off = 0, len(data), apply_mask
     while end - position > HEADER_BYTES_MAX and data[position] == _FIN | TEXT:

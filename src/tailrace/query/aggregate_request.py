@@ -6,7 +6,7 @@ import math
 import re
 from typing import Final, NamedTuple, cast
 
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.query.bind import Bound, bind_query
 from tailrace.query.dialect import SEARCH
 from tailrace.query.values import INT64_MAX
@@ -82,7 +82,7 @@ def _instant_ns(value: object, key: str) -> int:
     """RFC 3339, nanoseconds as text, or milliseconds as a number."""
     found: int | None = None
     if isinstance(value, str):
-        found = int(value) if _NANOS.fullmatch(value) else parse_instant_ns(value)
+        found = int(value) if _NANOS.fullmatch(value) else parse_rfc3339_ns(value)
         if found is not None and abs(found) >= INT64_MAX and not _NANOS.fullmatch(value):
             found = None  # an instant that 64 bits of nanoseconds do not reach
     elif isinstance(value, int) and not isinstance(value, bool):

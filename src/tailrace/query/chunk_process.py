@@ -181,7 +181,7 @@ def _read_exactly(pipe: FileIO, count: int) -> bytes | None:
 def main() -> None:
     """Answers requests until the server ends, which closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
-    turns.step_back(int(sys.argv[1]))
+    turns.lower_cpu_priority(int(sys.argv[1]))
     requests, answers = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
     while (request := _read(requests)) is not None:
         try:

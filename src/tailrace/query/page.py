@@ -8,7 +8,7 @@ from typing import cast
 
 import orjson
 
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.log.scattered import ScatteredReader
 from tailrace.query.collect import Hit
@@ -55,7 +55,7 @@ def coverage_of(outcome: Outcome, stream: Stream) -> dict[str, object]:
         "stream_head_offset": stream.offset(outcome.last),
         "visible_through_offset": stream.offset(outcome.through),
         "visible_through_primary_timestamp_max": _instant(outcome.primary_max),
-        "oldest_omitted_append_at": None if oldest_ns is None else format_instant(oldest_ns),
+        "oldest_omitted_append_at": None if oldest_ns is None else format_rfc3339(oldest_ns),
         "possible_missing_uploaded_segments": left.segments,
         "possible_missing_sealed_rows": left.sealed_rows,
         "possible_missing_wal_rows": left.wal_rows,
@@ -92,7 +92,7 @@ def _text(value: object) -> str:
 def _instant(ms: int | None) -> str | None:
     if ms is None or not 0 <= ms <= MS_SHOWN_MAX:
         return None
-    return format_instant(ms * 1_000_000)
+    return format_rfc3339(ms * 1_000_000)
 
 
 def _hit(hit: Hit, payload: bytes, request: SearchRequest, stream: Stream, view: View) -> dict[str, object]:

@@ -131,7 +131,7 @@ def _after(index: int, key: SortKey, value: object) -> SortValue:
         if not isinstance(value, str):
             raise wrong
         try:
-            return offsets.parse_position(value)[1]
+            return offsets.parse_offset(value)[1]
         except TailraceError:
             raise wrong from None
     if key.kind == "keyword":

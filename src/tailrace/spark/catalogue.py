@@ -16,7 +16,7 @@ import msgspec
 from tailrace.client.model import StreamDescriptor, StreamInfo, is_json
 from tailrace.client.wire import OCTETS_TYPE
 from tailrace.protocol import offsets
-from tailrace.protocol.patterns import Pattern
+from tailrace.protocol.patterns import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
 from tailrace.spark.server import Server, server_of
 from tailrace.store.manifest import Manifests
@@ -37,14 +37,14 @@ class Position(NamedTuple):
 
     @property
     def offset(self) -> str:
-        return offsets.encode(self.epoch, self.entry)
+        return offsets.encode_offset(self.epoch, self.entry)
 
 
 START = Position(0, 0)
 
 
 def position_of(offset: str) -> Position:
-    return Position(*offsets.parse_position(offset))
+    return Position(*offsets.parse_offset(offset))
 
 
 class StreamState(NamedTuple):
@@ -83,7 +83,7 @@ class Catalogue:
     def __init__(self, options: ReadOptions, server: Server | None = None) -> None:
         self._options = options
         self.server = server or server_of(options.connection)
-        self._pattern = None if options.pattern is None else Pattern(options.pattern)
+        self._pattern = None if options.pattern is None else NamePattern(options.pattern)
         self._sealed: dict[str, _Sealed] = {}
 
     # -- streams ---------------------------------------------------------------------------------------
@@ -202,6 +202,6 @@ def _from_info(info: StreamInfo) -> StreamState:
 
 
 def _from_row(row: StreamDescriptor) -> StreamState:
-    tail = row.end_offset or offsets.START  # (its `next_offset` is a count)
+    tail = row.end_offset or offsets.START_OFFSET  # (its `next_offset` is a count)
     earliest = START if row.earliest_offset is None else position_of(row.earliest_offset)
     return StreamState(row.name, row.content_type or OCTETS_TYPE, earliest, position_of(tail))

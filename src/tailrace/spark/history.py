@@ -191,7 +191,7 @@ class _History:
 
 def offset_column(epoch: int) -> Column:
     """The offset of each row, out of its entry: `epoch << 96 | entry << 32` in base 32."""
-    prefix = offsets.encode(epoch, 0)[:7]
+    prefix = offsets.encode_offset(epoch, 0)[:7]
     digits = f.lpad(f.conv((f.col("entry") * 4).cast("string"), 10, 32), 13, "0")
     spelled = f.translate(digits, _SPARK_DIGITS, _OFFSET_DIGITS)
     return f.concat(f.lit(prefix), spelled, f.lit("000000"))

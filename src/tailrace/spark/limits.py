@@ -80,7 +80,7 @@ class Limiter:
         return Position(before.epoch, last)  # one append is larger than the limit
 
     def _entry(self, lag: Lag, entry: int) -> _Entry:
-        offset = offsets.encode(lag.state.tail.epoch, entry - 1)
+        offset = offsets.encode_offset(lag.state.tail.epoch, entry - 1)
         return _first(self._catalogue.server.rows(lag.state.name, offset=offset, entries_max=1).body)
 
     def _first_at(self, lag: Lag, time_ns: int) -> _Entry:
@@ -92,7 +92,7 @@ class Limiter:
         rows = sum(info.rows for _, info in segments)
         if rows:
             return max(1.0, sum(info.payload_bytes for _, info in segments) / rows)
-        offset = offsets.encode(lag.state.tail.epoch, lag.start.entry)
+        offset = offsets.encode_offset(lag.state.tail.epoch, lag.start.entry)
         page = self._catalogue.server.rows(lag.state.name, offset=offset, entries_max=SAMPLE_ENTRIES)
         rows_read = pa.ipc.open_stream(page.body).read_next_batch()
         return max(1.0, rows_read.column("payload").nbytes / max(1, rows_read.num_rows))

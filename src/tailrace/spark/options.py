@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 
 ENDPOINT_DEFAULT = "http://127.0.0.1:4437"
 STREAMS_MAX = 10_000
@@ -230,7 +230,7 @@ def _bound(options: Options, which: str, words: tuple[str, ...]) -> tuple[Positi
 def _instant_ns(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 16:
         return int(text) * 1_000_000  # Unix milliseconds, as Spark's other sources take them
-    instant_ns = parse_instant_ns(text)
+    instant_ns = parse_rfc3339_ns(text)
     if instant_ns is None:
         refuse(f"{name} is RFC 3339 or Unix milliseconds, not {text!r}")
     return instant_ns

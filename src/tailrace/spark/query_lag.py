@@ -31,8 +31,8 @@ def lag(progress: Any, **options: str) -> dict[str, StreamLag]:
     for source in progress.sources:
         ends, tails = _offsets(source.endOffset), _offsets(source.latestOffset)
         for name, tail in tails.items():
-            end = ends.get(name, offsets.START)
-            behind[name] = end, max(0, offsets.parse_position(tail)[1] - offsets.parse_position(end)[1])
+            end = ends.get(name, offsets.START_OFFSET)
+            behind[name] = end, max(0, offsets.parse_offset(tail)[1] - offsets.parse_offset(end)[1])
     server = Server(connection_of(Options(options)))
     try:
         return {
@@ -49,7 +49,7 @@ def _offsets(text: str | None) -> dict[str, str]:
         found = msgspec.json.decode(text or "{}", type=dict[str, str])
         for name, offset in found.items():
             if not name.startswith("/"):
-                offsets.parse_position(offset)
+                offsets.parse_offset(offset)
     except (msgspec.MsgspecError, TailraceError):
         return {}
     return {name: offset for name, offset in found.items() if not name.startswith("/")}

@@ -119,7 +119,7 @@ class PartitionReader:
             try:
                 page = self._server.rows(
                     stream,
-                    offset=offsets.encode(epoch, after),
+                    offset=offsets.encode_offset(epoch, after),
                     key=options.key,
                     entries_max=min(BATCH_ROWS, upto - after),
                     bytes_max=options.connection.fetch_bytes,
@@ -128,7 +128,7 @@ class PartitionReader:
                 after = self._over_loss(error, after, upto)
                 continue
             rows = pa.ipc.open_stream(page.body).read_next_batch()
-            reached = offsets.parse_position(page.next_offset)[1]
+            reached = offsets.parse_offset(page.next_offset)[1]
             if reached <= after:
                 raise DataLossError(stream, f"it ends at entry {after}, and {upto} was expected")
             if reached > upto:  # by key a page reaches as far as there is nothing to show
@@ -147,7 +147,7 @@ class PartitionReader:
         earliest = error.extra.get("earliest_offset")
         following = upto
         if isinstance(earliest, str):
-            following = min(upto, max(after, offsets.parse_position(earliest)[1]))
+            following = min(upto, max(after, offsets.parse_offset(earliest)[1]))
         if following == after:
             raise error
         logger.warning("stream %s: entries %d to %d are gone", stream, after + 1, following)

@@ -15,7 +15,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as f
 
 from tailrace.common.errors import TailraceError
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.protocol import offsets
 from tailrace.spark.catalogue import Catalogue
 from tailrace.spark.columns import DEFAULT
@@ -46,10 +46,10 @@ class AsOf(NamedTuple):
 def as_of(text: str | None) -> AsOf:
     if text is None:
         return AsOf()
-    if parse_instant_ns(text) is not None:
+    if parse_rfc3339_ns(text) is not None:
         return AsOf(time=text)
     try:
-        return AsOf(entry=offsets.parse_position(text)[1])
+        return AsOf(entry=offsets.parse_offset(text)[1])
     except TailraceError:
         message = f"{text!r} is neither an offset nor an instant such as 2026-01-01T00:00:00Z"
         raise OptionError(message) from None

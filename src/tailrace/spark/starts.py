@@ -97,4 +97,4 @@ def encoded(positions: dict[str, Position]) -> dict[str, str]:
 
 
 def decoded(offsets_by_stream: dict[str, str]) -> dict[str, Position]:
-    return {name: Position(*offsets.parse_position(text)) for name, text in offsets_by_stream.items()}
+    return {name: Position(*offsets.parse_offset(text)) for name, text in offsets_by_stream.items()}

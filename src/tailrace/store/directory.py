@@ -34,7 +34,7 @@ class DataDirectory:
         self._lock_fd = self._lock()
         self._check_version()
         for name in SUBDIRECTORIES:
-            private_files.close(path / name, private_files.DIRECTORY_MODE)
+            private_files.restrict_to_owner(path / name, private_files.DIRECTORY_MODE)
         self.deployment = self._deployment()
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def write_durably(file: Path, text: str) -> None:
 
 def make_directory(path: Path) -> None:
     """Made if it is not there, and there after a crash: what is synced inside it counts on that."""
-    private_files.make_directory(path)
+    private_files.make_private_directory(path)
     sync_directory(path.parent)
 
 

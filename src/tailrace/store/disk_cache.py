@@ -63,7 +63,7 @@ class DiskCache:
 
     def scan(self) -> list[Part]:
         """What an earlier run left behind, the oldest first. Whatever is not a whole part is removed."""
-        private_files.make_directory(self.directory)
+        private_files.make_private_directory(self.directory)
         found: list[tuple[int, Part]] = []
         for entry in os.scandir(self.directory):
             status = entry.stat()

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from tailrace.protocol.offsets import START
-from tailrace.protocol.patterns import Pattern
+from tailrace.protocol.offsets import START_OFFSET
+from tailrace.protocol.patterns import NamePattern
 from tailrace.subscriptions.config import Config
 
 BEFORE_ALL: Final = "-1"
@@ -133,13 +133,13 @@ class Subscription:
         return self.pattern is not None and path != self.config.wake_stream and self.pattern.matches(path)
 
 
-def _pattern_of(head: Head) -> Pattern | None:
-    return None if head.config is None or head.config.pattern is None else Pattern(head.config.pattern)
+def _pattern_of(head: Head) -> NamePattern | None:
+    return None if head.config is None or head.config.pattern is None else NamePattern(head.config.pattern)
 
 
 def first_cursor(tail: str, *, empty: bool) -> str:
     """Where a stream that was created after the subscription is linked: before its first content."""
-    return tail if empty else START
+    return tail if empty else START_OFFSET
 
 
 # -- on disk ----------------------------------------------------------------------------------------------

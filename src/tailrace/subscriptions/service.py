@@ -9,7 +9,7 @@ from typing import Final
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
@@ -45,7 +45,7 @@ class SubscriptionService:
         settings: Settings,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
-        telemetry: Telemetry,
+        telemetry: ServerMetrics,
     ) -> None:
         self._log = log
         self._tombstone_ms = settings.limits.tombstone_ms

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import orjson
 
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.subscriptions import machine
 from tailrace.subscriptions.model import Subscription, Wake
 
@@ -37,7 +37,7 @@ def show(sub: Subscription, kid: str, base_url: str) -> bytes:
         "webhook": webhook,
         "wake_stream": config.wake_stream,
         "lease_ttl_ms": config.lease_ttl_ms,
-        "created_at": format_instant(sub.head.created_ms * 1_000_000),
+        "created_at": format_rfc3339(sub.head.created_ms * 1_000_000),
         "status": status(sub),
         "description": config.description,
     }

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.subscriptions import deliver, machine, ssrf, tokens, views
 from tailrace.subscriptions.agent import Agent, Job
@@ -42,7 +42,7 @@ class Webhooks:
         keys: ServerKeys,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
-        telemetry: Telemetry,
+        telemetry: ServerMetrics,
     ) -> None:
         self._limits = settings.limits
         self._public_url = settings.public_url.rstrip("/")

@@ -246,8 +246,8 @@ def say(line: str) -> None:
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
-    turns.step_back()
-    failpoints.in_child()
+    turns.lower_cpu_priority()
+    failpoints.mark_child_process()
     store: StoredStreams | None = None
     orders = Orders()
     while True:

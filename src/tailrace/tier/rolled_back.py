@@ -16,7 +16,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log import system
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.protocol.names import is_system
+from tailrace.protocol.names import is_system_name
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import Head, ManifestError
 from tailrace.store.manifest_resolve import is_same_life
@@ -58,7 +58,9 @@ async def refuse_rolled_back(objects: Objects, log: Log, fence: int) -> None:
     ahead = await asyncio.gather(*map(look, streams))
     names = [stream.name for stream, found in zip(streams, ahead, strict=True) if found]
     if names:
-        raise RolledBackError(objects.url, min(names, key=is_system))  # one that somebody knows, if possible
+        raise RolledBackError(
+            objects.url, min(names, key=is_system_name)
+        )  # one that somebody knows, if possible
 
 
 def is_ahead(head: Head, stream: Stream, fence: int, journal_seq: int) -> bool:

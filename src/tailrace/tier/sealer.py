@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.common import failpoints, turns
-from tailrace.common.logging_setup import configure
+from tailrace.common.logging_setup import configure_logging
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
 from tailrace.store.companions import PlanBook
@@ -420,9 +420,9 @@ def _say(line: bytes) -> None:
 
 
 def main() -> None:
-    turns.step_back()
-    failpoints.in_child()
-    configure("warning", "auto")
+    turns.lower_cpu_priority()
+    failpoints.mark_child_process()
+    configure_logging("warning", "auto")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
 
 

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import msgspec
 
-from tailrace.common.timestamps import INSTANT_NS_MAX
+from tailrace.common.timestamps import TIMESTAMP_NS_MAX
 from tailrace.log.image import decode_stream, encode_stream
 from tailrace.log.model import Lifetime, Stream
 from tailrace.store.hot import HotDb
@@ -47,7 +47,7 @@ def stored_deadline_ns(stream: Stream) -> int | None:
     deadline_ns = stream.deadline_ns()
     if deadline_ns is not None and stream.lifetime.ttl_s is not None:
         deadline_ns += stream.lifetime.ttl_s * 100_000_000
-    return None if deadline_ns is None else min(deadline_ns, INSTANT_NS_MAX)
+    return None if deadline_ns is None else min(deadline_ns, TIMESTAMP_NS_MAX)
 
 
 def stored_stream(db: HotDb, number: int) -> Stream | None:

@@ -144,7 +144,7 @@ def _pieces(ids: Sequence[str]) -> Iterator[list[str]]:
 
 def _open(path: Path) -> tuple[apsw.Connection, Execute]:
     for suffix in ("", "-wal", "-shm"):
-        private_files.close(path.with_name(path.name + suffix), private_files.FILE_MODE)
+        private_files.restrict_to_owner(path.with_name(path.name + suffix), private_files.FILE_MODE)
     connection = apsw.Connection(str(path))
     connection.set_busy_timeout(10_000)
     execute = cast("Execute", connection.execute)  # pyright: ignore[reportUnknownMemberType]

@@ -19,7 +19,7 @@ from tailrace.api import request_log, restore
 from tailrace.api.serve import SWITCH_INTERVAL_S
 from tailrace.common import ending, turns
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import add_to_all, configure
+from tailrace.common.logging_setup import add_common_fields, configure_logging
 from tailrace.log.journal import JournalCorruptError
 from tailrace.store.directory import DataDirectory
 from tailrace.workers.server import WorkerServer
@@ -31,10 +31,10 @@ logger = logging.getLogger("tailrace.workers")
 def main() -> int:
     setup = Setup.decode(_first_line(sys.stdin.fileno()))
     settings = setup.settings
-    configure(settings.log_level, settings.log_format)
+    configure_logging(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
-    add_to_all(worker=setup.index)
-    turns.ask_for(settings.processor_turn_us)
+    add_common_fields(worker=setup.index)
+    turns.set_time_slice(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -101,4 +101,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    ending.run(main)
+    ending.run_and_exit(main)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tailrace.http.relay import Peer
+from tailrace.http.relay import PeerClient
 from tailrace.workers.placement import Placement
 
 
 class Circle(NamedTuple):
     own: int  # number of this worker
     placement: Placement
-    peers: Mapping[int, Peer]  # this worker among them: what is asked of all is asked of it in the same way
+    peers: Mapping[
+        int, PeerClient
+    ]  # this worker among them: what is asked of all is asked of it in the same way
     doors: Mapping[int, str]  # where each takes connections that another accepted, by path

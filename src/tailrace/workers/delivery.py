@@ -17,7 +17,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.relay import Peer
+from tailrace.http.relay import PeerClient
 from tailrace.log import outbox, registry, registry_snapshot
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
@@ -55,7 +55,7 @@ class Delivered(msgspec.Struct, frozen=True):
 class Outgoing:
     """On every worker but the first: sends what its own streams have."""
 
-    def __init__(self, log: Log, index: int, first: Peer) -> None:
+    def __init__(self, log: Log, index: int, first: PeerClient) -> None:
         self._log = log
         self._index = index
         self._peer = first

@@ -16,13 +16,13 @@ import msgspec
 from tailrace.api import answers
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.patterns import Pattern
+from tailrace.protocol.patterns import NamePattern
 
 FOLLOW: Final = "/_worker/follow"
 INTEREST: Final = "/_worker/interest"
@@ -71,8 +71,8 @@ class Feed:
         self._log = log
         self._loop = loop
         self._check = check
-        self._outlet: Outlet | None = None
-        self._patterns: list[Pattern] = []
+        self._outlet: ResponseStream | None = None
+        self._patterns: list[NamePattern] = []
         self._names: set[str] = set()
         # What has happened in this turn of the loop. A stream that moved often is told once, where it is.
         self._happened: list[tuple[str, str, Stream | int]] = []
@@ -98,7 +98,7 @@ class Feed:
         if self._outlet is None:
             raise TailraceError("unavailable", "nobody follows")
         wanted = msgspec.json.decode(exchange.body, type=Interest)
-        patterns = [Pattern(text) for text in wanted.patterns]
+        patterns = [NamePattern(text) for text in wanted.patterns]
         known = {pattern.text for pattern in self._patterns}
         self._patterns += [pattern for pattern in patterns if pattern.text not in known]
         self._names.update(wanted.names)
@@ -132,7 +132,7 @@ class Feed:
             self._log.publisher.observers.remove(self)
             outlet.end()
 
-    def _gone(self, outlet: Outlet) -> None:
+    def _gone(self, outlet: ResponseStream) -> None:
         if outlet is self._outlet:
             self.end()
 
@@ -157,7 +157,7 @@ class Feed:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    async def _show(self, patterns: list[Pattern], wanted: Interest) -> None:
+    async def _show(self, patterns: list[NamePattern], wanted: Interest) -> None:
         """What there is, page by page: appends go on meanwhile, and so does what is told of them."""
         outlet = self._outlet
         for page in self._pages(patterns, wanted.names):
@@ -171,7 +171,7 @@ class Feed:
                 return  # somebody else follows by now, and has asked anew
         self._happen("marked", "", wanted.mark)
 
-    def _pages(self, patterns: list[Pattern], names: list[str]) -> Iterator[list[Stream]]:
+    def _pages(self, patterns: list[NamePattern], names: list[str]) -> Iterator[list[Stream]]:
         for pattern in patterns:
             after = ""
             while page := list_streams(self._log, after, pattern.prefix, SCAN_PAGE, system=False):

@@ -24,10 +24,10 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.app import App
 from tailrace.http.exchange import MODE_UPGRADE, Exchange
-from tailrace.http.handover import Handover
-from tailrace.http.relay import ALONE, receive
+from tailrace.http.handover import HandoverSender
+from tailrace.http.relay import ALONE_HEADER, restore_relayed_request
 from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
-from tailrace.protocol.names import check_creatable, is_sub_resource
+from tailrace.protocol.names import check_creatable_name, is_sub_resource_name
 from tailrace.protocol.query_params import parse_query
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
@@ -60,7 +60,7 @@ class Front:
         app: App,
         homes: Homes,
         gather: Gather,
-        handover: Handover,
+        handover: HandoverSender,
     ) -> None:
         self._routes = routes
         self._log = context.log
@@ -177,7 +177,7 @@ class Front:
     def _stream(self, exchange: Exchange, hops: int) -> None:
         makes = exchange.method == b"PUT"
         name = stream_in(exchange.path, whole=makes)
-        if name is None or (makes and is_sub_resource(name)):
+        if name is None or (makes and is_sub_resource_name(name)):
             # No stream has this name, wherever one asks. Whose the path is else depends on the method.
             self._app.handle(exchange)
             return
@@ -204,7 +204,7 @@ class Front:
     async def _fork(self, exchange: Exchange, name: str, hops: int) -> None:
         """The note of where it is made is durable, so nobody writes one who may not make the fork."""
         parse.check_once(exchange)
-        check_creatable(name, self._log.limits.name_bytes)
+        check_creatable_name(name, self._log.limits.name_bytes)
         source = parse.fork(exchange).source
         assert source is not None
         identity = self._routes.identify(exchange)
@@ -279,8 +279,8 @@ class Inner:
         if question is not None:
             question(exchange)
             return
-        hops = receive(exchange)
-        if ALONE in exchange.headers:
+        hops = restore_relayed_request(exchange)
+        if ALONE_HEADER in exchange.headers:
             self._app.handle(exchange)
         else:
             self._front.route(exchange, hops)
@@ -293,7 +293,7 @@ class Inner:
 
 def _receive_and(handle: Callable[[Exchange], None], exchange: Exchange) -> None:
     """The connection carried the request of another client before."""
-    receive(exchange)
+    restore_relayed_request(exchange)
     handle(exchange)
 
 

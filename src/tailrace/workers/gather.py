@@ -17,8 +17,8 @@ from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.http.exchange import Exchange
-from tailrace.http.relay import ALONE, OURS, Peer
-from tailrace.protocol.headers import line
+from tailrace.http.relay import ALONE_HEADER, RELAY_HEADERS, PeerClient
+from tailrace.protocol.headers import header_line
 from tailrace.protocol.query_params import parse_query
 
 STREAMS: Final = b"/v1/streams"
@@ -27,7 +27,7 @@ OPEN_METRICS: Final = b"/_worker/metrics"
 METRICS_TYPE: Final = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 UP: Final = "# HELP tailrace_worker_up 1 while the worker answers, else 0.\n# TYPE tailrace_worker_up gauge\n"
 _FRAMING: Final = {b"host", b"connection", b"upgrade", b"expect", b"content-length", b"transfer-encoding"}
-_LEFT_OUT: Final = OURS | _FRAMING
+_LEFT_OUT: Final = RELAY_HEADERS | _FRAMING
 SETTINGS: Final = frozenset({"configured_limits", "auto_tune"})
 HIGHEST: Final = frozenset({"oldest_ms", "last_publish_at"})
 
@@ -37,7 +37,7 @@ Part = tuple[int, bytes]  # status and body
 class Gather:
     """Asks all workers, this one included, over their sockets."""
 
-    def __init__(self, peers: Mapping[int, Peer], limits: Limits, deployment: str) -> None:
+    def __init__(self, peers: Mapping[int, PeerClient], limits: Limits, deployment: str) -> None:
         self._peers = peers
         self._limits = limits
         self._deployment = deployment
@@ -68,7 +68,7 @@ class Gather:
     # -- asking ------------------------------------------------------------------------------------------
 
     async def _ask(
-        self, exchange: Exchange, peer: Peer, query: str | None = None, path: bytes | None = None
+        self, exchange: Exchange, peer: PeerClient, query: str | None = None, path: bytes | None = None
     ) -> Part | None:
         """None: the worker does not answer."""
         headers = tuple(item for item in exchange.headers.items() if item[0] not in _LEFT_OUT)
@@ -76,7 +76,7 @@ class Gather:
         target = (path or exchange.path).decode("latin-1") + (f"?{text}" if text else "")
         method = "POST" if exchange.method == b"POST" else "GET"
         try:
-            return await peer.ask(method, target, headers=(*headers, (ALONE, b"1")))
+            return await peer.ask(method, target, headers=(*headers, (ALONE_HEADER, b"1")))
         except TailraceError:
             return None
 
@@ -117,7 +117,7 @@ class Gather:
             more = probe is not None and probe[0] == 200 and bool(orjson.loads(probe[1]))
         head = answers.JSON_TYPE + answers.NO_STORE
         if more:
-            head += line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
+            head += header_line("Link", f'</v1/streams?{urlencode(following)}>; rel="next"')
         exchange.respond(200, head, orjson.dumps(found))
 
     async def _metrics(self, exchange: Exchange, path: bytes | None = None) -> None:

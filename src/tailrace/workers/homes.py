@@ -16,7 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.relay import lost
+from tailrace.http.relay import peer_unavailable_error
 from tailrace.log.commit import Batch
 from tailrace.log.log import Log
 from tailrace.log.stalls import STALLED
@@ -81,7 +81,7 @@ class Homes:
             return self.tell(name)
         status, body = await self._peers[first].ask("GET", f"{PATH}?name={quote(name, safe='')}")
         if status != 200:
-            raise lost()
+            raise peer_unavailable_error()
         return msgspec.json.decode(body, type=Home)
 
     async def place_fork(self, name: str, source: str) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.http.relay import Followed, Peer, lost, request_of
+from tailrace.http.relay import LineStreamReceiver, PeerClient, build_request, peer_unavailable_error
 from tailrace.subscriptions.agent import Tail
 from tailrace.workers.feed import FOLLOW, INTEREST, Interest, News
 
@@ -25,7 +25,7 @@ SILENCE_S_MAX: Final = 30.0  # a worker that tells nothing for so long is away, 
 class Mirror:
     """One worker's streams. While it is away, what was known of them last counts."""
 
-    def __init__(self, peer: Peer, mirrors: Mirrors) -> None:
+    def __init__(self, peer: PeerClient, mirrors: Mirrors) -> None:
         self._peer = peer
         self._mirrors = mirrors
         self.tails: dict[str, Tail] = {}
@@ -41,8 +41,8 @@ class Mirror:
         pause_s = RETRY_S
         while True:
             self._begun, self._ended = asyncio.Event(), asyncio.Event()
-            followed = Followed(self._on_line, self._on_lost)
-            self._peer.send(request_of("GET", FOLLOW, b"", ()), followed)
+            followed = LineStreamReceiver(self._on_line, self._on_lost)
+            self._peer.send(build_request("GET", FOLLOW, b"", ()), followed)
             try:
                 await self._first(self._begun, self._ended)
                 if self._begun.is_set():
@@ -77,7 +77,7 @@ class Mirror:
             body = msgspec.json.encode(Interest(mark, list(patterns), list(names)))
             status, _ = await self._peer.ask("POST", INTEREST, body)
             if status != 204 or not await self._heard_to(told):
-                raise lost()
+                raise peer_unavailable_error()
         finally:
             self._marks.pop(mark, None)
 
@@ -153,7 +153,7 @@ class Mirrors:
 
     def __init__(
         self,
-        peers: Sequence[Peer],
+        peers: Sequence[PeerClient],
         wanted: Callable[[], tuple[list[str], list[str]]],
         on_created: Callable[[str], None],
         on_moved: Callable[[str, str], None],
@@ -198,7 +198,7 @@ class Mirrors:
             async with asyncio.timeout(UP_S_MAX):
                 await self.complete()
         except TimeoutError:
-            raise lost() from None
+            raise peer_unavailable_error() from None
         await asyncio.gather(*(mirror.want(patterns, names) for mirror in self._mirrors))
 
     async def settle(self) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from tailrace.api import answers
 from tailrace.api.watch.source_origin import Entry, Origin, OwnOrigin, found_source
 from tailrace.http.exchange import Exchange
-from tailrace.http.relay import Peer
+from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
 from tailrace.protocol import offsets
 from tailrace.watch.sources.model import SourceError
@@ -90,7 +90,7 @@ class OriginDesk:
 class FarOrigin:
     """A stream of another worker."""
 
-    def __init__(self, peer: Peer, name: str) -> None:
+    def __init__(self, peer: PeerClient, name: str) -> None:
         self._peer = peer
         self._name = name
         self._told = Answer()
@@ -115,7 +115,7 @@ class FarOrigin:
         """As of the stream itself."""
         epochs = self._told.epochs
         epoch = next((epoch for epoch, first in reversed(epochs) if entry >= first), epochs[0][0])
-        return offsets.encode(epoch, entry)
+        return offsets.encode_offset(epoch, entry)
 
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[Entry]:
         await self.ask(Question(self._name, after, bytes_max, entries_max))

@@ -48,12 +48,12 @@ def stream_in(path: bytes, *, whole: bool = False) -> str | None:
     """
     raw = path[len(STREAMS) :]
     if whole:
-        return names.decode(raw)
+        return names.decode_name(raw)
     name, slash, key = raw.rpartition(b"/pk/")
     if slash and b"/" not in key:
-        return names.decode(name)
-    decoded = names.decode(raw)
-    if decoded is None or not names.is_sub_resource(decoded):
+        return names.decode_name(name)
+    decoded = names.decode_name(raw)
+    if decoded is None or not names.is_sub_resource_name(decoded):
         return decoded
     for inner in ("/touch/", "/_otlp/"):
         owner, slash, _ = decoded.rpartition(inner)

@@ -15,8 +15,8 @@ from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.limits import Limits
 from tailrace.http.app import App
 from tailrace.http.exchange import Exchange
-from tailrace.http.handover import Adoption, Handover
-from tailrace.http.relay import Peer
+from tailrace.http.handover import HandoverReceiver, HandoverSender
+from tailrace.http.relay import PeerClient
 from tailrace.http.server import HttpServer
 from tailrace.log.system import METRICS
 from tailrace.protocol.query_params import parse_query
@@ -49,7 +49,7 @@ class WorkerServer(Server):
         workers = range(setup.count)
         limits = setup.settings.limits
         bounds = limits.request_ms, limits.append_queue_max_bytes
-        self.peers = {index: Peer(setup.socket(index), loop, *bounds) for index in workers}
+        self.peers = {index: PeerClient(setup.socket(index), loop, *bounds) for index in workers}
         doors = {index: setup.door(index) for index in workers}
         super().__init__(setup.settings, directory, loop, own_suffix(setup.index))
         circle = Circle(setup.index, Placement(setup.count), self.peers, doors)
@@ -57,7 +57,7 @@ class WorkerServer(Server):
         self._homes = homes.Homes(self.log, circle)
         self.log.is_elsewhere = self._homes.is_elsewhere
         self._gather = Gather(self.peers, setup.settings.limits, directory.deployment)
-        self._handover = Handover()
+        self._handover = HandoverSender()
         self._front = Front(
             circle, self.context, self.app, super().front(), self._homes, self._gather, self._handover
         )
@@ -73,7 +73,7 @@ class WorkerServer(Server):
         self._incoming = delivery.Incoming(self.log, self._prepare)
         self._outgoing = delivery.Outgoing(self.log, self.index, self.peers[FIRST])
         self._inner: HttpServer | None = None
-        self._adoption: Adoption | None = None
+        self._adoption: HandoverReceiver | None = None
         if self.app.rates.any:
             self.app.rates.buckets = SharedBuckets(Path(setup.rates), self.app.rates.rates)
         peers = tuple(self.peers.values())
@@ -136,7 +136,9 @@ class WorkerServer(Server):
     async def start(self) -> None:
         await super().start()
         assert self._http is not None
-        self._adoption = Adoption(self._http, self._setup.door(self.index), asyncio.get_running_loop())
+        self._adoption = HandoverReceiver(
+            self._http, self._setup.door(self.index), asyncio.get_running_loop()
+        )
         self._front.on_forget.append(self._http.heads_known.clear)
 
     async def drain_clients(self) -> None:

@@ -10,9 +10,9 @@ import msgspec
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
-from tailrace.http.relay import Peer
+from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
 from tailrace.subscriptions.agent import Agent, Saved, Settled, Tail
 from tailrace.subscriptions.config import Config
@@ -35,8 +35,8 @@ class SpreadSubscriptions(SubscriptionService):
         settings: Settings,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
-        telemetry: Telemetry,
-        peers: Sequence[Peer],
+        telemetry: ServerMetrics,
+        peers: Sequence[PeerClient],
     ) -> None:
         super().__init__(log, settings, clock, loop, telemetry)
         self._peers = peers
@@ -115,7 +115,7 @@ class SpreadSubscriptions(SubscriptionService):
         asked = msgspec.json.encode(WakeAppend(name, body, producer[0], producer[1]))
         self._spawn(self._write_there(self._peers[owner], asked, written))
 
-    async def _write_there(self, peer: Peer, asked: bytes, written: Saved) -> None:
+    async def _write_there(self, peer: PeerClient, asked: bytes, written: Saved) -> None:
         try:
             status, answer = await peer.ask("POST", WAKE, asked)
         except TailraceError as error:

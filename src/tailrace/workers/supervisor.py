@@ -20,9 +20,9 @@ from tailrace.api import serve as single
 from tailrace.auth.verifier import identity_path
 from tailrace.common import file_descriptors, private_files
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import configure
+from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings
-from tailrace.common.settings_loading import unknown_variables
+from tailrace.common.settings_loading import unknown_variable_warnings
 from tailrace.store.directory import DataDirectory
 from tailrace.tier.bootstrap_report import Restored
 from tailrace.workers import bucket
@@ -43,11 +43,11 @@ STOP_S: Final = 10.0  # beyond the time that draining may take
 
 def run(settings: Settings) -> int:
     """The exit code of a server's whole life."""
-    private_files.close_process()
-    configure(settings.log_level, settings.log_format)
-    for told in unknown_variables(os.environ):
+    private_files.restrict_umask()
+    configure_logging(settings.log_level, settings.log_format)
+    for told in unknown_variable_warnings(os.environ):
         logger.warning(told)
-    file_descriptors.raise_limit()
+    file_descriptors.raise_open_files_limit()
     try:
         # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
         port = reserve(settings.host, settings.port)
@@ -85,9 +85,9 @@ def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index:
     if settings.auth_configured and not settings.auth_keys_file:
         changed["auth_keys_file"] = str(identity_path(settings))
     if settings.tls_self_signed:
-        from tailrace.http.self_signed import self_signed
+        from tailrace.http.self_signed import self_signed_certificate
 
-        certificate, key = self_signed(root.path / "tls", settings.host)
+        certificate, key = self_signed_certificate(root.path / "tls", settings.host)
         changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}
     if layout.workers > 1:
         changed |= {"bootstrap": False, "take_over": False}  # that is done

@@ -14,10 +14,10 @@ from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.socket import HubSocket, RefusedSocket
 from tailrace.api.proxies import proxies_of
 from tailrace.auth import Action, Identity, authorise
-from tailrace.common.errors import CODES, TailraceError
+from tailrace.common.errors import ERROR_STATUS, TailraceError
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import Origins
+from tailrace.http.origins import AllowedOrigins
 from tailrace.hub import connecting, decide
 from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError
@@ -45,7 +45,7 @@ class HubRoutes:
         self._runner = runner
         self._settings = settings
         self._admission = Admission(settings.limits)
-        self._origins = Origins(settings)
+        self._origins = AllowedOrigins(settings)
         self._proxies = proxies_of(settings.trusted_proxies)
 
     def handles(self, exchange: Exchange, path: bytes) -> bool:
@@ -231,7 +231,7 @@ def _respond(exchange: Exchange, frame: bytes) -> None:
         return
     found = msgspec.json.decode(frame, type=_Answer)
     code, message = found.payload.get("code"), found.payload.get("message")
-    if not isinstance(code, str) or code not in CODES or "retryable" not in found.payload:
+    if not isinstance(code, str) or code not in ERROR_STATUS or "retryable" not in found.payload:
         exchange.respond(200, answers.JSON_TYPE + answers.NO_STORE, frame)
         return
     details = cast("dict[str, object]", found.payload["details"])

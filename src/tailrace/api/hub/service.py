@@ -19,7 +19,7 @@ from tailrace.api.hub.runner import Runner
 from tailrace.api.hub.storage import LogStreams
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 from tailrace.hub import connecting, decide
@@ -129,7 +129,7 @@ class HubService:
     ) -> None:
         self.routes.serve(exchange, method, path, identify)
 
-    def _connect(self, telemetry: Telemetry) -> None:
+    def _connect(self, telemetry: ServerMetrics) -> None:
         """Metrics are read where they are counted, when somebody asks."""
         hub = self.hub
 

@@ -68,10 +68,14 @@ class LogStreams:
 
     def offset(self, stream: str, entry: int) -> str:
         found = self.find(stream)
-        return offsets.encode(self._log.streams.first_epoch, entry) if found is None else found.offset(entry)
+        return (
+            offsets.encode_offset(self._log.streams.first_epoch, entry)
+            if found is None
+            else found.offset(entry)
+        )
 
     def resolve(self, stream: str, offset: str) -> int:
-        position = offsets.parse_position(offset)
+        position = offsets.parse_offset(offset)
         found = self.find(stream)
         if found is None:
             if position[1] == 0:

@@ -13,9 +13,9 @@ import xxhash
 
 from tailrace.api.inspection.documents import Documents, observability_of
 from tailrace.api.inspection.index_status import BUNDLED, Manifest, TailRows, index_status, instant
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
-from tailrace.protocol.content_types import DEFAULT
+from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
 from tailrace.query.index_plan import FAMILIES
 
 ARTIFACTS = (
@@ -75,12 +75,12 @@ def summary(stream: Stream, profile: str, manifest: Manifest) -> dict[str, objec
     sealed_through = str(stream.sealed - 1)
     return {
         "name": stream.name,
-        "content_type": stream.content_type or DEFAULT,
+        "content_type": stream.content_type or DEFAULT_CONTENT_TYPE,
         "profile": profile,
         **observability_of(stream),
-        "created_at": format_instant(stream.created_ns),
-        "updated_at": format_instant(max(stream.created_ns, stream.last_ns, stream.cold.recorded_ns)),
-        "expires_at": None if deadline_ns is None else format_instant(deadline_ns),
+        "created_at": format_rfc3339(stream.created_ns),
+        "updated_at": format_rfc3339(max(stream.created_ns, stream.last_ns, stream.cold.recorded_ns)),
+        "expires_at": None if deadline_ns is None else format_rfc3339(deadline_ns),
         "ttl_seconds": stream.lifetime.ttl_s,
         "stream_seq": None if stream.seq is None else stream.seq.decode("latin-1"),
         "closed": stream.visible_closed,

@@ -16,11 +16,11 @@ from tailrace.api.inspection.descriptor import Cached, Requests, Surroundings
 from tailrace.api.inspection.documents import Documents, documents_of
 from tailrace.api.inspection.index_status import Indexed, Manifest, TailRows, index_status
 from tailrace.api.live import Live
-from tailrace.auth import Action, Identity, authorise, bad_token
+from tailrace.auth import Action, Identity, authorise, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.protocol.etag import none_match
+from tailrace.protocol.etag import if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.store.object_book import RecordedHead
 
@@ -88,7 +88,7 @@ class DetailsRoutes:
     ) -> None:
         known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
         tag = self.tag(stream, kind)
-        if not known or not none_match(known, tag):
+        if not known or not if_none_match(known, tag):
             self.show(exchange, stream, kind)
         elif live in ("", "false", "0") or not waits_ms:
             self.unchanged(exchange, tag)
@@ -130,7 +130,7 @@ class DetailsRoutes:
         """Answers those who wait and have lost their right, and counts them."""
         lost = [wait for wait in self._waits if not stands(wait.identity)]
         for wait in lost:
-            wait.refuse(bad_token("the token was revoked"))
+            wait.refuse(invalid_token_error("the token was revoked"))
         return len(lost)
 
     # -- inside ----------------------------------------------------------------------------------------

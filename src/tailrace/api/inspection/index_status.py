@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from tailrace.api.inspection.documents import Documents
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
-from tailrace.protocol.names import is_system
+from tailrace.protocol.names import is_system_name
 from tailrace.query.index_plan import members_of
 from tailrace.tier.index_summary import NOTHING, FamilySummary, IndexSummary
 
@@ -161,7 +161,7 @@ class _Status:
         search = self._documents.search
         members = {} if search is None else members_of(search)
         # The server's own metrics are read one after the other, and nothing is built for them.
-        measured = self._documents.profile_kind == "metrics" and not is_system(self._stream.name)
+        measured = self._documents.profile_kind == "metrics" and not is_system_name(self._stream.name)
         return members | ({"mblk": ()} if measured else {})
 
     def _families(self) -> list[Json]:
@@ -188,4 +188,4 @@ class _Status:
 
 
 def instant(ns: int) -> str | None:
-    return format_instant(ns) if ns else None
+    return format_rfc3339(ns) if ns else None

@@ -16,7 +16,7 @@ from tailrace.api.live import Live
 from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.store.cold import ColdReader
 from tailrace.store.object_parts import ObjectParts
 from tailrace.tier.checkpoint import Checkpoints
@@ -86,13 +86,13 @@ def collector(guard: MemoryGuard) -> dict[str, object]:
         "uncollectable": sum(row["uncollectable"] for row in rows),
         "frozen_objects": gc.get_freeze_count(),
         "forced_collections": guard.collections,
-        "last_forced_at": format_instant(guard.collected_ns) if guard.collections else None,
+        "last_forced_at": format_rfc3339(guard.collected_ns) if guard.collections else None,
     }
 
 
 def high_water(memory: MemoryGuard) -> dict[str, object]:
     marks = sorted(memory.high_water.items())
-    return {name: {"value": mark.value, "at": format_instant(mark.at_ns)} for name, mark in marks}
+    return {name: {"value": mark.value, "at": format_rfc3339(mark.at_ns)} for name, mark in marks}
 
 
 def subsystems(node: Node, sqlite_bytes: int) -> dict[str, Group]:

@@ -13,8 +13,8 @@ from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.top_streams import TopStreams
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common import allocator, auto_tune
-from tailrace.common.settings import TABLE, Setting
-from tailrace.common.timestamps import format_instant
+from tailrace.common.settings import SETTINGS_TABLE, Setting
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.history import THREADS
 
@@ -36,7 +36,7 @@ class ServerRoutes:
         node.memory.ticks.append(self.top.look)
         node.memory.sheds.append(node.live.contracts.clear)
         node.memory.bound_sqlite()
-        allocator.bound_arenas()
+        allocator.limit_malloc_arenas()
         log = node.context.log
         node.memory.gauges["tail_memory_bytes"] = lambda: log.streams.memory_bytes
         node.memory.gauges["tail_index_bytes"] = lambda: node.search.tail.bytes
@@ -66,7 +66,7 @@ class ServerRoutes:
 
     def _auto_tune(self) -> dict[str, object]:
         size_mb = auto_tune.requested_mb(self._node.context.settings.auto_tune)
-        preset_mb = None if size_mb is None else auto_tune.preset_mb(size_mb)
+        preset_mb = None if size_mb is None else auto_tune.largest_preset_mb(size_mb)
         return {
             "enabled": size_mb is not None,
             "requested_memory_mb": size_mb,
@@ -151,7 +151,7 @@ class ServerRoutes:
         totals = memory.totals(groups)
         counts = groups.pop("counts")
         return {
-            "ts": format_instant(self._node.context.clock.now_ns()),
+            "ts": format_rfc3339(self._node.context.clock.now_ns()),
             "process": measured,
             "process_breakdown": memory.breakdown(measured, sqlite_bytes),
             "sqlite": sqlite,
@@ -173,7 +173,7 @@ class ServerRoutes:
 def configured_limits(node: Node) -> dict[str, dict[str, object]]:
     """Every limit, in one of the groups."""
     groups: dict[str, dict[str, object]] = {name: {} for name in GROUPS}
-    for setting in TABLE.values():
+    for setting in SETTINGS_TABLE.values():
         if setting.limit:
             value: object = getattr(node.context.limits, setting.name)
             groups[group_of(setting)][setting.name] = value

@@ -29,7 +29,7 @@ from tailrace.api.openapi import (
 from tailrace.api.openapi.operations import answer, error_responses, headers, operation, without_body
 from tailrace.api.openapi.values import Json
 from tailrace.http.exchange import Exchange
-from tailrace.protocol.etag import none_match
+from tailrace.protocol.etag import if_none_match
 
 PATH: Final = b"/openapi.json"
 _PARTS: Final = (
@@ -155,7 +155,7 @@ def show(exchange: Exchange) -> None:
     tag, document = rendered()
     head = b"Cache-Control: no-cache\r\nETag: %b\r\n" % tag.encode()
     known = exchange.headers.get(b"if-none-match")
-    if known is not None and none_match(known.decode("latin-1"), tag):
+    if known is not None and if_none_match(known.decode("latin-1"), tag):
         exchange.respond(304, head)
     else:
         exchange.respond(200, answers.JSON_TYPE + head, document)

@@ -7,7 +7,7 @@ from typing import Final, cast
 
 from tailrace.api.openapi.objects import obj
 from tailrace.api.openapi.values import STRING, Json
-from tailrace.common.errors import CODES, RETRY_AFTER_S
+from tailrace.common.errors import ERROR_STATUS, RETRY_AFTER_S
 
 # Any request may meet these, whatever it asks for.
 ALWAYS: Final = (400, 408, 413, 500, 503)
@@ -131,7 +131,7 @@ def without_body(get: Json, identifier: str) -> Json:
 def error_responses() -> Json:
     """One answer for each status an error can have, made from the table of codes."""
     by_status: dict[int, list[str]] = {}
-    for code, status in CODES.items():
+    for code, status in ERROR_STATUS.items():
         by_status.setdefault(status, []).append(code)
     found: Json = {}
     for status, codes in sorted(by_status.items()):

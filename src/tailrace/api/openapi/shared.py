@@ -7,7 +7,7 @@ from typing import Final
 from tailrace.api.openapi.objects import obj
 from tailrace.api.openapi.operations import param, query
 from tailrace.api.openapi.values import COUNT, INSTANT, STRING, TRUE, Json
-from tailrace.common.errors import CODES
+from tailrace.common.errors import ERROR_STATUS
 
 OFFSET: Final[Json] = {"type": "string", "pattern": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$"}
 WINDOW: Final[Json] = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,15})[smhd]?$"}
@@ -20,7 +20,7 @@ SCHEMAS: Final[Json] = {
     "Error": obj(
         {
             "error": obj(
-                {"code": {"enum": sorted(CODES)}, "message": STRING},
+                {"code": {"enum": sorted(ERROR_STATUS)}, "message": STRING},
                 {
                     "header": STRING,
                     "earliest_offset": OFFSET,

@@ -7,8 +7,8 @@ from functools import partial
 
 from tailrace.api.inspection.memory import Node
 from tailrace.api.stream_metrics.series import SeriesBook, Source, Timing
-from tailrace.common.metrics import Distribution
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.metrics import Histogram
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.history import THREADS
 
 MIB = 1 << 20
@@ -28,7 +28,7 @@ def series_book(node: Node) -> SeriesBook:
     return SeriesBook(sources, timings, instance, limits.metrics_max_series)
 
 
-def _syncs(distribution: Distribution) -> tuple[int, float]:
+def _syncs(distribution: Histogram) -> tuple[int, float]:
     return sum(distribution.counts), distribution.total
 
 
@@ -112,7 +112,7 @@ def _queries(node: Node) -> list[Source]:
     ]
 
 
-def _indexes(telemetry: Telemetry) -> list[Source]:
+def _indexes(telemetry: ServerMetrics) -> list[Source]:
     """What the pipeline has to do and how it is."""
     return [
         Source(

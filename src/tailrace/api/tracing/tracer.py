@@ -9,7 +9,7 @@ from tailrace.api.pipeline_state import Heartbeat
 from tailrace.api.tracing.context import new_trace, read_traceparent
 from tailrace.api.tracing.span import CLIENT, INTERNAL, SERVER, TRACESTATE_MAX, Span, Value
 from tailrace.common.clock import Clock
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.http.exchange import Exchange
 from tailrace.tier.seal_runs import SealRun
 
@@ -80,7 +80,7 @@ class Tracer:
         """What a heartbeat names no more has ended; how exactly that is known is up to the heartbeats."""
         running = {(one.job, one.stream, one.since): one.segments for one in beat.running[:RUNS_MAX]}
         for key, segments in self._runs.items():
-            begun_ns = parse_instant_ns(key[2])
+            begun_ns = parse_rfc3339_ns(key[2])
             if key in running or begun_ns is None:
                 continue
             span = Span("pipeline", new_trace(), begun_ns)

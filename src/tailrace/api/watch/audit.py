@@ -16,7 +16,7 @@ import orjson
 from tailrace.api.context import Context
 from tailrace.api.watch.collection import Collection
 from tailrace.common.errors import TailraceError
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Lifetime
 from tailrace.log.system import AUDIT
 from tailrace.log.together import append_together
@@ -89,7 +89,7 @@ class Audit:
             self.dropped += 1
             return
         message: Json = {
-            "ts": format_instant(self._context.clock.now_ns()),
+            "ts": format_rfc3339(self._context.clock.now_ns()),
             "event": event,
             "principal": principal,
             "database": database,

@@ -10,7 +10,7 @@ import orjson
 from tailrace.api.watch.tally import Tally
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.common.timestamps import format_instant, parse_window_s
+from tailrace.common.timestamps import format_rfc3339, parse_duration_s
 from tailrace.watch import names
 from tailrace.watch.befores import Befores
 
@@ -70,7 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 def _window_s(text: str | None, default_ms: int) -> int | None:
-    seconds = -(-default_ms // 1000) if text is None else parse_window_s(text, "")
+    seconds = -(-default_ms // 1000) if text is None else parse_duration_s(text, "")
     return seconds or None
 
 
@@ -81,7 +81,7 @@ def check_window(given: object, name: str) -> str | None:
     try:
         if not isinstance(given, str):
             raise TailraceError("invalid_request", name)
-        parse_window_s(given, name)
+        parse_duration_s(given, name)
     except TailraceError:
         raise TailraceError(
             "invalid_request", f"{name} is whole seconds or <n>s, m, h or d as a text, or null"
@@ -157,13 +157,13 @@ class Collection:
 
 def config_entry(name: str, config: Config, operation: str, now_ns: int) -> bytes:
     """A state message of `__collections__/<database>`."""
-    headers = {"operation": operation, "timestamp": format_instant(now_ns)}
+    headers = {"operation": operation, "timestamp": format_rfc3339(now_ns)}
     return orjson.dumps({"type": "collection", "key": name, "value": config.value(), "headers": headers})
 
 
 def database_entry(now_ns: int) -> bytes:
     """The first message of a database: it exists."""
-    headers = {"operation": "insert", "timestamp": format_instant(now_ns)}
+    headers = {"operation": "insert", "timestamp": format_rfc3339(now_ns)}
     return orjson.dumps({"type": "database", "key": "", "value": {}, "headers": headers})
 
 

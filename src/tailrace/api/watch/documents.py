@@ -13,7 +13,7 @@ from tailrace.api.watch.collection import NATIVE, Collection, config_entry
 from tailrace.api.watch.repeats import digest_of, first_results, same_request, used_otherwise
 from tailrace.api.watch.writes import Result, State, Write
 from tailrace.common.errors import TailraceError
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
 from tailrace.watch import document, names
@@ -273,7 +273,7 @@ class Writer:
             createdAt=after.created_ms,
             prev=None if before is None else Prev(before.version, before.updated_ms),
             txn=Txn(plan.txn_id, plan.index),
-            commitTime=format_instant(plan.now_ns),
+            commitTime=format_rfc3339(plan.now_ns),
             writeId=plan.write_id,
             writeDigest=UNSET if plan.write_id is None else digest_of(write) or UNSET,
         )

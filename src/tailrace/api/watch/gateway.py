@@ -27,7 +27,7 @@ from tailrace.api.watch.subscription import PRIORITIES, Subscription
 from tailrace.api.watch.tally import Labels
 from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.api.watch.watched import Watched
-from tailrace.auth import Grants, Identity, TokenVerifier
+from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.watch.change import Change
 from tailrace.watch.cost import Turn
 from tailrace.watch.matcher import BATCH_MIN, Found
@@ -54,7 +54,7 @@ class Gateway:
         self.book = book
         self.access = access
         self.verifier = verifier
-        self.grants: Grants | None = None
+        self.grants: GrantStore | None = None
         self.keys = TokenKeys(book.log, context.clock, context.limits)
         self.audit = Audit(context)
         self.samples = Samples(context.loop)

@@ -75,7 +75,7 @@ class JobRoutes:
 
     def kind_of(self, raw: bytes) -> tuple[str, str] | None:
         """Database and route, if the path behind the prefix is one of ours."""
-        path = stream_names.decode(raw)
+        path = stream_names.decode_name(raw)
         database, _, kind = ("", "", "") if path is None else path.partition("/")
         return (database, kind) if kind in KINDS else None
 

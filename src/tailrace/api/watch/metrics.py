@@ -11,7 +11,7 @@ from tailrace.api.watch.collection import NATIVE, Collection
 from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.source_ingest import OPS
 from tailrace.api.watch.tally import Labels
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 
 STATES: Final = ("live", "loading", "lagging", "stale")
 
@@ -19,7 +19,7 @@ STATES: Final = ("live", "loading", "lagging", "stale")
 Row = tuple[list[str], float]
 
 
-def connect(telemetry: Telemetry, gateway: Gateway, care: Care, *, partitions: bool) -> None:
+def connect(telemetry: ServerMetrics, gateway: Gateway, care: Care, *, partitions: bool) -> None:
     _Collections(gateway, partitions).connect(telemetry)
     _connect_matching(telemetry, gateway)
     _connect_gateway(telemetry, gateway)
@@ -36,7 +36,7 @@ class _Collections:
         self._tallies = gateway.book.tallies
         self._partitions = partitions  # whether those that can be have a label
 
-    def connect(self, telemetry: Telemetry) -> None:
+    def connect(self, telemetry: ServerMetrics) -> None:
         telemetry.watch_changes.each = self._changes
         telemetry.watch_match_lag_changes.each = self._lags
         telemetry.watch_partition_state.each = self._states
@@ -96,7 +96,7 @@ class _Collections:
         return (([*key], count) for key, count in found.items())
 
 
-def _connect_matching(telemetry: Telemetry, gateway: Gateway) -> None:
+def _connect_matching(telemetry: ServerMetrics, gateway: Gateway) -> None:
     def each(measured: Callable[[tuple[int, int, int]], float]) -> Callable[[], list[Row]]:
         return lambda: [([*labels], measured(counts)) for labels, counts in gateway.matched().items()]
 
@@ -112,7 +112,7 @@ def _connect_matching(telemetry: Telemetry, gateway: Gateway) -> None:
     telemetry.watch_scan_list_predicates.each = lambda: _scanned(gateway)
 
 
-def _connect_gateway(telemetry: Telemetry, gateway: Gateway) -> None:
+def _connect_gateway(telemetry: ServerMetrics, gateway: Gateway) -> None:
     telemetry.watch_connections.each = lambda: _transports(gateway)
     telemetry.watch_subscriptions.each = gateway.states
     telemetry.watch_deliveries.each = lambda: [([op], count) for op, count in gateway.deliveries.items()]

@@ -21,8 +21,8 @@ from tailrace.api.watch.subscribing import acknowledge, subscribe, unsubscribe
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import Origins
-from tailrace.http.outlet import Outlet
+from tailrace.http.origins import AllowedOrigins
+from tailrace.http.outlet import ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
 from tailrace.watch.tokens import Ticket
@@ -69,7 +69,7 @@ class SseWire:
     name = "sse"
     each_token = True
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: ResponseStream) -> None:
         self._outlet = outlet
 
     def send(self, frame: Frame, token: str | None) -> int:
@@ -208,7 +208,7 @@ class WsClient:
 class RealtimeRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._origins = Origins(gateway.context.settings)
+        self._origins = AllowedOrigins(gateway.context.settings)
 
     def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A connection may say who it is with the upgrade, or in its first message."""

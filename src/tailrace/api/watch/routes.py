@@ -20,8 +20,8 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import names as stream_names
-from tailrace.protocol.etag import none_match
-from tailrace.protocol.headers import line
+from tailrace.protocol.etag import if_none_match
+from tailrace.protocol.headers import header_line
 from tailrace.watch import document, names
 from tailrace.watch.change import shown
 from tailrace.watch.document import Document
@@ -52,7 +52,7 @@ class DatabaseRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
         """`raw` is what follows the prefix, percent-encoded."""
-        path = stream_names.decode(raw)
+        path = stream_names.decode_name(raw)
         if path is None:
             raise TailraceError("invalid_path", "a path is UTF-8")
         database, _, rest = path.partition("/")
@@ -127,9 +127,9 @@ class DatabaseRoutes:
         if not self._access.readable(identity, collection, flat):
             raise absent
         tag = f'"{row.version}"'
-        head = answers.NO_STORE + line("ETag", tag)
+        head = answers.NO_STORE + header_line("ETag", tag)
         known = exchange.headers.get(b"if-none-match")
-        if known is not None and none_match(known.decode("latin-1"), tag):
+        if known is not None and if_none_match(known.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
         body = shown(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
@@ -234,7 +234,7 @@ def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document
 
 
 def _answer_write(exchange: Exchange, result: Result) -> None:
-    head = answers.NO_STORE + line("ETag", f'"{result.version}"')
+    head = answers.NO_STORE + header_line("ETag", f'"{result.version}"')
     if result.status == 204:
         exchange.respond(204, head)
         return

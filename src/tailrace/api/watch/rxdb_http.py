@@ -20,7 +20,7 @@ from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import Outlet
+from tailrace.http.outlet import ResponseStream
 from tailrace.protocol import names as stream_names
 from tailrace.watch import document, names
 from tailrace.watch.checkpoint import Checkpoint, read_checkpoint
@@ -43,7 +43,7 @@ _EVENTS: Final = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\
 class SseWire(Wire):
     """A stream of server-sent events that carries one feed."""
 
-    def __init__(self, replication: Replication, identity: Identity, outlet: Outlet) -> None:
+    def __init__(self, replication: Replication, identity: Identity, outlet: ResponseStream) -> None:
         self._outlet = outlet
         super().__init__(replication, identity)
         self.task: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class ReplicationRoutes:
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
         """`raw` is what follows the prefix, percent-encoded."""
-        path = stream_names.decode(raw)
+        path = stream_names.decode_name(raw)
         if path is None:
             raise TailraceError("invalid_path", "a path is UTF-8")
         database, _, verb = path.partition("/")

@@ -13,7 +13,7 @@ from tailrace.api.watch.rxdb_http import PREFIX, ReplicationRoutes
 from tailrace.api.watch.rxdb_realtime import Streams
 from tailrace.api.watch.rxdb_ws import PATH, SocketRoute
 from tailrace.auth import Identity
-from tailrace.common.server_metrics import Telemetry
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.exchange import Exchange
 
 
@@ -49,7 +49,7 @@ class ReplicationService:
     def end_all(self) -> None:
         self._replication.end_all()
 
-    def _connect(self, telemetry: Telemetry) -> None:
+    def _connect(self, telemetry: ServerMetrics) -> None:
         found = self._replication
         rows = found.pushes.rows
         telemetry.watch_replication_connections.read = lambda: len(found.wires)

@@ -23,7 +23,7 @@ from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import Origins
+from tailrace.http.origins import AllowedOrigins
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
 from tailrace.watch import document, names
@@ -393,7 +393,7 @@ async def _one(body: bytes) -> AsyncIterator[bytes]:
 class SocketRoute:
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
-        self._origins = Origins(replication.context.settings)
+        self._origins = AllowedOrigins(replication.context.settings)
 
     def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
         """A client may say who it is with the upgrade, or in a frame."""

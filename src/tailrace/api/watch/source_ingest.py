@@ -17,7 +17,7 @@ from tailrace.api.watch.collection import Collection
 from tailrace.api.watch.source_progress import Progress, fact_of, read_progress
 from tailrace.api.watch.writes import State
 from tailrace.common.errors import TailraceError
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
 from tailrace.watch import names
@@ -45,7 +45,7 @@ class _Plan:
 
     def __init__(self, now_ns: int, position: Position, marked: str = "", token: str = "") -> None:
         self.now_ns = now_ns
-        self.time = format_instant(now_ns)
+        self.time = format_rfc3339(now_ns)
         self.position = position
         self.marked = marked  # the collection, if it has a log of its own that the position belongs to
         self.token = token  # and up to where that has been read

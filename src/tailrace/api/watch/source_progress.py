@@ -9,7 +9,7 @@ import apsw
 import msgspec
 import orjson
 
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.journal import Scan, chain
 from tailrace.log.records import Meta, decode, decode_plain_append
 from tailrace.watch.sources.model import START, Position
@@ -97,7 +97,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 "lsn": f"{self.lsn:016x}",
                 "index": self.index,
                 "reason": self.reason,
-                "at": format_instant(now_ns),
+                "at": format_rfc3339(now_ns),
             }
         )
 

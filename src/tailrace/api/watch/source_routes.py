@@ -35,7 +35,7 @@ class SourceRoutes:
 
     def asked(self, raw: bytes) -> tuple[str, str] | None:
         """Database and what follows `sources`, if the path behind the prefix is one of ours."""
-        path = stream_names.decode(raw)
+        path = stream_names.decode_name(raw)
         database, _, rest = ("", "", "") if path is None else path.partition("/")
         kind, _, name = rest.partition("/")
         return (database, name) if kind == "sources" else None

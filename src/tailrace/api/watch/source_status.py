@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tailrace.common.clock import Clock
-from tailrace.common.timestamps import format_instant, parse_instant_ns
+from tailrace.common.timestamps import format_rfc3339, parse_rfc3339_ns
 
 
 class SourceStatus(msgspec.Struct, kw_only=True):
@@ -28,7 +28,7 @@ class SourceStatus(msgspec.Struct, kw_only=True):
     lag_changes: int = 0  # that the source is known to have and that are not written down yet
 
     def changed(self, time: str) -> None:
-        self.last_ns = parse_instant_ns(time) or self.last_ns
+        self.last_ns = parse_rfc3339_ns(time) or self.last_ns
 
     def caught_up(self, all_read: bool) -> None:
         self.behind = not all_read
@@ -57,5 +57,5 @@ class SourceStatus(msgspec.Struct, kw_only=True):
             "lagSeconds": round(self.lag_s, 3) if is_timed else None,
             "walStatus": self.wal_status,
             "retainedBytes": self.retained_bytes,
-            "lastChangeAt": format_instant(self.last_ns) if self.last_ns else None,
+            "lastChangeAt": format_rfc3339(self.last_ns) if self.last_ns else None,
         }

@@ -11,7 +11,7 @@ from tailrace.api.watch.source_follower import Followed, Follower
 from tailrace.api.watch.source_ingest import Ingest
 from tailrace.api.watch.source_origin import Elsewhere, Origin, OwnOrigin, found_source
 from tailrace.api.watch.source_seen import SeenKeys
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.watch.sources.model import GapError, Position, SourceChange, SourceError
 from tailrace.watch.sources.state import StateRecord, read_record
 
@@ -98,7 +98,7 @@ class StreamConnector(Follower):
             await ingest.follow(changes)
             changes = []
             await self._control(
-                ingest, record.control, seq, format_instant(time_ns), loading=goal is not None
+                ingest, record.control, seq, format_rfc3339(time_ns), loading=goal is not None
             )
         await ingest.follow(changes)
         self._status.behind = at < origin.visible
@@ -110,7 +110,7 @@ class StreamConnector(Follower):
             return None
         if self._mentioned is not None and record.data is not None:
             self._mentioned[collection].add([record.key])
-        time = record.time or format_instant(time_ns)
+        time = record.time or format_rfc3339(time_ns)
         self._status.changed(time)
         op = "delete" if record.data is None else "put"
         return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")

@@ -26,9 +26,9 @@ from tailrace.api.watch.source_status import SourceStatus
 from tailrace.api.watch.source_stream import StreamConnector
 from tailrace.api.watch.source_thread import SourceThread
 from tailrace.common.errors import TailraceError
-from tailrace.common.server_metrics import Telemetry
-from tailrace.common.settings import listed
-from tailrace.common.timestamps import format_instant
+from tailrace.common.server_metrics import ServerMetrics
+from tailrace.common.settings import split_list
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
 from tailrace.log.together import append_together
@@ -93,7 +93,9 @@ class Sources:
         self._log = context.log
         self._limits = context.limits
         settings = context.settings
-        self._secrets = SecretRules(listed(settings.source_variables), listed(settings.source_directories))
+        self._secrets = SecretRules(
+            split_list(settings.source_variables), split_list(settings.source_directories)
+        )
         self._found: dict[tuple[str, str], Source] = {}
         self._lock = asyncio.Lock()  # one thing at a time is changed about sources
         # Told when the state of a collection is another one.
@@ -122,7 +124,7 @@ class Sources:
             if source.task is not None:
                 source.task.cancel()
 
-    def connect(self, telemetry: Telemetry) -> None:
+    def connect(self, telemetry: ServerMetrics) -> None:
         """Metrics are read where they are counted, when somebody asks."""
         telemetry.watch_sources.each = self._by_phase
         telemetry.watch_source_changes.each = self._by_op
@@ -417,7 +419,7 @@ class Sources:
 
 def source_entry(config: SourceConfig, operation: str, now_ns: int) -> bytes:
     """A state message of `__collections__/<database>`."""
-    headers = {"operation": operation, "timestamp": format_instant(now_ns)}
+    headers = {"operation": operation, "timestamp": format_rfc3339(now_ns)}
     return orjson.dumps({"type": "source", "key": config.name, "value": config.value(), "headers": headers})
 
 

@@ -21,7 +21,7 @@ from tailrace.api.watch.gateway import Gateway
 from tailrace.api.watch.subscription import Subscription
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
-from tailrace.common.timestamps import format_instant
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Lifetime
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
@@ -214,7 +214,7 @@ class Summaries:
 
     def _entry(self, kind: str, key: str | None, value: Json | None, operation: str = "update") -> bytes:
         """A state message; `reset` says that what was there before is over."""
-        timestamp = format_instant(self._context.clock.now_ns())
+        timestamp = format_rfc3339(self._context.clock.now_ns())
         if kind == "reset":
             return orjson.dumps({"headers": {"control": "reset", "timestamp": timestamp}})
         message: Json = {"type": kind, "key": key}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from tailrace.common.metrics import Distribution
-from tailrace.common.server_metrics import MATCH_SECONDS
+from tailrace.common.metrics import Histogram
+from tailrace.common.server_metrics import MATCH_BUCKETS_S
 
 if TYPE_CHECKING:
     from tailrace.api.watch.collection import Collection
@@ -33,7 +33,7 @@ class Tally:
         self.dropped: dict[str, int] = dict.fromkeys(STAGES, 0)
         # Candidates, hits and library evaluations of what is watched no more.
         self.matched = (0, 0, 0)
-        self.latency = Distribution(MATCH_SECONDS)
+        self.latency = Histogram(MATCH_BUCKETS_S)
         self.bloom_rebuilds = 0
 
     def add_matched(self, counts: tuple[int, int, int]) -> None:

@@ -102,7 +102,7 @@ def _chosen(place: Place, options: MatchOptions, store: str, announced: Any) -> 
     ]
     subscriptions = read_set(place.server, announced.stream, announced.offset, options.database, names)
     index = put_set(store, subscriptions)
-    as_of = offsets.parse_position(announced.offset)[1]
+    as_of = offsets.parse_offset(announced.offset)[1]
     count = len(subscriptions.subs)
     choice = Choice(index, count, announced.gateway, announced.deliveries, ranges, as_of)
     if kept is not None and not kept.create(CHOICE, msgspec.json.encode(choice)):

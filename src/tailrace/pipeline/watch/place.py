@@ -9,8 +9,8 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from tailrace.client import wire
-from tailrace.common.timestamps import parse_instant_ns
-from tailrace.protocol.patterns import Pattern
+from tailrace.common.timestamps import parse_rfc3339_ns
+from tailrace.protocol.patterns import NamePattern
 from tailrace.spark.catalogue import Catalogue, Position, StreamState
 from tailrace.spark.options import Options, ReadOptions, connection_of
 from tailrace.spark.server import Server, server_of
@@ -83,7 +83,7 @@ class Bound(NamedTuple):
                 return cls(seqs=tuple(msgspec.json.decode(text, type=list[int])))
             except msgspec.MsgspecError:
                 pass
-        elif (instant_ns := parse_instant_ns(text)) is not None:
+        elif (instant_ns := parse_rfc3339_ns(text)) is not None:
             return cls(instant_ns=instant_ns)
         raise BoundError(
             f"{text!r} is no end of a range: write earliest, latest, an instant as in RFC 3339, "
@@ -132,7 +132,7 @@ class Place:
 
     def collections(self, database: str, glob: str) -> list[str]:
         """The collections of a database that have changes, as far as a glob covers them."""
-        prefix, pattern = f"{CHANGES}{database}/", Pattern(glob)
+        prefix, pattern = f"{CHANGES}{database}/", NamePattern(glob)
         listed = self.server.listed(prefix, system=True)
         names = {row.name.removeprefix(prefix).rpartition("/")[0] for row in listed}
         return sorted(name for name in names if pattern.matches(name))

@@ -74,7 +74,7 @@ def read_set(
 ) -> SubscriptionSet:
     """The subscriptions of some collections as of a position of the gateway's stream."""
     wanted = set(collections)
-    found = fold(_payloads(server, stream, offsets.parse_position(upto)[1]))
+    found = fold(_payloads(server, stream, offsets.parse_offset(upto)[1]))
     return SubscriptionSet(
         {key: one for key, one in found.items() if one.database == database and one.collection in wanted}
     )
@@ -92,6 +92,6 @@ def _payloads(server: Server, stream: str, upto: int) -> Iterator[bytes]:
             if entry <= upto:
                 yield payload.encode() if isinstance(payload, str) else payload
         offset, before = page.next_offset, reached
-        reached = offsets.parse_position(page.next_offset)[1]
+        reached = offsets.parse_offset(page.next_offset)[1]
         if reached <= before:
             return

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple, cast
 
-from tailrace.common.timestamps import parse_instant_ns
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.profiles.otel import semantics
 from tailrace.profiles.otel.cleaning import Cleaner, Fates, shortened
 from tailrace.profiles.otel.config import OtelConfig
@@ -358,7 +358,7 @@ def _time(nanos: object, same: object, moment: object) -> int | None:
         if type(found) is int and 0 <= found <= NANO_MAX:
             return found
     if type(moment) is str:
-        found = parse_instant_ns(moment.strip())
+        found = parse_rfc3339_ns(moment.strip())
     else:
         ms = number(moment)
         found = None if ms is None or not 0 <= ms <= LAST_MS else int(ms * 1_000_000)
