@@ -31,7 +31,7 @@ from bench.machine import commit, cpu_model
 from bench.peers import ALL, US
 from bench.places import DATA, RESULTS
 from bench.processes import TICKS_PER_S, PeerError, Running, rss_bytes
-from tailrace.common import turns
+from tailrace.common import process
 
 MIB = 1024 * 1024
 OCTETS = "application/octet-stream"
@@ -406,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     env = {**ENV, **(PIPELINE if options.pipeline else {"TAILRACE_PIPELINE": "off"})}
     with ALL[US].running(DATA / "soak", cores(options.server_cpus), env) as server:
-        turns.set_time_slice(TURN_US)  # from now on: for the load, not for the server
+        process.set_time_slice(TURN_US)  # from now on: for the load, not for the server
         prepare(server.port, mix, pipeline=options.pipeline)
         events = Events(server.port)
         if options.pipeline:

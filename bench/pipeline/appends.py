@@ -22,7 +22,7 @@ from bench.evlog.events import block_of
 from bench.evlog.measure import percentile_ms
 from bench.places import ROOT
 from bench.processes import PeerError
-from tailrace.common import turns
+from tailrace.common import process
 
 STREAM = "probe"
 WRITERS = 4
@@ -58,7 +58,7 @@ class Appends:
 
 
 def main(port: int) -> int:
-    turns.set_time_slice(TURN_US)
+    process.set_time_slice(TURN_US)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _create(port)
     ended, failed = threading.Event(), list[str]()

@@ -13,7 +13,7 @@ import pytest
 from support.server import ServerProcess
 from tailrace.common.errors import ERROR_STATUS
 from tailrace.common.server_metrics import SERVER_METRICS as METRICS
-from tailrace.protocol.headers import REQUEST_HEADERS
+from tailrace.protocol.http_headers import REQUEST_HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -20,7 +20,7 @@ from support.ports import KeptPort
 from support.server import ServerProcess
 from support.wire import Connection, Wire, fresh, request_bytes
 from tailrace.auth import create_token
-from tailrace.http.self_signed import self_signed_certificate
+from tailrace.http.tls import self_signed_certificate
 
 JSON = {"Content-Type": "application/json"}
 SECRET = "a secret that is long enough for tokens"

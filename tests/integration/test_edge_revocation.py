@@ -14,7 +14,7 @@ from support.edge import EdgeProcess, cached, metrics
 from support.server import ServerProcess
 from support.wire import Connection, request_bytes
 from tailrace.auth import IdentityStore, create_api_key, create_token
-from tailrace.auth.identity_file import IdentityFile
+from tailrace.auth.identities import IdentityFile
 
 SECRET = "a secret that is long enough for tokens"
 ENV = {"TAILRACE_AUTH_JWT_SECRET": SECRET, "TAILRACE_READ_PAGE_ENTRIES": "2"}

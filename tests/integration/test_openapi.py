@@ -17,8 +17,8 @@ from tailrace.api import app, touch
 from tailrace.api.openapi.document import build
 from tailrace.auth import create_token
 from tailrace.common.errors import ERROR_STATUS
-from tailrace.protocol.headers import RESPONSE_HEADERS
-from tailrace.protocol.names import RESERVED_LAST_SEGMENTS
+from tailrace.protocol.http_headers import RESPONSE_HEADERS
+from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
 
 DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
 PATHS: dict[str, Any] = DOCUMENT["paths"]

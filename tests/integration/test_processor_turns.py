@@ -15,7 +15,7 @@ import pytest
 from conftest import StartServer
 from support.calls import Caller, eventually
 from support.server import ServerProcess
-from tailrace.common import turns
+from tailrace.common import process
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}[os.uname().machine]
 ATTRIBUTES = struct.Struct("=IIQiIQQQ")
@@ -64,6 +64,6 @@ def test_another_policy_is_left_alone() -> None:
     child = os.fork()
     if child == 0:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        turns.set_time_slice(100)
+        process.set_time_slice(100)
         os._exit(0 if os.sched_getscheduler(0) == os.SCHED_BATCH and turn_us(0) != 100 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -21,8 +21,7 @@ from websockets.sync.client import connect
 from support.cli import tailrace
 from support.server import ServerProcess
 from support.wire import Wire, fresh, request_bytes
-from tailrace.auth.issue import create_token
-from tailrace.auth.tokens import LEEWAY_S
+from tailrace.auth.tokens import LEEWAY_S, create_token
 from tailrace.common.clock import FakeClock
 
 JSON, TEXT = "application/json", "text/plain"

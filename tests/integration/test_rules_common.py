@@ -10,7 +10,7 @@ from support.server import ServerProcess
 from support.wire import Answer, Wire, fresh, request_bytes
 from tailrace.common.errors import ERROR_STATUS
 from tailrace.common.limits import Limits
-from tailrace.protocol.headers import RESPONSE_HEADERS
+from tailrace.protocol.http_headers import RESPONSE_HEADERS
 
 JSON, TEXT = "application/json", "text/plain"
 EXPOSED = """

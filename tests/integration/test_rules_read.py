@@ -12,8 +12,7 @@ from support.edge import StartEdge
 from support.waiting import Waiting
 from support.wire import Wire, fresh
 from tailrace.common.limits import Limits
-from tailrace.protocol.cursor import CURSOR_INTERVAL_S, CURSOR_ORIGIN_S
-from tailrace.protocol.offsets import encode_offset
+from tailrace.protocol.offsets import CURSOR_INTERVAL_S, CURSOR_ORIGIN_S, encode_offset
 
 JSON, TEXT, BYTES = "application/json", "text/plain", "application/octet-stream"
 IMMUTABLE = "public, max-age=31536000, immutable"

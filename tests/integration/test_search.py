@@ -13,7 +13,7 @@ from conftest import StartServer
 from support.calls import Caller, eventually
 from support.search_model import RENAMED, search_body
 from support.wire import Answer, Wire, fresh
-from tailrace.protocol.headers import RESPONSE_HEADERS, SEARCH_HEADERS
+from tailrace.protocol.http_headers import RESPONSE_HEADERS, SEARCH_HEADERS
 from tailrace.protocol.offsets import encode_offset
 
 JSON = "application/json"

@@ -16,7 +16,7 @@ import pytest
 from support.calls import eventually
 from support.cli import environment, tailrace
 from support.server import ServerProcess
-from tailrace.http.self_signed import self_signed_certificate
+from tailrace.http.tls import self_signed_certificate
 
 
 def start(directory: Path, *args: str) -> ServerProcess:

@@ -20,7 +20,7 @@ from support.edge import EdgeProcess
 from support.server import ServerProcess
 from support.wire import Wire, request_bytes
 from tailrace.auth import Identity, IdentityStore, TokenVerifier, create_api_key, create_token
-from tailrace.auth.identity_file import IdentityFile
+from tailrace.auth.identities import IdentityFile
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings

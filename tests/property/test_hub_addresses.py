@@ -19,7 +19,7 @@ from tailrace.hub.address import (
     parse_topic,
 )
 from tailrace.hub.errors import HubError
-from tailrace.protocol import names
+from tailrace.protocol import stream_names
 
 SEGMENT = string.ascii_letters + string.digits + "-_.:~"
 segments = st.text(SEGMENT, min_size=1, max_size=6).filter(
@@ -31,8 +31,8 @@ paths = st.lists(segments, min_size=1, max_size=8).map("/".join)
 @given(paths)
 def test_an_address_is_a_path_that_can_be_part_of_a_streams_name(path: str) -> None:
     assert parse_address(f"@({path})") == path
-    assert names.is_valid_name(mailbox_stream(path), 1024)
-    assert not names.is_sub_resource_name(mailbox_stream(path))
+    assert stream_names.is_valid_name(mailbox_stream(path), 1024)
+    assert not stream_names.is_sub_resource_name(mailbox_stream(path))
 
 
 @given(st.text("@()ab/._-~: *ä\n", max_size=12))

@@ -20,7 +20,7 @@ from tailrace.common.limits import Limits
 from tailrace.log.decide import resolve
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE, is_json
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
 
 JSON, TEXT = "application/json", "text/plain"
 NAMES = ["a", "b", "c/d", "e", "f", "g/h"]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
-from tailrace.protocol import cursor, etag, json_split, names, offsets, sse
+from tailrace.protocol import http_headers, json_split, offsets, sse, stream_names
+from tailrace.protocol import offsets as cursor
 
 settings.register_profile("protocol", derandomize=True, max_examples=100, deadline=None)
 settings.load_profile("protocol")
@@ -375,31 +376,33 @@ def test_a_cursor_is_always_greater_than_what_the_client_sent(requested: str | N
 
 @given(st.text(max_size=8), st.sampled_from(["json", "raw"]), st.booleans())
 def test_a_tag_matches_itself_in_any_list(key: str, fmt: str, closed: bool) -> None:
-    tag = etag.slice_etag("A" * 26, "B" * 26, key, fmt, "", closed)
+    tag = http_headers.slice_etag("A" * 26, "B" * 26, key, fmt, "", closed)
     assert tag.startswith('W/"slice:')
     assert tag.isascii()
     strong = tag.removeprefix("W/")
     assert "," not in tag
     assert '"' not in strong[1:-1]
     for header in (tag, strong, f'"other", {tag}', f'{tag},W/"x"', f'W/"x" ,{strong} , "y"', "*", " * "):
-        assert etag.if_none_match(header, tag)
+        assert http_headers.if_none_match(header, tag)
     for header in ("", '"other"', strong[1:-1], tag.replace("slice", "Slice"), f'"*", {tag}'[:3]):
-        assert not etag.if_none_match(header, tag)
-    assert not etag.if_none_match(tag, etag.slice_etag("A" * 26, "B" * 26, key, fmt, "", not closed))
+        assert not http_headers.if_none_match(header, tag)
+    assert not http_headers.if_none_match(
+        tag, http_headers.slice_etag("A" * 26, "B" * 26, key, fmt, "", not closed)
+    )
 
 
 @given(st.text(max_size=20))
 def test_names_survive_percent_encoding_and_follow_the_rules(name: str) -> None:
     raw = quote(name, safe="/").encode()
-    assert names.decode_name(raw) == name
-    assert names.decode_name(quote(name, safe="").encode()) == name
+    assert stream_names.decode_name(raw) == name
+    assert stream_names.decode_name(quote(name, safe="").encode()) == name
     controls = any(ord(char) < 32 or 127 <= ord(char) < 160 for char in name)
     odd_segment = any(segment in ("", ".", "..") for segment in name.split("/"))
     valid = not controls and not odd_segment and len(name.encode()) <= 20
-    assert names.is_valid_name(name, 20) is valid
+    assert stream_names.is_valid_name(name, 20) is valid
 
 
 @given(st.binary(max_size=8))
 def test_names_are_utf8(raw: bytes) -> None:
     encoded = quote(raw, safe="").encode()
-    assert names.decode_name(encoded) == (raw.decode() if _is_utf8(raw) else None)
+    assert stream_names.decode_name(encoded) == (raw.decode() if _is_utf8(raw) else None)

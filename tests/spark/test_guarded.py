@@ -13,7 +13,7 @@ from support.server import ServerProcess
 from support.spark_rows import reader_of, rows_of
 from tailrace.auth import create_token
 from tailrace.client import ClientError
-from tailrace.http.self_signed import self_signed_certificate
+from tailrace.http.tls import self_signed_certificate
 from tailrace.spark.sink import PartitionWriter
 from tailrace.spark.sink_options import write_options
 

@@ -29,7 +29,7 @@ from tailrace.log.reader import Page
 from tailrace.log.records import Append, Recorded, Sealed
 from tailrace.log.transaction import Transaction
 from tailrace.pipeline.kernels.compact import compact
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE, is_json
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
 from tailrace.store.cold import ColdReader
 from tailrace.store.directory import DataDirectory
 from tailrace.store.objects import open_objects

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from tailrace.protocol.content_types import is_json, media_type
+from tailrace.protocol.http_headers import is_json, media_type
 from tailrace.protocol.offsets import encode_offset
 
 AHEAD_NS = 300 * 10**9

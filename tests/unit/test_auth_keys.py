@@ -21,8 +21,12 @@ from tailrace.auth import (
     api_keys,
     create_api_key,
     create_token,
-    identity_file,
-    revocations,
+)
+from tailrace.auth import (
+    identities as identity_file,
+)
+from tailrace.auth import (
+    identities as revocations,
 )
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
@@ -117,7 +121,7 @@ def test_keys_that_nobody_can_have(wrong: dict[str, Any]) -> None:
 
 
 def test_keys_expire_and_make_room(path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.auth.book.API_KEYS_MAX", 1)
+    monkeypatch.setattr("tailrace.auth.identities.API_KEYS_MAX", 1)
     book = book_at(path, clock)
     key, text = create_api_key(sub="ci", scopes=["read"], lifetime_s=60, clock=clock)
     book.add_key(key)
@@ -401,7 +405,7 @@ def test_a_grant_ends_with_its_time_and_with_its_giver(path: Path, clock: FakeCl
 
 
 def test_grants_are_bounded(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.auth.grants.GRANTS_MAX", 2)
+    monkeypatch.setattr("tailrace.auth.tokens.GRANTS_MAX", 2)
     grants = GrantStore(clock)
     job = Identity(sub="job", scopes=frozenset({"system"}))
     tokens = [grants.give(job, 10).encode() for _ in range(3)]

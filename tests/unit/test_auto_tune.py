@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import spelled_out
-from tailrace.common import auto_tune
+from tailrace.common import memory
 from tailrace.common.limits import MIB, Limits
 from tailrace.common.settings import SettingsError
 from tailrace.common.settings_loading import load_settings, unknown_variable_warnings
@@ -35,7 +35,7 @@ def test_the_largest_preset_that_fits(tmp_path: Path, size: str, preset: int) ->
 
 def test_yes_takes_what_the_machine_has(tmp_path: Path) -> None:
     settings = load_settings({"auto_tune": "yes"}, {}, tmp_path)
-    assert int(settings.auto_tune) == auto_tune.available_memory_bytes() // MIB
+    assert int(settings.auto_tune) == memory.available_memory_bytes() // MIB
 
 
 @pytest.mark.parametrize("word", ["", "no", "off", "0"])
@@ -50,7 +50,7 @@ def test_sizes_that_are_none(tmp_path: Path, word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*auto_tune.TUNED_SETTINGS_MB, "append_queue_stream_bytes", "search_concurrency"]
+    "name", [*memory.TUNED_SETTINGS_MB, "append_queue_stream_bytes", "search_concurrency"]
 )
 def test_no_tuned_setting_may_be_given_as_well(tmp_path: Path, name: str) -> None:
     variable = f"TAILRACE_{name.upper()}"
@@ -69,15 +69,15 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/mine\n")
     (tmp_path / "mine").mkdir()
-    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) is None
+    assert memory.cgroup_memory_limit_bytes(tmp_path, own) is None
     (tmp_path / "mine" / "memory.max").write_text("max\n")
-    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) is None
+    assert memory.cgroup_memory_limit_bytes(tmp_path, own) is None
     (tmp_path / "mine" / "memory.max").write_text("536870912\n")
-    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) == 512 * MIB
+    assert memory.cgroup_memory_limit_bytes(tmp_path, own) == 512 * MIB
     own.write_text("4:cpu,memory:/not-mounted\n1:pids:/x\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
-    assert auto_tune.cgroup_memory_limit_bytes(tmp_path, own) == 1024 * MIB
+    assert memory.cgroup_memory_limit_bytes(tmp_path, own) == 1024 * MIB
 
 
 def test_variables_that_are_no_settings() -> None:

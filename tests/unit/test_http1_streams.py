@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 
 from support.http_app import get, on_loop, post, site, until
 from tailrace.http import chunk
+from tailrace.http.exchange import unchunk
 from tailrace.http.tls import server_context
-from tailrace.http.wire import unchunk
 
 
 def test_chunks() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.protocol import content_types, query_params
+from tailrace.protocol import http_headers, query_params
 
 
 def test_long_queries_are_not_remembered() -> None:
@@ -14,7 +14,7 @@ def test_long_queries_are_not_remembered() -> None:
 
 
 def test_long_content_types_are_not_remembered() -> None:
-    before = content_types.media_type.cache_info().currsize
+    before = http_headers.media_type.cache_info().currsize
     for number in range(50):
-        assert not content_types.is_valid_content_type(f"text/{number}" + "a" * 10_000)
-    assert content_types.media_type.cache_info().currsize == before
+        assert not http_headers.is_valid_content_type(f"text/{number}" + "a" * 10_000)
+    assert http_headers.media_type.cache_info().currsize == before

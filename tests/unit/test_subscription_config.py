@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.protocol.patterns import NamePattern, literal_prefix
+from tailrace.protocol.stream_names import NamePattern, literal_prefix
 from tailrace.subscriptions import config
 from tailrace.subscriptions.config import parse_config, parse_streams
 

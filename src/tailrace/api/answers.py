@@ -6,22 +6,21 @@ from tailrace.api.proxies import proxies_of
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.http import common_headers
+from tailrace.http import cors
 from tailrace.http.exchange import Exchange
 from tailrace.http.request_log import failure_log
 from tailrace.log.commit import resting_on
 from tailrace.log.model import Stream
-from tailrace.protocol import refusals
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
-from tailrace.protocol.headers import header_line
+from tailrace.protocol import http_headers
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
 
-NO_STORE = refusals.NO_STORE
+NO_STORE = http_headers.NO_STORE
 CLOSED = b"Stream-Closed: true\r\n"
 UP_TO_DATE = b"Stream-Up-To-Date: true\r\n"
-JSON_TYPE = refusals.JSON_TYPE
+JSON_TYPE = http_headers.JSON_TYPE
 
-error = refusals.error_response
-add_phase = common_headers.add_timing_phase
+error = http_headers.error_response
+add_phase = cors.add_timing_phase
 
 
 def next_offset(offset: str) -> bytes:

@@ -40,10 +40,9 @@ from tailrace.api.waiting_appends import WaitingAppends
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
-from tailrace.http.common_headers import CommonHeaders
+from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import AllowedOrigins
-from tailrace.protocol import headers, names
+from tailrace.protocol import http_headers, stream_names
 
 logger = logging.getLogger("tailrace.api")
 
@@ -126,7 +125,7 @@ class TailraceApp:
                 self._stream_method(exchange, identity, method, name)
             return
         if method == b"OPTIONS":
-            exchange.respond(204, headers.preflight_lines())
+            exchange.respond(204, http_headers.preflight_lines())
             return
         if path.startswith(PREFIX):
             if path.startswith(CONTROL) and path[len(CONTROL) :][:1] in (b"", b"/"):
@@ -220,20 +219,22 @@ class TailraceApp:
         self.control(exchange, rest, self.identify)
 
     def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        decoded = names.decode_name(raw)
+        decoded = stream_names.decode_name(raw)
         if method == b"PUT":
             self._streams.create(exchange, identity, decoded)
             return
         name, slash, key = raw.rpartition(b"/pk/")
         if slash and b"/" not in key:
-            self._by_key(exchange, identity, method, names.decode_name(name), names.decode_name(key))
+            self._by_key(
+                exchange, identity, method, stream_names.decode_name(name), stream_names.decode_name(key)
+            )
             return
-        if decoded is None or not names.is_valid_name(decoded, self._context.limits.name_bytes):
+        if decoded is None or not stream_names.is_valid_name(decoded, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name")
-        if names.is_sub_resource_name(decoded):
+        if stream_names.is_sub_resource_name(decoded):
             self._sub_resource(exchange, identity, method, decoded)
             return
-        if len(exchange.path) <= PATH_BYTES_CACHED and not names.is_system_name(decoded):
+        if len(exchange.path) <= PATH_BYTES_CACHED and not stream_names.is_system_name(decoded):
             if len(self._names) >= NAMES_CACHED:
                 self._names.clear()
             self._names[exchange.path] = decoded
@@ -265,7 +266,7 @@ class TailraceApp:
         elif method == b"PUT":
             self._streams.create(exchange, identity, name)
         elif method == b"DELETE":
-            if names.is_system_name(name):
+            if stream_names.is_system_name(name):
                 raise read_only()
             self._streams.delete(exchange, identity, name)
         else:
@@ -277,7 +278,7 @@ class TailraceApp:
         """`/pk/{key}`: the key is one segment of the raw path and may hold anything, an encoded slash too."""
         if method not in (b"GET", b"HEAD"):
             raise not_allowed("GET, HEAD, OPTIONS")
-        if name is None or not key or not names.is_valid_name(name, self._context.limits.name_bytes):
+        if name is None or not key or not stream_names.is_valid_name(name, self._context.limits.name_bytes):
             raise TailraceError("not_found", "no stream can have this name, or no entry this key")
         self.reads.read(exchange, identity, name, key)
 

@@ -10,7 +10,7 @@ from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
-from tailrace.protocol.content_types import is_json
+from tailrace.protocol.http_headers import is_json
 from tailrace.schema.convert import LensFailureError
 from tailrace.schema.promote import Promoter
 from tailrace.schema.record import UnusableRecordError, load_record

@@ -24,8 +24,8 @@ from tailrace.log.decide import CreateRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Lifetime, Stream
 from tailrace.profiles.profile import GENERIC, Profile, parse_profile, read_profile, to_document
-from tailrace.protocol.content_types import is_json
-from tailrace.protocol.names import check_creatable_name
+from tailrace.protocol.http_headers import is_json
+from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.update import decide_update
 

@@ -12,7 +12,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.history import Missing
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.protocol.headers import header_line
+from tailrace.protocol.http_headers import header_line
 from tailrace.query.families.library import Library
 from tailrace.query.families.narrowing import Narrowing
 from tailrace.query.filtering import Filter, Sieve

@@ -10,7 +10,7 @@ from tailrace.auth import ANONYMOUS
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.offsets import next_cursor
 
 if TYPE_CHECKING:
     from tailrace.api.live import Live

@@ -24,8 +24,8 @@ from tailrace.auth import (
 )
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import names
-from tailrace.protocol.etag import if_none_match
+from tailrace.protocol import stream_names
+from tailrace.protocol.http_headers import if_none_match
 
 logger = logging.getLogger("tailrace.auth")
 
@@ -118,7 +118,7 @@ class IdentityRoutes:
         self._run(exchange, lambda: book.add_key(key), answer)
 
     def _remove_key(self, exchange: Exchange, identity: Identity, raw_id: bytes) -> None:
-        key_id = names.decode_name(raw_id) or ""
+        key_id = stream_names.decode_name(raw_id) or ""
         book = self._known.book
 
         def answer(_: None) -> tuple[int, None]:

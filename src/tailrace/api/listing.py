@@ -16,8 +16,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
-from tailrace.protocol.headers import header_line
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line
 from tailrace.protocol.query_params import parse_query
 
 

@@ -23,14 +23,14 @@ from tailrace.api.live_wires import SseWire, Wire, WsWire
 from tailrace.api.read_request import ReadRequest
 from tailrace.auth import Action, Identity, is_allowed, is_hub_stream
 from tailrace.common.errors import TailraceError
+from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.live_transport import LiveWebSocketHandler
-from tailrace.http.origins import AllowedOrigins
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.protocol.content_types import is_text
-from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.http_headers import is_text
+from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 
 TICK_S = 1.0

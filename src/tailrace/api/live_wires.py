@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tailrace.http import live_transport
-from tailrace.http.outlet import ResponseStream
-from tailrace.http.wire import chunk
+from tailrace.http.exchange import ResponseStream, chunk
 from tailrace.protocol import sse
 from tailrace.protocol.websocket_frames import encode_text
 

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import apsw
 
-from tailrace.common.allocator import trim_malloc
-from tailrace.common.auto_tune import cgroup_memory_limit_bytes
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.memory import cgroup_memory_limit_bytes, trim_malloc
 from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.memory")

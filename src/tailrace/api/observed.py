@@ -19,7 +19,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 from tailrace.log.commit import Committer
-from tailrace.protocol.names import RESERVED_LAST_SEGMENTS
+from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
 
 logger = logging.getLogger("tailrace.requests")
 

@@ -25,9 +25,8 @@ from tailrace.profiles.otel.export import JSON, PROTOBUF, Export, Record, Unusab
 from tailrace.profiles.otel.otlp_json import read_json
 from tailrace.profiles.otel.otlp_protobuf import read_protobuf
 from tailrace.profiles.profile import GENERIC, OtelTracesProfile, install, parse_profile, to_document
-from tailrace.protocol.content_types import media_type
-from tailrace.protocol.headers import header_line
-from tailrace.protocol.names import check_creatable_name
+from tailrace.protocol.http_headers import header_line, media_type
+from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.schema.record import dump_record
 from tailrace.schema.registry import read_registry
 

@@ -12,8 +12,8 @@ from tailrace.common.limits import Limits
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Lifetime
 from tailrace.protocol import offsets
-from tailrace.protocol.content_types import is_valid_content_type
-from tailrace.protocol.names import decode_name
+from tailrace.protocol.http_headers import is_valid_content_type
+from tailrace.protocol.stream_names import decode_name
 
 INTEGER_MAX = 2**53 - 1
 _INTEGER = re.compile(rb"[0-9]{1,16}")

@@ -22,7 +22,7 @@ import msgspec
 from tailrace.api.context import Context
 from tailrace.api.java import find_java
 from tailrace.api.pipeline_state import FRESH_S, Demand, PipelineState
-from tailrace.common import turns
+from tailrace.common import process
 
 logger = logging.getLogger("tailrace.pipeline")
 
@@ -212,8 +212,8 @@ class PipelineChild:
         """
         os.setsid()
         niceness = self._context.settings.pipeline_nice
-        turns.lower_cpu_priority(niceness)
-        turns.set_idle_io_priority()
+        process.lower_cpu_priority(niceness)
+        process.set_idle_io_priority()
         with contextlib.suppress(OSError):  # no such kernel: then niceness is enough
             AUTOGROUP.write_text(str(niceness))
 

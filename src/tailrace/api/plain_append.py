@@ -17,7 +17,7 @@ from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME
 from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
-from tailrace.protocol.content_types import is_json
+from tailrace.protocol.http_headers import is_json
 from tailrace.protocol.offsets import next_offset_line
 
 

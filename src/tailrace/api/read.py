@@ -23,9 +23,8 @@ from tailrace.log.history import Missing, NotAtHandError
 from tailrace.log.model import ReadPart, Stream
 from tailrace.log.reader import Page
 from tailrace.protocol import offsets
-from tailrace.protocol.cursor import next_cursor
-from tailrace.protocol.etag import if_none_match, slice_etag
-from tailrace.protocol.headers import header_line
+from tailrace.protocol.http_headers import header_line, if_none_match, slice_etag
+from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.query_params import (
     ReadStart,
     live_mode,

@@ -18,8 +18,7 @@ from tailrace.api import answers
 from tailrace.api.context import Context
 from tailrace.api.contracts import cut
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.log.decide import AppendRequest
 from tailrace.log.durable import durable
 from tailrace.log.model import Stream

@@ -23,7 +23,7 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.scattered import ScatteredReader
 from tailrace.log.segment_list import read_segments
-from tailrace.protocol.headers import SEARCH_HEADERS, expose_headers_line, header_line
+from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.query.chunk_process import ChunkProcess
 from tailrace.query.context_fields import with_context_fields
 from tailrace.query.execute import Searcher

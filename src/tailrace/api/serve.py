@@ -42,14 +42,14 @@ from tailrace.api.stream_metrics.writer import MetricsWriter
 from tailrace.api.subscriptions import SubscriptionRoutes
 from tailrace.api.watch.service import WatchService
 from tailrace.auth import GrantStore, Identity, TokenVerifier
-from tailrace.common import file_descriptors, private_files, turns
+from tailrace.common import file_descriptors, private_files, process
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warnings
-from tailrace.http.app import App
+from tailrace.http.exchange import App
 from tailrace.http.server import HttpServer
 from tailrace.http.tls import Certificate
 from tailrace.log import registry_snapshot
@@ -77,7 +77,7 @@ def run(settings: Settings) -> int:
     request_log.configure(settings.log_requests, settings.edge_signing_key)
     for told in unknown_variable_warnings(os.environ):
         logger.warning(told)
-    turns.set_time_slice(settings.processor_turn_us)
+    process.set_time_slice(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
     gc.freeze()
@@ -392,7 +392,7 @@ def certificate_of(settings: Settings) -> Certificate | None:
         return Certificate(settings.tls_cert, settings.tls_key)
     if not settings.tls_self_signed:
         return None
-    from tailrace.http.self_signed import self_signed_certificate
+    from tailrace.http.tls import self_signed_certificate
 
     return Certificate(*self_signed_certificate(settings.data_dir / "tls", settings.host))
 

@@ -26,9 +26,8 @@ from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
 from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE, is_json
-from tailrace.protocol.headers import header_line
-from tailrace.protocol.names import check_creatable_name, is_system_name
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
+from tailrace.protocol.stream_names import check_creatable_name, is_system_name
 from tailrace.schema.registry import forked, read_registry
 
 # An append with none of these is nothing but a body: most are.

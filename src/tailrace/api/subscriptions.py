@@ -14,7 +14,7 @@ from tailrace.api.context import Context
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import names, offsets
+from tailrace.protocol import offsets, stream_names
 from tailrace.subscriptions import signing, ssrf, tokens, views
 from tailrace.subscriptions.agent import Agent, Settled
 from tailrace.subscriptions.config import STREAMS_MAX, Config, check_id, invalid, parse_config, parse_streams
@@ -85,7 +85,7 @@ class SubscriptionRoutes:
         segments = rest.split(b"/")
         if len(segments) < 3 or segments[:2] != [b"", b"subscriptions"]:
             raise TailraceError("not_found", "there is nothing at this path")
-        subscription_id = names.decode_name(segments[2])
+        subscription_id = stream_names.decode_name(segments[2])
         if subscription_id is None:
             raise invalid("a subscription id is valid UTF-8")
         check_id(subscription_id)
@@ -181,7 +181,7 @@ class SubscriptionRoutes:
         self, exchange: Exchange, subscription_id: str, raw: bytes, identify: Identify
     ) -> None:
         agent = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
-        path = names.decode_name(raw)
+        path = stream_names.decode_name(raw)
         if path is None:
             raise invalid("a stream name is valid UTF-8")
         self._service.remove_stream(agent, path, _answer_empty(exchange))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from tailrace.auth.api_keys import ApiKey, create_api_key
-from tailrace.auth.bind import check_listen_address
-from tailrace.auth.book import IdentityStore
 from tailrace.auth.edge_signature import EdgeSignature, ForwardedClient
-from tailrace.auth.grants import GrantStore
-from tailrace.auth.identity_file import IdentityFile, IdentityRecords
-from tailrace.auth.issue import TokenReport, create_token, inspect_token
+from tailrace.auth.identities import IdentityFile, IdentityRecords, IdentityStore, RevokedHashes
 from tailrace.auth.policy import (
     Action,
     authorise,
+    check_listen_address,
     covers_pattern,
     covers_stream,
     is_allowed,
@@ -19,8 +16,16 @@ from tailrace.auth.policy import (
     visible_databases,
     visible_prefixes,
 )
-from tailrace.auth.revocations import RevokedHashes
-from tailrace.auth.tokens import ANONYMOUS, Identity, invalid_token_error, is_exchanged_token
+from tailrace.auth.tokens import (
+    ANONYMOUS,
+    GrantStore,
+    Identity,
+    TokenReport,
+    create_token,
+    inspect_token,
+    invalid_token_error,
+    is_exchanged_token,
+)
 from tailrace.auth.verifier import TokenVerifier
 
 __all__ = [

@@ -1,8 +1,12 @@
-"""What an identity may do: one table, one function, every route.
+"""Authorization: which identity may do what, one table for all routes; and the check of the listen address.
+
+What an identity may do: one table, one function, every route.
 
 Each member of `Action` is a row of the route table. Routes name their row and the stream or database they
 touch; the name itself then decides whether the rules of system streams or of the hub apply, so that no route
 can forget them. Refusals come before existence is looked at.
+
+The rule that keeps an open server off the network.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Final, NoReturn
 
 from tailrace.auth.tokens import Identity, token_required_error
 from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
 
 READ_ONLY_METHODS: Final = "GET, HEAD, OPTIONS"
 
@@ -292,4 +297,17 @@ def _forbid(reason: str, *, scope: str = "") -> NoReturn:
         "forbidden",
         reason,
         headers=(("WWW-Authenticate", f'Bearer realm="tailrace", error="insufficient_scope"{asked}'),),
+    )
+
+
+def check_listen_address(settings: Settings) -> None:
+    """Refuses to listen beyond this machine without authentication, unless that is asked for by name."""
+    if settings.loopback_only or settings.auth_configured or settings.insecure:
+        return
+    raise TailraceError(
+        "invalid_request",
+        f"refusing to listen on {settings.host!r} without authentication: anyone who reaches it could read, "
+        "write and delete everything. Set TAILRACE_AUTH_JWT_SECRET (32 bytes or more), "
+        "TAILRACE_AUTH_JWKS_URL, TAILRACE_AUTH_JWKS_FILE or TAILRACE_AUTH_KEYS_FILE; or listen on 127.0.0.1; "
+        "or pass --insecure if something else guards the port.",
     )

@@ -15,14 +15,13 @@ from typing import Any, Final
 import msgspec
 from jwt.exceptions import PyJWTError
 
-from tailrace.auth import api_keys, grants, jwks
-from tailrace.auth.book import IdentityStore
-from tailrace.auth.grants import GrantStore
-from tailrace.auth.identity_file import IDENTITY_FILE_NAME, IdentityFile
+from tailrace.auth import api_keys, jwks, tokens
+from tailrace.auth.identities import IDENTITY_FILE_NAME, IdentityFile, IdentityStore
 from tailrace.auth.tokens import (
     ANONYMOUS,
     JWS,
     LEEWAY_S,
+    GrantStore,
     HubReadPolicy,
     Identity,
     check_secret,
@@ -111,7 +110,7 @@ class TokenVerifier:
             self._verified.move_to_end(authorization)
             return identity
         token = parse_bearer(authorization)
-        if token.startswith(grants.GRANT_PREFIX.encode()):
+        if token.startswith(tokens.GRANT_PREFIX.encode()):
             return self._granted(token)
         identity = self._key_holder(token) if api_keys.is_api_key(token) else self._check(token)
         self.check_stands(identity)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from tailrace.cli.failures import OK, explain
-from tailrace.common import ending
+from tailrace.common import process
 
 
 def main() -> None:
     """Run the command line of this process and end it."""
-    ending.run_and_exit(partial(command, sys.argv[1:]))
+    process.run_and_exit(partial(command, sys.argv[1:]))
 
 
 def command(argv: Sequence[str]) -> int:

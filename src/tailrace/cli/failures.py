@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, Final
 
-from tailrace.common.ending import EXIT_INTERRUPTED
+from tailrace.common.process import EXIT_INTERRUPTED
 
 OK: Final = 0
 REFUSED: Final = 1

@@ -14,7 +14,7 @@ from typing import Final, cast
 import msgspec
 from msgspec import Struct
 
-from tailrace.common import auto_tune
+from tailrace.common import memory
 from tailrace.common.limits import Limits
 from tailrace.common.settings import (
     ENV_PREFIX,
@@ -80,15 +80,15 @@ def _auto_tune(chosen: ChosenValues) -> None:
     """Puts the tuned settings among those that were chosen, if that was asked for."""
     text, source = chosen.get("auto_tune", ("", ""))
     try:
-        size_mb = auto_tune.requested_mb(str(text))
+        size_mb = memory.requested_mb(str(text))
         if size_mb is None:
             chosen.pop("auto_tune", None)
             return
-        preset = auto_tune.largest_preset_mb(size_mb)
+        preset = memory.largest_preset_mb(size_mb)
     except ValueError as error:
         raise SettingsError(f"{source}: {error}") from None
     body_bytes = int(str(chosen["append_body_bytes"][0])) if "append_body_bytes" in chosen else None
-    for name, value in auto_tune.tuned_settings(preset, body_bytes).items():
+    for name, value in memory.tuned_settings(preset, body_bytes).items():
         if name in chosen:
             raise SettingsError(
                 f"{chosen[name][1]} cannot be combined with {SETTINGS_TABLE['auto_tune'].flag}"

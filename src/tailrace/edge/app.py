@@ -28,11 +28,10 @@ from tailrace.edge.sharded import LISTINGS, Shards
 from tailrace.edge.slices import Slices
 from tailrace.edge.upstreams import Upstream
 from tailrace.http import request_log
-from tailrace.http.common_headers import CommonHeaders
+from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import AllowedOrigins
-from tailrace.protocol import headers
-from tailrace.protocol.etag import if_none_match
+from tailrace.protocol import http_headers
+from tailrace.protocol.http_headers import if_none_match
 from tailrace.protocol.query_params import live_mode, parse_query
 
 logger = logging.getLogger("tailrace.edge")
@@ -93,7 +92,7 @@ class EdgeApp:
             logger.error("a request came back to this edge: its upstreams lead to itself")
             raise TailraceError("internal", "the request goes round in a circle")
         if exchange.method == b"OPTIONS":
-            exchange.respond(204, headers.preflight_lines())
+            exchange.respond(204, http_headers.preflight_lines())
         elif exchange.path in OWN:
             self.own.answer(exchange, self._gate.inspect)
         else:
@@ -271,9 +270,9 @@ class EdgeApp:
         if found.end:
             # At an open tail the slice's own end is what it was asked for.
             end = found.end if found.up_to_date else max(found.end, facts.end)
-            head += headers.header_line("Stream-End-Offset", end)
+            head += http_headers.header_line("Stream-End-Offset", end)
         if earliest := max(found.earliest, facts.earliest):
-            head += headers.header_line("Stream-Earliest-Offset", earliest)
+            head += http_headers.header_line("Stream-Earliest-Offset", earliest)
         if outcome == "HIT":
             age_s = max(0, int(self._context.loop.time() - found.stored_at))
             head += b"Age: %d\r\n" % age_s
@@ -289,7 +288,7 @@ class EdgeApp:
             body = await self._packer.pack(found)
             head += ENCODED
         self._context.telemetry.edge_requests.add("read", outcome, 200)
-        exchange.respond(200, headers.header_line("Content-Type", found.content_type) + head, body)
+        exchange.respond(200, http_headers.header_line("Content-Type", found.content_type) + head, body)
 
     def _count(self, reply: Reply) -> None:
         self._context.telemetry.edge_requests.add("forward", "BYPASS", reply.status)

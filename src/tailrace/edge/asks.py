@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
-from tailrace.protocol import names, offsets
+from tailrace.protocol import offsets, stream_names
 from tailrace.protocol.query_params import live_mode, parse_query, read_start, routing_key
 
 PREFIX = b"/v1/stream/"
@@ -30,15 +30,15 @@ def target_of(path: bytes, name_bytes_max: int) -> Target:
     stream, slash, raw_key = raw.rpartition(b"/pk/")
     key: str | None = None
     if slash and b"/" not in raw_key:
-        raw, key = stream, names.decode_name(raw_key)
+        raw, key = stream, stream_names.decode_name(raw_key)
         if not key:
             return Target("other")
-    name = names.decode_name(raw)
-    if name is None or not names.is_valid_name(name, name_bytes_max):
+    name = stream_names.decode_name(raw)
+    if name is None or not stream_names.is_valid_name(name, name_bytes_max):
         return Target("other")
     if name.startswith(("__", "hub/")) or name == "hub":
         return Target("reserved", name, key)
-    if key is None and names.is_sub_resource_name(name):
+    if key is None and stream_names.is_sub_resource_name(name):
         return Target("resource", owner_of(name))
     return Target("stream", name, key)
 
@@ -48,8 +48,8 @@ def owner_of(path: str) -> str:
     segments = path.split("/")
     for index in range(1, len(segments)):
         if (
-            segments[index] in names.RESERVED_LAST_SEGMENTS
-            or segments[index] in names.RESERVED_INNER_SEGMENTS
+            segments[index] in stream_names.RESERVED_LAST_SEGMENTS
+            or segments[index] in stream_names.RESERVED_INNER_SEGMENTS
         ):
             return "/".join(segments[:index])
     return path

@@ -6,7 +6,7 @@ import base64
 
 import msgspec
 
-from tailrace.http.wire import chunk
+from tailrace.http.exchange import chunk
 from tailrace.protocol import sse
 from tailrace.protocol.websocket_frames import encode_text
 

@@ -9,8 +9,7 @@ from math import inf
 from tailrace.edge.connection import Reply
 from tailrace.edge.headers import response_lines, unnamed
 from tailrace.edge.metrics import EdgeTelemetry
-from tailrace.protocol.content_types import is_json
-from tailrace.protocol.etag import slice_etag_start
+from tailrace.protocol.http_headers import is_json, slice_etag_start
 
 ENTRY_OVERHEAD_BYTES = 1024
 

@@ -20,7 +20,7 @@ from tailrace.edge.feed import Feed, RefusedError, open_feed
 from tailrace.edge.ramp import RAMP_S
 from tailrace.edge.setbacks import Setbacks
 from tailrace.edge.upstreams import Upstream
-from tailrace.protocol.content_types import is_text
+from tailrace.protocol.http_headers import is_text
 
 if TYPE_CHECKING:
     from tailrace.edge.channels import Channels

@@ -7,7 +7,7 @@ import gzip
 from collections import OrderedDict
 
 from tailrace.edge.cache import Slice
-from tailrace.protocol.content_types import is_text
+from tailrace.protocol.http_headers import is_text
 
 # Shorter ones are not worth it.
 BODY_BYTES_MIN = 1024

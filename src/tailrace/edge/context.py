@@ -16,10 +16,10 @@ from tailrace.edge.headers import cache_line, id_line, own_request, whole_target
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.token import EdgeToken
 from tailrace.edge.upstreams import Upstream, Upstreams
-from tailrace.http.common_headers import add_timing_phase, add_upstream_timing
+from tailrace.http.cors import add_timing_phase, add_upstream_timing
 from tailrace.http.exchange import Exchange
 from tailrace.http.request_log import failure_log
-from tailrace.protocol.refusals import error_response
+from tailrace.protocol.http_headers import error_response
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -20,10 +20,8 @@ from tailrace.edge.headers import (
 )
 from tailrace.edge.tunnel import tunnel
 from tailrace.edge.upstreams import Upstream
-from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import BODILESS_STATUSES, Exchange, ResponseStream
 from tailrace.http.streaming_request import BodyLostError, BodyStream, StreamingExchange
-from tailrace.http.wire import BODILESS_STATUSES
 
 READS = frozenset((b"GET", b"HEAD"))
 # Answers up to this size go out in one piece.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tailrace.http.exchange import Exchange
 from tailrace.http.streaming_request import BodyStream
-from tailrace.protocol import headers
+from tailrace.protocol import http_headers
 
 # They belong to one connection, not to the message.
 HOP_BY_HOP = frozenset(
@@ -51,7 +51,7 @@ RESPONSE_OWN = frozenset(
         b"server-timing",
     )
 )
-EXPOSED = headers.expose_headers_line(headers.RESPONSE_HEADERS).partition(b": ")[2].strip()
+EXPOSED = http_headers.expose_headers_line(http_headers.RESPONSE_HEADERS).partition(b": ")[2].strip()
 
 
 def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgrade: bool = False) -> bytes:

@@ -21,8 +21,7 @@ from tailrace.edge.facts import FactBook
 from tailrace.edge.gate import Caller
 from tailrace.edge.headers import cache_line
 from tailrace.edge.upstreams import Upstream
-from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.protocol.query_params import live_mode, parse_query
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS, KEEP_ALIVE
 

@@ -20,7 +20,7 @@ from tailrace.edge.slices import Slices
 from tailrace.http.exchange import Exchange
 from tailrace.http.live_transport import LiveWebSocketHandler, SseTransport, WebSocketTransport
 from tailrace.protocol import offsets
-from tailrace.protocol.headers import header_line
+from tailrace.protocol.http_headers import header_line
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 
 TICK_S = 1.0

@@ -23,10 +23,9 @@ from tailrace.edge.gate import Caller, Gate
 from tailrace.edge.headers import cache_line, response_lines, unnamed
 from tailrace.edge.slices import OF_ONE
 from tailrace.http.exchange import Exchange
-from tailrace.protocol.cursor import next_cursor
-from tailrace.protocol.headers import header_line
+from tailrace.protocol.http_headers import NO_STORE, header_line
+from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.query_params import wait_limit_lines, wait_ms
-from tailrace.protocol.refusals import NO_STORE
 
 # How a read from now is asked for: nobody keeps its answer.
 FROM_NOW = "true"

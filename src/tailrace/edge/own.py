@@ -10,7 +10,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.headers import cache_line
 from tailrace.http.exchange import Exchange
-from tailrace.protocol.refusals import JSON_TYPE, NO_STORE, error_response
+from tailrace.protocol.http_headers import JSON_TYPE, NO_STORE, error_response
 
 HEALTH = (b"/healthz", b"/health")
 PATHS = (*HEALTH, b"/readyz", b"/metrics")

@@ -9,8 +9,8 @@ from collections import deque
 from tailrace.common.errors import TailraceError
 from tailrace.edge.connection import Reply, UpstreamConnection, UpstreamLostError
 from tailrace.edge.origin import Origin
+from tailrace.http.exchange import LAST_CHUNK, chunk
 from tailrace.http.streaming_request import BodyStream
-from tailrace.http.wire import LAST_CHUNK, chunk
 
 # A kept connection that was silent longer is not trusted with a request: its other end may be closing it.
 KEPT_S_MAX = 20.0

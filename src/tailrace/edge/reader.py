@@ -20,8 +20,8 @@ from tailrace.edge.doorbell import Doorbell
 from tailrace.edge.feed import RefusedError, is_passing
 from tailrace.edge.gate import Caller
 from tailrace.http.live_transport import LiveTransport
-from tailrace.protocol.content_types import is_text
-from tailrace.protocol.cursor import next_cursor
+from tailrace.protocol.http_headers import is_text
+from tailrace.protocol.offsets import next_cursor
 
 if TYPE_CHECKING:
     from tailrace.edge.live import Live

@@ -17,7 +17,7 @@ import uvloop
 
 from tailrace import __version__
 from tailrace.auth import check_listen_address
-from tailrace.common import file_descriptors, private_files, turns
+from tailrace.common import file_descriptors, private_files, process
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
@@ -64,7 +64,7 @@ def run(settings: Settings) -> int:
     request_log.configure_request_log(settings.log_requests)
     for told in unknown_variable_warnings(os.environ):
         logger.warning(told)
-    turns.set_time_slice(settings.processor_turn_us)
+    process.set_time_slice(settings.processor_turn_us)
     settings = msgspec.structs.replace(settings, limits=file_descriptors.fit_edge_limits(settings.limits))
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

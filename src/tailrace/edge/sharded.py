@@ -16,10 +16,9 @@ from tailrace.edge.feed import Answer, RefusedError
 from tailrace.edge.headers import cache_line, request_bytes, request_lines, response_lines
 from tailrace.edge.upstreams import Upstream
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import names
-from tailrace.protocol.headers import header_line
+from tailrace.protocol import stream_names
+from tailrace.protocol.http_headers import JSON_TYPE, NO_STORE, header_line
 from tailrace.protocol.query_params import parse_query
-from tailrace.protocol.refusals import JSON_TYPE, NO_STORE
 
 # Listings, and what a row of each is called by.
 LISTINGS = {b"/v1/streams": "name", b"/v1/databases": "database"}
@@ -46,7 +45,7 @@ class Shards:
             raise TailraceError("not_found", "this is not served by an edge with sharded upstreams")
         raw = exchange.headers.get(b"stream-forked-from")
         if exchange.method == b"PUT" and raw is not None:
-            source = names.decode_name(raw.removeprefix(b"/v1/stream/"))
+            source = stream_names.decode_name(raw.removeprefix(b"/v1/stream/"))
             if source and self._upstreams.of(source) is not self._upstreams.of(target.name):
                 raise TailraceError("invalid_fork", "the source of the fork lives on another server")
 

@@ -19,7 +19,7 @@ from tailrace.edge.recent import Recent, RecentReads
 from tailrace.edge.registry import Registry
 from tailrace.edge.renewals import Renewals
 from tailrace.edge.upstreams import Upstream
-from tailrace.protocol.etag import slice_etag_format
+from tailrace.protocol.http_headers import slice_etag_format
 
 # Refusals of whoever asked, which say nothing to others who wait for the same answer.
 OF_ONE = (401, 403, 429)

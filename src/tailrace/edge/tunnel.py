@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from tailrace.edge.connection import Reply, UpstreamConnection
 from tailrace.edge.headers import RESPONSE_OWN, cache_line
-from tailrace.http.exchange import Exchange
-from tailrace.http.request_id import REQUEST_ID_HEADER
-from tailrace.http.tunnel import TunnelEnd
-from tailrace.http.wire import status_line
+from tailrace.http.exchange import REQUEST_ID_HEADER, Exchange, status_line
+from tailrace.http.relay import TunnelEnd
 
 
 class ClientEnd(TunnelEnd):

@@ -6,12 +6,9 @@ with `Exchange.respond`, streams with an `Outlet`, or takes the connection over 
 
 from __future__ import annotations
 
-from tailrace.http.app import App
-from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import App, Exchange, ResponseStream, chunk
 from tailrace.http.server import HttpServer
 from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
-from tailrace.http.wire import chunk
 from tailrace.protocol.websocket_frames import encode_text
 
 __all__ = [

@@ -1,20 +1,194 @@
-"""One request and its answer."""
+"""One request and its response: the exchange, streamed responses, request ids, and the application's interface.
+
+Response bytes that are made once: status lines, lengths, chunk framing.
+
+Ids of requests: taken from clients that send one, made where somebody may have to ask about an answer.
+
+What the server expects of the application behind it.
+
+A streamed answer: head first, then as many chunks as there are, then the end.
+
+One request and its answer.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Callable, Sequence
+from email.utils import formatdate
+from http import HTTPStatus
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from tailrace.http.request_id import REQUEST_ID_LINE_START, new_request_id
-from tailrace.http.wire import BODILESS_STATUSES, CRLF, JOIN_BYTES_MAX, LENGTH_ENDS, LENGTH_ENDS_COUNT
-
 if TYPE_CHECKING:
+    from tailrace.common.errors import TailraceError
     from tailrace.http.connection import HttpConnection
-    from tailrace.http.outlet import ResponseStream
+    from tailrace.http.response_connection import ResponseConnection
     from tailrace.http.websocket import WebSocketConnection, WebSocketHandler
+
+
+# Bodies up to this size are joined with their head into one buffer; larger ones are handed to the transport
+# beside it, because copying them would cost more than a second element in the vector.
+JOIN_BYTES_MAX = 16 * 1024
+
+STATUS_LINES: dict[int, bytes] = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode("ascii"))
+    for status in HTTPStatus
+}
+
+# The end of a head whose body has this many bytes; small bodies are by far the most common.
+LENGTH_ENDS: tuple[bytes, ...] = tuple(b"Content-Length: %d\r\n\r\n" % size for size in range(2048))
+LENGTH_ENDS_COUNT = len(LENGTH_ENDS)
+
+CRLF = b"\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONNECTION_CLOSE = b"Connection: close\r\n"
+CONNECTION_KEEP_ALIVE = b"Connection: keep-alive\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+# Answers with these codes never have a body, nor a length.
+BODILESS_STATUSES = frozenset((204, 304))
+
+
+def length_end(size: int) -> bytes:
+    """`Content-Length` and the empty line that ends the head."""
+    return LENGTH_ENDS[size] if size < LENGTH_ENDS_COUNT else b"Content-Length: %d\r\n\r\n" % size
+
+
+def status_line(status: int) -> bytes:
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def date_line(unix_s: float) -> bytes:
+    return b"Date: %b\r\n" % formatdate(unix_s, usegmt=True).encode("ascii")
+
+
+def chunk(payload: bytes) -> bytes:
+    """One chunk of a streamed answer, to be framed once and written to many connections.
+
+    An empty payload gives no bytes at all: an empty chunk would end the answer.
+    """
+    return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""
+
+
+def unchunk(framed: bytes) -> bytes:
+    """The payload of bytes made by `chunk`, for HTTP/1.0 clients, which know no chunks."""
+    payloads: list[bytes] = []
+    position = 0
+    while position < len(framed):
+        line_end = framed.index(CRLF, position)
+        start = line_end + 2
+        size = int(framed[position:line_end], 16)
+        payloads.append(framed[start : start + size])
+        position = start + size + 2
+    return b"".join(payloads)
+
+
+REQUEST_ID_HEADER: Final = b"x-request-id"
+REQUEST_ID_LINE_START: Final = b"X-Request-Id: "
+REQUEST_ID_BYTES_MAX: Final = 128
+
+_VALID_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,%d}" % REQUEST_ID_BYTES_MAX)
+
+
+def request_id_from_client(value: bytes) -> bytes:
+    """The client's own id, or a new one in place of what cannot be sent back as it is."""
+    return value if _VALID_REQUEST_ID.fullmatch(value) else new_request_id()
+
+
+def new_request_id() -> bytes:
+    return secrets.token_hex(8).encode()
+
+
+def strip_request_id(head: bytes) -> bytes:
+    """The head lines of an answer that is passed on, without the id that somebody else gave the request."""
+    begin = head.find(REQUEST_ID_LINE_START)
+    return head if begin < 0 else head[:begin] + head[head.index(b"\r\n", begin) + 2 :]
+
+
+class App(Protocol):
+    """The application: answers requests, and gives refusals and responses their house form."""
+
+    # What `common_headers` gives for every request alike; None if it depends on the request.
+    fixed_headers: bytes | None
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer a complete request, now or later. A `TailraceError` raised here is answered by net."""
+        ...
+
+    def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
+        """What to call for every later request with this very head: `handle`, or a shorter way to the same.
+
+        The body is the only thing such requests differ in.
+        """
+        ...
+
+    def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
+        """Status, head lines and body for an error; `exchange` is None when no request could be read."""
+        ...
+
+    def common_headers(self, exchange: Exchange | None) -> bytes:
+        """Head lines, each ending in CRLF, that every response carries."""
+        ...
+
+
+class ResponseStream:
+    """The writing end of a streamed answer.
+
+    Nothing is buffered here: the writer looks at `unsent_bytes`, holds back when it is too much, and goes
+    on from `on_drain`.
+    """
+
+    __slots__ = ("_connection", "_plain", "closed", "on_drain", "on_gone")
+
+    def __init__(self, connection: ResponseConnection, *, plain: bool) -> None:
+        self._connection = connection
+        self._plain = plain
+        self.closed = False
+        # Called when the transport's buffer, once above its high-water mark, fell below the low one.
+        self.on_drain: Callable[[], None] | None = None
+        # Called once if the client disconnects before `end`.
+        self.on_gone: Callable[[], None] | None = None
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes written here that the kernel has not taken yet."""
+        return 0 if self.closed else self._connection.unsent_bytes
+
+    def write(self, payload: bytes) -> None:
+        """Send `payload` as one chunk."""
+        if not self.closed and payload:
+            self._connection.write(payload if self._plain else chunk(payload))
+
+    def write_raw(self, framed: bytes) -> None:
+        """Send bytes that are already framed by `chunk`, so that one encoding serves many readers."""
+        if not self.closed:
+            self._connection.write(unchunk(framed) if self._plain else framed)
+
+    def offer_raw(self, encoded: bytes, unsent_bytes_max: int) -> bool:
+        """`write_raw`, unless more than that is unsent. Runs for every live reader of every message."""
+        if self.closed:
+            return True
+        connection = self._connection
+        if connection.transport.get_write_buffer_size() > unsent_bytes_max:
+            return False
+        connection.write(unchunk(encoded) if self._plain else encoded)
+        return True
+
+    def end(self) -> None:
+        """Finish the answer; the connection goes on with its next request unless it is to close."""
+        if self.closed:
+            return
+        self.closed = True
+        self.on_gone = self.on_drain = None
+        if not self._plain:
+            self._connection.write(LAST_CHUNK)
+        self._connection.finish_stream()
+
 
 # Answers to one read that are written together; they are small, so this bounds their bytes too.
 CORKED_MAX = 16

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol import sse
 

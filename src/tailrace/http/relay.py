@@ -1,4 +1,8 @@
-"""Requests that another process on this machine answers: passed on over a unix socket, bytes for bytes.
+"""Relays requests to another process over a unix socket; upgraded connections become tunnels.
+
+Two connections whose bytes pass each other on: what is left when a relayed one leaves HTTP.
+
+Requests that another process on this machine answers: passed on over a unix socket, bytes for bytes.
 
 The request is written as it was read; its body is not looked at. Of the answer only the framing is, to know
 where it ends: its bytes go to the client as they come. A connection that leaves HTTP becomes a tunnel. Who
@@ -12,16 +16,83 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_HTTP_1_0, Exchange
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import (
+    CONNECTION_CLOSE,
+    MODE_CLOSE,
+    MODE_HEAD,
+    MODE_HTTP_1_0,
+    Exchange,
+    ResponseStream,
+)
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
-from tailrace.http.tunnel import open_tunnel
-from tailrace.http.wire import CONNECTION_CLOSE
+
+if TYPE_CHECKING:
+    from tailrace.http.connection import HttpConnection
+    from tailrace.http.server import HttpServer
+
+
+class TunnelEnd(asyncio.Protocol):
+    """One of the two. Its transport is read only as fast as the other's is written."""
+
+    __slots__ = ("deadline", "other", "server", "transport")
+
+    other: TunnelEnd
+
+    def __init__(self, transport: asyncio.Transport, server: HttpServer | None = None) -> None:
+        self.transport = transport
+        self.server = server  # of the end that the server looks after
+        self.deadline = inf
+
+    def data_received(self, data: bytes) -> None:
+        server = self.server
+        if server is not None:
+            server.bytes_in += len(data)
+        elif self.other.server is not None:
+            self.other.server.bytes_out += len(data)
+        try:
+            self.other.transport.write(data)
+        except (RuntimeError, OSError):
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        if not self.other.transport.is_closing():
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self.other.transport.is_closing():
+            self.other.transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.server is not None:
+            self.server.forget(self)
+        self.other.transport.close()
+
+    def on_sweep(self, now: float) -> None:
+        """Whoever answers keeps the time."""
+
+    def drain(self) -> None:
+        """Whoever answers says goodbye, and its end is ours."""
+
+
+def open_tunnel(connection: HttpConnection, far: asyncio.Transport) -> None:
+    """From now on the client and the other process talk without us."""
+    server = connection.server
+    near_end, far_end = TunnelEnd(connection.transport, server), TunnelEnd(far)
+    near_end.other, far_end.other = far_end, near_end
+    far.set_protocol(far_end)
+    held = connection.detach(near_end)
+    server.watch(near_end)
+    if held:
+        server.loop.call_soon(near_end.data_received, held)
+
 
 logger = logging.getLogger("tailrace.http")
 

@@ -14,17 +14,21 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_HTTP_1_0, MODE_OBSERVED, Exchange
-from tailrace.http.outlet import ResponseStream
-from tailrace.http.request_id import strip_request_id
-from tailrace.http.wire import (
+from tailrace.http.exchange import (
     BODILESS_STATUSES,
     CHUNKED,
     CONNECTION_CLOSE,
     CONNECTION_KEEP_ALIVE,
     CRLF,
     JOIN_BYTES_MAX,
+    MODE_CLOSE,
+    MODE_HEAD,
+    MODE_HTTP_1_0,
+    MODE_OBSERVED,
+    Exchange,
+    ResponseStream,
     length_end,
+    strip_request_id,
 )
 
 if TYPE_CHECKING:

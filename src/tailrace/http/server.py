@@ -13,12 +13,9 @@ from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.file_descriptors import accept_backlog, refused_connections_max
 from tailrace.common.limits import Limits
-from tailrace.http.app import App
-from tailrace.http.connection import HttpConnection
-from tailrace.http.exchange import Exchange
+from tailrace.http.connection import CACHED_HEADS_MAX, CachedHead, HttpConnection
+from tailrace.http.exchange import App, Exchange, date_line, status_line
 from tailrace.http.request_body import RequestBodyConnection
-from tailrace.http.request_head import CACHED_HEADS_MAX, CachedHead
-from tailrace.http.wire import date_line, status_line
 
 # One coarse timer serves every deadline of every connection.
 SWEEP_S = 0.5

@@ -1,9 +1,26 @@
-"""TLS from certificate files, which may be replaced while the server runs."""
+"""TLS: certificate files that can be reloaded, and self-signed certificates for development.
+
+TLS from certificate files, which may be replaced while the server runs.
+
+A certificate for development: made on this machine, for this machine, trusted by nobody unasked.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
+import os
 import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from tailrace.common.errors import TailraceError
 
@@ -41,3 +58,84 @@ def load_certificate(context: ssl.SSLContext, cert_file: str | Path, key_file: s
         raise TailraceError(
             "unavailable", f"cannot use the TLS certificate {cert_file} with the key {key_file}: {reason}"
         ) from error
+
+
+CERTIFICATE_LIFETIME: Final = timedelta(days=90)
+RENEW_BEFORE: Final = timedelta(days=14)  # so long before it ends, at the next start
+LOCAL: Final = ("localhost", "127.0.0.1", "::1")
+
+
+def self_signed_certificate(directory: Path, host: str) -> tuple[Path, Path]:
+    """The files of a certificate and its key, made if they are not there, too old or for another host."""
+    cert_file, key_file = directory / "cert.pem", directory / "key.pem"
+    wanted = subject_alternative_names(host)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _directory_lock(directory):
+        if not key_file.is_file() or not _is_usable(cert_file, wanted):
+            key = ec.generate_private_key(ec.SECP256R1())
+            encoded = key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+            _write(key_file, encoded)
+            _write(cert_file, _certificate(key, wanted).public_bytes(serialization.Encoding.PEM))
+    return cert_file, key_file
+
+
+@contextmanager
+def _directory_lock(directory: Path) -> Generator[None]:
+    """Several processes of one server make one certificate."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def subject_alternative_names(host: str) -> list[x509.GeneralName]:
+    """The names and addresses under which this machine is reached from itself, and the one listened on."""
+    return [_general_name(name) for name in dict.fromkeys((*LOCAL, host)) if name not in ("0.0.0.0", "::")]  # noqa: S104
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _is_usable(cert_file: Path, wanted: list[x509.GeneralName]) -> bool:
+    try:
+        found = x509.load_pem_x509_certificate(cert_file.read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return False
+    return list(names) == wanted and found.not_valid_after_utc - datetime.now(UTC) > RENEW_BEFORE
+
+
+def _certificate(key: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName]) -> x509.Certificate:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tailrace for development")])
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))  # clocks of clients may be behind
+        .not_valid_after(now + CERTIFICATE_LIFETIME)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _write(file: Path, content: bytes) -> None:
+    """For its owner only, from its first byte on."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as opened:
+        opened.write(content)
+    temporary.replace(file)

@@ -14,8 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import MODE_OBSERVED
-from tailrace.http.wire import status_line
+from tailrace.http.exchange import MODE_OBSERVED, status_line
 from tailrace.protocol.websocket_frames import (
     BINARY,
     CLOSE,

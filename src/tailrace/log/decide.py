@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream, Tombstone
 from tailrace.log.records import Append, Bind, Create, Delete
-from tailrace.protocol.content_types import media_type
+from tailrace.protocol.http_headers import media_type
 
 Check = Callable[["AppendRequest", Stream], Sequence[bytes | None] | None]
 

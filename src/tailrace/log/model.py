@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from tailrace.protocol import offsets
-from tailrace.protocol.content_types import is_json
+from tailrace.protocol.http_headers import is_json
 
 if TYPE_CHECKING:
     from tailrace.log.commit import Batch

@@ -7,7 +7,7 @@ import orjson
 from tailrace.common.limits import Limits
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 
 NAME = "__registry__"
 

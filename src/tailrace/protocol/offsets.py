@@ -1,10 +1,16 @@
-"""Offsets on the wire: 26 digits of Crockford base32 over `epoch(u32) | entry(u64) | in_block(u32)`.
+"""Stream offsets on the wire (26 digits of Crockford base32), and cursors of live reads.
+
+Offsets on the wire: 26 digits of Crockford base32 over `epoch(u32) | entry(u64) | in_block(u32)`.
 
 The alphabet is in ASCII order and the width is fixed, so comparing the text compares positions.
+
+Cursors keep shared caches from serving one stale live answer for ever.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import re
 
 from tailrace.common.errors import TailraceError
@@ -59,3 +65,20 @@ def parse_offset(text: str) -> tuple[int, int]:
         if epoch <= EPOCH_MAX:
             return epoch, entry
     raise TailraceError("invalid_offset", "offset is not -1, now, or an offset this server hands out")
+
+
+CURSOR_ORIGIN_S = 1_728_432_000  # 2024-10-09T00:00:00Z
+CURSOR_INTERVAL_S = 20
+CURSOR_JITTER_S_MAX = 3600
+
+
+def next_cursor(requested: str | None, now_s: float) -> str:
+    """The interval number, or something greater than what the client sent."""
+    interval = int((now_s - CURSOR_ORIGIN_S) // CURSOR_INTERVAL_S)
+    if requested is None or not requested.isascii() or not requested.isdigit() or len(requested) > 18:
+        return str(interval)
+    current = int(requested)
+    if current < interval:
+        return str(interval)
+    jitter_s = random.randint(1, CURSOR_JITTER_S_MAX)  # noqa: S311 - spreads cache keys, guards nothing
+    return str(current + max(1, math.ceil(jitter_s / CURSOR_INTERVAL_S)))

@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
-from tailrace.protocol.headers import WAIT_LIMIT_HEADER, expose_headers_line, header_line
+from tailrace.protocol.http_headers import WAIT_LIMIT_HEADER, expose_headers_line, header_line
 
 QUERY_BYTES_CACHED = 512
 SINGLE_VALUED_PARAMS = frozenset(

@@ -26,7 +26,7 @@ from functools import lru_cache
 from io import FileIO
 from typing import Final, cast
 
-from tailrace.common import turns
+from tailrace.common import process
 from tailrace.query.chunk import Chunk, columns_from
 from tailrace.query.view import Decoder, View
 from tailrace.schema.registry import read_registry
@@ -48,7 +48,7 @@ class ChunkProcessError(Exception):
 class ChunkProcess:
     """The server's end: one request at a time. `make` waits for the process, on the thread that is here."""
 
-    def __init__(self, idle_s: float, niceness: int = turns.HELPER_NICENESS) -> None:
+    def __init__(self, idle_s: float, niceness: int = process.HELPER_NICENESS) -> None:
         self._idle_s = idle_s
         self._niceness = niceness
         self.thread = ThreadPoolExecutor(1, "chunk-process")
@@ -181,7 +181,7 @@ def _read_exactly(pipe: FileIO, count: int) -> bytes | None:
 def main() -> None:
     """Answers requests until the server ends, which closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
-    turns.lower_cpu_priority(int(sys.argv[1]))
+    process.lower_cpu_priority(int(sys.argv[1]))
     requests, answers = FileIO(0, "rb", closefd=False), FileIO(1, "wb", closefd=False)
     while (request := _read(requests)) is not None:
         try:

@@ -16,7 +16,7 @@ import msgspec
 from tailrace.client.model import StreamDescriptor, StreamInfo, is_json
 from tailrace.client.wire import OCTETS_TYPE
 from tailrace.protocol import offsets
-from tailrace.protocol.patterns import NamePattern
+from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
 from tailrace.spark.server import Server, server_of
 from tailrace.store.manifest import Manifests

@@ -9,7 +9,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.protocol import names
+from tailrace.protocol import stream_names
 
 ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 4096
@@ -88,7 +88,7 @@ def parse_config(body: bytes, limits: Limits) -> Config:
         if given.wake_stream is None:
             raise invalid("a pull-wake subscription needs a wake_stream")
         wake_stream = check_stream(given.wake_stream, limits)
-        if names.is_system_name(wake_stream) or wake_stream.startswith("hub/"):
+        if stream_names.is_system_name(wake_stream) or wake_stream.startswith("hub/"):
             raise invalid("the wake_stream is an ordinary stream, not one of the server's own")
     return Config(
         type=given.type,
@@ -116,7 +116,7 @@ def normalise_streams(given: list[str], limits: Limits) -> tuple[str, ...]:
 
 def check_stream(name: str, limits: Limits) -> str:
     """Any name a stream can have, system streams included: those are linked when they are named."""
-    if not names.is_valid_name(name, limits.name_bytes):
+    if not stream_names.is_valid_name(name, limits.name_bytes):
         raise invalid(f"{name[:100]!r} is not a stream name")
     return name
 
@@ -125,11 +125,11 @@ def check_id(subscription_id: str) -> str:
     """One path segment that can be told apart in logs and URLs."""
     if len(subscription_id.encode()) > ID_BYTES_MAX or "/" in subscription_id:
         raise invalid(f"a subscription id is one path segment of at most {ID_BYTES_MAX} bytes")
-    if not names.is_valid_name(subscription_id, ID_BYTES_MAX):
+    if not stream_names.is_valid_name(subscription_id, ID_BYTES_MAX):
         raise invalid("a subscription id has no control characters and is not '.' or '..'")
     return subscription_id
 
 
 def check_pattern(pattern: str, limits: Limits) -> None:
-    if not names.is_valid_name(pattern, limits.name_bytes):
+    if not stream_names.is_valid_name(pattern, limits.name_bytes):
         raise invalid("a pattern has the form of a stream name; * stands for one segment, ** for any number")

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from tailrace.protocol.offsets import START_OFFSET
-from tailrace.protocol.patterns import NamePattern
+from tailrace.protocol.stream_names import NamePattern
 from tailrace.subscriptions.config import Config
 
 BEFORE_ALL: Final = "-1"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import apsw
 
-from tailrace.common import failpoints, turns
+from tailrace.common import failpoints, process
 from tailrace.log.image import StoredStreams, decode_block, decode_stream, encode_block, encode_tombstone
 from tailrace.log.journal import Scan, file_path, read_header
 from tailrace.log.model import Block, Stream
@@ -246,7 +246,7 @@ def say(line: str) -> None:
 def main() -> None:
     data_dir = Path(sys.argv[1])
     tombstone_ns = int(sys.argv[2]) * 1_000_000
-    turns.lower_cpu_priority()
+    process.lower_cpu_priority()
     failpoints.mark_child_process()
     store: StoredStreams | None = None
     orders = Orders()

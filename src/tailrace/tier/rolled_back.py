@@ -16,7 +16,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.log import system
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.protocol.names import is_system_name
+from tailrace.protocol.stream_names import is_system_name
 from tailrace.store.manifest import Manifests
 from tailrace.store.manifest_model import Head, ManifestError
 from tailrace.store.manifest_resolve import is_same_life

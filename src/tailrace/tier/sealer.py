@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.common import failpoints, turns
+from tailrace.common import failpoints, process
 from tailrace.common.logging_setup import configure_logging
 from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
@@ -420,7 +420,7 @@ def _say(line: bytes) -> None:
 
 
 def main() -> None:
-    turns.lower_cpu_priority()
+    process.lower_cpu_priority()
     failpoints.mark_child_process()
     configure_logging("warning", "auto")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))

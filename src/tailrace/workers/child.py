@@ -17,7 +17,7 @@ import uvloop
 
 from tailrace.api import request_log, restore
 from tailrace.api.serve import SWITCH_INTERVAL_S
-from tailrace.common import ending, turns
+from tailrace.common import process
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import add_common_fields, configure_logging
 from tailrace.log.journal import JournalCorruptError
@@ -34,7 +34,7 @@ def main() -> int:
     configure_logging(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
     add_common_fields(worker=setup.index)
-    turns.set_time_slice(settings.processor_turn_us)
+    process.set_time_slice(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -101,4 +101,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    ending.run_and_exit(main)
+    process.run_and_exit(main)

@@ -15,14 +15,13 @@ import msgspec
 
 from tailrace.api import answers
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
-from tailrace.protocol.patterns import NamePattern
+from tailrace.protocol.stream_names import NamePattern
 
 FOLLOW: Final = "/_worker/follow"
 INTEREST: Final = "/_worker/interest"

@@ -22,13 +22,12 @@ from tailrace.api.pipeline import PREFIX as PIPELINE_PREFIX
 from tailrace.api.seal import PATH as SEAL_PATH
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
-from tailrace.http.app import App
-from tailrace.http.exchange import MODE_UPGRADE, Exchange
+from tailrace.http.exchange import MODE_UPGRADE, App, Exchange
 from tailrace.http.handover import HandoverSender
 from tailrace.http.relay import ALONE_HEADER, restore_relayed_request
 from tailrace.profiles.touch.waits import TIMEOUT_MS_MAX
-from tailrace.protocol.names import check_creatable_name, is_sub_resource_name
 from tailrace.protocol.query_params import parse_query
+from tailrace.protocol.stream_names import check_creatable_name, is_sub_resource_name
 from tailrace.workers.circle import Circle
 from tailrace.workers.gather import METRICS, READY, Gather
 from tailrace.workers.gather import STREAMS as LISTING

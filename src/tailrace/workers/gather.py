@@ -18,7 +18,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import ALONE_HEADER, RELAY_HEADERS, PeerClient
-from tailrace.protocol.headers import header_line
+from tailrace.protocol.http_headers import header_line
 from tailrace.protocol.query_params import parse_query
 
 STREAMS: Final = b"/v1/streams"

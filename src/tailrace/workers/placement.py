@@ -12,7 +12,7 @@ from typing import Final
 
 import xxhash
 
-from tailrace.protocol import names
+from tailrace.protocol import stream_names
 
 FIRST: Final = 0
 STREAMS: Final = b"/v1/stream/"
@@ -48,12 +48,12 @@ def stream_in(path: bytes, *, whole: bool = False) -> str | None:
     """
     raw = path[len(STREAMS) :]
     if whole:
-        return names.decode_name(raw)
+        return stream_names.decode_name(raw)
     name, slash, key = raw.rpartition(b"/pk/")
     if slash and b"/" not in key:
-        return names.decode_name(name)
-    decoded = names.decode_name(raw)
-    if decoded is None or not names.is_sub_resource_name(decoded):
+        return stream_names.decode_name(name)
+    decoded = stream_names.decode_name(raw)
+    if decoded is None or not stream_names.is_sub_resource_name(decoded):
         return decoded
     for inner in ("/touch/", "/_otlp/"):
         owner, slash, _ = decoded.rpartition(inner)

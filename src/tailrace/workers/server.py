@@ -13,8 +13,7 @@ from tailrace.api.context import Context
 from tailrace.api.serve import Server
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.limits import Limits
-from tailrace.http.app import App
-from tailrace.http.exchange import Exchange
+from tailrace.http.exchange import App, Exchange
 from tailrace.http.handover import HandoverReceiver, HandoverSender
 from tailrace.http.relay import PeerClient
 from tailrace.http.server import HttpServer

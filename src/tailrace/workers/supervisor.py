@@ -85,7 +85,7 @@ def own_settings(settings: Settings, root: DataDirectory, layout: Layout, index:
     if settings.auth_configured and not settings.auth_keys_file:
         changed["auth_keys_file"] = str(identity_path(settings))
     if settings.tls_self_signed:
-        from tailrace.http.self_signed import self_signed_certificate
+        from tailrace.http.tls import self_signed_certificate
 
         certificate, key = self_signed_certificate(root.path / "tls", settings.host)
         changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}

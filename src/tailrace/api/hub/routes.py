@@ -16,8 +16,8 @@ from tailrace.api.proxies import proxies_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import ERROR_STATUS, TailraceError
 from tailrace.common.settings import Settings
+from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import AllowedOrigins
 from tailrace.hub import connecting, decide
 from tailrace.hub.address import parse_address
 from tailrace.hub.errors import HubError

@@ -15,7 +15,7 @@ from tailrace.api.inspection.documents import Documents, observability_of
 from tailrace.api.inspection.index_status import BUNDLED, Manifest, TailRows, index_status, instant
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
-from tailrace.protocol.content_types import DEFAULT_CONTENT_TYPE
+from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 from tailrace.query.index_plan import FAMILIES
 
 ARTIFACTS = (

@@ -20,7 +20,7 @@ from tailrace.auth import Action, Identity, authorise, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
-from tailrace.protocol.etag import if_none_match
+from tailrace.protocol.http_headers import if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.store.object_book import RecordedHead
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from tailrace.api.inspection.documents import Documents
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
-from tailrace.protocol.names import is_system_name
+from tailrace.protocol.stream_names import is_system_name
 from tailrace.query.index_plan import members_of
 from tailrace.tier.index_summary import NOTHING, FamilySummary, IndexSummary
 

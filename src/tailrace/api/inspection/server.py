@@ -12,7 +12,8 @@ from tailrace.api.inspection.cold import cached_of
 from tailrace.api.inspection.memory import Node
 from tailrace.api.inspection.top_streams import TopStreams
 from tailrace.auth import Action, Identity, authorise
-from tailrace.common import allocator, auto_tune
+from tailrace.common import memory as allocator
+from tailrace.common import memory as auto_tune
 from tailrace.common.settings import SETTINGS_TABLE, Setting
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange

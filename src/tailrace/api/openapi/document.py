@@ -29,7 +29,7 @@ from tailrace.api.openapi import (
 from tailrace.api.openapi.operations import answer, error_responses, headers, operation, without_body
 from tailrace.api.openapi.values import Json
 from tailrace.http.exchange import Exchange
-from tailrace.protocol.etag import if_none_match
+from tailrace.protocol.http_headers import if_none_match
 
 PATH: Final = b"/openapi.json"
 _PARTS: Final = (

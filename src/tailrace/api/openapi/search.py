@@ -8,7 +8,7 @@ from tailrace.api.openapi.objects import array, closed, counts, obj
 from tailrace.api.openapi.operations import answer, operation, params, query, request, schema
 from tailrace.api.openapi.shared import OFFSET
 from tailrace.api.openapi.values import BOOLEAN, COUNT, INSTANT, OBJECT, STRING, Json, nullable
-from tailrace.protocol.headers import SEARCH_HEADERS
+from tailrace.protocol.http_headers import SEARCH_HEADERS
 
 TAG: Final = "search"
 _BOTH: Final = "A search that ran out of time (`timed_out`), or `request_timeout`."

@@ -19,7 +19,7 @@ from tailrace.api.watch.writes import Result
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import names as stream_names
+from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.watch import names, view_files
 from tailrace.watch.view import Row

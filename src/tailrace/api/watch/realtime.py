@@ -20,9 +20,8 @@ from tailrace.api.watch.session import Session
 from tailrace.api.watch.subscribing import acknowledge, subscribe, unsubscribe
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import Exchange
-from tailrace.http.origins import AllowedOrigins
-from tailrace.http.outlet import ResponseStream
+from tailrace.http.cors import AllowedOrigins
+from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.watch.query import read_query
 from tailrace.watch.tokens import Ticket

@@ -19,9 +19,8 @@ from tailrace.api.watch.writes import Result, Write
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import names as stream_names
-from tailrace.protocol.etag import if_none_match
-from tailrace.protocol.headers import header_line
+from tailrace.protocol import stream_names
+from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.watch import document, names
 from tailrace.watch.change import shown
 from tailrace.watch.document import Document

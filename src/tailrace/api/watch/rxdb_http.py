@@ -19,9 +19,8 @@ from tailrace.api.watch.rxdb_feed import POLL_S, Feed, Wire
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
-from tailrace.http.exchange import Exchange
-from tailrace.http.outlet import ResponseStream
-from tailrace.protocol import names as stream_names
+from tailrace.http.exchange import Exchange, ResponseStream
+from tailrace.protocol import stream_names
 from tailrace.watch import document, names
 from tailrace.watch.checkpoint import Checkpoint, read_checkpoint
 from tailrace.watch.document import Document

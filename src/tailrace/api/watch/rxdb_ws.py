@@ -22,8 +22,8 @@ from tailrace.api.watch.rxdb_http import read_limit, read_params, read_shape
 from tailrace.api.watch.rxdb_pages import Shape
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
-from tailrace.http.origins import AllowedOrigins
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
 from tailrace.watch import document, names

@@ -14,7 +14,7 @@ from tailrace.api.watch.sources import Sources
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import names as stream_names
+from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.watch import document, names
 from tailrace.watch.sources.config import check_name

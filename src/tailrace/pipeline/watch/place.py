@@ -10,7 +10,7 @@ import msgspec
 
 from tailrace.client import wire
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.protocol.patterns import NamePattern
+from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.catalogue import Catalogue, Position, StreamState
 from tailrace.spark.options import Options, ReadOptions, connection_of
 from tailrace.spark.server import Server, server_of

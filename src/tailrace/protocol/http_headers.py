@@ -1,6 +1,20 @@
-"""The one table of header names: what browsers may read, what they may send."""
+"""HTTP headers of the protocol: header names, content types, ETags, and the response for an error.
+
+The one table of header names: what browsers may read, what they may send.
+
+Media types: JSON mode, text or binary, and comparison without parameters.
+
+Slice tags and their comparison.
+
+A refusal as HTTP: the only place where an error becomes a status, header lines and a body.
+"""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from urllib.parse import quote
+
+from tailrace.common.errors import TailraceError
 
 # Every response header of the protocol; `Access-Control-Expose-Headers` is made from it.
 RESPONSE_HEADERS: tuple[str, ...] = (
@@ -129,3 +143,87 @@ def preflight_lines() -> bytes:
         + header_line("Access-Control-Allow-Headers", ", ".join(REQUEST_HEADERS))
         + header_line("Access-Control-Max-Age", str(PREFLIGHT_MAX_AGE_S))
     )
+
+
+DEFAULT_CONTENT_TYPE = "application/octet-stream"
+JSON_MEDIA_TYPE = "application/json"
+CONTENT_TYPE_BYTES_MAX = 256
+
+
+@lru_cache(maxsize=1024)
+def media_type(content_type: str) -> str:
+    """The type without parameters, in lower case: what two content types are compared by."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+@lru_cache(maxsize=1024)
+def is_json(content_type: str | None) -> bool:
+    return content_type is not None and media_type(content_type) == JSON_MEDIA_TYPE
+
+
+@lru_cache(maxsize=1024)
+def is_text(content_type: str | None) -> bool:
+    """Whether SSE and WebSocket carry the payload as text; anything else is base64."""
+    if content_type is None:
+        return False
+    media = media_type(content_type)
+    return media == JSON_MEDIA_TYPE or media.startswith("text/")
+
+
+def is_valid_content_type(content_type: str) -> bool:
+    """A type, a slash, a subtype, and nothing that could break a header line."""
+    if len(content_type) > CONTENT_TYPE_BYTES_MAX or not content_type.isprintable():
+        return False
+    kind, slash, sub = media_type(content_type).partition("/")
+    return bool(kind and slash and sub)
+
+
+def slice_etag(
+    start: str, following: str, key: str, fmt: str, filter_text: str, closed: bool, mark: str = ""
+) -> str:
+    """The weak tag of the slice `(start, following]`; closing alone changes it.
+
+    The mark stands for whatever else the bytes depend on, such as the stream's schema registry.
+    """
+    tail = ":closed" if closed else ""
+    known = f":schema={mark}" if mark else ""
+    key, filter_text = quote(key, safe=""), quote(filter_text, safe="")
+    return f'W/"slice:{start}:{following}:key={key}:fmt={fmt}{known}:filter={filter_text}{tail}"'
+
+
+def if_none_match(header: str, tag: str) -> bool:
+    """Whether `If-None-Match` names the tag: weak comparison, lists and `*`."""
+    if header.strip() == "*":
+        return True
+    opaque = tag.removeprefix("W/")
+    return any(item.strip().removeprefix("W/") == opaque for item in header.split(","))
+
+
+def slice_etag_format(tag: str) -> str:
+    """The form of a slice's body, also where none was asked for; empty if the tag is not one of ours."""
+    return tag.partition(":fmt=")[2].partition(":")[0] if slice_etag_start(tag) else ""
+
+
+def slice_etag_start(tag: str) -> str:
+    """Where the slice of a tag begins; empty if it is not one of ours."""
+    parts = tag.removeprefix("W/").strip('"').split(":", 3)
+    return parts[1] if len(parts) == 4 and parts[0] == "slice" else ""
+
+
+NO_STORE = b"Cache-Control: no-store\r\n"
+JSON_TYPE = b"Content-Type: application/json; charset=utf-8\r\n"
+
+
+def error_response(refusal: TailraceError) -> tuple[int, bytes, bytes]:
+    """Status, header lines and body.
+
+    The way it came is of no use any more, and holds the request with its body: some refusals are in frames of
+    that way themselves, others are raised again and again.
+    """
+    refusal.__traceback__ = refusal.__context__ = None
+    head = JSON_TYPE + NO_STORE
+    if refusal.retry_after_s is not None:
+        head += header_line("Retry-After", str(refusal.retry_after_s))
+    for name, value in refusal.headers:
+        head += header_line(name, "".join(char if char.isprintable() else "?" for char in value))
+    return refusal.status, head, refusal.body()
