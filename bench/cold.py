@@ -20,10 +20,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.common.limits import Limits
-from tailrace.store.cold import ColdReader
-from tailrace.store.segment_reader import Footer, read_row_group
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import SegmentFile, SegmentInfo, SegmentRows, stream_id, stream_prefix
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.segment_reader import Footer, read_row_group
+from tailrace.storage.segments.segments import (
+    SegmentFile,
+    SegmentInfo,
+    SegmentRows,
+    stream_id,
+    stream_prefix,
+)
+from tailrace.storage.segments.writer import write_segment
 
 WORDS = (
     "order",

@@ -31,7 +31,7 @@ NEVER = {"TAILRACE_SEAL_BYTES": str(1 << 40), "TAILRACE_SEAL_ENTRIES": str(1 << 
 # As with --preset small: segments are sealed all through the reading.
 OFTEN = {"TAILRACE_SEAL_BYTES": str(4 << 20)}
 SMALL_JOURNAL = {"TAILRACE_JOURNAL_FILE_BYTES": str(8 << 20), "TAILRACE_SEAL_INTERVAL_MS": "1000"}
-SEALER = "tailrace.tier.sealer"
+SEALER = "tailrace.storage.sealer"
 
 
 def sealing(bench: Bench, peer: Peer) -> Rows:

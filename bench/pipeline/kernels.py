@@ -27,9 +27,9 @@ from tailrace.profiles.profile import GENERIC, EvlogProfile, install
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.record import dump_record
 from tailrace.schema.registry import Registry
-from tailrace.store.arrow import pa, pq
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import SegmentRows
+from tailrace.storage.segments.arrow import pa, pq
+from tailrace.storage.segments.segments import SegmentRows
+from tailrace.storage.segments.writer import write_segment
 
 STREAM_ID = "ab" * 16
 ROWS = 16_000  # about what a segment of 16 MiB holds

@@ -14,9 +14,8 @@ import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
 from support.s3 import S3Server
-from tailrace.store.bucket import objects_under, stream_ids
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import (
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import (
     BuriedError,
     FencedError,
     Head,
@@ -24,8 +23,9 @@ from tailrace.store.manifest_model import (
     ManifestCorruptError,
     RecordedLifetime,
 )
-from tailrace.store.objects import ObjectConflictError, Objects, open_objects
-from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.storage.object_store.bucket import objects_under, stream_ids
+from tailrace.storage.object_store.objects import ObjectConflictError, Objects, open_objects
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 T = TypeVar("T")
 _NAMES = count()

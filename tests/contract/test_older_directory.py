@@ -13,10 +13,10 @@ from support.log_model import Append, Lifetime
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
-from tailrace.store.manifest_model import FencedError
-from tailrace.store.segments import SegmentInfo
-from tailrace.tier.owner import Owner
-from tailrace.tier.rolled_back import RolledBackError
+from tailrace.storage.manifests.model import FencedError
+from tailrace.storage.owner import Owner
+from tailrace.storage.rolled_back import RolledBackError
+from tailrace.storage.segments.segments import SegmentInfo
 
 TEXT, JSON = "text/plain", "application/json"
 KEPT: Lifetime = (None, None)

@@ -11,9 +11,9 @@ import pytest
 from support.s3 import S3Server
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
-from tailrace.store.manifest_model import FencedError
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.ownership import OWNER_KEY, OwnedElsewhereError, Owner, Ownership
+from tailrace.storage.manifests.model import FencedError
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.ownership import OWNER_KEY, OwnedElsewhereError, Owner, Ownership
 
 _NAMES = count()
 

@@ -54,7 +54,7 @@ def no_checkpoints(server: ServerProcess) -> Iterator[None]:
         return [
             int(child)
             for child in children
-            if b"tailrace.tier.checkpointer" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"tailrace.storage.checkpointer" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
 
     [pid] = eventually(checkpointers, bool)

@@ -18,7 +18,7 @@ from support.ports import free_port
 from support.s3 import S3Server
 from support.sealing import SEALING_ENV
 from support.server import ServerProcess
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 
 class Lost:

@@ -12,9 +12,9 @@ from conftest import StartServer
 from support.calls import Caller
 from support.cli import Finished, tailrace
 from support.server import ServerProcess
-from tailrace.store.objects import open_objects
-from tailrace.store.ownership import Ownership
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 from tailrace.testing import ServerFailedError
 
 

@@ -11,10 +11,10 @@ import pytest
 from support.buckets import fill, named, overwrite, upload
 from support.cli import tailrace
 from support.manifests import CREATED_NS
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Head
-from tailrace.store.objects import open_objects
-from tailrace.store.segments import stream_prefix
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import Head
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.segments.segments import stream_prefix
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from support.calls import Caller, eventually
 from support.offers import FakePipeline, configured, events, fill, head_of, plan, seal, sealed
 from support.server import ServerProcess
 from tailrace.common.clock import FakeClock
-from tailrace.store.objects import open_objects
-from tailrace.tier.sweep import Orphan, Sweeper
-from tailrace.tier.verify import Finding, Verifier
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.sweep import Orphan, Sweeper
+from tailrace.storage.verify import Finding, Verifier
 
 DAY_NS = 24 * 3600 * 10**9
 SETTINGS = {

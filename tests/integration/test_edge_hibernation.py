@@ -15,7 +15,7 @@ from support.server import ServerProcess
 from tailrace.api.serve import Server
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 
 MIB = 1024 * 1024
 STREAMS = 100

@@ -31,10 +31,10 @@ from support.offers import (
 )
 from support.server import ServerProcess
 from tailrace.common.clock import FakeClock
-from tailrace.store.manifest import Manifests
-from tailrace.store.objects import open_objects
-from tailrace.tier.sweep import Orphan, Sweeper
-from tailrace.tier.verify import Finding, Verifier
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.sweep import Orphan, Sweeper
+from tailrace.storage.verify import Finding, Verifier
 
 DAY_NS = 24 * 3600 * 10**9
 

@@ -21,9 +21,9 @@ from support.sealing import SEALING_ENV, hot, wait_until
 from support.server import ServerProcess
 from support.wire import Wire
 from tailrace.protocol.offsets import encode_offset
-from tailrace.store.bucket import objects_under, range_of
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.bucket import objects_under, range_of
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 BOUND = {"stream_retention_bytes": str(5 * ENTRY_BYTES)}
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from support.cli import tailrace
 from support.loss import ENV, World, bootstrap, destroy, producing, seal
 from support.server import ServerProcess
 from support.workers import names_of, pid_of
-from tailrace.store.objects import open_objects
-from tailrace.store.ownership import Ownership
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.ownership import Ownership
 from tailrace.testing import ServerFailedError
 
 TWO = ("--workers", "2")

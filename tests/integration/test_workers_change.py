@@ -17,7 +17,7 @@ from support.server import ServerProcess
 from support.workers import pid_of
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
-from tailrace.log.image import StreamImage
+from tailrace.log.stored_streams import StreamImage
 from tailrace.workers.delivery import FACT
 from tailrace.workers.layout import Layout, read_layout, refuse_left
 from tailrace.workers.migrate import fold

@@ -15,7 +15,7 @@ from support.queries import Question
 from support.query_states import aggregates, filters
 from support.search_states import batches, configured, queries
 from tailrace.log.segment_list import read_segments
-from tailrace.store.segments import SegmentInfo
+from tailrace.storage.segments.segments import SegmentInfo
 
 kinds = st.sampled_from(
     [

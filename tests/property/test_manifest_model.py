@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, segment
-from tailrace.store.bucket import objects_under
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import BuriedError, Facts, Head
-from tailrace.store.objects import ObjectExistsError, Objects, open_objects
-from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import BuriedError, Facts, Head
+from tailrace.storage.object_store.bucket import objects_under
+from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 _NAMES = count()
 T = TypeVar("T")

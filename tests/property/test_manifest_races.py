@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
-from tailrace.store.manifest import Manifests, Stored
-from tailrace.store.manifest_model import FencedError, Head, ManifestConflictError, decode
-from tailrace.store.objects import ObjectExistsError, Objects, open_objects
-from tailrace.store.ownership import OwnedElsewhereError, Ownership
-from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.manifest import Manifests, Stored
+from tailrace.storage.manifests.model import FencedError, Head, ManifestConflictError, decode
+from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.ownership import OwnedElsewhereError, Ownership
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 _NAMES = count()
 STREAM = facts(0).stream_id

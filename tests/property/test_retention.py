@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.model import Lifetime
-from tailrace.store.kept import FOREVER, Kept, Run, joined
-from tailrace.store.trim_tables import ForkRow
-from tailrace.tier.retention import SECOND_NS, Shown, decide, reached
+from tailrace.storage.hot_store.trim_tables import ForkRow
+from tailrace.storage.retention import SECOND_NS, Shown, decide, reached
+from tailrace.storage.segments.kept import FOREVER, Kept, Run, joined
 
 ENTRY = st.tuples(st.integers(0, 5), st.integers(0, 3))  # seconds after the one before, payload bytes
 SEGMENTS = st.lists(st.lists(ENTRY, min_size=1, max_size=4), max_size=8)

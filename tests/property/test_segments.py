@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from support.segments import Entry, read_all, runs_of, write
-from tailrace.store import segment_tail
-from tailrace.store.segment_reader import Footer
-from tailrace.store.segment_writer import GROUP_BYTES_MAX, GROUP_ROWS_MAX
+from tailrace.storage.segments import segment_tail
+from tailrace.storage.segments.segment_reader import Footer
+from tailrace.storage.segments.writer import GROUP_BYTES_MAX, GROUP_ROWS_MAX
 
 TIMES = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2_000_000_000_000_000_000) | st.integers(0, 3000)
 KEYS = st.none() | st.sampled_from([b"a", b"b", b""]) | st.binary(max_size=40)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
 from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.store.bucket import objects_under
-from tailrace.store.manifest import Manifests
-from tailrace.store.objects import ObjectExistsError, Objects, open_objects
-from tailrace.store.segments import SegmentInfo, stream_prefix
-from tailrace.tier.sweep import Orphan, Sweeper
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.object_store.bucket import objects_under
+from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.sweep import Orphan, Sweeper
 
 _NAMES = count()
 STREAM = facts(0).stream_id

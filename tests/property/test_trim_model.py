@@ -18,14 +18,14 @@ from tailrace.log.history import NotAtHandError, Pinned
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Recorded, Sealed
 from tailrace.log.transaction import ignore
-from tailrace.store.bucket import range_of
-from tailrace.store.cold import ColdReader
-from tailrace.store.objects import open_objects
-from tailrace.store.ownership import Ownership
-from tailrace.store.segments import stream_id, stream_prefix
-from tailrace.tier.seal_job import Job, Kind, Report, SealerSetup
-from tailrace.tier.sealer import Sealer
-from tailrace.tier.trims import look_at_due
+from tailrace.storage.object_store.bucket import range_of
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.retention_service import look_at_due
+from tailrace.storage.seal_job import Job, Kind, Report, SealerSetup
+from tailrace.storage.sealer import Sealer
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 TEXT = "text/plain"
 LIMITS = Limits(journal_file_bytes=4096, seal_entries=3, block_cache_bytes=1)

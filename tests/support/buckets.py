@@ -6,11 +6,11 @@ from array import array
 from pathlib import Path
 
 from support.manifests import CREATED_NS, facts
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Facts, Head
-from tailrace.store.objects import Objects
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import SegmentInfo, SegmentRows, stream_id, stream_prefix
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import Facts, Head
+from tailrace.storage.object_store.objects import Objects
+from tailrace.storage.segments.segments import SegmentInfo, SegmentRows, stream_id, stream_prefix
+from tailrace.storage.segments.writer import write_segment
 
 
 def rows(first: int, count: int, word: str = "entry") -> SegmentRows:

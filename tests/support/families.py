@@ -21,9 +21,9 @@ from tailrace.query.families.shelf import Shelf
 from tailrace.query.family_format import FTS, companion_name
 from tailrace.query.index_plan import BuildPlan, index_plan
 from tailrace.schema.registry import Registry
-from tailrace.store.companions import Companion, PlanBook, PlanEntry
-from tailrace.store.object_parts import ObjectParts, Work
-from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.object_store.object_parts import ObjectParts, Work
+from tailrace.storage.segments.companions import Companion, PlanBook, PlanEntry
+from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
 
 
 class FamilyStore:

@@ -22,23 +22,23 @@ from tailrace.common.settings import Settings
 from tailrace.log.compaction import Intent
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import NotAtHandError, Pinned
-from tailrace.log.image import StoredStreams
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.reader import Page
 from tailrace.log.records import Append, Recorded, Sealed
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import Transaction
 from tailrace.pipeline.kernels.compact import compact
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
-from tailrace.store.cold import ColdReader
-from tailrace.store.directory import DataDirectory
-from tailrace.store.objects import open_objects
-from tailrace.store.ownership import Ownership
-from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
-from tailrace.tier.bootstrap import bootstrap
-from tailrace.tier.checkpointer import checkpoint_file
-from tailrace.tier.seal_job import Job, Kind, Publication, Report, SealerSetup
-from tailrace.tier.sealer import Sealer
+from tailrace.storage.bootstrap import bootstrap
+from tailrace.storage.checkpointer import checkpoint_file
+from tailrace.storage.data_directory import DataDirectory
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.seal_job import Job, Kind, Publication, Report, SealerSetup
+from tailrace.storage.sealer import Sealer
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
 
 CENTURY_NS = 100 * 365 * 86_400 * 10**9
 # Thousands of syncs that no power cut will ever test: in memory where there is such a place.

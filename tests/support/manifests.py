@@ -6,9 +6,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-from tailrace.store.manifest_model import Facts
-from tailrace.store.objects import ObjectInfo, Objects
-from tailrace.store.segments import SegmentInfo, segment_name, stream_id
+from tailrace.storage.manifests.model import Facts
+from tailrace.storage.object_store.objects import ObjectInfo, Objects
+from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_id
 
 NAME = "orders/2026"
 CREATED_NS = 1_767_225_600_000_000_000

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import sys
 
-from tailrace.store.objects import (
+from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.calls import Caller, Reply, eventually
 from tailrace.pipeline.kernels.compact import compact
-from tailrace.store.companions import companion_name
+from tailrace.storage.segments.companions import companion_name
 
 SEARCH: dict[str, Any] = {
     "primaryTimestampField": "at",

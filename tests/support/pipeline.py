@@ -25,10 +25,10 @@ from tailrace.pipeline.model import (
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.run import Options, Pipeline
 from tailrace.query.index_plan import BuildPlan, store_plan
-from tailrace.store.companions import plan_name
-from tailrace.store.objects import open_objects
-from tailrace.store.offers import Offer
-from tailrace.store.segments import segment_name, stream_prefix
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.segments.companions import plan_name
+from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.segments import segment_name, stream_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

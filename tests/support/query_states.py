@@ -22,8 +22,8 @@ from tailrace.api.filtered import FilteredReads
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
-from tailrace.log.key_listing import KeyListing, Lexicons
 from tailrace.log.model import Stream
+from tailrace.log.routing_keys import KeyListing, Lexicons
 from tailrace.query.aggregate_request import bind_aggregate, parse_aggregate
 from tailrace.query.aggregate_run import Aggregator
 from tailrace.query.view import View

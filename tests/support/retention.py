@@ -9,8 +9,8 @@ from pathlib import Path
 from support.sealing import hot, wait_until
 from support.wire import Wire
 from tailrace.protocol.offsets import parse_offset
-from tailrace.store.bucket import range_of
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.bucket import range_of
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 TEXT = "text/plain"
 ENTRY_BYTES = 4

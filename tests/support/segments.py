@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.store.segment_reader import Footer, read_row_group
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import SegmentFile, SegmentRows, stream_id
+from tailrace.storage.segments.segment_reader import Footer, read_row_group
+from tailrace.storage.segments.segments import SegmentFile, SegmentRows, stream_id
+from tailrace.storage.segments.writer import write_segment
 
 NAME = "orders/today"
 STREAM_ID = stream_id(NAME, 0)

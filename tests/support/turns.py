@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tailrace.store.objects import Objects
+from tailrace.storage.object_store.objects import Objects
 
 
 class Turns:

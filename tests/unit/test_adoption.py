@@ -9,8 +9,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.store.segments import SegmentRows
-from tailrace.tier.adoption import is_start_of
+from tailrace.storage.adoption import is_start_of
+from tailrace.storage.segments.segments import SegmentRows
 
 Entry = tuple[bytes, int, bytes | None]  # payload, time, key
 

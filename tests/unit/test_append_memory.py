@@ -13,7 +13,7 @@ from support.http_app import on_loop, until
 from tailrace.api.serve import Server
 from tailrace.common.settings import Settings
 from tailrace.log.decide import AppendRequest
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 
 
 def call(port: int, method: str, path: str, body: Any = None) -> int:

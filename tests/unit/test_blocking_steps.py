@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tailrace.store.blocking import Steps
+from tailrace.storage.object_store.blocking import Steps
 
 
 class _Large:

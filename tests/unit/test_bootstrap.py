@@ -15,16 +15,16 @@ from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
-from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream, Tombstone
-from tailrace.store.directory import DataDirectory
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Facts, FencedError, Parent
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.ownership import Ownership
-from tailrace.store.segments import SegmentInfo, segment_name, stream_id
-from tailrace.tier.bootstrap import bootstrap
-from tailrace.tier.bootstrap_report import Restored
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.bootstrap import bootstrap
+from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.data_directory import DataDirectory
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import Facts, FencedError, Parent
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_id
 
 _numbers = itertools.count(1)
 

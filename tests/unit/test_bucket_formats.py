@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace.store.manifest_model import (
+from tailrace.storage.manifests.manifest_pages import PAGES_MAX, SEGMENTS_MAX
+from tailrace.storage.manifests.model import (
     Deleted,
     Head,
     Page,
@@ -22,9 +23,8 @@ from tailrace.store.manifest_model import (
     producers_key,
     sha256_of,
 )
-from tailrace.store.manifest_pages import PAGES_MAX, SEGMENTS_MAX
-from tailrace.store.ownership import OWNER_KEY, Owner
-from tailrace.store.segments import SegmentInfo, segment_name, stream_id
+from tailrace.storage.ownership import OWNER_KEY, Owner
+from tailrace.storage.segments.segments import SegmentInfo, segment_name, stream_id
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 BUCKET = PAGE[PAGE.index("\n## Bucket\n") :]

@@ -11,9 +11,9 @@ from tailrace.api.inspection.documents import documents_of
 from tailrace.api.inspection.index_status import Manifest
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
-from tailrace.store.disk_cache import Part, source_of
-from tailrace.store.object_parts import ObjectParts, Work
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.disk_cache import Part, source_of
+from tailrace.storage.object_store.object_parts import ObjectParts, Work
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 HELD = {
     "segments/a.parquet": 100,

@@ -17,11 +17,12 @@ from support.ports import free_port
 from support.segments import STREAM_ID, Entry, entries_of, runs_of, write
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.store import cold, object_parts
-from tailrace.store.cold import ColdReader
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segment_reader import Footer
-from tailrace.store.segments import SegmentInfo, SegmentRows, stream_prefix
+from tailrace.storage.object_store import object_parts
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.segments import cold_reader
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.segment_reader import Footer
+from tailrace.storage.segments.segments import SegmentInfo, SegmentRows, stream_prefix
 
 T = TypeVar("T")
 PREFIX = stream_prefix(STREAM_ID)
@@ -187,7 +188,7 @@ def test_a_kept_footer_that_is_damaged_is_fetched_instead(
 
 
 def test_footers_in_memory_are_bounded(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold, "FOOTER_BYTES_MAX", 1)
+    monkeypatch.setattr(cold_reader, "FOOTER_BYTES_MAX", 1)
 
     async def read(reader: ColdReader) -> None:
         objects = await reader.parts.opened()
@@ -313,9 +314,9 @@ def test_a_store_that_does_not_answer_is_503(stored: Stored, monkeypatch: pytest
 
 def test_many_readers_that_come_and_go(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlapping pages, a cache that is too small, a tight budget, and a third of them leave early."""
-    monkeypatch.setattr(cold, "LOADING_BYTES_MAX", 400_000)
+    monkeypatch.setattr(cold_reader, "LOADING_BYTES_MAX", 400_000)
     monkeypatch.setattr(object_parts, "FETCH_BYTES_MAX", 200_000)
-    monkeypatch.setattr(cold, "READ_AHEAD_BYTES", 300_000)
+    monkeypatch.setattr(cold_reader, "READ_AHEAD_BYTES", 300_000)
 
     async def read(reader: ColdReader) -> None:
         draw = random.Random(7)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
-from tailrace.store.cold_tables import Grave, SegmentRow
-from tailrace.store.hot import BlockRow, HotDb
+from tailrace.storage.hot_store.cold_tables import Grave, SegmentRow
+from tailrace.storage.hot_store.hot import BlockRow, HotDb
 
 
 def block(first: int, last: int, time_ns: int, body: bytes) -> BlockRow:

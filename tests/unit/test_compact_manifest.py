@@ -9,12 +9,12 @@ import pytest
 
 from support.manifests import CREATED_NS, facts, run_of, segment
 from tailrace.common.clock import FakeClock
-from tailrace.store.compaction import REPLACED_MAX, is_in_grace, remembered
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import BuriedError, Head, ManifestConflictError, Replaced
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segments import SegmentInfo, stream_prefix
-from tailrace.tier.sweep import Orphan, Sweeper
+from tailrace.storage.manifests.compaction import REPLACED_MAX, is_in_grace, remembered
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import BuriedError, Head, ManifestConflictError, Replaced
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.sweep import Orphan, Sweeper
 
 STREAM = facts(1).stream_id
 PREFIX = stream_prefix(STREAM)

@@ -16,10 +16,10 @@ from tailrace.pipeline.kernels import compact as compaction
 from tailrace.pipeline.kernels.compact import checksum_of, compact
 from tailrace.pipeline.model import CompactWork, PlanRef, Segment, StreamPlan
 from tailrace.pipeline.worker import stores
-from tailrace.store import segment_tail
-from tailrace.store.segment_check import check_segment, footer_of
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments import segment_tail
+from tailrace.storage.segments.segment_check import check_segment, footer_of
+from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.writer import write_segment
 
 entries = st.lists(
     st.builds(

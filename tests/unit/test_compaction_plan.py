@@ -11,10 +11,7 @@ import pytest
 from support.manifests import CREATED_NS, facts, segment
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import NO_LIFETIME, Lifetime
-from tailrace.store.companions import Companion, PlanEntry
-from tailrace.store.offers import Offer
-from tailrace.store.segments import SegmentInfo, stream_prefix
-from tailrace.tier.compaction import (
+from tailrace.storage.compaction import (
     BYTES_MAX,
     ENTRY_BYTES,
     HOUR_NS,
@@ -25,8 +22,11 @@ from tailrace.tier.compaction import (
     decide_compaction,
     due,
 )
-from tailrace.tier.coverage import Coverage, MergeRule, merges
-from tailrace.tier.merged_care import MergedCare
+from tailrace.storage.coverage import Coverage, MergeRule, merges
+from tailrace.storage.merged_care import MergedCare
+from tailrace.storage.segments.companions import Companion, PlanEntry
+from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 RULE = CompactRule(segments_min=3, small_bytes=1000, age_ns=0)
 FREE = borders_of(NO_LIFETIME, ())

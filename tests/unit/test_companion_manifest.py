@@ -10,14 +10,19 @@ import pytest
 
 from support.manifests import facts, run_of
 from tailrace.common.clock import FakeClock
-from tailrace.store.companion_change import RETIRED_MAX, CompanionMissingError
-from tailrace.store.companion_pages import COMPANIONS_MAX, PAGES_MAX, CompanionPages, ListedCompanions
-from tailrace.store.companions import Companion, PlanEntry, companion_name
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import BuriedError, Head, encode
-from tailrace.store.objects import ObjectMissingError, Objects, open_objects
-from tailrace.store.segments import stream_prefix
-from tailrace.tier.coverage import Coverage, MergeRule, in_turn, merges, stale, uncovered
+from tailrace.storage.coverage import Coverage, MergeRule, in_turn, merges, stale, uncovered
+from tailrace.storage.manifests.companion_change import RETIRED_MAX, CompanionMissingError
+from tailrace.storage.manifests.companion_pages import (
+    COMPANIONS_MAX,
+    PAGES_MAX,
+    CompanionPages,
+    ListedCompanions,
+)
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import BuriedError, Head, encode
+from tailrace.storage.object_store.objects import ObjectMissingError, Objects, open_objects
+from tailrace.storage.segments.companions import Companion, PlanEntry, companion_name
+from tailrace.storage.segments.segments import stream_prefix
 
 PLAN = "sha256:" + "ab" * 32
 STREAM = facts(1).stream_id

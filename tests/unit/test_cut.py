@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.store.segments import SegmentRows
-from tailrace.tier.cut import part_of, portions
+from tailrace.storage.cut import part_of, portions
+from tailrace.storage.segments.segments import SegmentRows
 
 
 def run_of(first: int, payloads: list[bytes], separator: int, keyed: bool) -> SegmentRows:

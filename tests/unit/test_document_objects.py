@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.store.document_objects import DocumentObjects, document_key, restored_document, versions_within
-from tailrace.store.manifest_model import FencedError
-from tailrace.store.meta_objects import MetaCorruptError, MetaObjects
-from tailrace.store.object_book import BookedObjects, ObjectBook
-from tailrace.store.objects import open_objects
+from tailrace.storage.document_objects import (
+    DocumentObjects,
+    document_key,
+    restored_document,
+    versions_within,
+)
+from tailrace.storage.manifests.model import FencedError
+from tailrace.storage.meta_objects import MetaCorruptError, MetaObjects
+from tailrace.storage.object_store.objects import open_objects
+from tailrace.storage.object_store.request_stats import BookedObjects, ObjectBook
 
 ID = "ab" * 16
 REGISTRY = (

@@ -11,7 +11,7 @@ from tailrace.log.decide import CreateRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Lifetime
 from tailrace.log.transaction import ignore
-from tailrace.tier.checkpointer import checkpoint_file
+from tailrace.storage.checkpointer import checkpoint_file
 
 if TYPE_CHECKING:
     from pathlib import Path

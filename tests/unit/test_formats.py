@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tailrace.log import journal, records
 from tailrace.log.records import Append
-from tailrace.store.directory import VERSION
-from tailrace.store.hot import HotDb
+from tailrace.storage.data_directory import VERSION
+from tailrace.storage.hot_store.hot import HotDb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 

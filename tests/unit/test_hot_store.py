@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.common.errors import TailraceError
-from tailrace.store.hot import VERSION, HotDb
+from tailrace.storage.hot_store.hot import VERSION, HotDb
 
 
 def test_a_reader_can_come_while_a_checkpoint_is_written(tmp_path: Path) -> None:

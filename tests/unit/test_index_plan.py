@@ -16,7 +16,13 @@ from tailrace.query.index_plan import FAMILIES, BuildPlan, IndexPlan, index_plan
 from tailrace.schema.registry import Boundary, Registry
 from tailrace.schema.routing import RoutingKey
 from tailrace.schema.search_config import parse_search
-from tailrace.store.companions import Companion, companion_name, is_named_well, plan_name, range_in
+from tailrace.storage.segments.companions import (
+    Companion,
+    companion_name,
+    is_named_well,
+    plan_name,
+    range_in,
+)
 
 SEARCH: dict[str, Any] = {
     "primaryTimestampField": "at",

@@ -12,8 +12,8 @@ from support.journals import append, create, flip, write_journal_file
 from tailrace.log.inspect import inspect_journal
 from tailrace.log.journal import MARK_BYTES, file_path
 from tailrace.log.records import Bind, Delete, Meta, Op, Touch
-from tailrace.store.hot import BlockRow, HotDb
-from tailrace.store.inspect import inspect_hot
+from tailrace.storage.hot_store.hot import BlockRow, HotDb
+from tailrace.storage.hot_store.inspect import inspect_hot
 
 RECORDS: list[list[Op]] = [
     [create(1, "a"), append(1, 1, b"first")],

@@ -12,8 +12,8 @@ from support.log_harness import LogHarness
 from support.log_model import Append, Lifetime
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
-from tailrace.log import key_listing
-from tailrace.log.key_listing import KeyCache, KeyListing, Smallest
+from tailrace.log import routing_keys
+from tailrace.log.routing_keys import KeyCache, KeyListing, Smallest
 
 JSON = "application/json"
 FOREVER_S = 3600.0
@@ -132,7 +132,7 @@ def test_memory_pressure_and_many_listings_are_refused(
     with pytest.raises(TailraceError):
         harness.run(listing.page(stream, None, 1, FOREVER_S))
     harness.log.pressure = None
-    monkeypatch.setattr(key_listing, "SCANS_WAITING_MAX", 0)
+    monkeypatch.setattr(routing_keys, "SCANS_WAITING_MAX", 0)
     with pytest.raises(TailraceError):
         harness.run(listing.page(stream, None, 1, FOREVER_S))
 

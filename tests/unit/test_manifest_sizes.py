@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from support.manifests import facts, run_of, segment
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_pages import PAGES_MAX, SEGMENTS_MAX
-from tailrace.store.objects import open_objects
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.manifest_pages import PAGES_MAX, SEGMENTS_MAX
+from tailrace.storage.object_store.objects import open_objects
 
 
 def test_a_thousand_segments_fill_a_page() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace.store.hot import HotDb
-from tailrace.store.manifest_model import FencedError
-from tailrace.store.meta_objects import (
+from tailrace.storage import meta_facts
+from tailrace.storage.hot_store.hot import HotDb
+from tailrace.storage.hot_store.meta_tables import SECRETS, MetaTables
+from tailrace.storage.manifests.model import FencedError
+from tailrace.storage.meta_objects import (
     MetaCorruptError,
     MetaObjects,
     SubscriptionLink,
@@ -20,11 +22,9 @@ from tailrace.store.meta_objects import (
     subscription_key,
     unlock_secrets,
 )
-from tailrace.store.meta_tables import SECRETS, MetaTables
-from tailrace.store.objects import check_key, open_objects
+from tailrace.storage.object_store.objects import check_key, open_objects
 from tailrace.subscriptions.config import Config
 from tailrace.subscriptions.model import HEAD_PREFIX, Head, Link, SetHead, SetLink, Wake, restore, saved
-from tailrace.tier import meta_facts
 
 HEAD = Head(Config("pull-wake", "p/*", ("a",), None, "wake", 30_000, "é"), 5, 7, Wake("w", 7, {"a": "1"}))
 

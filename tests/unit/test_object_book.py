@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.store.disk_cache import DiskCache, Part, source_of
-from tailrace.store.object_book import BookedObjects, ObjectBook, stream_of
-from tailrace.store.objects import ObjectMissingError, open_objects
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.object_store.disk_cache import DiskCache, Part, source_of
+from tailrace.storage.object_store.objects import ObjectMissingError, open_objects
+from tailrace.storage.object_store.request_stats import BookedObjects, ObjectBook, stream_of
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 ONE, TWO = stream_id("one", 0), stream_id("two", 0)
 

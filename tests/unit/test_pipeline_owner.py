@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.pipeline.owner import Owner, RefusedError, UnreachableError
 from tailrace.pipeline.run import PAUSE_S_DONE, Tries
-from tailrace.store.offers import Offer
+from tailrace.storage.segments.offers import Offer
 
 PUBLICATION = Offer(stream_id="ab", job="companions", plan_hash="h", writer="w", inputs=[])
 

@@ -12,7 +12,7 @@ from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.decide import CreateRequest
 from tailrace.log.transaction import ignore
-from tailrace.tier.pressure import Pressure
+from tailrace.storage.pressure import Pressure
 
 BOUND = 100_000
 ENTRY = b"x" * 1000

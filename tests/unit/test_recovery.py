@@ -9,7 +9,6 @@ import pytest
 from apsw import BusyError
 
 from support.journals import ID, append, create, flip, write_journal_file
-from tailrace.log.image import StoredStreams
 from tailrace.log.journal import (
     HEADER,
     HEADER_BYTES,
@@ -24,7 +23,8 @@ from tailrace.log.model import Stream
 from tailrace.log.records import Op, encode
 from tailrace.log.recovery import replay
 from tailrace.log.rotation import Journal
-from tailrace.tier.checkpointer import checkpoint_file
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.checkpointer import checkpoint_file
 
 LINES = [b"first", b"second", b"third", b"fourth"]
 RECORDS: list[Sequence[Op]] = [[create(1, "a"), append(1, 1, LINES[0])]]

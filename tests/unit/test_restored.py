@@ -10,9 +10,17 @@ from tailrace.common.errors import TailraceError
 from tailrace.log.decide import resolve
 from tailrace.log.model import Stream
 from tailrace.protocol.offsets import parse_offset
-from tailrace.store.manifest_model import Deleted, Head, Parent, RecordedLifetime
-from tailrace.store.segments import SegmentInfo
-from tailrace.tier.restored import Source, Sums, earliest_of, raised, restored_head, restored_stream, runs_of
+from tailrace.storage.manifests.model import Deleted, Head, Parent, RecordedLifetime
+from tailrace.storage.restored import (
+    Source,
+    Sums,
+    earliest_of,
+    raised,
+    restored_head,
+    restored_stream,
+    runs_of,
+)
+from tailrace.storage.segments.segments import SegmentInfo
 
 
 def head(**more: object) -> Head:

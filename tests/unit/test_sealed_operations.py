@@ -13,7 +13,7 @@ from support.log_model import Append
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, decode, encode
-from tailrace.store.segments import SegmentInfo
+from tailrace.storage.segments.segments import SegmentInfo
 
 TEXT = "text/plain"
 

@@ -13,16 +13,16 @@ import pytest
 import xxhash
 
 from support.segments import STREAM_ID, Entry, read_all, run_of, runs_of, write
-from tailrace.store import segment_tail
-from tailrace.store.segment_reader import Footer, read_row_group
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import (
+from tailrace.storage.segments import segment_tail
+from tailrace.storage.segments.segment_reader import Footer, read_row_group
+from tailrace.storage.segments.segments import (
     CorruptSegmentError,
     SegmentRows,
     segment_name,
     stream_id,
     stream_prefix,
 )
+from tailrace.storage.segments.writer import write_segment
 
 HOUR_NS = 3_600_000_000_000
 
@@ -43,7 +43,7 @@ def test_names() -> None:
 
 
 def test_naming_segments_does_not_cost_an_import_of_arrow() -> None:
-    script = "import sys, tailrace.store.segments, tailrace.store.cold; print('pyarrow' in sys.modules)"
+    script = "import sys, tailrace.storage.segments.segments, tailrace.storage.segments.cold_reader; print('pyarrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -17,7 +17,7 @@ from tailrace.common.limits import DAY_MS, Limits
 from tailrace.log.system import METRICS
 from tailrace.log.traffic import Share, Traffic
 from tailrace.profiles.metrics import normalise
-from tailrace.tier.retention import has_bounds
+from tailrace.storage.retention import has_bounds
 
 FLUSH_MS = 10_000
 

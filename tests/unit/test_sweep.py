@@ -13,13 +13,13 @@ import pytest
 from support.buckets import fill, named, upload
 from support.manifests import CREATED_NS, CrashError, CrashingObjects, facts, run_of, segment
 from tailrace.common.clock import SYSTEM_CLOCK, FakeClock
-from tailrace.store.bucket import objects_under
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Head
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segments import stream_prefix
-from tailrace.tier.sweep import Orphan, Sweeper
-from tailrace.tier.verify import Finding, Verifier
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import Head
+from tailrace.storage.object_store.bucket import objects_under
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.sweep import Orphan, Sweeper
+from tailrace.storage.verify import Finding, Verifier
 
 _NAMES = count()
 HOUR_S = 3600

@@ -16,18 +16,18 @@ from support.manifests import CrashError, CrashingObjects, facts, segment
 from tailrace.common.clock import SYSTEM_CLOCK, Clock, FakeClock
 from tailrace.common.limits import Limits
 from tailrace.log.catalogue import DOCUMENT, encode_plans
-from tailrace.log.image import StoredStreams
-from tailrace.store.bucket import objects_under
-from tailrace.store.companions import Companion, PlanBook, PlanEntry, companion_name, plan_name
-from tailrace.store.document_objects import DocumentObject, document_key
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Head
-from tailrace.store.meta_objects import MetaObjects
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segments import stream_prefix
-from tailrace.tier.companion_seal import CompanionSealing
-from tailrace.tier.seal_job import Job, Publication, Report
-from tailrace.tier.sweep import Orphan, Sweeper
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.companion_seal import CompanionSealing
+from tailrace.storage.document_objects import DocumentObject, document_key
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import Head
+from tailrace.storage.meta_objects import MetaObjects
+from tailrace.storage.object_store.bucket import objects_under
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.seal_job import Job, Publication, Report
+from tailrace.storage.segments.companions import Companion, PlanBook, PlanEntry, companion_name, plan_name
+from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.sweep import Orphan, Sweeper
 
 _NAMES = count()
 HOUR_S = 3600

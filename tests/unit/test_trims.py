@@ -15,10 +15,10 @@ from tailrace.log.decide import CreateRequest
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Sealed, Trim
 from tailrace.log.transaction import ignore
-from tailrace.store.trim_tables import ForkRow
-from tailrace.tier.retention import SECOND_NS
-from tailrace.tier.stored import reached_by_forks
-from tailrace.tier.trims import LOOK_COUNT, look_at_due
+from tailrace.storage.hot_store.trim_tables import ForkRow
+from tailrace.storage.retention import SECOND_NS
+from tailrace.storage.retention_service import LOOK_COUNT, look_at_due
+from tailrace.storage.stored import reached_by_forks
 
 TEXT = "text/plain"
 START = (-(2**63), 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.store.hot import BlockRow, HotDb, Space
-from tailrace.tier.vacuum import SLACK_BYTES, STEP_PAGES, excess_pages, is_due, vacuum_step
+from tailrace.storage.hot_store.hot import BlockRow, HotDb, Space
+from tailrace.storage.vacuum import SLACK_BYTES, STEP_PAGES, excess_pages, is_due, vacuum_step
 
 PAGE = 8192
 BODY = b"x" * (256 * 1024)

@@ -12,11 +12,11 @@ import pytest
 
 from support.buckets import fill, named, overwrite, upload
 from support.manifests import CREATED_NS, segment
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import Head, encode
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segments import SegmentInfo, stream_prefix
-from tailrace.tier.verify import Finding, Verified, Verifier
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import Head, encode
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+from tailrace.storage.verify import Finding, Verified, Verifier
 
 _NAMES = count()
 

@@ -13,7 +13,7 @@ import pytest
 
 from support.http_app import until
 from tailrace.common.settings import Settings
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 from tailrace.workers import supervisor
 from tailrace.workers.layout import Layout
 from tailrace.workers.supervisor import Supervisor, Worker

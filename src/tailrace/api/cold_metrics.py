@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from tailrace.api.companion_files import CompanionFiles
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.store.cold import ColdReader
-from tailrace.tier.seal import Sealing
+from tailrace.storage.seal import Sealing
+from tailrace.storage.segments.cold_reader import ColdReader
 
 
 def connect_cold(

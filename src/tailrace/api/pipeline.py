@@ -24,16 +24,16 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.catalogue import plans_of
 from tailrace.log.model import Stream
 from tailrace.protocol.query_params import parse_query
-from tailrace.store.cold import ColdReader
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import ManifestError
-from tailrace.store.objects import ObjectsError
-from tailrace.store.offers import Offer
-from tailrace.store.segments import stream_id
-from tailrace.tier.publication import OBJECTS_MAX
-from tailrace.tier.publishing import Publishing
-from tailrace.tier.seal import Sealing
-from tailrace.tier.work import Work
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import ManifestError
+from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.publication import OBJECTS_MAX
+from tailrace.storage.publishing import Publishing
+from tailrace.storage.seal import Sealing
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.offers import Offer
+from tailrace.storage.segments.segments import stream_id
+from tailrace.storage.work import Work
 
 PREFIX: Final = b"/v1/pipeline/"
 PLAN, PUBLISH, HEARTBEAT = PREFIX + b"plan", PREFIX + b"publish", PREFIX + b"heartbeat"

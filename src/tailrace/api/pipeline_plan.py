@@ -17,13 +17,13 @@ from tailrace.log.outbox import is_indexed
 from tailrace.profiles.profile import read_profile
 from tailrace.query.index_plan import IndexPlan, index_plan, store_plan
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.store.companions import PlanEntry, plan_name
-from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
-from tailrace.tier.coverage import Merge, Uncovered
-from tailrace.tier.merged_care import Rewrite
-from tailrace.tier.seal import Sealing
-from tailrace.tier.seal_job import Publication
-from tailrace.tier.work import StreamWork, Work
+from tailrace.storage.coverage import Merge, Uncovered
+from tailrace.storage.merged_care import Rewrite
+from tailrace.storage.seal import Sealing
+from tailrace.storage.seal_job import Publication
+from tailrace.storage.segments.companions import PlanEntry, plan_name
+from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.work import StreamWork, Work
 
 JOBS: Final = ("companions", "merge", "compact", "match", "shadow")
 LAYOUT: Final = 1

@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.api.context import Context
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.tier.publishing import Publishing
-from tailrace.tier.work import Work
+from tailrace.storage.publishing import Publishing
+from tailrace.storage.work import Work
 
 FRESH_S: Final = 60.0  # a heartbeat that is older counts for nothing
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")

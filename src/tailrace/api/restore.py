@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 
 if TYPE_CHECKING:
-    from tailrace.tier.bootstrap_report import Restored
+    from tailrace.storage.bootstrap_report import Restored
 
 
 async def restore(settings: Settings, directory: DataDirectory, stop: asyncio.Event) -> Restored | None:
     """What was restored; None if nobody asked, or if the process is to stop before it is done."""
     if not settings.bootstrap:
         return None
-    from tailrace.tier.bootstrap import bootstrap
+    from tailrace.storage.bootstrap import bootstrap
 
     work = asyncio.create_task(bootstrap(settings, directory, SYSTEM_CLOCK))
     stopping = asyncio.create_task(stop.wait())

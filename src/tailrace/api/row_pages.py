@@ -42,7 +42,7 @@ def _encode(
     labels: Labels,
     payloads: list[ReadPart],
 ) -> ReadPart:
-    from tailrace.store.arrow import encode_rows
+    from tailrace.storage.segments.arrow import encode_rows
 
     count = len(numbers)
     assert count == len(payloads) <= len(labels.times)

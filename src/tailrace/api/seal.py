@@ -12,7 +12,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
-from tailrace.tier.seal import Sealing
+from tailrace.storage.seal import Sealing
 
 PATH = b"/v1/server/_seal"
 

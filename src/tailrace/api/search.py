@@ -34,7 +34,7 @@ from tailrace.query.tail_index import TailIndex
 from tailrace.query.view import View
 from tailrace.schema.body import invalid
 from tailrace.schema.registry import read_registry
-from tailrace.store.segments import SegmentInfo
+from tailrace.storage.segments.segments import SegmentInfo
 
 logger = logging.getLogger("tailrace.api")
 

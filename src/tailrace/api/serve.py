@@ -55,11 +55,11 @@ from tailrace.http.tls import Certificate
 from tailrace.log import registry_snapshot
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.store.cold import ColdReader
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.checkpoint import Checkpoints
+from tailrace.storage.data_directory import DataDirectory
+from tailrace.storage.seal import Sealing
+from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.subscriptions.service import SubscriptionService
-from tailrace.tier.checkpoint import Checkpoints
-from tailrace.tier.seal import Sealing
 
 if TYPE_CHECKING:
     from tailrace.api.tracing.service import Tracing

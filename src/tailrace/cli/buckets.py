@@ -16,7 +16,7 @@ from tailrace.cli.failures import UnreadableError, UsageError
 
 if TYPE_CHECKING:
     from tailrace.common.settings import Settings
-    from tailrace.store.objects import Objects
+    from tailrace.storage.object_store.objects import Objects
 
 _GROUP: Final = Group("Object store and output", sort_key=9)
 _REDRAW_S: Final = 0.2
@@ -60,7 +60,7 @@ DEFAULT: Final = Bucket()
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncGenerator[Objects]:
     """The store; what goes wrong with it becomes one kind of failure."""
-    from tailrace.store.objects import ObjectsError, open_objects
+    from tailrace.storage.object_store.objects import ObjectsError, open_objects
 
     url = settings.object_store_url
     _check_directory(url, settings)

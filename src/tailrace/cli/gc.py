@@ -12,7 +12,7 @@ from tailrace.cli.quantities import span_ms
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
-    from tailrace.tier.sweep import Orphan, Swept
+    from tailrace.storage.sweep import Orphan, Swept
 
 _HELP: Final = """Delete objects that no manifest names any more, or list them with `--dry-run`.
 
@@ -53,7 +53,7 @@ def gc(
 async def _sweep(bucket: Bucket, grace: str, *, dry_run: bool, offline: bool) -> None:
     import msgspec
 
-    from tailrace.tier.sweep import Sweeper
+    from tailrace.storage.sweep import Sweeper
 
     settings = bucket.settings()
     grace_ms = span_ms(grace, "--grace")

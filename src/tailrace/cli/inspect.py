@@ -49,7 +49,7 @@ def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
     crash cut short is no damage.
     """
     from tailrace.log.inspect import inspect_journal
-    from tailrace.tier.directory_check import check_directory
+    from tailrace.storage.directory_check import check_directory
 
     damage: list[str] = []
     for worker, path in _workers(data_dir):
@@ -71,8 +71,8 @@ def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
 
     The exit code is 1 if it cannot be read. `tailrace verify` looks at all of its pages.
     """
-    from tailrace.store.inspect import inspect_hot
-    from tailrace.tier.directory_check import check_hot
+    from tailrace.storage.directory_check import check_hot
+    from tailrace.storage.hot_store.inspect import inspect_hot
 
     damage: list[str] = []
     for worker, path in _workers(data_dir):
@@ -98,7 +98,7 @@ def segment(
     json: AsJson = False,
 ) -> None:
     """Print what a segment says about itself and where its row groups are, and check all of its checksums."""
-    from tailrace.store.segment_check import describe_segment, entries_of
+    from tailrace.storage.segments.segment_check import describe_segment, entries_of
 
     raw = _segment_bytes(where, object_store or (data_dir.absolute() / "objects").as_uri())
     described = describe_segment(raw, where)
@@ -135,9 +135,9 @@ def manifest(
 async def _manifest(stream: str, bucket: Bucket, with_segments: bool) -> None:
     from msgspec.structs import asdict
 
-    from tailrace.store.manifest import Manifests
-    from tailrace.store.manifest_lookup import describe_head, find_heads
-    from tailrace.store.manifest_model import ManifestError
+    from tailrace.storage.manifests.manifest import Manifests
+    from tailrace.storage.manifests.manifest_lookup import describe_head, find_heads
+    from tailrace.storage.manifests.model import ManifestError
 
     async with opened(bucket.settings()) as objects:
         manifests = Manifests(objects, 0)
@@ -187,7 +187,7 @@ def token(
 def _segment_bytes(where: str, url: str) -> bytes:
     if Path(where).is_file():
         return Path(where).read_bytes()
-    from tailrace.store.objects import ObjectMissingError, ObjectsError, open_objects
+    from tailrace.storage.object_store.objects import ObjectMissingError, ObjectsError, open_objects
 
     async def fetch() -> bytes:
         objects = open_objects(url)

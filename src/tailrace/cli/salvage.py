@@ -13,7 +13,7 @@ from tailrace.cli.failures import OK, REFUSED, RefusedError
 from tailrace.cli.session import flush, put, put_json
 
 if TYPE_CHECKING:
-    from tailrace.tier.salvage import SalvageReport
+    from tailrace.storage.salvage import SalvageReport
     from tailrace.workers.layout import Layout
 
 _HELP: Final = """Copy everything that can be read out of a damaged data directory into a new one.
@@ -53,8 +53,8 @@ def salvage(
 
 
 async def _salvage(old: Path, new: Path, *, as_json: bool) -> int:
-    from tailrace.tier.salvage import SalvageReport
-    from tailrace.tier.salvage import salvage as copy
+    from tailrace.storage.salvage import SalvageReport
+    from tailrace.storage.salvage import salvage as copy
 
     _check(old, new)
     report = SalvageReport()
@@ -106,7 +106,7 @@ def _layout(old: Path, report: SalvageReport) -> Layout:
 
 def _finish(partial: Path, new: Path, layout: Layout) -> None:
     """The copy gets its name when all of it is durable."""
-    from tailrace.store.directory import sync_directory
+    from tailrace.storage.data_directory import sync_directory
     from tailrace.workers.layout import write_layout
 
     if layout.generation:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tailrace.common.settings import Settings
-    from tailrace.tier.verify import Finding, Verified
+    from tailrace.storage.verify import Finding, Verified
 
 _HELP: Final = """Read a data directory and its object store again, and print what is wrong.
 
@@ -49,7 +49,7 @@ def verify(
 async def _verify(stream: str, bucket: Bucket) -> int:
     import msgspec
 
-    from tailrace.tier.verify import Verifier
+    from tailrace.storage.verify import Verifier
 
     def report(finding: Finding) -> None:
         if bucket.json:

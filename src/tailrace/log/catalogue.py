@@ -15,11 +15,11 @@ from typing import Final
 
 import msgspec
 
-from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Op, Published, Sealed, Trim
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
-from tailrace.store.companions import Companion, PlanBook, Quarantine, in_order
+from tailrace.storage.segments.companions import Companion, PlanBook, Quarantine, in_order
 
 DOCUMENT: Final = "index"  # key of the stream's document with its plans
 CACHED_MAX: Final = 200_000  # companions held in memory, of all streams; each is about 500 bytes

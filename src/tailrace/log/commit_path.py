@@ -15,7 +15,6 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.commit import Batch, Committer
 from tailrace.log.eviction import evict_idle, let_go
-from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
 from tailrace.log.publish import Publisher, answer
 from tailrace.log.records import Meta, encode
@@ -23,8 +22,9 @@ from tailrace.log.recovery import Replayed, replay, sync_tail
 from tailrace.log.rollback import Undoing, cannot_write, outcome_unknown
 from tailrace.log.rotation import Journal
 from tailrace.log.stalls import Stalls
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import Reply, Transaction, ignore
-from tailrace.store.directory import make_directory
+from tailrace.storage.data_directory import make_directory
 
 logger = logging.getLogger("tailrace.log")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tailrace.log.records import Compacted
-from tailrace.store.segments import SegmentInfo
+from tailrace.storage.segments.segments import SegmentInfo
 
 if TYPE_CHECKING:
     from tailrace.log.streams import Streams

@@ -17,12 +17,12 @@ import msgspec
 from tailrace.common.errors import TailraceError
 from tailrace.log.compaction import standing_for
 from tailrace.log.decide import gone
-from tailrace.log.image import StoredStreams, decode_block
 from tailrace.log.model import Block, Stream
+from tailrace.log.stored_streams import StoredStreams, decode_block
 from tailrace.log.streams import Streams
-from tailrace.store.cold import ColdReader
-from tailrace.store.cold_tables import SegmentRow
-from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.hot_store.cold_tables import SegmentRow
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
 
 THREADS = 2
 _INFO = msgspec.msgpack.Decoder(SegmentInfo)

@@ -30,7 +30,7 @@ from typing import BinaryIO, NamedTuple, cast
 import google_crc32c
 
 from tailrace.common.errors import TailraceError
-from tailrace.store.directory import sync_directory
+from tailrace.storage.data_directory import sync_directory
 
 MAGIC = b"TRJRNL01"
 HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, crc, seq, id, previous seq, previous end, created ns

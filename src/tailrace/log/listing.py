@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tailrace.log.image import decode_stream
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
+from tailrace.log.stored_streams import decode_stream
 
 
 def list_streams(log: Log, after: str, prefix: str, limit: int, system: bool) -> list[Stream]:

@@ -46,7 +46,7 @@ from tailrace.log.records import (
 )
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.transaction import Reply, Transaction, ignore
-from tailrace.store.companions import PlanBook
+from tailrace.storage.segments.companions import PlanBook
 
 
 class Log(CommitPath):

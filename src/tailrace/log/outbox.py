@@ -16,8 +16,8 @@ from tailrace.common.limits import Limits
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import NO_LIFETIME, Lifetime, Stream
 from tailrace.log.records import Published
-from tailrace.store.companions import PlanEntry
-from tailrace.store.segments import SegmentInfo, stream_id, stream_prefix
+from tailrace.storage.segments.companions import PlanEntry
+from tailrace.storage.segments.segments import SegmentInfo, stream_id, stream_prefix
 
 NAME: Final = "__segments__"
 EVENTS_MAX: Final = 1000  # about one deletion; whoever follows drops what it knows of a deleted stream

@@ -8,11 +8,11 @@ import msgspec
 
 from tailrace.log import outbox
 from tailrace.log.catalogue import plans_in
-from tailrace.log.image import StoredStreams
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
-from tailrace.store.segments import SegmentInfo
+from tailrace.storage.segments.segments import SegmentInfo
 
 _DECODE = msgspec.msgpack.Decoder(SegmentInfo).decode
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from tailrace.common.errors import TailraceError
 from tailrace.log.decide import gone
 from tailrace.log.history import History, Missing, NotAtHandError, Pinned, Segment, Skipped
-from tailrace.log.image import StoredStreams
 from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
 from tailrace.log.traffic import Traffic
 

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.log.image import StoredStreams
 from tailrace.log.journal import HEADER_BYTES, LOOK, JournalCorruptError, Scan, chain, file_path, write_all
 from tailrace.log.records import UNREADABLE, decode, decode_plain_append
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
 
 logger = logging.getLogger("tailrace.log")

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from tailrace.common.errors import TailraceError
 from tailrace.log.commit import Batch
-from tailrace.log.image import StoredStreams
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.model import Stream
 from tailrace.log.recovery import replay
 from tailrace.log.rotation import Journal
+from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
 from tailrace.log.transaction import Transaction
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from tailrace.log.catalogue import Unfolded
-from tailrace.log.image import StoredStreams
 from tailrace.log.records import Compacted, Sealed
-from tailrace.store.segments import SegmentInfo
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.segments.segments import SegmentInfo
 
 _INFO = msgspec.msgpack.Decoder(SegmentInfo).decode
 

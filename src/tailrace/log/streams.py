@@ -27,7 +27,7 @@ from tailrace.log.records import (
     Sealed,
     Touch,
 )
-from tailrace.store.meta_tables import subject_of
+from tailrace.storage.hot_store.meta_tables import subject_of
 
 # Appends kept one by one at the very tail before they are folded into a block.
 RECENT_COUNT_MAX = 256

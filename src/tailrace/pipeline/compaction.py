@@ -16,11 +16,11 @@ from tailrace.pipeline.kernels.compact import compact
 from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.model import CompactWork, StreamPlan
 from tailrace.pipeline.worker import BUILT, UNDECODABLE, stores
-from tailrace.store.arrow import pa
-from tailrace.store.companions import SEGMENT
-from tailrace.store.offers import AddedObject, GivenUp, InputObject, Offer
-from tailrace.store.segment_check import footer_of, rows_of
-from tailrace.store.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.companions import SEGMENT
+from tailrace.storage.segments.offers import AddedObject, GivenUp, InputObject, Offer
+from tailrace.storage.segments.segment_check import footer_of, rows_of
+from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

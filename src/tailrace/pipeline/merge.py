@@ -10,7 +10,7 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.merge_worker import FILE_DDL, MergeOrder, MergeRuns, MergeSplits
 from tailrace.pipeline.model import MergeWork, StreamPlan
 from tailrace.query.family_format import AGG, EXACT, FTS, ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.store.offers import AddedObject, InputObject, Offer
+from tailrace.storage.segments.offers import AddedObject, InputObject, Offer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

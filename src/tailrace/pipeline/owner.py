@@ -16,7 +16,7 @@ import httpx2
 import msgspec
 
 from tailrace.pipeline.model import Heartbeat, HeartbeatAnswer, PlanAnswer
-from tailrace.store.offers import Offer
+from tailrace.storage.segments.offers import Offer
 
 logger = logging.getLogger("tailrace.pipeline")
 

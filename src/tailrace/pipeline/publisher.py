@@ -12,7 +12,7 @@ from tailrace.pipeline.kernels.parquet import WRITER
 from tailrace.pipeline.owner import Owner, RefusedError
 from tailrace.pipeline.status import Status
 from tailrace.pipeline.worker import BUILT, FAILED, UNDECODABLE
-from tailrace.store.offers import AddedObject, GivenUp, InputObject, Offer
+from tailrace.storage.segments.offers import AddedObject, GivenUp, InputObject, Offer
 
 logger = logging.getLogger("tailrace.pipeline")
 

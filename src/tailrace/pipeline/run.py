@@ -24,7 +24,7 @@ from tailrace.pipeline.owner import Owner
 from tailrace.pipeline.publisher import Publisher, send
 from tailrace.pipeline.session import HEAP_BYTES, cores_of, master_of, open_session
 from tailrace.pipeline.status import Heartbeats, Status, now
-from tailrace.store.offers import Offer
+from tailrace.storage.segments.offers import Offer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -24,10 +24,16 @@ from tailrace.pipeline.kernels.parquet import WRITER, Built
 from tailrace.pipeline.kernels.segment import BuildRequest, UnusablePlanError, build_segment, check_built
 from tailrace.query.family_format import companion_name
 from tailrace.query.index_plan import BuildPlan, load_plan
-from tailrace.store.arrow import pa
-from tailrace.store.blocking import Steps
-from tailrace.store.objects import ObjectExistsError, ObjectMissingError, Objects, ObjectsError, open_objects
-from tailrace.store.segments import CorruptSegmentError, stream_prefix
+from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.objects import (
+    ObjectExistsError,
+    ObjectMissingError,
+    Objects,
+    ObjectsError,
+    open_objects,
+)
+from tailrace.storage.segments.arrow import pa
+from tailrace.storage.segments.segments import CorruptSegmentError, stream_prefix
 
 PLANS_KEPT: Final = 16
 ERROR_CHARACTERS_MAX: Final = 300

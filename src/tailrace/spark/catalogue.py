@@ -19,10 +19,10 @@ from tailrace.protocol import offsets
 from tailrace.protocol.stream_names import NamePattern
 from tailrace.spark.options import STREAMS_MAX, OptionError, ReadOptions
 from tailrace.spark.server import Server, server_of
-from tailrace.store.manifest import Manifests
-from tailrace.store.manifest_model import ManifestError
-from tailrace.store.objects import ObjectsError, open_objects
-from tailrace.store.segments import SegmentInfo, stream_prefix
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import ManifestError
+from tailrace.storage.object_store.objects import ObjectsError, open_objects
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
 
 logger = logging.getLogger("tailrace.spark")
 

@@ -25,7 +25,17 @@ from pyspark.sql.types import (
 
 from tailrace.protocol.offsets import ALPHABET
 from tailrace.spark.options import OptionError
-from tailrace.store.arrow import BINARY, INT32, INT64, MICROS, STRING, integer_scalar, pa, pc, text_scalar
+from tailrace.storage.segments.arrow import (
+    BINARY,
+    INT32,
+    INT64,
+    MICROS,
+    STRING,
+    integer_scalar,
+    pa,
+    pc,
+    text_scalar,
+)
 
 if TYPE_CHECKING:
     from tailrace.spark.options import ReadOptions

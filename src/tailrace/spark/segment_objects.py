@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.store.arrow import BINARY, INT64, integer_scalar, pa
-from tailrace.store.blocking import Steps
-from tailrace.store.objects import Objects, open_objects
-from tailrace.store.segment_reader import Footer, read_tables
-from tailrace.store.segment_tail import keep, tail_of
-from tailrace.store.segments import FOOTER_GUESS_BYTES
+from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.objects import Objects, open_objects
+from tailrace.storage.segments.arrow import BINARY, INT64, integer_scalar, pa
+from tailrace.storage.segments.segment_reader import Footer, read_tables
+from tailrace.storage.segments.segment_tail import keep, tail_of
+from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES
 
 STORES_KEPT = 4
 BATCH_ROWS = 4096

@@ -15,7 +15,7 @@ from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 
 from tailrace.spark.options import OptionError
 from tailrace.spark.sink_options import WriteOptions
-from tailrace.store.arrow import BINARY, INT32, INT64, STRING, integer_scalar, integers, pa, pc
+from tailrace.storage.segments.arrow import BINARY, INT32, INT64, STRING, integer_scalar, integers, pa, pc
 
 _TEXT = (StringType(), BinaryType())
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.spark.options import Options, connection_of
 from tailrace.spark.server import Server
-from tailrace.store.companion_pages import CompanionPages, ListedCompanions
-from tailrace.store.manifest import Manifests
-from tailrace.store.objects import open_objects
+from tailrace.storage.manifests.companion_pages import CompanionPages, ListedCompanions
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.object_store.objects import open_objects
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from tailrace.store.companions import Companion
-    from tailrace.store.segments import SegmentInfo
+    from tailrace.storage.segments.companions import Companion
+    from tailrace.storage.segments.segments import SegmentInfo
 
 CATALOGUE = {
     "streams": (

@@ -18,9 +18,9 @@ import numpy as np
 
 from tailrace.spark.sink_appends import Append, value_ends
 from tailrace.spark.sink_rows import SinkError
-from tailrace.store.arrow import BINARY, INT32, STRING, integers, pa, pq
-from tailrace.store.blocking import Steps
-from tailrace.store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.objects import ObjectExistsError, Objects, open_objects
+from tailrace.storage.segments.arrow import BINARY, INT32, STRING, integers, pa, pq
 
 FILE_BYTES_MAX = 32 << 20  # of rows in one file of a partition
 INLINE_BYTES_MAX = 256 << 10  # of rows that a task hands over without a file

@@ -7,7 +7,7 @@ import time
 
 from tailrace.common import failpoints
 from tailrace.common.settings import Settings
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 from tailrace.workers.layout import (
     Layout,
     clear_others,

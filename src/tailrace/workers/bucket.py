@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from tailrace.api.restore import restore
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.log.image import StoredStreams
-from tailrace.store.directory import DataDirectory
-from tailrace.store.objects import ObjectsError, open_objects
-from tailrace.store.ownership import Ownership
-from tailrace.tier.bootstrap_place import already_done
-from tailrace.tier.bootstrap_report import Restored
-from tailrace.tier.strangers import refuse_strangers
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.bootstrap_place import already_done
+from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.data_directory import DataDirectory
+from tailrace.storage.object_store.objects import ObjectsError, open_objects
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.strangers import refuse_strangers
 from tailrace.workers.layout import Layout, read_layout
 from tailrace.workers.migrate import fold
 

@@ -21,7 +21,7 @@ from tailrace.common import process
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import add_common_fields, configure_logging
 from tailrace.log.journal import JournalCorruptError
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 from tailrace.workers.server import WorkerServer
 from tailrace.workers.setup import Setup
 

@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
-from tailrace.store.directory import make_directory, sync_directory, write_durably
+from tailrace.storage.data_directory import make_directory, sync_directory, write_durably
 
 FILE: Final = "workers.json"
 DIRECTORY: Final = "workers"

@@ -23,13 +23,13 @@ from tailrace.api.watch.service import FILE as VIEW
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.log import compaction
-from tailrace.log.image import StoredStreams, StreamImage, decode_stream
 from tailrace.log.recovery import replay, sync_tail
 from tailrace.log.registry_snapshot import DUE
-from tailrace.store.directory import DataDirectory, make_directory, sync_directory
-from tailrace.store.hot import Execute, HotDb
-from tailrace.store.meta_tables import MetaTables
-from tailrace.tier.checkpointer import checkpoint_file, write_book_of_forks
+from tailrace.log.stored_streams import StoredStreams, StreamImage, decode_stream
+from tailrace.storage.checkpointer import checkpoint_file, write_book_of_forks
+from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
+from tailrace.storage.hot_store.hot import Execute, HotDb
+from tailrace.storage.hot_store.meta_tables import MetaTables
 from tailrace.workers.delivery import ARRIVING, NAMES
 from tailrace.workers.delivery import FACT as DELIVERED
 from tailrace.workers.homes import NOTE

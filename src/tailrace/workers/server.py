@@ -19,7 +19,7 @@ from tailrace.http.relay import PeerClient
 from tailrace.http.server import HttpServer
 from tailrace.log.system import METRICS
 from tailrace.protocol.query_params import parse_query
-from tailrace.store.directory import DataDirectory
+from tailrace.storage.data_directory import DataDirectory
 from tailrace.subscriptions.service import SubscriptionService
 from tailrace.workers import delivery, feed, homes, origins, pipeline
 from tailrace.workers.circle import Circle

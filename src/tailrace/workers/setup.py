@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tailrace.common.settings import Settings
-from tailrace.tier.bootstrap_report import Restored
+from tailrace.storage.bootstrap_report import Restored
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,8 +23,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import unknown_variable_warnings
-from tailrace.store.directory import DataDirectory
-from tailrace.tier.bootstrap_report import Restored
+from tailrace.storage.bootstrap_report import Restored
+from tailrace.storage.data_directory import DataDirectory
 from tailrace.workers import bucket
 from tailrace.workers.arrange import arrange
 from tailrace.workers.layout import Layout

@@ -28,10 +28,10 @@ from tailrace.hub.reading import StreamRules
 from tailrace.hub.signatures import SECRET_BYTES, Key
 from tailrace.hub.state import Hub, Options
 from tailrace.log.model import Lifetime
-from tailrace.tier.trims import Bound
+from tailrace.storage.retention_service import Bound
 
 if TYPE_CHECKING:
-    from tailrace.tier.seal import Sealing
+    from tailrace.storage.seal import Sealing
 
 logger = logging.getLogger("tailrace.hub")
 

@@ -10,10 +10,10 @@ from tailrace.api.inspection.details import DetailsRoutes
 from tailrace.api.inspection.index_status import TailRows
 from tailrace.log.model import Stream
 from tailrace.query.tail_index import TailIndex
-from tailrace.store.object_book import RecordedHead
-from tailrace.store.object_parts import ObjectParts
-from tailrace.store.segments import stream_id
-from tailrace.tier.seal import Sealing
+from tailrace.storage.object_store.object_parts import ObjectParts
+from tailrace.storage.object_store.request_stats import RecordedHead
+from tailrace.storage.seal import Sealing
+from tailrace.storage.segments.segments import stream_id
 
 
 def connect_details(

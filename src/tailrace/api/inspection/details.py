@@ -22,7 +22,7 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
-from tailrace.store.object_book import RecordedHead
+from tailrace.storage.object_store.request_stats import RecordedHead
 
 WAIT_DEFAULT_MS = 3000
 METHODS = "GET, HEAD, OPTIONS"

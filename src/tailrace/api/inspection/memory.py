@@ -17,10 +17,10 @@ from tailrace.api.memory_guard import MemoryGuard, mapped_file_bytes
 from tailrace.api.search import SearchRoutes
 from tailrace.api.touch import TouchRoutes
 from tailrace.common.timestamps import format_rfc3339
-from tailrace.store.cold import ColdReader
-from tailrace.store.object_parts import ObjectParts
-from tailrace.tier.checkpoint import Checkpoints
-from tailrace.tier.seal import Sealing
+from tailrace.storage.checkpoint import Checkpoints
+from tailrace.storage.object_store.object_parts import ObjectParts
+from tailrace.storage.seal import Sealing
+from tailrace.storage.segments.cold_reader import ColdReader
 
 Group = dict[str, int]
 

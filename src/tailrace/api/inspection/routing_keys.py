@@ -13,8 +13,8 @@ from tailrace.api.inspection.documents import documents_of
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.log.key_listing import KeyListing, KeyPage
 from tailrace.log.model import Stream
+from tailrace.log.routing_keys import KeyListing, KeyPage
 from tailrace.protocol.query_params import parse_query
 
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500

@@ -7,8 +7,8 @@ from tailrace.api.context import Context
 from tailrace.api.pipeline_state import PipelineState
 from tailrace.api.tracing.exporter import Exporter, read_headers
 from tailrace.api.tracing.tracer import Tracer
+from tailrace.storage.seal import Sealing
 from tailrace.subscriptions.webhooks import Webhooks
-from tailrace.tier.seal import Sealing
 
 
 class Tracing:

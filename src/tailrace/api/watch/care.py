@@ -16,11 +16,11 @@ from tailrace.api.watch.published_views import PublishedViews
 from tailrace.api.watch.token_keys import TokenKeys
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime
-from tailrace.store.objects import ObjectsError
-from tailrace.tier.trims import Bound
+from tailrace.storage.object_store.objects import ObjectsError
+from tailrace.storage.retention_service import Bound
 
 if TYPE_CHECKING:
-    from tailrace.tier.seal import Sealing
+    from tailrace.storage.seal import Sealing
 
 logger = logging.getLogger("tailrace.watch")
 

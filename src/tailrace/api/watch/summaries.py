@@ -25,7 +25,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Lifetime
 from tailrace.log.together import append_together
 from tailrace.log.transaction import Transaction
-from tailrace.tier.trims import NO_END, Bound
+from tailrace.storage.retention_service import NO_END, Bound
 from tailrace.watch.deliveries import DELIVERIES
 from tailrace.watch.predicate import canonical
 from tailrace.watch.summary import SUBS, TTL_MS, Summary, form_of

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.store.arrow import pa
+from tailrace.storage.segments.arrow import pa
 
 
 class BatchRun:

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from tailrace.store.segment_check import footer_of, rows_of
-from tailrace.store.segment_reader import Footer
-from tailrace.store.segment_writer import write_segment
-from tailrace.store.segments import CorruptSegmentError, SegmentInfo, SegmentRows
+from tailrace.storage.segments.segment_check import footer_of, rows_of
+from tailrace.storage.segments.segment_reader import Footer
+from tailrace.storage.segments.segments import CorruptSegmentError, SegmentInfo, SegmentRows
+from tailrace.storage.segments.writer import write_segment
 
 RAW_BYTES_MAX: Final = 256 << 20  # unpacked, all columns; whoever plans keeps well below
 

@@ -26,8 +26,8 @@ from tailrace.query.family_format import (
     FACT_WRITER,
     FORMATS,
 )
-from tailrace.store import segment_tail
-from tailrace.store.arrow import pa, pq
+from tailrace.storage.segments import segment_tail
+from tailrace.storage.segments.arrow import pa, pq
 
 WRITER: Final = f"tailrace-pipeline/{__version__}"
 # Whoever reads a page reads its neighbours too, and every page is compressed by itself: short ones are larger

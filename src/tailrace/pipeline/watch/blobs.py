@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tailrace.spark.process_cache import ProcessCache
-from tailrace.store.blocking import Steps
-from tailrace.store.objects import (
+from tailrace.storage.object_store.blocking import Steps
+from tailrace.storage.object_store.objects import (
     ObjectConflictError,
     ObjectExistsError,
     ObjectMissingError,

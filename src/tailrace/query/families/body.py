@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError
 from typing import NamedTuple, Protocol
 
 from tailrace.query.families.published import Published, UnusableFileError
-from tailrace.store.object_parts import ObjectParts, Work
-from tailrace.store.objects import ObjectsError
+from tailrace.storage.object_store.object_parts import ObjectParts, Work
+from tailrace.storage.object_store.objects import ObjectsError
 
 GAP_BYTES_MAX = 128 << 10  # between two stretches: fetching it as well is cheaper than another request
 STRETCH_BYTES_MAX = 8 << 20  # of stretches that were joined

@@ -11,8 +11,8 @@ import xxhash
 from tailrace.query.families.numbers import NONE, np, numbers_in
 from tailrace.query.families.parquet_file import ParquetFile, array_in
 from tailrace.query.family_format import ENTRIES, FIELD, VALUE
-from tailrace.store import block_filter
-from tailrace.store.arrow import BINARY, pa, pc
+from tailrace.storage.segments import block_filter
+from tailrace.storage.segments.arrow import BINARY, pa, pc
 
 _FOUND_MAX = 64  # look-ups that are kept
 _COLUMNS = (VALUE, ENTRIES)

@@ -10,14 +10,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from tailrace.log.key_listing import Lexical, LexiconTimes
 from tailrace.log.model import Stream
+from tailrace.log.routing_keys import Lexical, LexiconTimes
 from tailrace.query.families.library import Library
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.families.span import Served
 from tailrace.query.family_format import ROUTING_KEY_INDEX, ROUTING_KEY_LEXICON
-from tailrace.store.companions import Companion
-from tailrace.store.segments import stream_id, stream_prefix
+from tailrace.storage.segments.companions import Companion
+from tailrace.storage.segments.segments import stream_id, stream_prefix
 
 if TYPE_CHECKING:
     from tailrace.query.families.key_files import KeyIndexFile, LexiconFile

@@ -19,8 +19,8 @@ from tailrace.query.families.shelf import Opened, Shelf
 from tailrace.query.families.span import Prints, Served, Span, rollups_of, spans_of
 from tailrace.query.view import View
 from tailrace.schema.registry import Boundary, Registry, read_registry
-from tailrace.store.kept import FOREVER
-from tailrace.store.segments import stream_id
+from tailrace.storage.segments.kept import FOREVER
+from tailrace.storage.segments.segments import stream_id
 
 STREAMS_MAX = 256  # whose spans are kept
 SCHEMA = "schema"  # key of the document with a stream's registry

@@ -18,10 +18,10 @@ from tailrace.query import family_format as names
 from tailrace.query.families.body import Body, Range, Stretch, bytes_of, turns
 from tailrace.query.families.published import UnusableFileError
 from tailrace.query.families.shelf import WholeWantedError
-from tailrace.store import block_filter, segment_tail
-from tailrace.store.arrow import pa, pq
-from tailrace.store.byte_window import ByteWindow
-from tailrace.store.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
+from tailrace.storage.segments import block_filter, segment_tail
+from tailrace.storage.segments.arrow import pa, pq
+from tailrace.storage.segments.byte_window import ByteWindow
+from tailrace.storage.segments.segments import FOOTER_GUESS_BYTES, CorruptSegmentError
 
 _GROUP_OVERHEAD_BYTES = 2048  # of the parsed footer
 _PARSED = 2  # what a footer takes in memory besides, for each of its bytes

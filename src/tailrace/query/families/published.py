@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tailrace.store.disk_cache import Part, source_of
-from tailrace.store.object_book import stream_of
+from tailrace.storage.object_store.disk_cache import Part, source_of
+from tailrace.storage.object_store.request_stats import stream_of
 
 
 class UnusableFileError(Exception):

@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 from tailrace.query.families.body import Body, PartsBody, WholeBody
 from tailrace.query.families.published import Published, UnusableFileError
 from tailrace.query.family_format import ROUTING_KEY_LEXICON
-from tailrace.store.byte_budget import ByteBudget
-from tailrace.store.object_parts import ObjectParts, Work
-from tailrace.store.objects import ObjectsError
+from tailrace.storage.object_store.byte_budget import ByteBudget
+from tailrace.storage.object_store.object_parts import ObjectParts, Work
+from tailrace.storage.object_store.objects import ObjectsError
 
 logger = logging.getLogger("tailrace.query")
 

@@ -15,8 +15,8 @@ from tailrace.query.families.published import Published
 from tailrace.query.family_format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.query.index_plan import index_plan, members_of
 from tailrace.query.view import View
-from tailrace.store.companions import Companion, PlanEntry
-from tailrace.store.segments import stream_prefix
+from tailrace.storage.segments.companions import Companion, PlanEntry
+from tailrace.storage.segments.segments import stream_prefix
 
 SEARCHED = (COL, EXACT, FTS)
 BY_ROWS = (*SEARCHED, MBLK)  # speak of entries one by one

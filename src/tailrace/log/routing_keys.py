@@ -1,0 +1,316 @@
+"""The distinct routing keys of a stream in byte order, a page at a time, wherever its entries are.
+
+Four sources are merged: the memory tail, blocks of the hot store, lexicons, and the segments that no lexicon
+speaks for. The keys of a segment never change, so what a scan found is kept, bounded in bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from tailrace.common.errors import TailraceError
+from tailrace.log.history import Segment
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.hot_store.cold_tables import SegmentRow
+from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.segments.segments import stream_id, stream_prefix
+
+CACHE_BYTES_MAX = 16 << 20
+SEGMENT_KEY_BYTES_MAX = 4 << 20  # of one segment, to be kept
+READ_BYTES = 4 << 20  # of a segment, at once
+KEY_OVERHEAD_BYTES = 50
+SCANS_AT_ONCE = 2
+SCANS_WAITING_MAX = 32
+
+_KEYS = msgspec.msgpack.Decoder(list[bytes | None])
+
+
+class Level(NamedTuple):
+    """A stream or an ancestor of it, and what is shown of it: the entries behind `after` up to `upto`."""
+
+    owner: Stream
+    after: int
+    upto: int
+
+
+class LexiconTimes:
+    """Seconds that a page spent on lexicons, by what they were spent on. The work runs one step at a time."""
+
+    __slots__ = ("decode_s", "enumerate_s", "get_s", "merge_s")
+
+    def __init__(self) -> None:
+        self.get_s = 0.0  # fetching and opening files
+        self.decode_s = 0.0  # row groups of them
+        self.enumerate_s = 0.0  # selecting keys in decoded row groups
+        self.merge_s = 0.0  # with the keys from elsewhere
+
+
+class Lexical(NamedTuple):
+    """Keys from lexicons, and the ranges of entries that these speak for."""
+
+    covered: list[tuple[int, int]]
+    keys: list[bytes]
+
+    def speaks_for(self, first: int, last: int) -> bool:
+        """Whether every entry of a stretch lies in some range; ranges are in order."""
+        for begin, end in self.covered:
+            if begin <= first <= end:
+                if last <= end:
+                    return True
+                first = end + 1
+        return False
+
+
+class Lexicons(Protocol):
+    """Built indexes of the keys of a stream."""
+
+    async def first_keys(
+        self, stream: Stream, below: int, upto: int, after: bytes | None, wanted: int, times: LexiconTimes
+    ) -> Lexical: ...
+
+
+class KeyPage(NamedTuple):
+    keys: list[bytes]
+    more: bool
+    segments: int  # that were looked at
+    indexed_segments: int  # that lexicons spoke for
+    runs: int  # of lexicons
+    missing_segments: int  # that there was no time for
+    unsealed_rows: int
+    unsealed_s: float
+    lexicon_s: float
+    segments_s: float
+    lexicon_times: LexiconTimes
+
+
+class Smallest:
+    """The smallest keys behind `after`, or of all; a few more than are wanted, whatever is put in."""
+
+    def __init__(self, after: bytes | None, wanted: int) -> None:
+        self.after = after
+        self.wanted = wanted
+        self._keys: set[bytes] = set()
+
+    def add(self, keys: Iterable[bytes | None]) -> None:
+        after, held = self.after, self._keys
+        held.update([key for key in keys if key is not None and (after is None or key > after)])
+        if len(held) > 8 * self.wanted + 4096:
+            self._keys = set(sorted(held)[: self.wanted])
+
+    def first(self) -> list[bytes]:
+        return sorted(self._keys)[: self.wanted]
+
+
+class KeyCache:
+    """Sorted keys of segments, least recently used out first."""
+
+    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._held: OrderedDict[str, tuple[list[bytes], int]] = OrderedDict()
+        self.bytes = 0
+
+    def find(self, key: str) -> list[bytes] | None:
+        found = self._held.get(key)
+        if found is None:
+            return None
+        self._held.move_to_end(key)
+        return found[0]
+
+    def put(self, key: str, keys: list[bytes], size: int) -> None:
+        if key not in self._held:
+            self._held[key] = (keys, size)
+            self.bytes += size
+        while self.bytes > self._bytes_max:
+            _, (_, old) = self._held.popitem(last=False)
+            self.bytes -= old
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.bytes = 0
+
+
+class KeyListing:
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._gate = asyncio.Semaphore(SCANS_AT_ONCE)
+        self._waiting = 0
+        self.cache = KeyCache()
+        self.lexicons: Lexicons | None = None
+
+    async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
+        """Up to `limit` keys behind `after`. Segments that do not fit into the time are counted instead."""
+        if self._log.pressure is not None:
+            raise self._log.pressure
+        if self._waiting >= SCANS_WAITING_MAX:
+            raise TailraceError("overloaded", "too many listings of routing keys wait")
+        self._waiting += 1
+        try:
+            async with self._gate:
+                return await self._page(stream, after, limit, seconds_max)
+        finally:
+            self._waiting -= 1
+
+    async def _page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
+        loop = asyncio.get_running_loop()
+        begun_s = time.monotonic()
+        levels = list(self._levels(stream))
+        # Memory first: what leaves it meanwhile is in the hot store by then.
+        recent = [run for level in levels for run in _in_memory(level)]
+        smallest = Smallest(after, limit + 1)
+        segment_of = self._log.reader.history.segment_of
+        segments = await loop.run_in_executor(
+            None, _gather, self._log.store, levels, recent, smallest, segment_of
+        )
+        gathered_s = time.monotonic()
+        times = LexiconTimes()
+        lexicals = await self._from_lexicons(levels, smallest, times)
+        left = [one for one in segments if not _is_spoken_for(one, lexicals)]
+        indexed, segments = len(segments) - len(left), left
+        listed_s = time.monotonic()
+        missing = 0
+        for index, (segment, low, high) in enumerate(segments):
+            if not await self._scan(segment, low, high, smallest, begun_s + seconds_max):
+                missing = len(segments) - index
+                break
+        keys = smallest.first()
+        return KeyPage(
+            keys[:limit],
+            len(keys) > limit,
+            len(segments) - missing,
+            indexed,
+            sum(len(lexical.covered) for lexical in lexicals.values()),
+            missing,
+            sum(max(0, level.upto - max(level.after, level.owner.sealed)) for level in levels),
+            gathered_s - begun_s,
+            listed_s - gathered_s,
+            time.monotonic() - listed_s,
+            times,
+        )
+
+    async def _from_lexicons(
+        self, levels: list[Level], smallest: Smallest, times: LexiconTimes
+    ) -> dict[str, Lexical]:
+        """What lexicons know, by the folder of the stream whose segments they stand for."""
+        found: dict[str, Lexical] = {}
+        for owner, after, upto in levels if self.lexicons is not None else ():
+            assert self.lexicons is not None
+            lexical = await self.lexicons.first_keys(
+                owner, after, upto, smallest.after, smallest.wanted, times
+            )
+            found_s = time.monotonic()
+            smallest.add(lexical.keys)
+            times.merge_s += time.monotonic() - found_s
+            found[stream_prefix(stream_id(owner.name, owner.incarnation))] = lexical
+        return found
+
+    def _levels(self, stream: Stream) -> Iterator[Level]:
+        """The stream itself, then those it inherits entries from."""
+        owner, upto = stream, stream.visible
+        while True:
+            below = max(stream.earliest, owner.fork_entry if owner.parent else 0)
+            if upto > below:
+                yield Level(owner, below, upto)
+            if not owner.parent or stream.earliest >= owner.fork_entry:
+                return
+            upto = min(upto, owner.fork_entry)
+            owner = self._log.streams.parent_of(owner)
+
+    async def _scan(self, segment: Segment, low: int, high: int, smallest: Smallest, until_s: float) -> bool:
+        """Looks at the keys of entries behind `low` up to `high`; False if there is no time left."""
+        prefix, info, _ = segment
+        whole = low < info.first and info.last <= high
+        known = self.cache.find(prefix + info.key) if whole else None
+        if known is not None:
+            begin = 0 if smallest.after is None else bisect_right(known, smallest.after)
+            smallest.add(known[begin : begin + smallest.wanted])
+            return True
+        cold = self._log.reader.history.cold
+        if cold is None:
+            raise TailraceError("unavailable", "this server has no object store to read from")
+        kept: set[bytes] | None = set() if whole else None
+        size = 0
+        async for keys in _keys_of(cold, segment, max(low + 1, info.first), min(high, info.last)):
+            found = {key for key in keys if key is not None}
+            smallest.add(found)
+            if kept is not None:
+                size += sum(len(key) + KEY_OVERHEAD_BYTES for key in found - kept)
+                kept |= found
+                if size > SEGMENT_KEY_BYTES_MAX:
+                    kept = None
+            if time.monotonic() > until_s:
+                return False
+        if kept is not None:
+            self.cache.put(prefix + info.key, sorted(kept), size + KEY_OVERHEAD_BYTES)
+        return True
+
+
+def _is_spoken_for(found: tuple[Segment, int, int], lexicals: dict[str, Lexical]) -> bool:
+    segment, low, high = found
+    lexical = lexicals.get(segment.prefix)
+    first, last = max(segment.info.first, low + 1), min(segment.info.last, high)
+    return lexical is not None and lexical.speaks_for(first, last)
+
+
+def _in_memory(level: Level) -> Iterator[Sequence[bytes | None]]:
+    """Keys of the memory tail: a look at lists that nobody changes in place, or at copies of them."""
+    owner = level.owner
+    for block in tuple(owner.blocks or ()):
+        if block.keys is not None and block.last > level.after and block.first <= level.upto:
+            begin = max(0, level.after + 1 - block.first)
+            yield block.keys[begin : level.upto + 1 - block.first]
+    for record in tuple(owner.recent or ()):
+        keys = record.keys if record.keys is not None else [record.key] * min(record.count, 1)
+        if record.first > level.after and record.first + record.count - 1 <= level.upto:
+            yield keys
+        elif record.keys is not None:
+            begin = max(0, level.after + 1 - record.first)
+            yield keys[begin : max(0, level.upto + 1 - record.first)]
+        elif record.first <= level.upto and record.first + record.count > level.after + 1:
+            yield keys
+
+
+def _gather(
+    store: StoredStreams,
+    levels: list[Level],
+    recent: list[Sequence[bytes | None]],
+    smallest: Smallest,
+    segment_of: Callable[[Stream, SegmentRow], Segment],
+) -> list[tuple[Segment, int, int]]:
+    """On a thread: memory and hot store into `smallest`; the segments that are left to be looked at."""
+    for keys in recent:
+        smallest.add(keys)
+    segments: list[tuple[Segment, int, int]] = []
+    with store.snapshot():
+        for owner, after, upto in levels:
+            through = after
+            for row in store.db.cold.segments_within(owner.number, after, upto):
+                segment = segment_of(owner, row)
+                through = row.last
+                # Several rows may have become one segment that the hot store has not heard of.
+                if not segments or segments[-1][0] != segment:
+                    segments.append((segment, after, upto))
+            for first, raw in store.db.keys_within(owner.number, through, upto):
+                keys = _KEYS.decode(raw)
+                smallest.add(keys[max(0, through + 1 - first) : max(0, upto + 1 - first)])
+    return segments
+
+
+async def _keys_of(
+    cold: ColdReader, segment: Segment, first: int, last: int
+) -> AsyncIterator[list[bytes | None]]:
+    entry = first
+    while entry <= last:
+        for rows in await cold.rows(*segment, entry, READ_BYTES):
+            keys, begin = rows.keys, max(0, entry - rows.first)
+            if keys is not None:
+                yield keys[begin : last + 1 - rows.first]
+            entry = rows.first + len(rows.ends)

@@ -1,0 +1,370 @@
+"""Bootstrap: a server with an empty disk gets everything back from the object store.
+
+It takes the bucket over, so that a server that still runs somewhere can change nothing any more, reads every
+manifest, records in each that its stream goes on in a new epoch, and builds a hot store out of them. Entries
+stay where they are. The hot store gets its name at the very end: killed before, a bootstrap begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+import msgspec
+
+from tailrace.common import failpoints
+from tailrace.common.clock import Clock
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
+from tailrace.log.journal import list_files
+from tailrace.log.model import Tombstone
+from tailrace.storage.bootstrap_place import already_done
+from tailrace.storage.bootstrap_report import Restored, shown
+from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
+from tailrace.storage.document_objects import DocumentObjects
+from tailrace.storage.manifests.manifest import Stored
+from tailrace.storage.manifests.manifest_takeover import RestoringManifests
+from tailrace.storage.manifests.model import HEAD_KEY, Head, ManifestError, decode
+from tailrace.storage.meta_objects import MetaCorruptError, MetaObjects, SubscriptionObject
+from tailrace.storage.object_store.bucket import STREAMS, stream_ids
+from tailrace.storage.object_store.objects import ObjectMissingError, Objects, ObjectsError, open_objects
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.restore_meta import put_facts, tails_of, take_secrets, take_subscription
+from tailrace.storage.restore_store import FoundHead, Outcome, RestoreStore, Waiting
+from tailrace.storage.restored import Sums, restored_head, restored_stream, runs_of
+from tailrace.storage.segments.companions import Companion
+from tailrace.storage.segments.segments import SegmentInfo
+
+logger = logging.getLogger("tailrace.bootstrap")
+
+WORK = "bootstrap"  # what is being built, in the data directory
+LISTS_AT_ONCE = 16
+BATCH = 1000
+SEGMENTS_HELD = 20_000
+EPOCHS_PER_OWNER = 1024  # more than one owner can use up on a name without any manifest that says so
+T = TypeVar("T")
+
+
+async def bootstrap(settings: Settings, directory: DataDirectory, clock: Clock) -> Restored:
+    """Fills an empty data directory from the object store, or raises TailraceError and changes nothing."""
+    restored = Restored()
+    if already_done(directory.path):
+        logger.warning("the bootstrap was finished before; starting from what it restored")
+        shutil.rmtree(directory.path / WORK, ignore_errors=True)
+        return restored
+    try:
+        objects = open_objects(settings.object_store_url, limits=settings.limits)
+    except (ValueError, ObjectsError) as error:
+        raise TailraceError("unavailable", str(error)) from error
+    try:
+        await Bootstrap(settings, directory, clock, objects, restored).run()
+    except ObjectsError as error:
+        raise TailraceError(
+            "unavailable", f"the bootstrap stopped and can be started again: {error}"
+        ) from error
+    finally:
+        await objects.close()
+    logger.warning("bootstrap: %s", restored.summary())
+    return restored
+
+
+class Bootstrap:
+    """One run. Requests to the object store are made on the loop, everything with SQLite on one thread."""
+
+    def __init__(
+        self, settings: Settings, directory: DataDirectory, clock: Clock, objects: Objects, restored: Restored
+    ) -> None:
+        self._settings = settings
+        self._at_once = settings.limits.bootstrap_requests
+        self._directory = directory
+        self._clock = clock
+        self._objects = objects
+        self.restored = restored
+        self._thread = ThreadPoolExecutor(1, "bootstrap")
+        self._writing = asyncio.Lock()
+        self._damaged: set[str] = set()
+        self._outcomes: list[Outcome] = []
+        self._segments: list[tuple[int, SegmentInfo]] = []
+        self._companions: list[tuple[int, Companion]] = []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with shown(self.restored):
+                work = await self._on_thread(self._clear)
+                taken_over = await self._claim()
+                claimed_s = loop.time()
+                failpoints.reached("bootstrap.after_claim")
+                self._store = await self._on_thread(lambda: RestoreStore(work))
+                await self._round()
+                if taken_over:
+                    # The server before us may write for a moment before it notices.
+                    settle_s = self._settings.limits.bootstrap_settle_ms / 1000
+                    await asyncio.sleep(max(0.0, claimed_s + settle_s - loop.time()))
+                    await self._round()
+                await self._restore_meta()
+                await self._on_thread(self._finish)
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def _clear(self) -> Path:
+        """Removes what an earlier try left, and becomes a deployment that never had this bucket before."""
+        path = self._directory.path
+        for old in (path / "hot.db", path / "hot.db-wal", path / "hot.db-shm"):
+            old.unlink(missing_ok=True)
+        for _, file in list_files(path / "journal"):
+            file.unlink()
+        work = path / WORK
+        shutil.rmtree(work, ignore_errors=True)
+        make_directory(work)
+        self._directory.become_new()
+        return work
+
+    async def _claim(self) -> bool:
+        """Whether somebody else had the bucket."""
+        ownership = Ownership(self._objects, self._clock)
+        before = await ownership.current()
+        fence = await ownership.claim(self._directory.deployment, take_over=True)
+        self._manifests = RestoringManifests(self._objects, fence, clock=self._clock)
+        logger.warning("bootstrap: restoring from %s with fence %d", self._objects.url, fence)
+        return before is not None
+
+    async def _round(self) -> None:
+        """Everything that is in the bucket and was not found before."""
+        await self._find()
+        failpoints.reached("bootstrap.after_list")
+        while waiting := await self._on_thread(lambda: self._store.next_waiting(BATCH)):
+            await self._each(_several(waiting), self._restore)
+            await self._flush()
+            failpoints.reached("bootstrap.after_batch")
+
+    # -- finding ---------------------------------------------------------------------------------------
+
+    async def _find(self) -> None:
+        heads: list[FoundHead] = []
+
+        async def load(found_id: str) -> None:
+            head = await self._load(found_id)
+            if head is not None:
+                heads.append(head)
+                self.restored.found += 1
+            if len(heads) >= BATCH:
+                batch, heads[:] = heads[:], []
+                await self._on_thread(lambda: self._store.add_found(batch))
+
+        async def shard(prefix: str) -> None:
+            await self._each(self._unknown(prefix), load, max(1, self._at_once // LISTS_AT_ONCE))
+
+        prefixes = (f"{STREAMS}{number:02x}/" for number in range(256))
+        await self._each(_several(prefixes), shard, LISTS_AT_ONCE)
+        await self._on_thread(lambda: self._store.add_found(heads))
+
+    async def _unknown(self, prefix: str) -> AsyncIterator[str]:
+        page: list[str] = []
+        async for found_id in stream_ids(self._objects, prefix):
+            page.append(found_id)
+            if len(page) == BATCH:
+                for unknown in await self._on_thread(partial(self._store.unknown, page)):
+                    yield unknown
+                page = []
+        for unknown in await self._on_thread(partial(self._store.unknown, page)):
+            yield unknown
+
+    async def _load(self, found_id: str) -> FoundHead | None:
+        try:
+            stored = await self._manifests.load(found_id)
+        except ManifestError as error:
+            if found_id not in self._damaged:
+                self._damaged.add(found_id)
+                self.restored.problem(str(error))
+            return None
+        if stored is None:
+            return None  # segments without a manifest are garbage
+        head, etag = stored
+        source = None if head.parent is None or head.deleted is not None else head.parent.stream_id
+        raw = msgspec.json.encode(head)
+        return FoundHead(found_id, head.name, head.incarnation, source, etag, raw)
+
+    # -- restoring -------------------------------------------------------------------------------------
+
+    async def _restore(self, waiting: Waiting) -> None:
+        try:
+            await self._restore_one(waiting)
+        except (ManifestError, ObjectMissingError) as error:
+            found = decode(waiting.head, Head, waiting.stream_id, HEAD_KEY)
+            self.restored.problem(f"{found.name}: {error}")
+            # As a stream of no kind: nobody may wait for it.
+            stream = restored_stream(waiting.number, found, None, Sums(), 0)
+            self._outcomes.append(Outcome("passed", stream))
+        self.restored.done += 1
+
+    async def _restore_one(self, waiting: Waiting) -> None:
+        source = waiting.source
+        known = Stored(decode(waiting.head, Head, waiting.stream_id, HEAD_KEY), waiting.etag)
+        # Recorded before anything is served: the entries that come next are of another epoch.
+        head = await self._manifests.take(
+            waiting.stream_id, lambda current: restored_head(current, source), known=known
+        )
+        failpoints.reached("bootstrap.after_take")
+        if head.deleted is not None or not waiting.newest:
+            self._bury(waiting, head)
+            return
+        producers = await self._manifests.producers(head)
+        sums = await self._take_segments(waiting.number, head)
+        await self._take_companions(waiting.number, head)
+        stream = restored_stream(waiting.number, head, source, sums, self._clock.now_ns())
+        stream.documents = await self._take_documents(head, stream.tail)
+        runs = runs_of(head, source, sums)
+        self._outcomes.append(Outcome("stream", stream, head.generation, producers, runs=runs))
+        restored = self.restored
+        restored.streams += 1
+        restored.entries += sums.entries
+        restored.payload_bytes += sums.payload_bytes
+        restored.producers += len(producers)
+        if head.parent is not None:
+            restored.forks += 1
+            if source is None:
+                restored.problem(
+                    f"{head.name}: its source {head.parent.name} is missing; what it inherits is gone"
+                )
+            elif source.tail < known.head.fork_entry:
+                lost = (
+                    f"entries {source.tail + 1} to {known.head.fork_entry} of its source were never recorded"
+                )
+                restored.problem(f"{head.name}: {lost}")
+
+    def _bury(self, waiting: Waiting, head: Head) -> None:
+        stream = restored_stream(waiting.number, head, None, Sums(), 0)
+        deleted = head.deleted
+        if deleted is None:
+            self._outcomes.append(Outcome("grave", stream))
+        elif waiting.newest:
+            tombstone = Tombstone(deleted.epoch, head.incarnation, deleted.at_ns, deleted.reason)
+            self._outcomes.append(Outcome("tombstone", stream, tombstone=tombstone))
+            self.restored.tombstones += 1
+        else:
+            self._outcomes.append(Outcome("passed", stream))
+
+    async def _take_documents(self, head: Head, tail: int) -> dict[str, bytes] | None:
+        """A registry that cannot be read is told of; the entries are there without it."""
+        documents: dict[str, bytes] = {}
+        for key in head.meta_keys:
+            objects = DocumentObjects(MetaObjects(self._objects, self._manifests.fence))
+            try:
+                documents[key] = await objects.take(head.stream_id, key, tail)
+            except MetaCorruptError as error:
+                self.restored.problem(f"{head.name}: {error}")
+        return documents or None
+
+    async def _take_segments(self, number: int, head: Head) -> Sums:
+        sums = Sums(head.earliest)
+        async for info in self._manifests.segments(head):
+            self._segments.append((number, info))
+            sums.add(info)
+            self.restored.segments += 1
+            if len(self._segments) >= SEGMENTS_HELD:
+                await self._flush()
+        return sums
+
+    async def _take_companions(self, number: int, head: Head) -> None:
+        """Of segments that are recorded, so they are as good as before."""
+        async for companion in self._manifests.companions(head):
+            self._companions.append((number, companion))
+            if len(self._companions) >= SEGMENTS_HELD:
+                await self._flush()
+
+    async def _flush(self) -> None:
+        async with self._writing:
+            outcomes, self._outcomes = self._outcomes, []
+            segments, self._segments = self._segments, []
+            companions, self._companions = self._companions, []
+            if outcomes or segments or companions:
+                await self._on_thread(lambda: self._store.put(outcomes, segments, companions))
+
+    # -- what is no stream -----------------------------------------------------------------------------
+
+    async def _restore_meta(self) -> None:
+        objects = MetaObjects(self._objects, self._manifests.fence)
+        db = self._store.db
+
+        async def subscription(key: str) -> None:
+            try:
+                loaded = await objects.load(key, SubscriptionObject)
+                if loaded is None:
+                    return
+                names = [link.stream for link in loaded[0].links]
+                tails = await self._on_thread(lambda: tails_of(db, names))
+                facts = await take_subscription(objects, key, loaded[0], tails)
+            except MetaCorruptError as error:
+                self.restored.problem(str(error))
+                return
+            await self._on_thread(lambda: put_facts(db, facts))
+            self.restored.subscriptions += loaded[0].config is not None
+
+        await self._each(objects.subscription_keys(), subscription)
+        try:
+            secrets = await take_secrets(objects, self._settings.recovery_key)
+        except MetaCorruptError as error:
+            self.restored.problem(f"{error}; webhooks are signed with new keys")
+            return
+        await self._on_thread(lambda: put_facts(db, secrets))
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        now_ns = self._clock.now_ns()
+        removed = self._store.settle_forks(now_ns)
+        self.restored.streams -= removed
+        self.restored.tombstones += removed
+        # Names that nothing tells of may have been used as well, and more than once.
+        self._store.finish((self._manifests.fence - 1) * EPOCHS_PER_OWNER, now_ns)
+        self._store.close()
+        path = self._directory.path
+        failpoints.reached("bootstrap.before_rename")
+        sync_directory(path / WORK)
+        (path / WORK / "hot.db").rename(path / "hot.db")
+        sync_directory(path)
+        failpoints.reached("bootstrap.after_rename")
+        shutil.rmtree(path / WORK, ignore_errors=True)
+
+    # -- in parallel -----------------------------------------------------------------------------------
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _each(
+        self, items: AsyncIterator[T], work: Callable[[T], Awaitable[None]], at_once: int = 0
+    ) -> None:
+        """Some at a time. The first failure ends all of them."""
+        gate = asyncio.Semaphore(at_once or self._at_once)
+
+        async def one(item: T) -> None:
+            try:
+                await work(item)
+            finally:
+                gate.release()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for item in items:
+                    await gate.acquire()
+                    tasks.create_task(one(item))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseException", error.exceptions[0])
+    return error
+
+
+async def _several(items: Iterable[T]) -> AsyncIterator[T]:
+    for item in items:
+        yield item

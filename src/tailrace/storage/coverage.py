@@ -1,0 +1,156 @@
+"""Which segments lack companions, and which companions are to be merged. Pure: lists in, work out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from tailrace.storage.segments.companions import Companion, PlanEntry
+from tailrace.storage.segments.segments import SegmentInfo
+
+NEWEST_FIRST: Final = 8  # so many of the newest segments come before the old ones
+MERGED: Final = ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts")
+FTS_ROWS_MAX: Final = 1_000_000
+SUMS: Final = "agg"
+
+Range = tuple[int, int]
+
+
+class Uncovered(NamedTuple):
+    """A segment and the families it has no companion of."""
+
+    info: SegmentInfo
+    families: tuple[str, ...]
+
+
+class Merge(NamedTuple):
+    """Adjacent companions that are to become one of the next level."""
+
+    family: str
+    level: int
+    inputs: tuple[Companion, ...]
+
+    @property
+    def first(self) -> int:
+        return self.inputs[0].first
+
+    @property
+    def last(self) -> int:
+        return self.inputs[-1].last
+
+
+class MergeRule(NamedTuple):
+    """How many adjacent companions of a level make one of the next, and up to which level."""
+
+    span: int  # of level 0
+    fan_out: int  # of the others
+    level_max: int
+
+
+class Coverage:
+    """The entries for which a stream has companions of each family of a plan."""
+
+    def __init__(self, plan: PlanEntry, companions: Iterable[Companion]) -> None:
+        ranges: dict[str, list[Range]] = {family: [] for family in plan.families}
+        for one in companions:
+            if plan.families.get(one.family) == one.fingerprint:
+                ranges[one.family].append((one.first, one.last))
+        self._runs = {family: joined(found) for family, found in ranges.items()}
+
+    def covers(self, family: str, first: int, last: int) -> bool:
+        runs = self._runs.get(family, [])
+        index = bisect_right(runs, (first, 2**63)) - 1
+        return index >= 0 and runs[index][1] >= last
+
+    def missing(self, first: int, last: int) -> tuple[str, ...]:
+        """Families of the plan that do not cover the range."""
+        return tuple(family for family in self._runs if not self.covers(family, first, last))
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges that touch or overlap as one, in order."""
+    runs: list[Range] = []
+    for first, last in sorted(ranges):
+        if runs and first <= runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+    return runs
+
+
+def uncovered(
+    segments: Sequence[SegmentInfo], coverage: Coverage, given_up: set[str]
+) -> tuple[list[Uncovered], list[SegmentInfo]]:
+    """Segments without all of their companions, oldest first, and those of them that were given up."""
+    found: list[Uncovered] = []
+    stuck: list[SegmentInfo] = []
+    for info in segments:
+        families = coverage.missing(info.first, info.last)
+        if families and info.key in given_up:
+            stuck.append(info)
+        elif families:
+            found.append(Uncovered(info, families))
+    return found, stuck
+
+
+def in_turn(found: list[Uncovered]) -> list[Uncovered]:
+    """The newest few first, since recent entries are asked for most; then from the oldest on."""
+    newest = found[-NEWEST_FIRST:]
+    return [*reversed(newest), *found[: len(found) - len(newest)]]
+
+
+def stale(plan: PlanEntry, companions: Iterable[Companion], coverage: Coverage) -> list[str]:
+    """Objects of older plans that nothing is answered from any more: a newer one covers all they say."""
+    return [
+        one.object
+        for one in companions
+        if plan.families.get(one.family) != one.fingerprint
+        and (one.family not in plan.families or coverage.covers(one.family, one.first, one.last))
+    ]
+
+
+def merges(
+    plan: PlanEntry,
+    companions: Iterable[Companion],
+    rule: MergeRule,
+    part_of: Callable[[Companion], int | None] = lambda _: 0,
+) -> list[Merge]:
+    """At most one merge of each family and level: the oldest that is due.
+
+    Sums are merged only with those of the same `part_of` time; None: with nobody.
+    """
+    found: list[Merge] = []
+    groups: dict[tuple[str, int, int], dict[Range, list[Companion]]] = {}
+    for one in companions:
+        if one.family in MERGED and plan.families.get(one.family) == one.fingerprint:
+            part = part_of(one) if one.family == SUMS else 0
+            if part is None:
+                continue
+            group = groups.setdefault((one.family, one.level, part), {})
+            group.setdefault((one.first, one.last), []).append(one)
+    for (family, level, _), by_range in sorted(groups.items()):
+        if level >= rule.level_max or any((one.family, one.level) == (family, level + 1) for one in found):
+            continue
+        wanted = rule.span if level == 0 else rule.fan_out
+        inputs = _adjacent(by_range, wanted, FTS_ROWS_MAX if family == "fts" else None)
+        if inputs:
+            found.append(Merge(family, level + 1, inputs))
+    return found
+
+
+def _adjacent(
+    by_range: dict[Range, list[Companion]], wanted: int, rows_max: int | None
+) -> tuple[Companion, ...]:
+    """The first so many ranges that follow each other, with all files of each; nothing if there are fewer."""
+    run: list[Range] = []
+    rows = 0
+    for entries in sorted(by_range):
+        size = by_range[entries][0].rows
+        if run and (entries[0] != run[-1][1] + 1 or (rows_max is not None and rows + size > rows_max)):
+            run, rows = [], 0
+        run.append(entries)
+        rows += size
+        if len(run) == wanted:
+            return tuple(one for found in run for one in by_range[found])
+    return ()

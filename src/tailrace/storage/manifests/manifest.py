@@ -1,0 +1,411 @@
+"""Manifests: the one place that changes what the bucket says about a stream.
+
+Every change is one conditional replacement of the head: the objects it names are created before, the ones it
+no longer names are deleted after. So a crash leaves either the old or the new manifest, and at most objects
+that nobody refers to. A change may be repeated at any time; what is recorded already is left as it is.
+
+Owners are ordered by their fence. A head that carries a higher fence than ours belongs to somebody who came
+after us, and is never written to again. One with a lower fence has to be adopted before it is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tailrace.common import failpoints
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.storage.manifests import manifest_pages
+from tailrace.storage.manifests.compaction import compact_head
+from tailrace.storage.manifests.companion_change import change_companions, retire
+from tailrace.storage.manifests.companion_pages import CompanionPages, ListedCompanions
+from tailrace.storage.manifests.manifest_pages import Listed, Pages, extend
+from tailrace.storage.manifests.manifest_resolve import (
+    base_of,
+    is_same_life,
+    speaks_for_tail,
+    tombstone,
+    with_facts,
+)
+from tailrace.storage.manifests.model import (
+    HEAD_KEY,
+    Facts,
+    FencedError,
+    Head,
+    ManifestConflictError,
+    ManifestCorruptError,
+    Producers,
+    decode,
+    encode,
+    new_attempt,
+    producers_key,
+    sha256_of,
+)
+from tailrace.storage.manifests.stream_locks import StreamLocks
+from tailrace.storage.object_store.bucket import clear_folder, clear_trimmed, delete_all, holds_only
+from tailrace.storage.object_store.objects import (
+    ObjectConflictError,
+    ObjectMissingError,
+    ObjectsUnavailableError,
+)
+from tailrace.storage.segments.companions import Companion
+from tailrace.storage.segments.kept import Kept, Run
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.objects import Objects
+
+logger = logging.getLogger("tailrace.store")
+
+# Each lost race means that somebody else made progress; so many in a row mean that something is wrong.
+ATTEMPTS_MAX = 16
+# A process that was stopped this long makes its pages again: the sweep may have taken them for left behind.
+PLAN_NS_MAX = 10 * 60 * 10**9
+
+
+class Stored(NamedTuple):
+    """A head as it lies in the bucket."""
+
+    head: Head
+    etag: str
+
+
+class Change(NamedTuple):
+    """What a head becomes, and the keys it no longer needs."""
+
+    head: Head
+    superseded: Sequence[str] = ()
+
+
+Plan = Callable[[Head | None], Awaitable[Change]]
+
+
+class Manifests:
+    """All manifests of a bucket, as one owner with one fence sees and changes them."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        fence: int,
+        *,
+        segments_max: int = manifest_pages.SEGMENTS_MAX,
+        pages_max: int = manifest_pages.PAGES_MAX,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._objects = objects
+        self._clock = clock
+        self.fence = fence
+        self._segments_max = segments_max
+        self._pages_max = pages_max
+        self._locks = StreamLocks()
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    async def load(self, stream_id: str) -> Stored | None:
+        try:
+            data, etag = await self._objects.get(stream_prefix(stream_id) + HEAD_KEY)
+        except ObjectMissingError:
+            return None
+        head = decode(data, Head, stream_id, HEAD_KEY)
+        if head.stream_id != stream_id:
+            raise ManifestCorruptError(stream_id, f"{HEAD_KEY} is the head of {head.stream_id}")
+        return Stored(head, etag)
+
+    def segments(self, head: Head, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+        """Every segment with entries at or behind `from_entry`, oldest first, pages included."""
+        return self.pages(head.stream_id).walk(Listed(head.pages, head.segments), from_entry)
+
+    async def producers(self, head: Head) -> dict[str, tuple[int, int]]:
+        """Producer states as of the head's `tail`."""
+        key = head.producers_key
+        if key is None:
+            return {}
+        data, _etag = await self._objects.get(stream_prefix(head.stream_id) + key)
+        if key != producers_key(_generation_of(key), sha256_of(data)):
+            raise ManifestCorruptError(head.stream_id, f"{key} does not have the content it was given")
+        return decode(data, Producers, head.stream_id, key).producers
+
+    def pages(self, stream_id: str) -> Pages:
+        return Pages(self._objects, stream_id, self._segments_max, self._pages_max)
+
+    # -- changing ----------------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        facts: Facts,
+        added: Sequence[SegmentInfo] = (),
+        producers: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        known: Stored | None = None,
+    ) -> Head:
+        """Record segments that are uploaded, and what the stream was in the snapshot they come from.
+
+        Segments that are recorded already are skipped; the others must follow the last recorded entry.
+        `producers=None` leaves them as they are. `known` is a head that was just loaded, to save one get.
+        The answer is what is recorded, whoever recorded it.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            base = base_of(facts, current, self.fence)
+            new = await self._unrecorded(base, added)
+            segments = extend(base, new)
+            through = new[-1].last if new else base.uploaded_through
+            head = msgspec.structs.replace(base, segments=segments, uploaded_through=through)
+            superseded: list[str] = []
+            if producers is not None and speaks_for_tail(facts, base, head, self.fence):
+                head = await self._with_producers(head, producers)
+                if base.producers_key is not None and base.producers_key != head.producers_key:
+                    superseded.append(base.producers_key)
+            head = with_facts(facts, base, head, self.fence)
+            listed = await self.pages(head.stream_id).roll(Listed(head.pages, head.segments))
+            head = msgspec.structs.replace(head, pages=listed.pages, segments=listed.segments)
+            return Change(head, superseded)
+
+        return await self._change(facts.stream_id, plan, known, facts=facts)
+
+    async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> Head:
+        """Put our fence on the head of an earlier owner, who cannot change it from now on.
+
+        A server that restores a stream does this before it serves it, with the epoch it continues in. No
+        other change is made to a head that was not adopted, unless it is our own from before somebody else
+        owned the bucket: only then are its entries those we have.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            if current is None:
+                raise ManifestConflictError(stream_id, "there is no head to adopt")
+            as_of = current.as_of if current.fence == self.fence else 0
+            return Change(msgspec.structs.replace(current, epochs=epochs or current.epochs, as_of=as_of))
+
+        return await self._change(stream_id, plan, adopting=True)
+
+    async def retain(self, stream_id: str, earliest: int, reached: Sequence[Run] = ()) -> Head:
+        """Forget and delete the segments that end at entry `earliest` or before.
+
+        Those with entries that are `reached` by forks stay, in the manifest as well: the stream itself no
+        longer shows them.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            if current is None or earliest > current.uploaded_through:
+                raise ManifestConflictError(
+                    stream_id, f"entry {earliest} is not recorded and cannot be trimmed"
+                )
+            if current.deleted is not None:
+                return Change(current)
+            kept = Kept(max(earliest, current.earliest), reached)
+            cut = await self.pages(stream_id).cut(Listed(current.pages, current.segments), kept)
+            pages, segments = cut.listed
+            head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=kept.earliest)
+            head, superseded = await self._trim_companions(head)
+            return Change(head, [*cut.superseded, *superseded])
+
+        head = await self._change(stream_id, plan)
+        failpoints.reached("gc.before_delete")
+        kept = Kept(head.earliest, reached)
+        await clear_trimmed(self._objects, stream_prefix(stream_id), head.epochs, kept)
+        failpoints.reached("gc.after_delete")
+        return head
+
+    async def publish_companions(
+        self, stream_id: str, added: Sequence[Companion], removed: Sequence[str]
+    ) -> tuple[Head, list[Companion]]:
+        """List companions in place of others, in one step. The answer tells which were not listed before.
+
+        CompanionMissingError if an object is not there: then nothing is changed.
+        """
+        new: list[Companion] = []
+
+        async def plan(current: Head | None) -> Change:
+            nonlocal new
+            if current is None:
+                raise ManifestConflictError(stream_id, "there is no head that could list companions")
+            changed = await change_companions(self._objects, current, added, removed, self._clock.now_ns())
+            new = changed.added
+            return Change(changed.head, changed.superseded)
+
+        return await self._change(stream_id, plan), new
+
+    async def compact(
+        self, stream_id: str, joined: SegmentInfo, replaced: Sequence[SegmentInfo], grace_ns: int
+    ) -> Head:
+        """List one segment in the place of several, in one step. Their objects stay for the grace time.
+
+        If it is listed already, nothing changes. ManifestConflictError if others than these are listed.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            if current is None:
+                raise ManifestConflictError(stream_id, "there is no head that could list segments")
+            now_ns, pages = self._clock.now_ns(), self.pages(stream_id)
+            return Change(*await compact_head(pages, current, joined, replaced, now_ns, grace_ns))
+
+        return await self._change(stream_id, plan)
+
+    def hold(self, stream_id: str) -> AbstractAsyncContextManager[None]:
+        """Keeps everybody else of this process from changing the manifest of a stream."""
+        return self._locks.hold(stream_id)
+
+    def companion_pages(self, stream_id: str) -> CompanionPages:
+        return CompanionPages(self._objects, stream_id)
+
+    def companions(self, head: Head) -> AsyncIterator[Companion]:
+        """Every companion that a head lists."""
+        listed = ListedCompanions(head.companion_pages, head.companions)
+        return CompanionPages(self._objects, head.stream_id).walk(listed)
+
+    async def _trim_companions(self, head: Head) -> tuple[Head, list[str]]:
+        """Companions go with their entries. Sums that hold some trimmed entries are only unlisted."""
+        pages = CompanionPages(self._objects, head.stream_id)
+        listed = ListedCompanions(head.companion_pages, head.companions)
+        rest, gone = await pages.trimmed(listed, head.earliest)
+        if not gone:
+            return head, []
+        stay, ripe = retire(head, set(gone), set(), self._clock.now_ns())
+        head = msgspec.structs.replace(
+            head, companion_pages=rest.pages, companions=rest.companions, retired=stay
+        )
+        return head, [*pages.superseded, *ripe]
+
+    async def bury(self, facts: Facts, at_ns: int, reason: str) -> Head:
+        """Replace the head by a tombstone, then delete everything else of the stream.
+
+        ManifestConflictError if the head still speaks of this stream afterwards. One of a later stream of the
+        same name is left as it is: the earlier one was buried before that was recorded.
+        """
+
+        async def plan(current: Head | None) -> Change:
+            return Change(tombstone(facts, current, self.fence, at_ns, reason))
+
+        head = await self._change(facts.stream_id, plan, facts=facts)
+        if head.deleted is not None:
+            failpoints.reached("gc.before_delete")
+            await clear_folder(self._objects, stream_prefix(facts.stream_id), keep=HEAD_KEY)
+            failpoints.reached("gc.after_delete")
+        elif head.created_ns == facts.created_ns:
+            raise ManifestConflictError(facts.stream_id, "the head was not replaced by a tombstone")
+        return head
+
+    async def forget(self, stream_id: str, before_ns: int) -> bool:
+        """Remove a tombstone older than `before_ns`; True if it went.
+
+        Only for the owner: a delete has no condition, so nobody else may write to the stream. Not while
+        anything else lies in the folder. That is a leftover, which the sweep takes first, or the name is in
+        use again and has yet to be recorded.
+        """
+        prefix = stream_prefix(stream_id)
+        async with self._locks.hold(stream_id):
+            stored = await self.load(stream_id)
+            if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
+                return False
+            self._check_fence(stored.head, adopting=True)
+            if not await holds_only(self._objects, prefix, HEAD_KEY):
+                return False
+            failpoints.reached("gc.before_forget")
+            await self._objects.delete([prefix + HEAD_KEY])
+        return True
+
+    async def _change(
+        self,
+        stream_id: str,
+        plan: Plan,
+        known: Stored | None = None,
+        *,
+        facts: Facts | None = None,
+        adopting: bool = False,
+    ) -> Head:
+        """Plan a head from the present one and put it in its place, until nobody comes in between."""
+        async with self._locks.hold(stream_id):
+            return await self._change_alone(stream_id, plan, known, facts, adopting)
+
+    async def _change_alone(
+        self, stream_id: str, plan: Plan, known: Stored | None, facts: Facts | None, adopting: bool
+    ) -> Head:
+        prefix = stream_prefix(stream_id)
+        for _attempt in range(ATTEMPTS_MAX):
+            stored, known = known or await self.load(stream_id), None
+            current = None if stored is None else stored.head
+            if current is not None:
+                same = facts is not None and is_same_life(facts, current)
+                self._check_fence(current, adopting=adopting or same)
+            planned_ns = self._clock.now_ns()
+            try:
+                change = await plan(current)
+            except ObjectMissingError:
+                # A page may have been replaced by somebody else; one that the present head names is lost.
+                if stored is None or await self.load(stream_id) == stored:
+                    raise
+                continue
+            if current is not None and change.head == current and current.fence == self.fence:
+                return current
+            if self._clock.now_ns() - planned_ns > PLAN_NS_MAX:
+                continue
+            head = msgspec.structs.replace(
+                change.head, fence=self.fence, generation=change.head.generation + 1
+            )
+            if await self._replace(prefix + HEAD_KEY, encode(head), None if stored is None else stored.etag):
+                await self._drop([prefix + key for key in change.superseded])
+                return head
+        raise ManifestConflictError(stream_id, f"the head changed {ATTEMPTS_MAX} times while it was written")
+
+    async def _replace(self, key: str, data: bytes, etag: str | None) -> bool:
+        try:
+            await self._objects.replace(key, data, etag)
+        except ObjectConflictError:
+            # Our own earlier try may have arrived although its answer did not.
+            try:
+                found, _etag = await self._objects.get(key)
+            except ObjectMissingError:
+                return False
+            return found == data
+        return True
+
+    async def _drop(self, keys: Sequence[str]) -> None:
+        """Delete what the new head does not name. The change is made; `tailrace gc` finds what stays."""
+        try:
+            await delete_all(self._objects, keys)
+        except ObjectsUnavailableError as error:
+            logger.info("superseded objects stay for now: %s", error)
+
+    def _check_fence(self, head: Head, *, adopting: bool = False) -> None:
+        if head.fence > self.fence:
+            raise FencedError(f"the bucket has a new owner (fence {head.fence}, ours is {self.fence})")
+        if head.fence < self.fence and not adopting:
+            # Its entries may be others than ours, although they have the same numbers.
+            message = f"it was recorded by an earlier owner (fence {head.fence}) and has not been adopted"
+            raise ManifestConflictError(head.stream_id, message)
+
+    async def _unrecorded(self, base: Head, added: Sequence[SegmentInfo]) -> Sequence[SegmentInfo]:
+        """The segments behind what is recorded. The others must be exactly those that are recorded."""
+        before = [info for info in added if info.first <= base.uploaded_through]
+        # What retention trimmed was recorded once.
+        missing = {info.first: info for info in before if info.last > base.earliest}
+        if missing:
+            async for info in self.segments(base, min(missing)):
+                if missing.get(info.first) == info:
+                    del missing[info.first]
+                if not missing:
+                    break
+        for info in missing.values():
+            raise ManifestConflictError(base.stream_id, f"others are recorded in the place of {info.key}")
+        return added[len(before) :]
+
+    async def _with_producers(self, head: Head, producers: Mapping[str, tuple[int, int]]) -> Head:
+        """The head with these producers in an object of their own; with the present one if none changed."""
+        sha256 = sha256_of(encode(dict(producers))) if producers else ""
+        if sha256 == head.producers_sha256:
+            return head
+        key = None
+        if producers:
+            data = encode(Producers(attempt=new_attempt(), producers=dict(producers)))
+            key = producers_key(head.generation + 1, sha256_of(data))
+            await self._objects.create(stream_prefix(head.stream_id) + key, data)
+        return msgspec.structs.replace(head, producers_key=key, producers_sha256=sha256)
+
+
+def _generation_of(key: str) -> int:
+    return int(key.removeprefix("producers/").partition(".")[0])

@@ -1,0 +1,233 @@
+"""Pages of a manifest: how segments move from the head into pages, and pages into pages of pages.
+
+The head's list of pages reads from the oldest to the newest, higher levels first. Each level grows to
+`pages_max` and is then folded into one page of the next level, so a head stays small however long the stream
+gets and recording one segment writes a bounded number of objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailrace.storage.manifests.model import (
+    Head,
+    ManifestConflictError,
+    ManifestCorruptError,
+    Page,
+    PageRef,
+    decode,
+    encode,
+    new_attempt,
+    page_key,
+    sha256_of,
+)
+from tailrace.storage.object_store.objects import ObjectExistsError
+from tailrace.storage.segments.segments import SegmentInfo, stream_prefix
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.objects import Objects
+    from tailrace.storage.segments.kept import Kept
+
+SEGMENTS_MAX = 1000
+PAGES_MAX = 1000
+
+
+class Listed(NamedTuple):
+    """What a head lists."""
+
+    pages: tuple[PageRef, ...]
+    segments: tuple[SegmentInfo, ...]
+
+
+class Cut(NamedTuple):
+    """What remains listed after retention, and what is no longer needed once that is recorded."""
+
+    listed: Listed
+    superseded: list[str]
+
+
+class Pages:
+    """Reads and writes the pages of one stream, for one attempt to change its head."""
+
+    def __init__(self, objects: Objects, stream_id: str, segments_max: int, pages_max: int) -> None:
+        assert segments_max > 0
+        assert pages_max > 1
+        self._objects = objects
+        self._stream_id = stream_id
+        self._prefix = stream_prefix(stream_id)
+        self._segments_max = segments_max
+        self._pages_max = pages_max
+        self._attempt = new_attempt()
+
+    async def load(self, ref: PageRef) -> Page:
+        data, _etag = await self._objects.get(self._prefix + ref.key)
+        if sha256_of(data) != ref.sha256:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} does not have the content it was given")
+        page = decode(data, Page, self._stream_id, ref.key)
+        parts = page.pages if ref.level else page.segments
+        if page.level != ref.level or not parts or _reference(page, ref.key, ref.sha256) != ref:
+            raise ManifestCorruptError(self._stream_id, f"{ref.key} is not the page that is named")
+        return page
+
+    async def _store(self, page: Page) -> PageRef:
+        """Create it. One that is there already has the same content, for its name says so."""
+        parts = page.pages if page.level else page.segments
+        data = encode(page)
+        sha256 = sha256_of(data)
+        key = page_key(parts[0].first, parts[-1].last, sha256)
+        try:
+            await self._objects.create(self._prefix + key, data)
+        except ObjectExistsError:
+            pass
+        return _reference(page, key, sha256)
+
+    async def roll(self, listed: Listed) -> Listed:
+        """Move the oldest segments into pages, and full runs of pages into pages of pages."""
+        pages, segments = list(listed.pages), listed.segments
+        while len(segments) > self._segments_max:
+            pages.append(
+                await self._store(Page(attempt=self._attempt, segments=segments[: self._segments_max]))
+            )
+            segments = segments[self._segments_max :]
+        level = 0
+        while True:
+            run = [index for index, ref in enumerate(pages) if ref.level == level]
+            if not run:
+                return Listed(tuple(pages), segments)
+            if len(run) > self._pages_max:
+                start, stop = run[0], run[0] + self._pages_max
+                folded = Page(attempt=self._attempt, level=level + 1, pages=tuple(pages[start:stop]))
+                pages[start:stop] = [await self._store(folded)]
+            else:
+                level += 1
+
+    async def cut(self, listed: Listed, kept: Kept) -> Cut:
+        """Drop segments of which nothing is kept. A page that loses some of its parts gets a replacement."""
+        superseded: list[str] = []
+        pages = await self._cut_pages(listed.pages, kept, superseded)
+        segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
+        return Cut(Listed(pages, segments), superseded)
+
+    async def within(self, listed: Listed, first: int, last: int) -> list[SegmentInfo]:
+        """The segments with some of these entries, oldest first."""
+        found: list[SegmentInfo] = []
+        async for info in self.walk(listed, first):
+            if info.first > last:
+                break
+            found.append(info)
+        return found
+
+    async def join(self, listed: Listed, joined: SegmentInfo) -> Cut:
+        """One segment in the place of all that lie within its range, which is theirs together."""
+        superseded: list[str] = []
+        pages, placed = await self._join_pages(listed.pages, joined, superseded, placed=False)
+        segments = _with_joined(listed.segments, joined, placed=placed)
+        return Cut(Listed(pages, segments), superseded)
+
+    async def _join_pages(
+        self, refs: tuple[PageRef, ...], joined: SegmentInfo, superseded: list[str], *, placed: bool
+    ) -> tuple[tuple[PageRef, ...], bool]:
+        """The pages afterwards, and whether the segment has found its place: where the first one was."""
+        remaining: list[PageRef] = []
+        for ref in refs:
+            if ref.last < joined.first or joined.last < ref.first:
+                remaining.append(ref)
+                continue
+            page = await self.load(ref)
+            pages, _ = await self._join_pages(page.pages, joined, superseded, placed=placed)
+            segments = _with_joined(page.segments, joined, placed=placed)
+            if (pages, segments) == (page.pages, page.segments):
+                remaining.append(ref)
+                continue
+            placed = True
+            superseded.append(ref.key)
+            if pages or segments:
+                shorter = Page(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+                remaining.append(await self._store(shorter))
+        return tuple(remaining), placed
+
+    async def _cut_pages(
+        self, refs: tuple[PageRef, ...], kept: Kept, superseded: list[str]
+    ) -> tuple[PageRef, ...]:
+        remaining: list[PageRef] = []
+        for ref in refs:
+            if kept.all(ref.first, ref.last):
+                remaining.append(ref)
+            elif kept.some(ref.first, ref.last) and (shorter := await self._shorter(ref, kept, superseded)):
+                remaining.append(shorter)
+            else:
+                superseded.append(ref.key)
+        return tuple(remaining)
+
+    async def _shorter(self, ref: PageRef, kept: Kept, superseded: list[str]) -> PageRef | None:
+        """The page without what is not kept: itself if that is nothing, None if that is everything."""
+        page = await self.load(ref)
+        pages = await self._cut_pages(page.pages, kept, superseded)
+        segments = tuple(info for info in page.segments if kept.some(info.first, info.last))
+        if (pages, segments) == (page.pages, page.segments):
+            return ref
+        if not pages and not segments:
+            return None
+        superseded.append(ref.key)
+        shorter = Page(attempt=self._attempt, level=page.level, pages=pages, segments=segments)
+        return await self._store(shorter)
+
+    async def walk(self, listed: Listed, from_entry: int = 0) -> AsyncIterator[SegmentInfo]:
+        """Every segment with entries at or behind `from_entry`, oldest first; one page a level is held."""
+        for ref in listed.pages:
+            if ref.last >= from_entry:
+                page = await self.load(ref)
+                async for info in self.walk(Listed(page.pages, page.segments), from_entry):
+                    yield info
+        for info in listed.segments:
+            if info.last >= from_entry:
+                yield info
+
+    async def walk_pages(self, refs: Sequence[PageRef]) -> AsyncIterator[PageRef]:
+        """Every page, pages of pages included."""
+        for ref in refs:
+            yield ref
+            if ref.level:
+                async for inner in self.walk_pages((await self.load(ref)).pages):
+                    yield inner
+
+
+def _with_joined(
+    segments: tuple[SegmentInfo, ...], joined: SegmentInfo, *, placed: bool
+) -> tuple[SegmentInfo, ...]:
+    inside = [
+        index
+        for index, info in enumerate(segments)
+        if joined.first <= info.first and info.last <= joined.last
+    ]
+    if not inside:
+        return segments
+    return (*segments[: inside[0]], *(() if placed else (joined,)), *segments[inside[-1] + 1 :])
+
+
+def _reference(page: Page, key: str, sha256: str) -> PageRef:
+    parts = page.pages if page.level else page.segments
+    segments = sum(ref.segments for ref in page.pages) + len(page.segments)
+    size = sum(part.bytes for part in parts)
+    return PageRef(key, parts[0].first, parts[-1].last, sha256, page.level, segments, size)
+
+
+def extend(head: Head, added: Sequence[SegmentInfo]) -> tuple[SegmentInfo, ...]:
+    """The segments with new ones behind them. Entries are never missing in between and never there twice."""
+    stream_id, recorded, uploaded_through = head.stream_id, head.segments, head.uploaded_through
+    for info in added:
+        if info.first > info.last or info.rows != info.last - info.first + 1:
+            raise ManifestConflictError(stream_id, f"{info.key} counts {info.rows} entries wrongly")
+        if info.epoch < head.epoch:
+            raise ManifestConflictError(stream_id, f"{info.key} is of an epoch before {head.epoch}")
+    if added and added[0].first != uploaded_through + 1:
+        message = f"{added[0].key} begins at {added[0].first}, and {uploaded_through} is recorded as the last"
+        raise ManifestConflictError(stream_id, message)
+    # What forks keep of entries that retention took away has nothing behind it.
+    before_added = recorded[-1:] if recorded and recorded[-1].last > head.earliest else ()
+    for before, after in pairwise((*before_added, *added)):
+        if after.first != before.last + 1 or after.epoch < before.epoch:
+            raise ManifestConflictError(stream_id, f"{after.key} does not follow {before.key}")
+    return (*recorded, *added)

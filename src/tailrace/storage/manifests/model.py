@@ -1,0 +1,259 @@
+"""What a manifest says: the head of a stream, its pages, its producers. See docs/formats.md, "Bucket".
+
+The head is the only object of a stream that is ever replaced. Everything it names by key is created once,
+under a name that holds the hash of its content, and never changed. Pages and producers also hold a random
+number of the attempt that made them: what an attempt left behind is never named by a later one, so the sweep
+may delete it once it is old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import TypeVar
+
+import msgspec
+
+from tailrace.common.errors import TailraceError
+from tailrace.storage.segments.companions import Companion
+from tailrace.storage.segments.segments import SegmentInfo
+
+VERSION = 1
+HEAD_KEY = "manifest.json"
+NAME_HASH_DIGITS = 16
+T = TypeVar("T")
+
+
+class ManifestError(Exception):
+    """Something is wrong with the manifest of one stream."""
+
+    def __init__(self, stream_id: str, message: str) -> None:
+        super().__init__(f"stream {stream_id}: {message}")
+        self.stream_id = stream_id
+
+
+class ManifestConflictError(ManifestError):
+    """What is recorded and what should be recorded do not fit together. Nothing was changed."""
+
+
+class ManifestCorruptError(ManifestError):
+    """An object of the manifest is not what was written."""
+
+
+class BuriedError(ManifestError):
+    """The stream was deleted; its tombstone takes no segments."""
+
+
+class FencedError(TailraceError):
+    """Somebody else owns the bucket now. Whoever sees this must not write to it any more."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("unavailable", message)
+
+
+class RecordedLifetime(msgspec.Struct, frozen=True):
+    """The lifetime of a stream, as its headers set it."""
+
+    ttl_s: int | None = None
+    expires_ns: int | None = None
+    retention_s: int | None = None
+    retention_bytes: int | None = None
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """A tombstone: the epoch goes on behind it when the name is used again."""
+
+    at_ns: int
+    reason: str  # "deleted" or "expired"
+    epoch: int
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """Where a fork comes from."""
+
+    stream_id: str
+    name: str
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server knows about a stream in one snapshot of it, `tail` being its last entry there.
+
+    `closed` to `size_bytes` and the producers are true at `tail` only. They are recorded when the segments
+    reach that far: a producer restored ahead of its entries would have its repeats taken for duplicates.
+    `as_of` numbers snapshots of one owner: an older one never replaces what a newer one said.
+    """
+
+    name: str
+    stream_id: str
+    incarnation: int
+    epochs: tuple[tuple[int, int], ...]
+    created_ns: int
+    tail: int
+    as_of: int = 0
+    content_type: str | None = None
+    lifetime: RecordedLifetime = RecordedLifetime()
+    asked: RecordedLifetime = RecordedLifetime()
+    touched_ns: int = 0
+    parent: Parent | None = None
+    fork_entry: int = 0
+    fork_sub: int = 0
+    forks: int = 0
+    gone: bool = False
+    gone_reason: str = ""
+    meta_keys: tuple[str, ...] = ()
+    closed: bool = False
+    closed_by: tuple[str, int, int] | None = None
+    seq: bytes | None = None
+    tail_ns: int = 0
+    size_bytes: int = 0
+
+
+CONFIGURATION = (
+    "name", "incarnation", "epochs", "created_ns", "as_of", "content_type", "lifetime", "asked", "touched_ns",
+    "parent", "fork_entry", "fork_sub", "forks", "gone", "gone_reason", "meta_keys",
+)  # fmt: skip
+STATE_AT_TAIL = ("tail", "closed", "closed_by", "seq", "tail_ns", "size_bytes")
+
+
+class PageRef(msgspec.Struct, frozen=True, array_like=True):
+    """One page as the head, or a page of pages, names it. The order never changes."""
+
+    key: str
+    first: int
+    last: int
+    sha256: str
+    level: int  # 0: a page of segments; n: a page of pages of level n - 1
+    segments: int
+    bytes: int  # of the segments' files
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """Either segments or pages, in the order of their entries."""
+
+    version: int = VERSION
+    attempt: str
+    level: int = 0
+    segments: tuple[SegmentInfo, ...] = ()
+    pages: tuple[PageRef, ...] = ()
+
+
+class CompanionPageRef(msgspec.Struct, frozen=True, array_like=True):
+    """One page of companions as the head, or a page of such pages, names it. The order never changes."""
+
+    key: str
+    first: int  # the least entry that one of them speaks of
+    last: int
+    sha256: str
+    level: int  # 0: a page of companions; n: a page of pages of level n - 1
+    companions: int
+    bytes: int  # of their files
+
+
+class CompanionPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Either companions or pages of them, in the order of their publication."""
+
+    version: int = VERSION
+    attempt: str
+    level: int = 0
+    companions: tuple[Companion, ...] = ()
+    pages: tuple[CompanionPageRef, ...] = ()
+
+
+class Retired(msgspec.Struct, frozen=True, array_like=True):
+    """An object that is listed no more, and stays a little while for those who know its name."""
+
+    object: str
+    generation: int  # of the manifest that no longer lists it
+    at_ns: int
+
+
+class Replaced(msgspec.Struct, frozen=True, array_like=True):
+    """Entries whose segments became one. The old objects stay a while for those who know their names."""
+
+    first: int
+    last: int
+    at_ns: int
+
+
+class Producers(msgspec.Struct, frozen=True, kw_only=True):
+    """The last epoch and sequence of each idempotent producer, as of `uploaded_through`."""
+
+    version: int = VERSION
+    attempt: str
+    producers: dict[str, tuple[int, int]]
+
+
+class Head(Facts, frozen=True, kw_only=True):
+    """The manifest's head. Its `tail` says of which entry the state is: nearly always `uploaded_through`."""
+
+    version: int = VERSION
+    fence: int = 0
+    generation: int = 0
+    deleted: Deleted | None = None
+    earliest: int = 0  # entries up to this one were trimmed by retention
+    uploaded_through: int = 0
+    pages: tuple[PageRef, ...] = ()
+    segments: tuple[SegmentInfo, ...] = ()
+    producers_key: str | None = None
+    producers_sha256: str = ""  # of the producers alone, to see whether they changed
+    companion_pages: tuple[CompanionPageRef, ...] = ()
+    companions: tuple[Companion, ...] = ()
+    retired: tuple[Retired, ...] = ()
+    replaced: tuple[Replaced, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        return self.epochs[-1][0]
+
+    @property
+    def segment_count(self) -> int:
+        return sum(page.segments for page in self.pages) + len(self.segments)
+
+    @property
+    def companion_count(self) -> int:
+        return sum(page.companions for page in self.companion_pages) + len(self.companions)
+
+    @property
+    def companion_bytes(self) -> int:
+        return sum(page.bytes for page in self.companion_pages) + sum(one.bytes for one in self.companions)
+
+    @property
+    def segment_bytes(self) -> int:
+        return sum(page.bytes for page in self.pages) + sum(info.bytes for info in self.segments)
+
+
+def encode(value: Head | Page | CompanionPage | Producers | dict[str, tuple[int, int]]) -> bytes:
+    """Canonical: the same content is the same bytes, so that names made from hashes mean something."""
+    return msgspec.json.encode(value, order="sorted")
+
+
+def decode(data: bytes, kind: type[T], stream_id: str, key: str) -> T:
+    try:
+        found = msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:  # also values of the wrong type
+        raise ManifestCorruptError(stream_id, f"{key} cannot be read: {error}") from None
+    version: int = getattr(found, "version", VERSION)
+    if version > VERSION:
+        message = f"{key} was written by a newer version of Tailrace (format {version})"
+        raise ManifestCorruptError(stream_id, message)
+    return found
+
+
+def page_key(first: int, last: int, sha256: str) -> str:
+    return f"manifest/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.json"
+
+
+def companion_page_key(first: int, last: int, sha256: str) -> str:
+    return f"catalogue/{first:020}-{last:020}.{sha256[:NAME_HASH_DIGITS]}.json"
+
+
+def producers_key(generation: int, sha256: str) -> str:
+    return f"producers/{generation:010}.{sha256[:NAME_HASH_DIGITS]}.json"
+
+
+def new_attempt() -> str:
+    return secrets.token_hex(8)
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

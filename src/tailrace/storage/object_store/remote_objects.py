@@ -1,0 +1,337 @@
+"""Buckets, by way of obstore: S3 and what speaks like it, Google Cloud Storage, Azure, and plain memory.
+
+The library makes one try; when to try again is decided here, because only here is known what a repeat
+means. A write whose answer was lost may have happened: then the repeat is refused by our own object, and
+what lies there is compared with what we wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
+
+from tailrace.common.limits import Limits
+from tailrace.storage.object_store.objects import (
+    ObjectConflictError,
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectMissingError,
+    ObjectsError,
+    check_key,
+    check_prefix,
+)
+from tailrace.storage.object_store.remote_faults import Fault, Patience, fault_of, is_beyond_end, refused
+from tailrace.storage.object_store.remote_keys import check_keys, endpoint_of
+
+DELETES_AT_ONCE: Final = 1000  # what one request to S3 takes
+DELETES_TOGETHER: Final = 8
+CONNECT_MS_MAX: Final = 5000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MEMORY: Final[dict[str, Bucket]] = {}
+
+T = TypeVar("T")
+
+
+class Meta(TypedDict):
+    path: str
+    last_modified: datetime
+    size: int
+    e_tag: str | None
+    version: str | None
+
+
+class Written(TypedDict):
+    e_tag: str | None
+    version: str | None
+
+
+class Found(Protocol):
+    @property
+    def meta(self) -> Meta: ...
+    async def bytes_async(self) -> memoryview: ...
+
+
+class Bucket(Protocol):
+    """What we use of the library's stores, whose own annotations are only partly known."""
+
+    def put_async(
+        self, path: str, file: bytes | memoryview, *, mode: str | dict[str, str], use_multipart: bool
+    ) -> Awaitable[Written]: ...
+    def get_async(self, path: str, *, options: dict[str, object] | None = None) -> Awaitable[Found]: ...
+    def head_async(self, path: str) -> Awaitable[Meta]: ...
+    def delete_async(self, paths: str | Sequence[str]) -> Awaitable[None]: ...
+    def list(
+        self, prefix: str | None, *, offset: str | None, chunk_size: int
+    ) -> AsyncIterator[Sequence[Meta]]: ...
+
+
+def open_remote(url: str, scheme: str, bucket: str, prefix: str, limits: Limits) -> RemoteObjects:
+    """The keys, endpoint and region come from the environment, under the names each cloud's own tools use."""
+    if scheme == "memory":
+        from obstore.store import MemoryStore
+
+        if prefix:
+            raise ValueError(f"{url!r}: a store in memory has a name and nothing behind it")
+        store = _MEMORY.setdefault(bucket, cast("Bucket", MemoryStore()))
+    else:
+        check_keys(url, scheme, os.environ)
+        try:
+            store = _open_cloud(scheme, bucket, prefix, limits)
+        except Exception as error:
+            raise refused(url, "", error) from error
+    return RemoteObjects(url, scheme, store, limits)
+
+
+def _open_cloud(scheme: str, bucket: str, prefix: str, limits: Limits) -> Bucket:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(milliseconds=limits.object_try_ms),
+            "connect_timeout": timedelta(milliseconds=min(CONNECT_MS_MAX, limits.object_try_ms)),
+            "allow_http": _plain_http_wanted(),
+        },
+        "retry_config": {"max_retries": 0},
+        "prefix": prefix or None,
+    }
+    if scheme == "az" and (account := os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")):
+        options["account_name"] = account  # the library finds it, but fails to print a store without it
+    kinds: dict[str, Callable[..., object]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    return cast("Bucket", kinds[scheme](bucket, **options))
+
+
+def _plain_http_wanted() -> bool:
+    """An endpoint written as http:// says so by itself; the library wants to be told twice."""
+    if any(endpoint_of(scheme, os.environ).startswith("http://") for scheme in ("s3", "az")):
+        return True
+    allowed = (os.environ.get(name, "") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP"))
+    return any(value.lower() in ("1", "true", "yes") for value in allowed)
+
+
+class RemoteObjects:
+    """See `Objects`."""
+
+    def __init__(self, url: str, scheme: str, store: Bucket, limits: Limits) -> None:
+        self.url = url
+        self.requests: Counter[str] = Counter()
+        self.bytes_out = 0
+        self.bytes_in = 0
+        self._store = store
+        self._limits = limits
+        # Google's conditions name a generation, all others an etag.
+        self._by_version = scheme == "gs"
+        self._bulk_deletes = scheme == "s3"
+        # Servers that speak S3 begin behind `after`, in an order of their own. Azure's emulator does not.
+        self._sorts_own_way = scheme == "s3"
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    async def create(self, key: str, data: bytes | memoryview) -> str:
+        check_key(key)
+        patience = self._patience(key)
+        uncertain = False
+        while True:
+            tag, fault, error = await self._put("create", key, data, "create", patience)
+            if fault is None:
+                return tag
+            if fault is Fault.PASSING:
+                uncertain = True
+            elif fault is Fault.TAKEN and not uncertain:
+                raise ObjectExistsError(key, "exists") from error
+            elif fault in (Fault.TAKEN, Fault.BUSY):
+                present = await self._present(key, data, patience, compare=uncertain)
+                if present is not None:
+                    tag, ours = present
+                    if ours:
+                        return tag
+                    raise ObjectExistsError(key, "exists") from error
+            else:
+                raise self._refused(key, error) from error
+            await self._again(patience, error)
+
+    async def replace(self, key: str, data: bytes, etag: str | None) -> str:
+        check_key(key)
+        patience = self._patience(key)
+        uncertain = False
+        mode = "create" if etag is None else {"version" if self._by_version else "e_tag": etag}
+        while True:
+            tag, fault, error = await self._put("replace", key, data, mode, patience)
+            if fault is None:
+                return tag
+            if fault is Fault.PASSING:
+                uncertain = True
+            elif fault is Fault.REFUSED or (fault is Fault.MISSING and etag is None):
+                raise self._refused(key, error) from error
+            elif fault is not Fault.BUSY and not uncertain:
+                raise ObjectConflictError(key, "was replaced meanwhile") from error
+            else:
+                present = await self._present(key, data, patience, compare=uncertain)
+                tag, ours = present or (None, False)
+                if ours and tag is not None:
+                    return tag
+                if tag != etag:
+                    raise ObjectConflictError(key, "was replaced meanwhile") from error
+            await self._again(patience, error)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        if self._bulk_deletes:
+            for at in range(0, len(keys), DELETES_AT_ONCE):
+                await self._delete(list(keys[at : at + DELETES_AT_ONCE]))
+            return
+        for at in range(0, len(keys), DELETES_TOGETHER):
+            await asyncio.gather(*(self._delete(key) for key in keys[at : at + DELETES_TOGETHER]))
+
+    async def _delete(self, keys: str | list[str]) -> None:
+        key = keys if isinstance(keys, str) else keys[0]
+        try:
+            await self._read("delete", key, self._patience(key), lambda: self._store.delete_async(keys))
+        except ObjectMissingError:
+            pass
+
+    async def _put(
+        self,
+        kind: str,
+        key: str,
+        data: bytes | memoryview,
+        mode: str | dict[str, str],
+        patience: Patience,
+    ) -> tuple[str, Fault | None, Exception]:
+        """One try. The tag, or what went wrong."""
+        self.requests[kind] += 1
+        self.bytes_out += len(data)
+        try:
+            async with asyncio.timeout(patience.left_s):
+                written = await self._store.put_async(key, data, mode=mode, use_multipart=False)
+        except TimeoutError as error:
+            return "", Fault.PASSING, error
+        except Exception as error:  # noqa: BLE001 - sorted out by what it says
+            return "", fault_of(error), error
+        return self._tag(written), None, _NOTHING_WRONG
+
+    async def _present(
+        self, key: str, data: bytes | memoryview, patience: Patience, *, compare: bool
+    ) -> tuple[str, bool] | None:
+        """The tag of what lies there and whether it is exactly `data`; None if nothing does."""
+        try:
+            info = await self._head(key, patience)
+            if not compare or info.size != len(data):
+                return info.etag, False
+            found, tag = await self._get(key, patience)
+        except ObjectMissingError:
+            return None
+        return tag, found == data
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    async def get(self, key: str) -> tuple[bytes, str]:
+        check_key(key)
+        return await self._get(key, self._patience(key))
+
+    async def _get(self, key: str, patience: Patience) -> tuple[bytes, str]:
+        async def fetch() -> tuple[bytes, str]:
+            found = await self._store.get_async(key)
+            data = bytes(await found.bytes_async())
+            self.bytes_in += len(data)
+            if len(data) != found.meta["size"]:
+                raise ConnectionError(f"{len(data)} of {found.meta['size']} bytes came")
+            return data, self._tag(found.meta)
+
+        return await self._read("get", key, patience, fetch)
+
+    async def get_range(self, key: str, start: int, stop: int) -> bytes:
+        check_key(key)
+        assert 0 <= start <= stop
+        if start == stop:
+            return b""
+
+        async def fetch() -> bytes:
+            try:
+                found = await self._store.get_async(key, options={"range": (start, stop)})
+            except Exception as error:
+                if is_beyond_end(error):
+                    raise ObjectMissingError(key, f"ends before byte {stop}") from error
+                raise
+            if found.meta["size"] < stop:
+                raise ObjectMissingError(key, f"ends before byte {stop}")
+            data = bytes(await found.bytes_async())
+            self.bytes_in += len(data)
+            if len(data) != stop - start:
+                raise ConnectionError(f"{len(data)} of {stop - start} bytes came")
+            return data
+
+        return await self._read("range", key, self._patience(key), fetch)
+
+    async def head(self, key: str) -> ObjectInfo:
+        check_key(key)
+        return await self._head(key, self._patience(key))
+
+    async def _head(self, key: str, patience: Patience) -> ObjectInfo:
+        return self._info(await self._read("head", key, patience, lambda: self._store.head_async(key)))
+
+    async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
+        check_prefix(prefix)
+
+        async def fetch() -> list[ObjectInfo]:
+            found: list[ObjectInfo] = []
+            chunks = self._store.list(prefix.rstrip("/") or None, offset=after or None, chunk_size=limit)
+            async for chunk in chunks:
+                found += [self._info(meta) for meta in chunk if self._sorts_own_way or meta["path"] > after]
+                if len(found) >= limit:
+                    break
+            return found[:limit]
+
+        return await self._read("list", prefix, self._patience(prefix), fetch)
+
+    async def close(self) -> None:
+        """Connections belong to the library, which drops them with the store."""
+
+    # -- trying ----------------------------------------------------------------------------------------
+
+    async def _read(self, kind: str, key: str, patience: Patience, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask until there is an answer: for requests that may be repeated freely."""
+        while True:
+            self.requests[kind] += 1
+            try:
+                async with asyncio.timeout(patience.left_s):
+                    return await ask()
+            except ObjectsError:
+                raise
+            except Exception as error:
+                fault = Fault.PASSING if isinstance(error, TimeoutError) else fault_of(error)
+                if fault is Fault.MISSING:
+                    raise ObjectMissingError(key, "is not there") from error
+                if fault is not Fault.PASSING and fault is not Fault.BUSY:
+                    raise self._refused(key, error) from error
+                last = error
+            await self._again(patience, last)
+
+    async def _again(self, patience: Patience, error: Exception) -> None:
+        try:
+            await patience.wait(error)
+        except ObjectsError:
+            self.requests["error"] += 1
+            raise
+        self.requests["retry"] += 1
+
+    def _refused(self, key: str, error: Exception) -> ObjectsError:
+        self.requests["error"] += 1
+        return refused(self.url, key, error)
+
+    def _patience(self, key: str) -> Patience:
+        return Patience(self.url, key, self._limits)
+
+    def _tag(self, meta: Meta | Written) -> str:
+        return (meta["version"] if self._by_version else meta["e_tag"]) or ""
+
+    def _info(self, meta: Meta) -> ObjectInfo:
+        modified_us = (meta["last_modified"] - _EPOCH) // timedelta(microseconds=1)
+        return ObjectInfo(meta["path"], meta["size"], self._tag(meta), modified_us * 1000)
+
+
+_NOTHING_WRONG: Final = Exception()

@@ -1,0 +1,214 @@
+"""Who asked the object store for what: requests by stream and kind of object, and the newest manifests.
+
+Kept by the process that makes the requests; the sealer hands its share over with each report. Nothing but
+the inspection of streams depends on it, so it forgets streams that were idle for longest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.storage.object_store.objects import ObjectInfo, Objects
+
+STREAMS_MAX = 10_000
+_FOLDERS = {
+    "segments": "segment",
+    "manifest": "manifest",
+    "manifest.json": "manifest",
+    "producers": "manifest",
+    "meta": "schema_registry",
+}
+_FAMILIES = {
+    "routing_key_index": "routing_index",
+    "routing_key_lexicon": "routing_key_lexicon",
+    "exact": "exact_index",
+}
+
+
+class Count(NamedTuple):
+    stream_id: str
+    artifact: str
+    counter: str  # puts, gets, heads, lists, deletes
+    number: int
+
+
+class RecordedHead(msgspec.Struct, frozen=True, array_like=True):
+    """A manifest's head as it was uploaded."""
+
+    stream_id: str
+    etag: str
+    size_bytes: int
+    at_ns: int = 0
+
+
+class Timing(NamedTuple):
+    """How many calls of one kind there were, and how long all of them took."""
+
+    kind: str  # put, get, head, list, delete
+    calls: int
+    seconds: float
+
+
+class ObjectBook:
+    def __init__(self, streams_max: int = STREAMS_MAX) -> None:
+        self._timings: dict[str, Timing] = {}
+        self._streams_max = streams_max
+        self._counts: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
+        self._heads: OrderedDict[str, RecordedHead] = OrderedDict()
+
+    def note(self, key: str, counter: str, number: int = 1) -> None:
+        found = stream_of(key)
+        if found is not None:
+            self._add(Count(*found, counter, number))
+
+    def note_head(self, head: RecordedHead) -> None:
+        self._heads[head.stream_id] = head
+        self._heads.move_to_end(head.stream_id)
+        if len(self._heads) > self._streams_max:
+            self._heads.popitem(last=False)
+
+    def head(self, stream_id: str) -> RecordedHead | None:
+        return self._heads.get(stream_id)
+
+    @contextmanager
+    def timed(self, kind: str) -> Generator[None]:
+        """Counts what happens inside as one call; one that fails took its time as well."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.note_time(kind, time.perf_counter() - begun)
+
+    def note_time(self, kind: str, seconds: float) -> None:
+        self._time(Timing(kind, 1, seconds))
+
+    def timing(self, kind: str) -> Timing:
+        return self._timings.get(kind, Timing(kind, 0, 0.0))
+
+    def _time(self, more: Timing) -> None:
+        _, calls, seconds = self.timing(more.kind)
+        self._timings[more.kind] = Timing(more.kind, calls + more.calls, seconds + more.seconds)
+
+    def requests(self, stream_id: str) -> dict[str, Counter[str]]:
+        """Counters by artifact. `reads` are all that change nothing."""
+        by_artifact: dict[str, Counter[str]] = {}
+        for (artifact, counter), number in self._counts.get(stream_id, Counter[tuple[str, str]]()).items():
+            counters = by_artifact.setdefault(artifact, Counter())
+            counters[counter] += number
+            if counter in ("gets", "heads", "lists"):
+                counters["reads"] += number
+        return by_artifact
+
+    def drain(self) -> tuple[list[Count], list[RecordedHead], list[Timing]]:
+        """Everything since the last time, for whoever keeps the book of all."""
+        counts = [
+            Count(stream_id, *kind, number)
+            for stream_id, counters in self._counts.items()
+            for kind, number in counters.items()
+        ]
+        heads, timings = list(self._heads.values()), list(self._timings.values())
+        self._counts.clear()
+        self._heads.clear()
+        self._timings.clear()
+        return counts, heads, timings
+
+    def take(
+        self,
+        counts: Sequence[Count],
+        heads: Sequence[RecordedHead],
+        timings: Sequence[Timing],
+        now_ns: int,
+    ) -> None:
+        """What another process drained."""
+        for count in counts:
+            self._add(count)
+        for head in heads:
+            self.note_head(msgspec.structs.replace(head, at_ns=now_ns))
+        for timing in timings:
+            self._time(timing)
+
+    def _add(self, count: Count) -> None:
+        counters = self._counts.setdefault(count.stream_id, Counter())
+        self._counts.move_to_end(count.stream_id)
+        counters[count.artifact, count.counter] += count.number
+        if len(self._counts) > self._streams_max:
+            self._counts.popitem(last=False)
+
+
+def stream_of(key: str) -> tuple[str, str] | None:
+    """Stream and kind of an object; None for what belongs to no stream."""
+    parts = key.split("/")
+    if len(parts) < 4 or parts[0] != "streams":
+        return None
+    if parts[3] == "companions":
+        family = parts[5] if len(parts) > 5 else ""
+        return parts[2], _FAMILIES.get(family, "bundled_companion")
+    artifact = _FOLDERS.get(parts[3])
+    return None if artifact is None else (parts[2], artifact)
+
+
+class BookedObjects:
+    """An object store that writes down what it is asked for."""
+
+    def __init__(self, objects: Objects, book: ObjectBook) -> None:
+        self._objects = objects
+        self._book = book
+        self.url = objects.url
+        self.requests = objects.requests
+
+    @property
+    def bytes_out(self) -> int:
+        return self._objects.bytes_out
+
+    @property
+    def bytes_in(self) -> int:
+        return self._objects.bytes_in
+
+    async def create(self, key: str, data: bytes | memoryview) -> str:
+        self._book.note(key, "puts")
+        with self._book.timed("put"):
+            return await self._objects.create(key, data)
+
+    async def replace(self, key: str, data: bytes, etag: str | None) -> str:
+        self._book.note(key, "puts")
+        with self._book.timed("put"):
+            recorded = await self._objects.replace(key, data, etag)
+        found = stream_of(key)
+        if found is not None and key.endswith("/manifest.json"):
+            self._book.note_head(RecordedHead(found[0], recorded, len(data)))
+        return recorded
+
+    async def get(self, key: str) -> tuple[bytes, str]:
+        self._book.note(key, "gets")
+        with self._book.timed("get"):
+            return await self._objects.get(key)
+
+    async def get_range(self, key: str, start: int, stop: int) -> bytes:
+        self._book.note(key, "gets")
+        with self._book.timed("get"):
+            return await self._objects.get_range(key, start, stop)
+
+    async def head(self, key: str) -> ObjectInfo:
+        self._book.note(key, "heads")
+        with self._book.timed("head"):
+            return await self._objects.head(key)
+
+    async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
+        self._book.note(prefix, "lists")
+        with self._book.timed("list"):
+            return await self._objects.list_after(prefix, after, limit)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._book.note(key, "deletes")
+        with self._book.timed("delete"):
+            await self._objects.delete(keys)
+
+    async def close(self) -> None:
+        await self._objects.close()

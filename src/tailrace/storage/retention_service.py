@@ -1,0 +1,264 @@
+"""Retention at work: streams are looked at when they are due, and what they no longer show is deleted.
+
+Strictly in this order: the journal says that the entries are gone, and from then on readers are told so; a
+checkpoint takes the segments that no stream shows any more out of the hot store; the sealer takes them out of
+the manifest, then deletes them; the journal says that this is done. Each step is found to be missing by the
+next look and done again, so a crash between any two of them loses nothing but time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailrace.common import failpoints
+from tailrace.common.errors import TailraceError
+from tailrace.log import system
+from tailrace.log.compaction import is_behind
+from tailrace.log.log import Log
+from tailrace.log.model import Lifetime
+from tailrace.log.records import Recorded, Trim
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.retention import has_bounds
+from tailrace.storage.stored import decide_stored, stored_stream, unsealed_over_ns
+
+if TYPE_CHECKING:
+    from tailrace.storage.seal import Sealing
+
+LOOK_COUNT = 100  # streams in one look
+PAGE_COUNT = 64  # streams in one job of the sealer
+REMEMBERED_MAX = 65_536  # deletions in the journal and not in the hot store; more wait for a checkpoint
+PAUSE_S = 5.0
+LOOK_S_MAX = 60.0
+_START = (-(2**63), 0)
+NO_END = 2**62
+
+
+class Wanted(NamedTuple):
+    """What the hot store says should be trimmed, as long as the stream is still as it was there."""
+
+    number: int
+    earliest_was: int
+    trim: Trim
+
+
+class Bound(NamedTuple):
+    """A stream whose bounds are not its own: nothing behind `upto` may go, whatever the lifetime says."""
+
+    number: int
+    lifetime: Lifetime
+    upto: int = NO_END
+
+
+class Look(NamedTuple):
+    """What one look at the hot store found, how far it got, and when the next stream is due."""
+
+    wanted: list[Wanted]
+    unsealed: list[int]  # streams that have to be sealed before anything more of them can go
+    seen: tuple[int, int]
+    next_ns: int | None
+
+
+def look_at_due(store: StoredStreams, seen: tuple[int, int], bounds: Sequence[Bound], now_ns: int) -> Look:
+    """On a thread: some of the streams that are due, behind those seen, and all with bounds of others."""
+    db = store.db
+    next_ns: int | None = None
+    wanted: list[Wanted] = []
+    unsealed: list[int] = []
+
+    def decide(number: int, lifetime: Lifetime | None, upto: int = NO_END) -> None:
+        stream = stored_stream(db, number)
+        if stream is None:
+            return
+        decision = decide_stored(db, stream, lifetime or stream.lifetime, now_ns, upto)
+        if decision.earliest > stream.earliest:
+            trim = Trim(
+                number,
+                decision.earliest,
+                decision.payload_bytes,
+                decision.segments,
+                decision.segment_bytes,
+            )
+            wanted.append(Wanted(number, stream.earliest, trim))
+        over_ns = unsealed_over_ns(db, stream, lifetime or stream.lifetime)
+        if over_ns is not None and over_ns <= now_ns:
+            unsealed.append(number)
+
+    with store.snapshot():
+        for bound in bounds:
+            decide(*bound)
+        found = db.trims.due_after(*seen, LOOK_COUNT)
+        for at_ns, number in found:
+            if at_ns > now_ns:
+                next_ns = at_ns
+                break
+            seen = (at_ns, number)
+            decide(number, None)
+        else:
+            if len(found) == LOOK_COUNT:
+                next_ns = now_ns  # there are more
+    return Look(wanted, unsealed, seen, next_ns)
+
+
+class Trims:
+    """One look and one round of deletions at a time. A checkpoint asks for the next ones."""
+
+    def __init__(self, sealing: Sealing, log: Log) -> None:
+        self._sealing = sealing
+        self._log = log
+        self._looking = False
+        self._look_at_s = 0.0
+        self._checkpoints = 0
+        self._seen = _START  # time and number up to which due streams were looked at
+        self._file = 0  # the last journal file that takes entries away
+        self._deleting = False
+        self._wanted = True
+        self._early = False  # forks wait for their sources to be sealed
+        self.bounds: Callable[[], Sequence[Bound]] | None = None  # streams for which others decide
+        self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
+        self._noted: dict[int, list[int]] = {}  # journal file to the streams it says this about
+        self.entries = self.segments = self.segment_bytes = 0  # taken away so far
+
+    @property
+    def pending(self) -> bool:
+        return self._wanted or self._deleting
+
+    def waits_for_checkpoint(self, checkpointed_seq: int) -> bool:
+        """Whether objects can only be deleted, or struck off the list, after the next checkpoint."""
+        return self._file > checkpointed_seq or bool(self._done) or self._early
+
+    def checkpointed(self, seq: int) -> None:
+        for file in [file for file in self._noted if file <= seq]:
+            for number in self._noted.pop(file):
+                self._done.pop(number, None)
+        self._checkpoints += 1
+        self._early = False
+        self._seen = _START
+        self._look_at_s = 0.0
+        self._wanted = True
+
+    # -- what is over a bound --------------------------------------------------------------------------
+
+    def look(self, now_s: float) -> None:
+        """Called every turn; does something when a stream is due."""
+        if not self._looking and now_s >= self._look_at_s and self._log.refusal is None:
+            self._looking = True
+            self._sealing.spawn(self._look(now_s))
+
+    async def _look(self, now_s: float) -> None:
+        delay_s = PAUSE_S
+        try:
+            now_ns = self._log.clock.now_ns()
+            checkpoints = self._checkpoints
+            work = partial(look_at_due, self._log.store, self._seen, self._bounded(), now_ns)
+            found = await self._sealing.on_thread(work)
+            for number in found.unsealed:
+                self._sealing.seal_soon(number)
+            await self._trim(found.wanted)
+            delay_s = 0.0
+            if checkpoints == self._checkpoints:  # else there may be more to see
+                self._seen = found.seen
+                delay_s = LOOK_S_MAX if found.next_ns is None else (found.next_ns - now_ns) / 1e9
+        except TailraceError:
+            self._seen = _START  # the journal or the hot store cannot be used just now
+        finally:
+            self._looking = False
+            self._look_at_s = now_s + min(delay_s, LOOK_S_MAX)
+
+    def _bounded(self) -> list[Bound]:
+        """Streams whose bounds are a setting of the server: these are in no book."""
+        if self._seen != _START:
+            return []
+        suffix = self._log.own_suffix
+        found = [self._log.streams.by_name.get(name + suffix) for name in system.BOUNDED]
+        own = [
+            Bound(stream.number, stream.lifetime)
+            for stream in found
+            if stream is not None and has_bounds(stream.lifetime)
+        ]
+        return own if self.bounds is None else [*own, *self.bounds()]
+
+    def look_again(self) -> None:
+        """Others have decided something new."""
+        self._seen = _START
+        self._look_at_s = 0.0
+
+    async def _trim(self, wanted: Sequence[Wanted]) -> None:
+        trims: list[Trim] = []
+        for number, earliest_was, trim in wanted:
+            stream = self._log.streams.get(number)
+            # The hot store may be behind: then the checkpoint that brings it forward asks again.
+            # A trim leaves all or nothing of segments that have become one.
+            same = stream is not None and not stream.removed and stream.earliest == earliest_was
+            if same and not is_behind(self._log.streams, number, trim.earliest):
+                trims.append(trim)
+                self.entries += trim.earliest - earliest_was
+                self.segments += trim.segments
+                self.segment_bytes += trim.segment_bytes
+        if trims:
+            failpoints.reached("retain.before_trim")
+            await asyncio.gather(*(self._sealing.journal(trim) for trim in trims))
+            failpoints.reached("retain.after_trim")
+            self._file = self._sealing.journal_file
+
+    # -- what nobody shows any more --------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        if self._wanted and not self._deleting:
+            self._wanted = False
+            self._deleting = True
+            self._sealing.spawn(self._delete())
+
+    async def _delete(self) -> None:
+        clean = False
+        try:
+            clean = await self._delete_pending()
+        except TailraceError:
+            pass
+        finally:
+            self._deleting = False
+        if not clean:
+            self._sealing.call_later(PAUSE_S, self.want)
+
+    def want(self) -> None:
+        self._wanted = True
+
+    async def _delete_pending(self) -> bool:
+        """True if all went well. What is wrong with one stream does not hold up the others."""
+        clean = True
+        after = 0
+        while len(self._done) < REMEMBERED_MAX:
+            rows = await self._sealing.on_thread(lambda after=after: self._pending(after))
+            numbers = [number for number, file in rows if self._done.get(number, 0) < file]
+            new = await self._sealing.on_thread(lambda numbers=numbers: self._unrecorded_forks(numbers))
+            early = {number for number in new if self._must_wait(number)}
+            self._early = self._early or bool(early)
+            numbers = [number for number in numbers if number not in early]
+            if numbers:
+                report = await self._sealing.ask("trim", numbers)
+                done = [number for number, _ in report.done]
+                if done:
+                    await self._sealing.journal(Recorded(report.as_of, [], [], done))
+                    self._done.update((number, report.as_of) for number in done)
+                    self._noted.setdefault(self._sealing.journal_file, []).extend(done)
+                clean = clean and not report.error
+                if report.trouble in ("unavailable", "fenced"):
+                    return False
+            if len(rows) < PAGE_COUNT:
+                return clean
+            after = rows[-1][0]
+        return clean
+
+    def _pending(self, after: int) -> list[tuple[int, int]]:
+        return self._log.store.db.trims.pending(after, PAGE_COUNT)
+
+    def _must_wait(self, number: int) -> bool:
+        """A fork gets its first manifest after what it inherits is sealed."""
+        stream = self._log.streams.get(number)
+        return stream is not None and self._sealing.lineage.must_wait(stream)
+
+    def _unrecorded_forks(self, numbers: list[int]) -> set[int]:
+        db = self._log.store.db
+        return {number for number in db.trims.forks_among(numbers) if not db.cold.generation(number)}

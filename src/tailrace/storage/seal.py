@@ -1,0 +1,357 @@
+"""Keeps the sealer at work: which streams are due, who asks it what, and when.
+
+Everything here runs on the loop thread and in small steps. What reads the hot store page by page does so on a
+thread; what writes to the object store is another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from tailrace.common.errors import TailraceError
+from tailrace.common.settings import Settings
+from tailrace.log.durable import durable
+from tailrace.log.log import Log
+from tailrace.log.model import Stream
+from tailrace.log.records import Compacted, Published, Recorded, Sealed, Trim
+from tailrace.storage.bucket_health import Standing
+from tailrace.storage.due import Aging, DueStreams
+from tailrace.storage.file_turns import FileTurns
+from tailrace.storage.heads import Heads
+from tailrace.storage.hot_store.cold_tables import ColdTables
+from tailrace.storage.leftovers import PAGE_COUNT, leftovers_after
+from tailrace.storage.lineage import Lineage
+from tailrace.storage.meta_recording import MetaRecording
+from tailrace.storage.object_store.request_stats import ObjectBook
+from tailrace.storage.owner import Owner
+from tailrace.storage.pressure import Pressure
+from tailrace.storage.retention_service import Trims
+from tailrace.storage.seal_job import Kind, Publication, Report, SealerSetup
+from tailrace.storage.seal_runs import SealRuns
+from tailrace.storage.sealer_process import SealerProcess
+from tailrace.storage.sweep import Share
+from tailrace.storage.sweeps import Sweeps
+
+logger = logging.getLogger("tailrace.seal")
+
+TICK_S = 1.0
+AGED_PER_TURN = 100
+QUEUE_SOFT_MAX = 2000  # leftovers wait while so many streams are due
+T = TypeVar("T")
+
+
+class Sealing:
+    """The scheduler of cold history."""
+
+    def __init__(
+        self, log: Log, settings: Settings, deployment: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._log = log
+        self._loop = loop
+        self._settings = settings
+        url = settings.object_store_url
+        owner = Owner(url, deployment, settings.take_over, log)
+        self.standing = Standing(owner, log.limits, loop)
+        self.standing.on_back = self._back
+        self.standing.on_lost = self._lost
+        self._due = DueStreams(log.limits)
+        self.lineage = Lineage(self._due, log.streams.get)
+        self.pressure = Pressure(log)
+        self.runs = SealRuns(self, log, self._due)
+        self.sealer: SealerProcess | None = None
+        self.book = ObjectBook()
+        self._threads = ThreadPoolExecutor(1, "leftovers")
+        self._heads = Heads(self)
+        self.meta = MetaRecording(self, log, settings.recovery_key)
+        self.trims = Trims(self, log)
+        self.sweeps = Sweeps(self, log)
+        self.share: Share = "all"  # of the sweep, if this is one of several workers
+        self._turns = FileTurns(log, self._due, self.pressure, self._others_wait, loop.time())
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tick_s = min(TICK_S, log.limits.seal_interval_ms / 1000)
+        self._looked_s = 0.0
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def claim(self) -> None:
+        """Before anything is written here; raises if the bucket is somebody else's, or newer than we are."""
+        await self.standing.start()
+
+    def start(self) -> None:
+        self.pressure.start()
+        self._log.on_checkpointed = self._checkpointed
+        self.spawn(self._run())
+        self.spawn(self._look_back())
+
+    async def stop(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.sealer is not None:
+            await self.sealer.stop()
+        await self.standing.owner.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self) -> None:
+        while not self.standing.fenced:
+            try:
+                async with asyncio.timeout(self._tick_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            now_s = self._loop.time()
+            try:
+                if now_s - self._looked_s >= self._tick_s:
+                    self._looked_s = now_s
+                    self._look(now_s)
+                self._take_aged(now_s)
+                if self.standing.usable(now_s):
+                    self.runs.dispatch()
+                    self._heads.dispatch()
+                    self.trims.dispatch()
+            except TailraceError as error:
+                logger.warning("sealing waits: %s", error)
+            except Exception:
+                logger.exception("a step of sealing failed")  # the next one may not
+
+    def _look(self, now_s: float) -> None:
+        """What is looked at now and then, and not whenever a job ends."""
+        self.pressure.look(self.standing.failure)
+        self.trims.look(now_s)
+        if self.standing.usable(now_s):
+            self.sweeps.look(now_s)
+        self._turns.look(now_s)
+        if self.standing.is_confirmation_due(now_s):
+            self.spawn(self._confirm())
+
+    async def _confirm(self) -> None:
+        try:
+            await self.standing.confirm()
+        finally:
+            self._wake.set()
+
+    def _back(self) -> None:
+        """The object store can be used again."""
+        self._heads.want()
+        self.trims.want()
+
+    def _lost(self) -> None:
+        """The object store is somebody else's."""
+        message = "another server has taken this one's object store over"
+        self._log.set_shortage("fence", TailraceError("unavailable", message))
+        self.notify()
+
+    # -- what is due -----------------------------------------------------------------------------------
+
+    def _checkpointed(self, seq: int, touched: list[Stream]) -> None:
+        begun_s = self._turns.checkpointed(seq, self._loop.time())
+        self._due.checkpointed(touched, begun_s)
+        self.pressure.checkpointed(seq)
+        self._heads.checkpointed(seq)
+        self.trims.checkpointed(seq)
+        self.notify()
+
+    def _others_wait(self, now_s: float) -> bool:
+        """Whether anything but entries waits for a checkpoint."""
+        seq = self._turns.checkpointed_seq
+        facts = self.meta.waits_for_checkpoint(seq, now_s)
+        trimmed = self.pressure.untrimmed or self.trims.waits_for_checkpoint(seq)
+        return facts or trimmed or self._heads.unfolded
+
+    def _take_aged(self, now_s: float) -> None:
+        if len(self._due) > AGED_PER_TURN:
+            return
+        upto_s = float("inf") if self.pressure.hurry else now_s
+        for number, last in self._due.aged(upto_s, AGED_PER_TURN):
+            stream = self._log.streams.get(number)
+            if stream is not None and not stream.removed and stream.sealed < last:
+                self._due.add(number)
+
+    async def _look_back(self, forced: dict[int, int] | None = None) -> None:
+        """Finds what an earlier life of the server left in the hot store.
+
+        With `forced` all of it is due, and is listed there: stream and last entry.
+        """
+        number = 0
+        now_ns, now_s = self._log.clock.now_ns(), self._loop.time()
+        age_s = self._log.limits.seal_age_ms / 1000
+        while True:
+            rows = await self.on_thread(lambda after=number: leftovers_after(self._log.store, after))
+            later = Aging(now_s + age_s)
+            for row in rows:
+                number = row.number
+                stream = self._log.streams.by_number.get(number)
+                if row.last <= (row.sealed if stream is None else stream.sealed):
+                    continue
+                old = now_ns - row.oldest_ns >= age_s * 1e9
+                if forced is not None:
+                    forced[number] = row.last
+                    self._due.add(number)
+                elif old or self._due.is_enough(row.entries, row.size_bytes, row.closed):
+                    self._due.add(number)
+                else:
+                    later.add(number, row.last)
+            self._due.wait(later)
+            self._wake.set()
+            if len(rows) < PAGE_COUNT:
+                return
+            while len(self._due) > QUEUE_SOFT_MAX:
+                await self._step()
+
+    def seal_soon(self, number: int) -> None:
+        """Whatever its age and size."""
+        self._due.add(number)
+        self._wake.set()
+
+    # -- for those who work with it --------------------------------------------------------------------
+
+    async def ask(
+        self,
+        kind: Kind,
+        numbers: list[int],
+        sealed: int = 0,
+        after: str = "",
+        publication: Publication | None = None,
+    ) -> Report:
+        """The sealer's report. One that failed has been logged, counted and followed by a pause."""
+        if self.sealer is None:
+            setup = SealerSetup(
+                data_dir=str(self._log.directory),
+                url=self._settings.object_store_url,
+                deployment=self.standing.owner.deployment,
+                fence=self.standing.owner.fence,
+                limits=self._log.limits,
+                share=self.share,
+            )
+            self.sealer = SealerProcess(setup, self._settings.recovery_key)
+        report = await self.sealer.ask(kind, numbers, sealed, after, publication)
+        usage = report.usage
+        self.book.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
+        self.standing.learn(kind, numbers, report)
+        return report
+
+    async def journal(self, op: Sealed | Trim | Recorded | Published | Compacted) -> None:
+        """Returns when the operation is durable."""
+        await durable(partial(self._log.record, op))
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("sealing stopped unexpectedly", exc_info=error)
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._threads, work)
+
+    def call_later(self, seconds: float, work: Callable[[], None]) -> None:
+        self._loop.call_later(seconds, work)
+
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    def notify(self) -> None:
+        """Something happened that somebody may wait for."""
+        self._wake.set()
+        progress, self._progress = self._progress, asyncio.Event()
+        progress.set()
+
+    def stored(self) -> ColdTables:
+        """The hot store's book of objects, for whoever is on a thread."""
+        return self._log.store.db.cold
+
+    async def forks_among(self, numbers: list[int]) -> set[int]:
+        """Those of the streams that are forks, as the hot store knows."""
+        return await self.on_thread(lambda: self._log.store.db.trims.forks_among(numbers))
+
+    def stream(self, number: int) -> Stream | None:
+        return self._log.streams.get(number)
+
+    @property
+    def journal_file(self) -> int:
+        return self._log.streams.file
+
+    # -- for people ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """How the object store is, in one line."""
+        state = self.standing.state
+        return self.runs.conflicts.state or state if state == "ok" else state
+
+    @property
+    def queued(self) -> int:
+        return len(self._due) + len(self.runs.busy)
+
+    @property
+    def requests(self) -> Counter[str]:
+        """Requests to the object store, by kind: the sealer's and our own."""
+        made = Counter(self.standing.owner.requests)
+        return made if self.sealer is None else made + self.sealer.requests
+
+    def spooled_bytes(self) -> int:
+        """Segments that are written and not yet uploaded."""
+        try:
+            return sum(entry.stat().st_size for entry in os.scandir(self._log.directory / "spool"))
+        except OSError:
+            return 0  # none was ever written, or one is being removed
+
+    async def seal_now(self, name: str | None) -> None:
+        """Returns when the stream, or everything, is on the object store as it is now."""
+        await self._fold()
+        wanted: dict[int, int] = {}
+        if name is None:
+            await self._look_back(wanted)
+        else:
+            stream = self._log.readable(name)
+            wanted[stream.number] = stream.stored
+            self.seal_soon(stream.number)
+        for number in wanted:
+            self.runs.retry_conflict(number)
+        self._wake.set()
+        refusal: TailraceError | None = None
+        for number, last in wanted.items():
+            while (found := self._log.streams.get(number)) is not None and found.sealed < last:
+                if (held_up := self.runs.conflicts.refusal(found)) is not None:
+                    refusal = held_up
+                    break
+                await self._step()
+        through = self._heads.want()
+        while self._heads.rounds < through:
+            self._wake.set()
+            await self._step()
+        if refusal is not None:
+            raise refusal
+
+    async def _fold(self) -> None:
+        """Everything that is durable now gets into the hot store."""
+        file = self._log.streams.file
+        touched = self._log.streams.touched or self.meta.unfolded(self._turns.checkpointed_seq)
+        if file > self._turns.checkpointed_seq and touched:
+            self._log.move_on()
+            while self._turns.checkpointed_seq < file:
+                await self._step()
+
+    async def _step(self) -> None:
+        """Waits for something to happen; raises if nothing can."""
+        trouble = self.standing.fenced or self.standing.failure
+        if trouble:
+            raise TailraceError("unavailable", f"the object store cannot be used: {trouble}")
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self._progress.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,430 @@
+"""The sealer: a process of its own that moves entries from the hot store to the object store.
+
+It only reads the hot store, one snapshot for each stream and job, and is the only one who writes segments and
+manifests. What it did becomes part of the log when the server journals its report. It may be killed at any
+moment: a job that is repeated finds what it did before.
+
+Lines in: `Job`. Lines out: `Report`. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.common import failpoints, process
+from tailrace.common.logging_setup import configure_logging
+from tailrace.log.model import Stream
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.adoption import Adoption, runs_behind
+from tailrace.storage.compact_seal import CompactSealing
+from tailrace.storage.companion_seal import CompanionSealing
+from tailrace.storage.cut import Portion, portions
+from tailrace.storage.data_directory import make_directory
+from tailrace.storage.document_objects import DocumentObjects, versions_within
+from tailrace.storage.facts import decode_buried, facts_of, stored_facts
+from tailrace.storage.manifests.manifest import Manifests, Stored
+from tailrace.storage.manifests.model import (
+    BuriedError,
+    Facts,
+    FencedError,
+    Head,
+    ManifestConflictError,
+    ManifestError,
+)
+from tailrace.storage.meta_objects import MetaObjects
+from tailrace.storage.meta_seal import MetaSealing
+from tailrace.storage.object_store.objects import ObjectExistsError, ObjectsUnavailableError, open_objects
+from tailrace.storage.object_store.request_stats import BookedObjects, ObjectBook
+from tailrace.storage.ownership import Ownership
+from tailrace.storage.seal_job import RECOVERY_KEY, Job, Report, SealerSetup, Usage
+from tailrace.storage.segments.companions import PlanBook
+from tailrace.storage.segments.kept import Run
+from tailrace.storage.segments.segments import SegmentFile, SegmentRows, stream_prefix
+from tailrace.storage.stored import reached_by_forks
+from tailrace.storage.sweep import Orphan, Sweeper
+from tailrace.storage.sweep_plans import has_stream, remembered_in
+
+logger = logging.getLogger("tailrace.sealer")
+
+SEGMENTS_PER_JOB = 8
+WRITERS = 2  # segments written at once; uploads of more jobs may be under way
+HEADS_AT_ONCE = 8
+CONFIRM_S = 5.0
+MS_NS = 1_000_000
+
+One = Callable[[int], Awaitable[int]]
+
+
+class Snapshot(NamedTuple):
+    """A stream as one look at the hot store shows it, and the segments written from that look."""
+
+    facts: Facts
+    producers: dict[str, tuple[int, int]]
+    as_of: int
+    files: list[tuple[SegmentFile, Path]]
+    more: bool
+    documents: dict[str, bytes]
+    keyed: bool = False
+
+
+class Sealer:
+    """Does jobs. Runs on its own loop; what reads SQLite and writes Parquet runs on threads."""
+
+    def __init__(self, setup: SealerSetup) -> None:
+        self._setup = setup
+        self._limits = setup.limits
+        self._spool = Path(setup.data_dir) / "spool"
+        make_directory(self._spool)
+        for leftover in self._spool.iterdir():
+            leftover.unlink()  # of a sealer that was killed; its job is done again
+        if setup.url.startswith("file:"):
+            # One that was killed may have left objects under names that a power cut would take back. What we
+            # find there we take for recorded, so it has to be.
+            os.sync()
+        self._store = StoredStreams(Path(setup.data_dir) / "hot.db")
+        self._book = ObjectBook()
+        self._objects = BookedObjects(open_objects(setup.url, limits=setup.limits), self._book)
+        self._manifests = Manifests(self._objects, setup.fence)
+        self._ownership = Ownership(self._objects)
+        self._threads = ThreadPoolExecutor(WRITERS, "seal")
+        recovery_key = os.environ.get(RECOVERY_KEY, "")  # not an argument: those can be read by everybody
+        self._meta = MetaSealing(self._store, self._objects, setup.fence, recovery_key, self._threads)
+        self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
+        self._companions = CompanionSealing(
+            self._store, self._objects, self._manifests, self._threads, setup.limits
+        )
+        self._compact = CompactSealing(
+            self._store, self._objects, self._manifests, self._threads, setup.limits
+        )
+        self._adoption = Adoption(self._store, self._objects, self._manifests, self._threads)
+        self._confirmed_s = 0.0
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        await self._objects.close()
+
+    async def do(self, job: Job) -> Report:
+        """Never raises: what went wrong is in the report."""
+        report = Report(id=job.id)
+        try:
+            await self._confirm()
+            if job.kind == "seal":
+                await self._seal(job, report)
+            elif job.kind == "meta":
+                report.as_of = await self._meta.record(job.sealed)
+            elif job.kind == "sweep":
+                await self._sweep(job, report)
+            elif job.kind == "compact":
+                await self._compact.do(job, report)
+            elif job.kind in ("publish", "plan"):
+                await self._companions.do(job, report)
+            else:
+                work = {"heads": self._head, "bury": self._bury, "trim": self._trim}
+                await self._several(job, report, work[job.kind])
+        except FencedError as error:
+            report.error, report.trouble = str(error), "fenced"
+        except ObjectsUnavailableError as error:
+            report.error, report.trouble = str(error), "unavailable"
+        except ManifestConflictError as error:
+            report.error, report.trouble = str(error), "conflict"
+        except ManifestError as error:
+            report.error, report.trouble = str(error), "failed"
+        except Exception as error:
+            logger.exception("a job failed")
+            report.error, report.trouble = f"{type(error).__name__}: {error}", "failed"
+        objects = self._objects
+        counts, heads, timings = self._book.drain()
+        report.usage = Usage(
+            requests=dict(objects.requests),
+            bytes_out=objects.bytes_out,
+            bytes_in=objects.bytes_in,
+            by_stream=counts,
+            heads=heads,
+            timings=timings,
+        )
+        return report
+
+    async def _confirm(self) -> None:
+        """A new stream has no head whose fence could refuse us, so the owner is asked now and then."""
+        if time.monotonic() - self._confirmed_s > CONFIRM_S:
+            await self._ownership.confirm(self._setup.deployment, self._setup.fence)
+            self._confirmed_s = time.monotonic()
+
+    # -- segments --------------------------------------------------------------------------------------
+
+    async def _seal(self, job: Job, report: Report) -> None:
+        loop = asyncio.get_running_loop()
+        number = job.numbers[0]
+        facts = await loop.run_in_executor(self._threads, stored_facts, self._store, number)
+        if facts is None:
+            return  # removed meanwhile
+        stored = await self._manifests.load(facts.stream_id)
+        if stored is not None and self._adoption.is_ahead(stored.head, facts, job):
+            await self._adoption.adopt(job, facts, stored.head, report, SEGMENTS_PER_JOB)
+            return
+        snapshot = await loop.run_in_executor(self._threads, self._write, number, job.sealed)
+        if snapshot is None:
+            return
+        spooled = [path for _, path in snapshot.files]
+        try:
+            for file, _ in snapshot.files:
+                await self._upload(stream_prefix(facts.stream_id) + file.info.key, spooled)
+            failpoints.reached("seal.before_manifest")
+            head = await self._publish(snapshot, stored)
+            failpoints.reached("seal.after_manifest")
+        except BuriedError as error:
+            report.refused, report.detail = "buried", str(error)
+            return
+        finally:
+            for path in spooled:
+                discard(path)
+        report.segments = [file.info for file, _ in snapshot.files]
+        report.footers = [file.footer for file, _ in snapshot.files]
+        report.generation = head.generation
+        report.keyed = snapshot.keyed
+        report.more = snapshot.more
+        report.as_of = 0 if snapshot.more else snapshot.as_of
+
+    async def _publish(self, snapshot: Snapshot, stored: Stored | None) -> Head:
+        added = [file.info for file, _ in snapshot.files]
+        await self._documents.publish(snapshot.facts.stream_id, snapshot.documents, snapshot.as_of)
+        return await self._manifests.publish(snapshot.facts, added, snapshot.producers, known=stored)
+
+    async def _upload(self, key: str, spooled: list[Path]) -> None:
+        """Uploads the first of the files in the spool and takes it out."""
+        loop = asyncio.get_running_loop()
+        data = await loop.run_in_executor(None, spooled[0].read_bytes)
+        failpoints.reached("seal.before_upload")
+        try:
+            await self._objects.create(key, data)
+        except ObjectExistsError:
+            pass  # its name holds its hash: an earlier try got this far
+        failpoints.reached("seal.after_upload")
+        await loop.run_in_executor(None, discard, spooled.pop(0))
+
+    # -- on threads --------------------------------------------------------------------------------------
+
+    def _write(self, number: int, sealed: int) -> Snapshot | None:
+        """Writes what the hot store has behind `sealed` into the spool, as far as one job goes."""
+        spooled: list[Path] = []
+        try:
+            return self._write_into(spooled, number, sealed)
+        except BaseException:
+            for path in spooled:
+                discard(path)  # the job is repeated, and may find other portions then
+            raise
+
+    def _write_into(self, spooled: list[Path], number: int, sealed: int) -> Snapshot | None:
+        from tailrace.storage.segments.writer import write_segment
+
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            as_of = self._store.db.journal_seq
+            facts = facts_of(stream, as_of, self._store)
+            files: list[tuple[SegmentFile, Path]] = []
+            through, keyed = sealed, False
+            for portion in self._portions(stream, sealed):
+                if len(files) == SEGMENTS_PER_JOB:
+                    break
+                failpoints.reached("seal.before_write")
+                path = self._spool / f"{number}-{portion.runs[0].first}.parquet"
+                spooled.append(path)
+                file = write_segment(
+                    portion.runs,
+                    path,
+                    name=stream.name,
+                    stream_id=facts.stream_id,
+                    epoch=portion.epoch,
+                    json=stream.json,
+                    content_type=stream.content_type,
+                    schema_versions=schema_versions(stream.documents, portion.runs),
+                )
+                files.append((file, path))
+                through = file.info.last
+                keyed = keyed or any(key is not None for run in portion.runs for key in run.keys or ())
+                failpoints.reached("seal.after_write")
+            producers = self._store.db.producers(number)
+            documents = stream.documents or {}
+            return Snapshot(facts, producers, as_of, files, through < stream.tail, documents, keyed)
+
+    def _portions(self, stream: Stream, sealed: int) -> Iterator[Portion]:
+        return portions(
+            runs_behind(self._store, stream, sealed),
+            stream.epochs,
+            stream.separator,
+            bytes_max=self._limits.seal_bytes,
+            entries_max=self._limits.seal_entries,
+        )
+
+    # -- manifests alone ---------------------------------------------------------------------------------
+
+    async def _several(self, job: Job, report: Report, one: One) -> None:
+        """A few at a time. The first failure is reported with those that were done."""
+        gate = asyncio.Semaphore(HEADS_AT_ONCE)
+        loop = asyncio.get_running_loop()
+        report.as_of = await loop.run_in_executor(self._threads, lambda: self._store.db.journal_seq)
+
+        async def guarded(number: int) -> None:
+            async with gate:
+                report.done.append((number, await one(number)))
+
+        outcomes = await asyncio.gather(*(guarded(number) for number in job.numbers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _head(self, number: int) -> int:
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, self._look, number)
+        if found is None:
+            return 0
+        await self._documents.publish(found.facts.stream_id, found.documents, found.as_of)
+        try:
+            return (await self._manifests.publish(found.facts, (), found.producers)).generation
+        except BuriedError:
+            return 0
+
+    def _look(self, number: int) -> Snapshot | None:
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            as_of = self._store.db.journal_seq
+            facts = facts_of(stream, as_of, self._store)
+            return Snapshot(facts, self._store.db.producers(number), as_of, [], False, stream.documents or {})
+
+    async def _bury(self, number: int) -> int:
+        loop = asyncio.get_running_loop()
+        raw = await loop.run_in_executor(self._threads, self._grave, number)
+        if raw is not None:
+            stream, at_ns, reason = decode_buried(raw)
+            await self._manifests.bury(facts_of(stream, 0), at_ns, reason)
+        return 0
+
+    async def _trim(self, number: int) -> int:
+        """Deletes what neither the stream nor a fork of it shows any more."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, self._retained, number)
+        if found is None:
+            return 0  # removed meanwhile: all of it goes
+        facts, earliest, reached = found
+        failpoints.reached("retain.before_manifest")
+        try:
+            stored = await self._manifests.load(facts.stream_id)
+            if stored is None or stored.head.fence < self._manifests.fence:
+                # A fork of a trimmed stream that is still empty, or ours from before somebody took over.
+                await self._manifests.publish(facts, known=stored)
+            await self._manifests.retain(facts.stream_id, earliest, reached)
+        except BuriedError:
+            pass
+        return 0
+
+    async def _sweep(self, job: Job, report: Report) -> None:
+        """One turn. Who owns the bucket is asked anew: tombstones are for its owner alone."""
+        await self._ownership.confirm(self._setup.deployment, self._setup.fence)
+        sweeper = Sweeper(
+            self._objects,
+            _log_orphan,
+            owner=self._manifests,
+            remembered=self._remembered,
+            share=self._setup.share,
+            owns=None if self._setup.share == "all" else self._owns,
+            grace_ns=self._limits.sweep_age_ms * MS_NS,
+            tombstone_ns=self._limits.tombstone_ms * MS_NS,
+            segment_grace_ns=self._limits.gc_segment_grace * MS_NS,
+            orphan_age_ns=self._limits.gc_orphan_age * MS_NS,
+        )
+        report.after = await sweeper.turn(job.after) or ""
+        report.swept = sweeper.seen
+
+    async def _owns(self, head: Head) -> bool:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, has_stream, self._store, head)
+
+    async def _remembered(self, head: Head) -> PlanBook:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, remembered_in, self._store, head)
+
+    def _retained(self, number: int) -> tuple[Facts, int, list[Run]] | None:
+        with self._store.snapshot():
+            stream = self._store.stream_by_number(number)
+            if stream is None:
+                return None
+            facts = facts_of(stream, self._store.db.journal_seq, self._store)
+            return facts, stream.earliest, reached_by_forks(self._store.db, stream)
+
+    def _grave(self, number: int) -> bytes | None:
+        found = self._store.db.cold.graves(number - 1, 1)
+        return found[0].image if found and found[0].number == number else None
+
+
+def _log_orphan(orphan: Orphan) -> None:
+    logger.info("swept %s: %s", orphan.key, orphan.reason)
+
+
+def schema_versions(documents: dict[str, bytes] | None, runs: Sequence[SegmentRows]) -> str:
+    """Which entries of a segment are of which version; nothing if the stream has no schema."""
+    if documents is None or "schema" not in documents:
+        return ""
+    return versions_within(documents["schema"], runs[0].first, runs[-1].first + len(runs[-1].ends) - 1)
+
+
+def discard(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _read_jobs(loop: asyncio.AbstractEventLoop, take: Callable[[Job], None]) -> None:
+    for line in sys.stdin.buffer:
+        loop.call_soon_threadsafe(take, msgspec.json.decode(line, type=Job))
+    os._exit(0)  # the server is gone; what is half done is done again
+
+
+async def serve(setup: SealerSetup) -> None:
+    sealer = Sealer(setup)
+    tasks: set[asyncio.Task[None]] = set()
+    loop = asyncio.get_running_loop()
+
+    async def work(job: Job) -> None:
+        line = msgspec.json.encode(await sealer.do(job)) + b"\n"
+        await loop.run_in_executor(None, _say, line)
+
+    def take(job: Job) -> None:
+        task = loop.create_task(work(job))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    threading.Thread(target=_read_jobs, args=(loop, take), daemon=True).start()
+    await asyncio.Event().wait()
+
+
+_said = threading.Lock()
+
+
+def _say(line: bytes) -> None:
+    with _said:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    process.lower_cpu_priority()
+    failpoints.mark_child_process()
+    configure_logging("warning", "auto")
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=SealerSetup)))
+
+
+if __name__ == "__main__":
+    main()

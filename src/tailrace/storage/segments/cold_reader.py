@@ -1,0 +1,355 @@
+"""Reads entries that are only in segments: footer, ranged get or cache, decode.
+
+It lives on the server's loop and is free until the first cold read: only then are the object store's library
+and Arrow imported. Readers that want the same row groups at the same time share one fetch and one decoding.
+Decoding runs on two threads, and budgets bound the bytes of all that is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from tailrace.common.errors import TailraceError
+from tailrace.common.limits import Limits
+from tailrace.storage.object_store.byte_budget import ByteBudget
+from tailrace.storage.object_store.disk_cache import Part, source_of
+from tailrace.storage.object_store.object_parts import ObjectParts, Work, fail
+from tailrace.storage.object_store.objects import ObjectMissingError, ObjectsError
+from tailrace.storage.segments.segments import (
+    FOOTER_GUESS_BYTES,
+    CorruptSegmentError,
+    SegmentInfo,
+    SegmentRows,
+)
+
+if TYPE_CHECKING:
+    from tailrace.storage.segments.segment_reader import Footer, RowGroup
+
+logger = logging.getLogger("tailrace.store")
+
+THREADS = 2
+FOOTER_BYTES_MAX = 16 << 20  # of parsed footers
+LOADING_BYTES_MAX = 64 << 20
+READ_AHEAD_BYTES = 4 << 20  # of a bucket, when somebody reads on and on
+
+
+T = TypeVar("T")
+
+
+class ColdCounts:
+    """What the cold reader did, in plain numbers."""
+
+    __slots__ = ("corrupt", "decoded_groups", "hits", "misses", "shared")
+
+    def __init__(self) -> None:
+        self.hits = 0  # stretches of row groups that came from the cache
+        self.misses = 0  # stretches that did not
+        self.shared = 0  # row groups that somebody else was loading already
+        self.decoded_groups = 0
+        self.corrupt = 0  # reads that failed on a missing or damaged segment
+
+
+class _Segment(NamedTuple):
+    """One segment as the steps of a read need it."""
+
+    key: str
+    source: str
+    footer: Footer
+
+    def part(self, index: int) -> Part:
+        group = self.footer.group(index)
+        return Part(self.source, group.start, group.stop)
+
+
+class ColdReader:
+    def __init__(
+        self,
+        url: str,
+        cache_dir: Path | None,
+        cache_bytes: int,
+        limits: Limits,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.counts = ColdCounts()
+        self._work = Work(loop, THREADS)
+        self.parts = ObjectParts(url, cache_dir, cache_bytes, limits, self._work)
+        self._budget = ByteBudget(LOADING_BYTES_MAX)
+        self._footers: OrderedDict[str, Footer] = OrderedDict()
+        self._footer_bytes = 0
+        self._parsing: dict[str, asyncio.Task[Footer]] = {}
+        self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
+
+    # -- what readers ask ----------------------------------------------------------------------------------
+
+    async def rows(
+        self, prefix: str, info: SegmentInfo, footer: bytes, entry: int, bytes_ahead: int
+    ) -> list[SegmentRows]:
+        """The row group that holds `entry`, and the following ones of this segment up to `bytes_ahead`.
+
+        `footer` is what `write_segment` answered; if that was not kept, it is empty, and is fetched.
+        """
+        with self._told(prefix + info.key):
+            segment = await self._segment(prefix, info, footer)
+            first = segment.footer.find(entry)
+            return await self._wanted(segment, first, segment.footer.reach(first, bytes_ahead))
+
+    async def payloads(
+        self, prefix: str, info: SegmentInfo, footer: bytes, entries: Sequence[int]
+    ) -> dict[int, bytes]:
+        """The payloads of some entries of a segment, and nothing else of their row groups."""
+        with self._told(prefix + info.key):
+            segment = await self._segment(prefix, info, footer)
+            wanted: dict[int, list[int]] = {}
+            for entry in entries:
+                wanted.setdefault(segment.footer.find(entry), []).append(entry)
+            found = await asyncio.gather(*(self._pick(segment, *one) for one in wanted.items()))
+            return {entry: payload for picked in found for entry, payload in picked.items()}
+
+    async def first_since(self, prefix: str, info: SegmentInfo, footer: bytes, since_ns: int) -> int:
+        """The first entry appended at or after the instant; the one behind the segment if there is none."""
+        with self._told(prefix + info.key):
+            segment = await self._segment(prefix, info, footer)
+            index = segment.footer.group_since(since_ns)
+            if index is None:
+                return info.last + 1
+            (found,) = await self._wanted(segment, index, index)
+            return found.first + bisect_left(found.times, since_ns)
+
+    async def next_with_key(
+        self, prefix: str, info: SegmentInfo, footer: bytes, key: bytes, entry: int
+    ) -> int:
+        """Where to look for a key: at `entry`, or at the start of a later row group that may hold it.
+
+        It is the entry behind the segment if no row group does.
+        """
+        with self._told(prefix + info.key):
+            found = (await self._segment(prefix, info, footer)).footer
+            index = found.next_with_key(key, found.find(entry))
+            return info.last + 1 if index is None else max(entry, found.group(index).first)
+
+    @property
+    def footer_bytes(self) -> int:
+        return self._footer_bytes
+
+    def shed(self) -> None:
+        """Lets go of what can be had again."""
+        self._footers.clear()
+        self._footer_bytes = 0
+
+    async def close(self) -> None:
+        await self._work.end()
+        await self.parts.close()
+
+    @contextmanager
+    def _told(self, key: str) -> Generator[None]:
+        """Turns what can go wrong below into the one answer a reader gets; operators find it in the log."""
+        try:
+            yield
+        except (CorruptSegmentError, ObjectMissingError) as error:
+            self.counts.corrupt += 1
+            logger.error("the segment %s cannot be read: %s", key, error)
+            raise TailraceError("unavailable", "a segment of this stream is missing or damaged") from error
+        except ObjectsError as error:
+            raise TailraceError("unavailable", "the object store does not answer") from error
+
+    # -- footers -------------------------------------------------------------------------------------------
+
+    async def _segment(self, prefix: str, info: SegmentInfo, kept: bytes) -> _Segment:
+        key = prefix + info.key
+        footer = self._footers.get(key)
+        if footer is None:
+            task = self._parsing.get(key)
+            if task is None:
+                task = self._parsing[key] = self._work.start(self._load_footer(key, info, kept))
+                task.add_done_callback(lambda _: self._parsing.pop(key, None))
+            footer = await asyncio.shield(task)
+        else:
+            self._footers.move_to_end(key)
+        return _Segment(key, source_of(key), footer)
+
+    async def _load_footer(self, key: str, info: SegmentInfo, kept: bytes) -> Footer:
+        footer = None
+        if kept:
+            try:
+                footer = await self._work.on_thread(_parse, kept, info)
+            except CorruptSegmentError as error:
+                logger.warning("the kept footer of %s cannot be used: %s", key, error)
+        if footer is None:
+            footer = await self._work.on_thread(_parse, await self._fetch_footer(key, info.bytes), info)
+        self._footers[key] = footer
+        self._footer_bytes += footer.memory_bytes
+        while self._footer_bytes > FOOTER_BYTES_MAX and len(self._footers) > 1:
+            _, old = self._footers.popitem(last=False)
+            self._footer_bytes -= old.memory_bytes
+        return footer
+
+    async def _fetch_footer(self, key: str, size: int) -> bytes:
+        found: bytes | int = max(size - FOOTER_GUESS_BYTES, 0)
+        while not isinstance(found, bytes):
+            found = await self._work.on_thread(_kept, await self.parts.get(key, found, size), size)
+        return found
+
+    # -- row groups ----------------------------------------------------------------------------------------
+
+    async def _wanted(self, segment: _Segment, first: int, last: int) -> list[SegmentRows]:
+        """Row groups; those that nobody is loading yet are loaded in runs."""
+        wanted: list[asyncio.Future[SegmentRows]] = []
+        run: list[int] = []
+        for index in range(first, last + 1):
+            future = self._groups.get((segment.key, index))
+            if future is None:
+                future = self._groups[segment.key, index] = self._work.loop.create_future()
+                run.append(index)
+            else:
+                self.counts.shared += 1
+                self._start(segment, run)
+                run = []
+            wanted.append(future)
+        self._start(segment, run)
+        # A reader that goes away must not take the row group from the others.
+        return await asyncio.gather(*map(asyncio.shield, wanted))
+
+    def _start(self, segment: _Segment, run: list[int]) -> None:
+        if run:
+            self._work.start(self._load(segment, run))
+
+    async def _load(self, segment: _Segment, run: list[int]) -> None:
+        stretch = _Stretch(segment, run, [segment.footer.group(index) for index in run])
+        futures = [self._groups[segment.key, index] for index in run]
+        unpacked_bytes = sum(map(segment.footer.group_bytes, run))
+        try:
+            async with self._budget.hold(stretch.part.size + unpacked_bytes):
+                loaded = await self._load_stretch(stretch)
+            for future, rows in zip(futures, loaded, strict=True):
+                future.set_result(rows)
+        except BaseException as error:
+            for future in futures:
+                fail(future, error)
+            raise
+        finally:
+            for index in run:
+                del self._groups[segment.key, index]
+
+    async def _load_stretch(self, whole: _Stretch) -> list[SegmentRows]:
+        """What is cached is read and decoded from there; a gap between cached parts is one ranged get."""
+        await self.parts.opened()
+        self._read_ahead(whole)
+        loaded: list[SegmentRows] = []
+        while len(loaded) < len(whole.indices):
+            cached, stretch = self._next(whole, len(loaded))
+            rows = None if cached is None else await self._from_cache(cached, stretch, stretch.decode)
+            if rows is None:
+                self.counts.misses += 1
+                raw = await self.parts.fetch(whole.segment.key, stretch.part)
+                rows = await self._work.on_thread(stretch.decode, raw)
+            loaded += rows
+        self.counts.decoded_groups += len(loaded)
+        return loaded
+
+    def _next(self, whole: _Stretch, at: int) -> tuple[Part | None, _Stretch]:
+        """From group `at` on, what one cached part holds, or what no part does."""
+        parts, groups = self.parts, whole.groups
+        source = whole.segment.source
+        cached = parts.find(source, groups[at].start, groups[at].stop)
+        end = at + 1
+        while end < len(groups):
+            found = parts.find(source, groups[end].start, groups[end].stop)
+            if found != cached:
+                break
+            end += 1
+        return cached, _Stretch(whole.segment, whole.indices[at:end], groups[at:end])
+
+    async def _pick(self, segment: _Segment, index: int, entries: Sequence[int]) -> dict[int, bytes]:
+        stretch = _Stretch(segment, [index], [segment.footer.group(index)])
+        pick = partial(stretch.payloads, entries)
+        async with self._budget.hold(stretch.part.size + segment.footer.group_bytes(index)):
+            await self.parts.opened()
+            cached = self.parts.find(*stretch.part)
+            found = None if cached is None else await self._from_cache(cached, stretch, pick)
+            if found is None:
+                self.counts.misses += 1
+                raw = await self.parts.fetch(segment.key, stretch.part)
+                found = await self._work.on_thread(pick, raw)
+        self.counts.decoded_groups += 1
+        return found
+
+    async def _from_cache(
+        self, cached: Part, stretch: _Stretch, decode: Callable[[bytes | memoryview], T]
+    ) -> T | None:
+        """What is in a cached stretch. None if the file is gone or damaged; then it leaves the cache."""
+        raw = await self.parts.read(cached, stretch.part)
+        if raw is not None:
+            try:
+                found = await self._work.on_thread(decode, raw)
+            except CorruptSegmentError as error:
+                logger.warning("a cached part of %s is damaged: %s", stretch.segment.key, error)
+            else:
+                self.counts.hits += 1
+                return found
+        await self.parts.drop(cached)
+        return None
+
+    def _read_ahead(self, stretch: _Stretch) -> None:
+        """If the reader has come from the row group before, it will want what comes behind these."""
+        segment, parts = stretch.segment, self.parts
+        footer, first, following = segment.footer, stretch.indices[0], stretch.indices[-1] + 1
+        if parts.cache is None or following == footer.count:
+            return
+        if first > 0 and not parts.is_near(segment.part(first - 1)):
+            return
+        start = stop = stretch.part.stop
+        for index in range(following, footer.count):
+            part = segment.part(index)
+            if part.stop - start > READ_AHEAD_BYTES or parts.is_near(part):
+                break
+            stop = part.stop
+        if stop > start:
+            parts.fetch_ahead(segment.key, Part(segment.source, start, stop))
+
+
+class _Stretch(NamedTuple):
+    """Adjacent row groups of one segment."""
+
+    segment: _Segment
+    indices: list[int]
+    groups: list[RowGroup]
+
+    @property
+    def part(self) -> Part:
+        return Part(self.segment.source, self.groups[0].start, self.groups[-1].stop)
+
+    def decode(self, raw: bytes | memoryview) -> list[SegmentRows]:
+        from tailrace.storage.segments.segment_reader import read_row_groups
+
+        return read_row_groups(self.segment.footer, self.indices, raw)
+
+    def payloads(self, entries: Sequence[int], raw: bytes | memoryview) -> dict[int, bytes]:
+        """Of its first row group."""
+        from tailrace.storage.segments.segment_reader import read_payloads
+
+        return read_payloads(self.segment.footer, self.indices[0], raw, entries)
+
+
+def _kept(end: bytes, size: int) -> bytes | int:
+    """The footer from the end of a file, as it would have been kept; or from where on more are needed."""
+    from tailrace.storage.segments import segment_tail
+
+    tail = segment_tail.tail_of(end, size)
+    return segment_tail.keep(tail) if isinstance(tail, bytes) else tail
+
+
+def _parse(kept: bytes, info: SegmentInfo) -> Footer:
+    from tailrace.storage.segments.segment_reader import Footer
+
+    footer = Footer(kept)
+    if (footer.first, footer.last, footer.size) != (info.first, info.last, info.bytes):
+        raise CorruptSegmentError(f"its footer is of {footer.size} bytes and {footer.first} to {footer.last}")
+    return footer

@@ -1,0 +1,311 @@
+"""Finds what no manifest names any more, and deletes it: leftovers of crashes, of deletions, of replacements.
+
+It may run beside a server, and be killed at any moment. An object goes only if no head can ever name it
+again, whoever is writing:
+
+- a segment, if its entries are recorded in other segments or its epoch is over: what follows the last
+  recorded entry may be an upload that is under way, or one that is about to be repeated. One that became
+  part of another stays for a day after that;
+- a companion that is not listed, a day later, if nobody can publish it meanwhile; likewise a plan that no
+  stream remembers and no companion was built by;
+- a page or producers object, if the head does not name it and it is old: every attempt to change a head makes
+  its own, and is over long before the grace time;
+- anything in the folder of a deleted stream that was there around the time of the deletion.
+
+Tombstones that nobody needs any more go if the owner of the bucket sweeps (`owner`), or nobody uses it
+(`offline`). Folders without a head can only be told from new streams when nobody does.
+
+Several workers are one owner in several processes (`share`): what anybody may take away is the first one's to
+find; what the pipeline made is for the worker that has the stream, since it keeps others from publishing
+meanwhile. Tombstones stay: a fork of that name may be recorded by any of them at that very moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from tailrace.common import failpoints
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
+from tailrace.storage.manifests.compaction import is_in_grace
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.model import HEAD_KEY, Deleted, Head, ManifestCorruptError
+from tailrace.storage.object_store.bucket import (
+    LIST_PAGE,
+    STREAMS,
+    delete_all,
+    epoch_of,
+    range_of,
+    stream_of,
+)
+from tailrace.storage.object_store.crowd import STREAMS_AT_ONCE, first_failure
+from tailrace.storage.object_store.objects import ObjectMissingError
+from tailrace.storage.segments.companions import range_in
+from tailrace.storage.segments.segments import stream_prefix
+from tailrace.storage.sweep_plans import Remembered, superseded
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.objects import ObjectInfo, Objects
+
+SECOND_NS = 10**9
+GRACE_NS = 3600 * SECOND_NS
+# A pipeline may take this long from its first object to the publication of all.
+COMPANION_NS = 24 * 3600 * SECOND_NS
+# Another life of a name gets the same folder only after its tombstone was forgotten, much later than this.
+OLD_LIFE_NS = 24 * 3600 * SECOND_NS
+# Readers may be at segments that became part of another one, and queries elsewhere hold their names.
+SEGMENT_NS = 24 * 3600 * SECOND_NS
+LOOKS_MAX = 5
+
+# What one of several sweepers of a bucket looks after: everything, or a worker's part of it.
+Share = Literal["all", "first", "rest"]
+# Whether a living stream is this worker's.
+Owns = Callable[[Head], Awaitable[bool]]
+
+
+class Orphan(msgspec.Struct, frozen=True):
+    """An object that may go."""
+
+    key: str
+    bytes: int
+    modified_ns: int
+    reason: str
+
+
+class Swept(msgspec.Struct, omit_defaults=True):
+    streams: int = 0
+    objects: int = 0  # looked at
+    orphans: int = 0
+    orphan_bytes: int = 0
+    unclaimed: int = 0  # objects in folders without a head
+    tombstones: int = 0  # that may be forgotten
+    forgotten: int = 0  # of these
+    unreadable: int = 0  # streams with a damaged manifest
+
+    def add(self, other: Swept) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Sweeper:
+    """Sweeps one bucket. `report` is called with each orphan, before it is deleted.
+
+    `owner`: the manifests of the server that owns the bucket and runs in this very process. `remembered`: the
+    plans that it knows. `owns`: the streams that are its own, if it is one of several workers.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        report: Callable[[Orphan], None],
+        *,
+        owner: Manifests | None = None,
+        remembered: Remembered | None = None,
+        share: Share = "all",
+        owns: Owns | None = None,
+        grace_ns: int = GRACE_NS,
+        tombstone_ns: int,
+        segment_grace_ns: int = SEGMENT_NS,
+        orphan_age_ns: int = COMPANION_NS,
+        dry_run: bool = False,
+        offline: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._objects = objects
+        self._owner = owner
+        self._remembered = remembered
+        assert (share == "all") == (owns is None)
+        self._share: Share = share
+        self._owns = owns
+        self._manifests = owner or Manifests(objects, 0)
+        self._report = report
+        self._grace_ns = grace_ns
+        self._tombstone_ns = tombstone_ns
+        self._segment_grace_ns = segment_grace_ns
+        self._orphan_age_ns = orphan_age_ns
+        self._old_life_ns = min(OLD_LIFE_NS, tombstone_ns)
+        self._dry_run = dry_run
+        self._offline = offline
+        self._clock = clock
+        self.seen = Swept()
+
+    async def bucket(self) -> Swept:
+        after: str | None = ""
+        while after is not None:
+            after = await self.turn(after)
+        return self.seen
+
+    async def turn(self, after: str = "") -> str | None:
+        """One page of the bucket's listing, behind a key: where the next one begins, None at the end."""
+        found = await self._objects.list_after(STREAMS, after, LIST_PAGE)
+        folders: dict[str, list[ObjectInfo]] = {}
+        for info in found:
+            stream_id = stream_of(info.key)
+            if stream_id is not None:
+                folders.setdefault(stream_id, []).append(info)
+        self.seen.streams += len(folders.keys() - {stream_of(after)})
+        gate = asyncio.Semaphore(STREAMS_AT_ONCE)
+
+        async def one(stream_id: str, infos: list[ObjectInfo]) -> None:
+            async with gate:
+                await self._folder(stream_id, infos)
+
+        with first_failure():
+            async with asyncio.TaskGroup() as tasks:
+                for stream_id, infos in folders.items():
+                    tasks.create_task(one(stream_id, infos))
+        return found[-1].key if len(found) == LIST_PAGE else None
+
+    async def _folder(self, stream_id: str, found: list[ObjectInfo]) -> None:
+        """A part of what lies in the folder of a stream.
+
+        The head is read after the listing: what a newer head names was made after it was listed, or is young.
+        It is read only if there is something to judge.
+        """
+        self.seen.objects += len(found)
+        head_key = stream_prefix(stream_id) + HEAD_KEY
+        now_ns = self._clock.now_ns()
+        old = [info for info in found if info.modified_ns <= now_ns - self._grace_ns and info.key != head_key]
+        # Plans of a deleted stream go with the rest; those of a living one only if nobody can store any.
+        kinds = ("companions", "plans") if self._owner or self._offline else ("companions",)
+        pipelines = tuple(f"{stream_prefix(stream_id)}{kind}/" for kind in kinds)
+        try:
+            made = [info for info in old if info.key.startswith(pipelines)]
+            old = [info for info in old if not info.key.startswith(pipelines)]
+            if made:
+                await self._made_by_pipelines(stream_id, made, now_ns)
+            if self._share == "rest":
+                return
+            if old:
+                await self._drop(await self._judge(stream_id, old))
+            before_ns = now_ns - self._tombstone_ns
+            written_ns = next((info.modified_ns for info in found if info.key == head_key), None)
+            if written_ns is not None and (self._offline or written_ns < before_ns):
+                await self._tombstone(stream_id, before_ns)
+        except ManifestCorruptError:
+            self.seen.unreadable += 1  # it may name anything, so nothing of it goes
+
+    async def _drop(self, orphans: list[Orphan]) -> None:
+        for orphan in orphans:
+            self.seen.orphans += 1
+            self.seen.orphan_bytes += orphan.bytes
+            self._report(orphan)
+        if orphans and not self._dry_run:
+            failpoints.reached("gc.before_sweep")
+            await delete_all(self._objects, [orphan.key for orphan in orphans])
+            failpoints.reached("gc.after_sweep")
+
+    async def _made_by_pipelines(self, stream_id: str, old: list[ObjectInfo], now_ns: int) -> None:
+        """Companions that no manifest lists and no pipeline is about to offer, plans that nobody needs.
+
+        A pipeline that repeats its work finds an object of the same name and offers that. So nobody may
+        publish while it is judged and deleted: only the owner can see to that, or whoever is alone.
+        """
+        if self._owner is None and not self._offline:
+            return
+        async with self._manifests.hold(stream_id):
+            stored = await self._manifests.load(stream_id)
+            if stored is None or stored.head.deleted is not None:
+                if self._share != "rest":
+                    await self._drop(await self._judge(stream_id, old))
+                return
+            if self._owns is not None and not await self._owns(stored.head):
+                return
+            oldest_ns = now_ns if self._offline else now_ns - self._orphan_age_ns
+            old = [info for info in old if info.modified_ns <= oldest_ns]
+            await self._drop(await self._unlisted(stored.head, old, oldest_ns))
+            listed = self._manifests.companions(stored.head)
+            plans = await superseded(self._objects, stored.head, listed, old, oldest_ns, self._remembered)
+            await self._drop([_orphan(info, "another plan has taken its place") for info in plans])
+
+    async def _unlisted(self, head: Head, old: list[ObjectInfo], oldest_ns: int) -> list[Orphan]:
+        prefix = stream_prefix(head.stream_id)
+        found = [info for info in old if range_in(info.key.removeprefix(prefix)) is not None]
+        if not found:
+            return []
+        named = {one.object async for one in self._manifests.companions(head)}
+        named |= {one.object for one in head.retired if one.at_ns > oldest_ns}
+        reason = "the manifest does not list it"
+        return [_orphan(info, reason) for info in found if info.key.removeprefix(prefix) not in named]
+
+    async def _judge(self, stream_id: str, old: list[ObjectInfo]) -> list[Orphan]:
+        for _look in range(LOOKS_MAX):
+            stored = await self._manifests.load(stream_id)
+            if stored is None:
+                self.seen.unclaimed += len(old)
+                return [_orphan(info, "its stream has no manifest") for info in old if self._offline]
+            if stored.head.deleted is not None:
+                return self._of_deleted(old, stored.head.deleted)
+            try:
+                return await self._of_living(old, stored.head)
+            except ObjectMissingError:
+                continue  # a page went while we looked: there is a newer head
+        return []
+
+    async def _of_living(self, old: list[ObjectInfo], head: Head) -> list[Orphan]:
+        prefix = stream_prefix(head.stream_id)
+        named = await self._named(old, head)
+        orphans: list[Orphan] = []
+        for info in old:
+            key = info.key.removeprefix(prefix)
+            kind = key.partition("/")[0]
+            if key in named or kind not in ("segments", "manifest", "producers", "catalogue"):
+                continue
+            if kind != "segments":
+                orphans.append(_orphan(info, "the manifest does not name it"))
+            elif _is_over(key, head) and not self._is_in_grace(key, head):
+                orphans.append(_orphan(info, "other segments are recorded in its place"))
+        return orphans
+
+    def _is_in_grace(self, key: str, head: Head) -> bool:
+        entries = range_of(key)
+        after_ns = self._clock.now_ns() - self._segment_grace_ns
+        return entries is not None and is_in_grace(head, *entries, after_ns)
+
+    async def _named(self, old: list[ObjectInfo], head: Head) -> set[str]:
+        """The keys that the head names, as far as the objects of this page of the listing are concerned."""
+        prefix = stream_prefix(head.stream_id)
+        named = {head.producers_key or ""}
+        keys = [info.key.removeprefix(prefix) for info in old]
+        if any(key.startswith("manifest/") for key in keys):
+            named |= {ref.key async for ref in self._manifests.pages(head.stream_id).walk_pages(head.pages)}
+        if any(key.startswith("catalogue/") for key in keys):
+            pages = self._manifests.companion_pages(head.stream_id)
+            named |= {ref.key async for ref in pages.walk_pages(head.companion_pages)}
+        ranges = [entries for key in keys if key.startswith("segments/") and (entries := range_of(key))]
+        if ranges:
+            last = max(entries[1] for entries in ranges)
+            async for info in self._manifests.segments(head, min(entries[0] for entries in ranges)):
+                if info.first > last:
+                    break
+                named.add(info.key)
+        return named
+
+    def _of_deleted(self, old: list[ObjectInfo], deleted: Deleted) -> list[Orphan]:
+        reason = f"its stream was {deleted.reason}"
+        before_ns = deleted.at_ns + self._old_life_ns
+        return [_orphan(info, reason) for info in old if info.modified_ns < before_ns]
+
+    async def _tombstone(self, stream_id: str, before_ns: int) -> None:
+        stored = await self._manifests.load(stream_id)
+        if stored is None or stored.head.deleted is None or stored.head.deleted.at_ns >= before_ns:
+            return
+        self.seen.tombstones += 1
+        owner = Manifests(self._objects, stored.head.fence) if self._offline else self._owner
+        if owner is not None and self._share == "all" and not self._dry_run:
+            self.seen.forgotten += await owner.forget(stream_id, before_ns)
+
+
+def _is_over(key: str, head: Head) -> bool:
+    """Whether a segment that is not recorded can never be: only the entry after the last one is taken."""
+    entries, epoch = range_of(key), epoch_of(key)
+    if entries is None or epoch is None:
+        return False
+    return entries[0] <= head.uploaded_through or epoch < head.epoch
+
+
+def _orphan(info: ObjectInfo, reason: str) -> Orphan:
+    return Orphan(info.key, info.size, info.modified_ns, reason)

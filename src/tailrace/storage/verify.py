@@ -1,0 +1,277 @@
+"""Reads everything again that the manifests of a bucket name, and says what is not as it was recorded.
+
+Safe beside a running server: what retention or a deletion took away meanwhile is not reported. Memory is
+bounded by the bytes of segments in flight, whatever the size of the bucket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tailrace.storage.directory_check import check_directory
+from tailrace.storage.manifests.manifest import Manifests
+from tailrace.storage.manifests.manifest_lookup import find_heads
+from tailrace.storage.manifests.manifest_pages import Listed
+from tailrace.storage.manifests.model import HEAD_KEY, Head, ManifestCorruptError
+from tailrace.storage.object_store.crowd import first_failure, for_each_stream
+from tailrace.storage.object_store.objects import ObjectMissingError
+from tailrace.storage.segments.companions import Companion, is_named_well
+from tailrace.storage.segments.segments import CorruptSegmentError, SegmentInfo, segment_name, stream_prefix
+from tailrace.storage.segments.segments import stream_id as stream_id_of
+
+if TYPE_CHECKING:
+    from tailrace.storage.object_store.objects import Objects
+
+BYTES_AT_ONCE = 96 << 20
+SEGMENTS_AT_ONCE = 16
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is wrong."""
+
+    stream: str  # its name, or its id where the head cannot be read; empty if it is not about one
+    stream_id: str
+    key: str  # in the stream's folder, or the path of a file of the data directory
+    problem: str
+
+
+class Verified(msgspec.Struct):
+    """What was looked at so far. `bytes_known` grows as manifests are read."""
+
+    streams: int = 0
+    tombstones: int = 0
+    segments: int = 0
+    companions: int = 0
+    entries: int = 0
+    bytes: int = 0
+    bytes_known: int = 0
+    findings: int = 0
+    journal_records: int = 0
+    hot_entries: int = 0
+    not_checked: list[str] = []
+
+
+class Verifier:
+    """Verifies the streams of one bucket. `report` is called with each finding as it is made."""
+
+    def __init__(
+        self, objects: Objects, report: Callable[[Finding], None], *, bytes_at_once: int = BYTES_AT_ONCE
+    ) -> None:
+        self._objects = objects
+        self._manifests = Manifests(objects, 0)
+        self._report = report
+        self._room = _Room(bytes_at_once, SEGMENTS_AT_ONCE)
+        self.seen = Verified()
+
+    async def bucket(self) -> Verified:
+        """Every stream that has a head."""
+        await for_each_stream(self._objects, self.stream)
+        return self.seen
+
+    def directory(self, path: Path) -> None:
+        """The journal and the hot store of a server, or of one worker. Reads all of them."""
+        journal, hot = check_directory(path, deep=True)
+        self.seen.journal_records += journal.records
+        self.seen.hot_entries += hot.entries
+        for file, problem in journal.problems:
+            self._find("", "", str(path / "journal" / file), problem)
+        for stream, problem in hot.problems:
+            self._find(stream, "", str(path / "hot.db"), problem)
+
+    async def named(self, name_or_id: str) -> bool:
+        """Every use of one name. False: there is none."""
+        heads = await find_heads(self._objects, name_or_id)
+        with first_failure():
+            for head in heads:
+                await self.stream(head.stream_id)
+        return bool(heads)
+
+    async def stream(self, stream_id: str) -> None:
+        try:
+            stored = await self._manifests.load(stream_id)
+        except ManifestCorruptError as error:
+            self._find(stream_id, stream_id, HEAD_KEY, str(error))
+            return
+        if stored is None:
+            return  # left behind by a crash: a matter for the sweep
+        head = stored.head
+        self.seen.streams += 1
+        self.seen.tombstones += head.deleted is not None
+        self.seen.bytes_known += head.segment_bytes + head.companion_bytes
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                await self._walk(head, tasks)
+            except ManifestCorruptError as error:
+                self._find(head.name, stream_id, HEAD_KEY, f"{error}; the rest was not looked at")
+            except ObjectMissingError as error:
+                if not await self._moved_on(head):
+                    key = error.key.removeprefix(stream_prefix(stream_id))
+                    problem = "it is named and not there; the rest was not looked at"
+                    self._find(head.name, stream_id, key, problem)
+
+    async def _walk(self, head: Head, tasks: asyncio.TaskGroup) -> None:
+        """Checks the manifest itself, and begins to read the segments it names as there is room for them."""
+        self._facts(head)
+        await self._manifests.producers(head)
+        previous: SegmentInfo | None = None
+        async for info in self._manifests.segments(head):
+            self._continues(head, previous, info)
+            previous = info
+            await self._room.take(info.bytes)
+            tasks.create_task(self._segment(head, info))
+        self._ends(head, previous)
+        async for companion in self._manifests.companions(head):
+            await self._room.take(companion.bytes)
+            tasks.create_task(self._companion(head, companion))
+
+    # -- the manifest ------------------------------------------------------------------------------------
+
+    def _facts(self, head: Head) -> None:
+        problem = ""
+        if stream_id_of(head.name, head.incarnation) != head.stream_id:
+            problem = "its name and incarnation do not give its stream id"
+        elif max(head.tail, head.earliest, head.fork_entry) > head.uploaded_through:
+            problem = "it speaks of entries that are not uploaded"
+        if problem:
+            self._find(head.name, head.stream_id, HEAD_KEY, problem)
+
+    def _continues(self, head: Head, previous: SegmentInfo | None, info: SegmentInfo) -> None:
+        problem = ""
+        if info.key != segment_name(info.epoch, info.first, info.last, info.sha256):
+            problem = "its name is not made from what is recorded about it"
+        elif info.rows != info.last - info.first + 1 or info.first_ns > info.last_ns:
+            problem = "its rows or times are recorded wrongly"
+        elif info.epoch > head.epoch:
+            problem = f"its epoch {info.epoch} is above the stream's {head.epoch}"
+        elif previous is None or previous.last <= head.earliest:
+            # Of what was trimmed, forks need some parts and not others; it goes some time after they did.
+            begin = max(head.earliest, head.fork_entry) + 1
+            if info.first > begin:
+                problem = f"entries {begin} to {info.first - 1} are missing"
+            elif previous is not None and info.first <= previous.last:
+                problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
+        elif info.first != previous.last + 1:
+            problem = f"it begins at {info.first}, and the segment before ends at {previous.last}"
+        if not problem and previous is not None and _goes_back(previous, info):
+            problem = "its epoch or times are before those of the segment before"
+        if problem:
+            self._find(head.name, head.stream_id, info.key, problem)
+
+    def _ends(self, head: Head, last: SegmentInfo | None) -> None:
+        if head.deleted is not None:
+            return
+        reached = max(head.earliest, head.fork_entry, 0 if last is None else last.last)
+        if reached != head.uploaded_through:
+            problem = f"its segments end at {reached}, and uploaded_through is {head.uploaded_through}"
+            self._find(head.name, head.stream_id, HEAD_KEY, problem)
+
+    async def _moved_on(self, head: Head) -> bool:
+        """Whether the head was replaced since: then what it named may be gone with good reason."""
+        stored = await self._manifests.load(head.stream_id)
+        return stored is None or stored.head.generation != head.generation
+
+    # -- segments ----------------------------------------------------------------------------------------
+
+    async def _segment(self, head: Head, info: SegmentInfo) -> None:
+        try:
+            raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + info.key)
+            problems = await asyncio.to_thread(_problems, raw, info, head)
+        except ObjectMissingError:
+            if await self._unlisted(head, info):
+                return
+            problems = ["it is not there"]
+        finally:
+            await self._room.give_back(info.bytes)
+        self.seen.segments += 1
+        self.seen.entries += info.rows
+        self.seen.bytes += info.bytes
+        for problem in problems:
+            self._find(head.name, head.stream_id, info.key, problem)
+
+    async def _companion(self, head: Head, companion: Companion) -> None:
+        """The file as it was published. What it says is compared with segments by nobody here."""
+        problem = ""
+        try:
+            raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + companion.object)
+            if len(raw) != companion.bytes:
+                problem = f"it has {len(raw)} bytes, and {companion.bytes} are recorded"
+            elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != companion.sha256:
+                problem = "its SHA-256 is not the recorded one"
+            elif not is_named_well(companion):
+                problem = "its name is not made from what is recorded about it"
+        except ObjectMissingError:
+            if await self._moved_on(head):
+                return  # replaced by another one, or trimmed
+            problem = "it is not there"
+        finally:
+            await self._room.give_back(companion.bytes)
+        self.seen.companions += 1
+        self.seen.bytes += companion.bytes
+        if problem:
+            self._find(head.name, head.stream_id, companion.object, problem)
+
+    async def _unlisted(self, head: Head, info: SegmentInfo) -> bool:
+        """Whether it is not listed any more: retention took it, or it became part of another one."""
+        stored = await self._manifests.load(head.stream_id)
+        if stored is None or stored.head.deleted is not None or info.last <= stored.head.earliest:
+            return True
+        if stored.head.generation == head.generation:
+            return False
+        found = await self._manifests.pages(head.stream_id).within(
+            Listed(stored.head.pages, stored.head.segments), info.first, info.last
+        )
+        return info not in found
+
+    def _find(self, stream: str, stream_id: str, key: str, problem: str) -> None:
+        self.seen.findings += 1
+        self._report(Finding(stream, stream_id, key, problem))
+
+
+def _goes_back(previous: SegmentInfo, info: SegmentInfo) -> bool:
+    return info.epoch < previous.epoch or info.first_ns < previous.last_ns
+
+
+class _Room:
+    """How much may be in flight. One segment that is larger than the room has it for itself."""
+
+    def __init__(self, bytes_max: int, count_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._count_max = count_max
+        self._bytes = self._count = 0
+        self._freed = asyncio.Condition()
+
+    async def take(self, size: int) -> None:
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._fits(size))
+            self._bytes += size
+            self._count += 1
+
+    def _fits(self, size: int) -> bool:
+        return self._count == 0 or (self._count < self._count_max and self._bytes + size <= self._bytes_max)
+
+    async def give_back(self, size: int) -> None:
+        async with self._freed:
+            self._bytes -= size
+            self._count -= 1
+            self._freed.notify_all()
+
+
+def _problems(raw: bytes, info: SegmentInfo, head: Head) -> list[str]:
+    """On a thread: hashing and unpacking take a while."""
+    from tailrace.storage.segments.segment_check import check_segment, footer_of
+
+    problems = check_segment(raw, info)
+    try:
+        facts = footer_of(raw).facts
+    except CorruptSegmentError:
+        return problems  # said already
+    for name, expected in (("name", head.name), ("stream_id", head.stream_id)):
+        if facts.get(name) != expected:
+            problems.append(f"its {name} is {facts.get(name)!r}, and it lies with {expected!r}")
+    return problems

@@ -1,0 +1,356 @@
+"""What there is to do for the pipeline, stream by stream.
+
+A stream is looked at when it is sealed, trimmed, configured or published to, and once at the start of the
+server. Reading lists from the hot store happens on a thread; everything else is on the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import msgspec
+
+from tailrace.common.errors import TailraceError
+from tailrace.log import outbox
+from tailrace.log.catalogue import NO_PLANS, Unfolded, plans_in, plans_of, read_companions
+from tailrace.log.durable import durable
+from tailrace.log.log import Log
+from tailrace.log.model import Lifetime, Stream
+from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
+from tailrace.log.segment_list import read_segments
+from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.compaction import CompactRule, borders_of, due
+from tailrace.storage.coverage import (
+    Coverage,
+    Merge,
+    MergeRule,
+    Uncovered,
+    in_turn,
+    merges,
+    stale,
+    uncovered,
+)
+from tailrace.storage.document_objects import version_cuts
+from tailrace.storage.index_summary import NOTHING, IndexSummary, summarise
+from tailrace.storage.merged_care import MergedCare, Rewrite
+from tailrace.storage.segments.companions import PlanBook, PlanEntry
+from tailrace.storage.segments.segments import SegmentInfo
+from tailrace.storage.stored import fork_points
+
+logger = logging.getLogger("tailrace.pipeline")
+
+OFFERED_MAX: Final = 512  # segments of one stream in one answer
+SUMMARIES_MAX: Final = 10_000
+PLANS_MAX: Final = 8  # that are remembered of a stream
+START_PAGE: Final = 256
+PAUSE_S: Final = 5.0
+TIMERS_MAX: Final = 100_000  # streams that are looked at again later; others when something happens to them
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Wanted(Protocol):
+    """An index plan, as far as it matters here."""
+
+    @property
+    def hash(self) -> str: ...
+    @property
+    def families(self) -> tuple[str, ...]: ...
+    @property
+    def fingerprints(self) -> Mapping[str, str]: ...
+
+
+class StreamWork(msgspec.Struct, frozen=True):
+    """What is to be done for one stream, in the order in which it should be done."""
+
+    number: int
+    plan: PlanEntry
+    offered: tuple[Uncovered, ...] = ()
+    merges: tuple[Merge, ...] = ()
+    compactions: tuple[tuple[SegmentInfo, ...], ...] = ()  # segments that should become one, each
+    rewrites: tuple[Rewrite, ...] = ()
+    segments: int = 0  # all that lack companions, those given up included
+    raw_bytes: int = 0
+    oldest_ns: int = 0  # last append time of the oldest of those that are not given up
+    given_up: int = 0
+    stale: tuple[str, ...] = ()  # objects of older plans that may go
+    summary: IndexSummary = NOTHING
+    look_at_ns: int | None = None  # when there will be more to do without anything new
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.offered or self.merges or self.compactions or self.rewrites)
+
+
+class Scope(NamedTuple):
+    """What the work of one stream depends on, besides what is listed."""
+
+    merge: MergeRule
+    compact: CompactRule
+    lifetime: Lifetime
+    shown_bytes: int
+    schema: bytes | None
+    now_ns: int
+
+
+class Work:
+    """Owned by the loop thread. `wanted` makes the plan of a stream from its documents."""
+
+    def __init__(
+        self, log: Log, wanted: Callable[[Stream, bool], Wanted], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._log = log
+        self._wanted = wanted
+        self._loop = loop
+        limits = log.limits
+        self._merge = MergeRule(limits.index_l0_span, limits.index_compaction_fanout, limits.index_max_level)
+        age_ns = limits.compact_age_ms * 1_000_000
+        self._compact = CompactRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self.by_stream: dict[int, StreamWork] = {}  # those with something to do
+        self.summaries: OrderedDict[int, StreamWork] = OrderedDict()  # of streams that were looked at lately
+        self.given_up: dict[int, int] = {}  # streams with segments that were given up, and how many
+        self._dirty: dict[int, None] = {}
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._scanned = False
+        self._threads = ThreadPoolExecutor(1, "work")  # SQLite has one connection for each thread
+        self.on_stale: Callable[[Stream, tuple[str, ...]], None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._log.publisher.on_change.append(self._on_change)
+        for number, stream in self._log.streams.by_number.items():
+            if stream.visible_documents:
+                self._dirty[number] = None
+        for number in self._log.streams.unfolded:
+            self._dirty[number] = None
+        self._task = self._loop.create_task(self._run())
+        self._wake.set()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _on_change(self, op: Op, stream: Stream) -> None:
+        if isinstance(op, Sealed | Published | Compacted | Trim | Describe | Delete):
+            self.look_at(stream.number)
+
+    def look_at(self, number: int) -> None:
+        self._dirty[number] = None
+        self._wake.set()
+
+    async def change(self, wait_s: float) -> None:
+        """Returns when there may be other work than now, or the time is up."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything that changed has been looked at."""
+        return self._scanned and not self._dirty
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        await self._find_described()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._dirty:
+                number = next(iter(self._dirty))
+                del self._dirty[number]
+                try:
+                    await self._look(number)
+                except TailraceError as error:
+                    logger.warning("the work of stream %d is not known yet: %s", number, error)
+                    self._loop.call_later(PAUSE_S, self.look_at, number)
+                except Exception:
+                    logger.exception("the work of stream %d cannot be told", number)
+            self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _find_described(self) -> None:
+        """Once: every stream that has documents an index plan is made of, or many segments."""
+        store, count = self._log.store, self._compact.segments_min
+        for find in (_described_after, partial(_crowded_after, count=count)):
+            after = 0
+            while True:
+                found = await self._on_thread(find, store, after)
+                self._dirty.update(dict.fromkeys(found))
+                if len(found) < START_PAGE:
+                    break
+                after = found[-1]
+        self._scanned = True
+        self._wake.set()
+
+    async def _on_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        return await self._loop.run_in_executor(self._threads, partial(work, *args, **named))
+
+    async def _look(self, number: int) -> None:
+        stream = self._log.streams.get(number)
+        if stream is None or stream.removed or stream.gone:
+            self._set(number, None)
+            return
+        planned = outbox.is_indexed(stream.name) and await self._plan(stream) is not None
+        if not planned and stream.cold.segments < self._compact.segments_min:
+            self._set(number, None)
+            return
+        work = await self._find(stream, plans_in(stream.documents) if planned else NO_PLANS)
+        self._set(number, work)
+        if planned:
+            self._log.publisher.waker.wake(stream)  # whoever watches how far its indexes are
+        if work.stale and self.on_stale is not None:
+            self.on_stale(stream, work.stale)
+
+    async def _find(self, stream: Stream, plans: PlanBook) -> StreamWork:
+        unfolded = tuple(self._log.streams.unfolded.get(stream.number, ()))
+        schema = None if stream.documents is None else stream.documents.get("schema")
+        scope = Scope(
+            self._merge, self._compact, stream.lifetime, stream.size_bytes, schema, self._log.clock.now_ns()
+        )
+        return await self._on_thread(
+            find_work, self._log.store, stream.number, stream.earliest, unfolded, plans, scope
+        )
+
+    def _look_later(self, number: int, at_ns: int | None) -> None:
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        if at_ns is not None and len(self._timers) < TIMERS_MAX:
+            delay_s = max(0, at_ns - self._log.clock.now_ns()) / 1e9
+            self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
+
+    async def _plan(self, stream: Stream) -> PlanEntry | None:
+        """The plan that holds now. One that was not known before is written down first."""
+        known = plans_in(stream.documents)
+        entry = desired(known, self._wanted(stream, known.keyed))
+        if entry is None or entry == known.wanted:
+            return entry
+        older = [plan for plan in known.plans if plan.hash != entry.hash]
+        plans = PlanBook(known.keyed, (*older[-(PLANS_MAX - 1) :], entry))
+        await durable(partial(self._log.plan, stream, plans))
+        return entry
+
+    def _set(self, number: int, work: StreamWork | None) -> None:
+        self._look_later(number, None if work is None else work.look_at_ns)
+        self.summaries.pop(number, None)
+        if work is not None:
+            self.summaries[number] = work
+            if len(self.summaries) > SUMMARIES_MAX:
+                self.summaries.popitem(last=False)
+        if work is None or not work.pending:
+            self.by_stream.pop(number, None)
+        else:
+            self.by_stream[number] = work
+        if work is None or not work.given_up:
+            self.given_up.pop(number, None)
+        else:
+            self.given_up[number] = work.given_up
+
+    # -- for whoever asks --------------------------------------------------------------------------------
+
+    def known(self, stream: Stream) -> StreamWork | None:
+        """What the last look at a stream found; None if it has to be looked at first."""
+        if not plans_of(stream).plans or not outbox.is_indexed(stream.name):
+            return StreamWork(stream.number, NO_PLAN)
+        return self.summaries.get(stream.number)
+
+    async def of(self, stream: Stream) -> StreamWork:
+        """What is to be done for one stream right now."""
+        known = plans_of(stream)
+        if not known.plans or not outbox.is_indexed(stream.name):
+            known = NO_PLANS
+        if known is NO_PLANS and stream.cold.segments < self._compact.segments_min:
+            return StreamWork(stream.number, NO_PLAN)
+        return await self._find(stream, known)
+
+    def after(self, place: tuple[int, int], limit: int) -> list[StreamWork]:
+        """Streams with work, those that wait longest first, behind a place in that order."""
+        waiting = sorted((work.oldest_ns, work.number) for work in self.by_stream.values())
+        found = [number for key in waiting if key > place for number in (key[1],)]
+        return [self.by_stream[number] for number in found[:limit]]
+
+
+NO_PLAN: Final = PlanEntry(0, "", {})
+
+
+def desired(known: PlanBook, plan: Wanted) -> PlanEntry | None:
+    """The stream's plan with its generation; None while nothing was ever to be built."""
+    last = known.wanted
+    if last is None and not plan.families:
+        return None
+    if last is not None and last.hash == plan.hash:
+        return last
+    return PlanEntry(
+        1 if last is None else last.generation + 1,
+        plan.hash,
+        {family: plan.fingerprints[f"family:{family}"] for family in plan.families},
+        {name: value for name, value in plan.fingerprints.items() if not name.startswith("family:")},
+    )
+
+
+def _described_after(store: StoredStreams, number: int) -> list[int]:
+    return store.db.companions.described_after(number, START_PAGE)
+
+
+def _crowded_after(store: StoredStreams, number: int, count: int) -> list[int]:
+    return store.db.cold.crowded_after(number, count, START_PAGE)
+
+
+def find_work(
+    store: StoredStreams, number: int, earliest: int, unfolded: Unfolded, plans: PlanBook, scope: Scope
+) -> StreamWork:
+    """On a thread: one look at everything that is known of a stream's segments and companions."""
+    plan = plans.wanted or NO_PLAN
+    with store.snapshot():
+        segments = read_segments(store, number, earliest, unfolded)
+        known = msgspec.structs.replace(read_companions(store, number, earliest, unfolded), plans=plans)
+        cuts = fork_points(store.db, number)
+    coverage = Coverage(plan, known.companions)
+    given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}
+    found, stuck = uncovered(segments, coverage, given_up)
+    if scope.schema is not None:
+        cuts.update(version_cuts(scope.schema))
+    unsound = {one.object for one in known.quarantined}
+    care = MergedCare(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
+
+    def is_settled(info: SegmentInfo) -> bool:
+        stays = info.first > max(earliest, care.soon) and info.key not in unsound
+        return stays and not coverage.missing(info.first, info.last)
+
+    small = due(segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns)
+    rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage, earliest)
+    return StreamWork(
+        number,
+        plan,
+        tuple(in_turn(found)[:OFFERED_MAX]),
+        tuple(merges(plan, known.companions, scope.merge, care.part)),
+        small.runs,
+        tuple(rewrites),
+        len(found) + len(stuck),
+        sum(one.info.payload_bytes for one in found),
+        found[0].info.last_ns if found else 0,
+        len(stuck),
+        tuple(stale(plan, known.companions, coverage)),
+        summarise(plan, segments, known, coverage),
+        min((at_ns for at_ns in (small.next_ns, rewrite_ns) if at_ns is not None), default=None),
+    )
